@@ -1,0 +1,51 @@
+"""Records of sizes, shared by the rooms that decide and the rooms that compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """A linear of the base where an adapter can attach. `name` is its module path in the base."""
+
+    name: str
+    in_features: int
+    out_features: int
+    fan_in_fan_out: bool = False
+    """True where the weight is stored [in, out] (GPT-2's Conv1D)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the memory model must know of a base."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    parameters: int
+    bytes_per_value: int
+    sites: tuple[SiteShape, ...]
+    context: int
+    """The longest sample that the base has positions for."""
+
+    @property
+    def base_bytes(self) -> int:
+        return self.parameters * self.bytes_per_value
+
+    def site(self, name: str) -> SiteShape:
+        return next(site for site in self.sites if site.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class JobShape:
+    """What the scheduler must know of a job to say whether it fits."""
+
+    name: str
+    priority: int
+    order: int
+    """Its place in the file; earlier goes first among equals."""
+    trainable: int
+    """Adapter parameters."""
+    longest: int
+    """Tokens in its longest sample."""
