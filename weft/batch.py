@@ -1,0 +1,56 @@
+"""A microbatch as tensors: packed samples, rows of one job contiguous.
+
+Shapes: T rows (tokens of all samples, end to end), S samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a row that is not supervised, as torch and transformers write it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows `start` to `stop` of a microbatch belong to `job`, in its global batch `step` (counted from 1)."""
+
+    job: str
+    step: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    tokens_T: Tensor
+    positions_T: Tensor
+    """Restart at 0 with every sample."""
+    targets_T: Tensor
+    """What each row must predict: the next token of its sample where that is supervised, else IGNORED."""
+    token_index_T: Tensor
+    """Where the row stands in its job's global batch before packing: the dropout counter."""
+    sample_lengths: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.tokens_T.shape[0]
+
+    def to(self, device: torch.device) -> Microbatch:
+        if self.tokens_T.device == device:
+            return self
+        return replace(
+            self,
+            tokens_T=self.tokens_T.to(device, non_blocking=True),
+            positions_T=self.positions_T.to(device, non_blocking=True),
+            targets_T=self.targets_T.to(device, non_blocking=True),
+            token_index_T=self.token_index_T.to(device, non_blocking=True),
+        )
