@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.data.cache import StoreWriter, open_store
+from weft.data.prepare import prepare
+from weft.data.spec import DataSpec
+from weft.data.tally import Tally
+from weft.errors import OutputError
+
+ROWS = [{"text": f"the cat sat {n}"} for n in range(20)]
+
+
+def write(folder: Path) -> None:
+    with StoreWriter(folder) as writer:
+        for n in range(1, 6):
+            writer.add(np.arange(n + 1, dtype=np.int32), np.ones(n + 1, dtype=bool), 2**63 + n)
+        writer.commit(Tally(rows=5))
+
+
+def test_a_store_reads_back_what_was_written(tmp_path):
+    write(tmp_path / "a")
+    store = open_store(tmp_path / "a")
+    assert store.lengths.tolist() == [2, 3, 4, 5, 6]
+    assert store.supervised.tolist() == [1, 2, 3, 4, 5]
+    assert store.rows.tolist() == [2**63 + n for n in range(1, 6)]
+    assert store.tokens[:5].tolist() == [0, 1, 0, 1, 2]
+    assert store.mask.all()
+    assert store.tally == Tally(rows=5)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_store_larger_than_memory_can_be_written(tmp_path):
+    tokens, mask = np.zeros(10_000, dtype=np.int32), np.ones(10_000, dtype=bool)
+    tracemalloc.start()
+    with StoreWriter(tmp_path / "a") as writer:
+        for _ in range(1200):
+            writer.add(tokens, mask, 0)
+        writer.commit(Tally())
+        _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (tmp_path / "a" / "tokens").stat().st_size == 48_000_000
+    assert peak < 8_000_000
+
+
+def test_a_flipped_byte_anywhere_is_found(tmp_path):
+    folder = tmp_path / "a"
+    write(folder)
+    files = sorted(folder.iterdir())
+    assert len(files) == 6
+    chance = random.Random(0)
+    for _ in range(100):
+        file = chance.choice(files)
+        content = file.read_bytes()
+        at = chance.randrange(len(content))
+        flipped = bytes([content[at] ^ (1 << chance.randrange(8))])
+        file.write_bytes(content[:at] + flipped + content[at + 1 :])
+        found = open_store(folder)
+        assert found is None, (file.name, at)
+        file.write_bytes(content)
+    assert open_store(folder) is not None
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_cache_is_built_anew(damage, gpt2, tmp_path):
+    spec = DataSpec(rows=ROWS)
+    first = prepare(spec, None, gpt2, tmp_path).train
+    expected = [first.tokens(i).tolist() for i in range(len(first))]
+    (folder,) = tmp_path.iterdir()
+    content = (folder / "tokens").read_bytes()
+    if damage == "remove":
+        (folder / "tokens").unlink()
+    else:
+        (folder / "tokens").unlink()  # the first samples keep their map of the old file
+        (folder / "tokens").write_bytes(content[:-4] if damage == "cut" else b"\x01" + content[1:])
+    seen: list[int] = []
+    again = prepare(spec, None, gpt2, tmp_path, progress=seen.append).train
+    assert seen == [len(ROWS)]
+    assert [again.tokens(i).tolist() for i in range(len(again))] == expected
+    assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path):
+    with contextlib.suppress(KeyboardInterrupt), StoreWriter(tmp_path / "a") as writer:
+        writer.add(np.zeros(3, dtype=np.int32), np.ones(3, dtype=bool), 1)
+        assert len(list(tmp_path.iterdir())) == 1
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_builder_left_is_swept_after_a_day(tmp_path):
+    left, fresh = tmp_path / ".a.0123", tmp_path / ".a.4567"
+    left.mkdir()
+    fresh.mkdir()
+    os.utime(left, (0, 0))
+    write(tmp_path / "a")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".a.4567", "a"]
+
+
+def test_builders_at_the_same_time_do_not_disturb_one_another(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: write(tmp_path / "a"), range(40)))
+    assert open_store(tmp_path / "a") is not None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_processes_at_the_same_time_build_one_store(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
+        "from tests.data.test_cache import write\n"
+        "for _ in range(30): write(Path(sys.argv[1]) / 'a')\n"
+    )
+    root = str(Path(__file__).parents[2])
+    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), root]) for _ in range(3)]
+    assert [process.wait(timeout=60) for process in running] == [0, 0, 0]
+    assert open_store(tmp_path / "a") is not None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_a_sentence(gpt2, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"the cache folder .* cannot be written"):
+        prepare(DataSpec(rows=ROWS), None, gpt2, tmp_path / "file" / "cache")

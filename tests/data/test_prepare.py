@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from tests.data import families
+from weft.data.order import Order
+from weft.data.prepare import prepare
+from weft.data.spec import DataSpec, EvalSpec, Source
+from weft.errors import DataError
+
+ROWS = [{"text": f"the cat sat on mat {n}"} for n in range(200)]
+
+
+def texts(samples, tokenizer) -> list[str]:
+    return [tokenizer.decode(samples.tokens(i)[:-1].tolist()) for i in range(len(samples))]
+
+
+def test_truncated_rows_are_counted(gpt2, tmp_path):
+    rows = [{"text": "cat " * 40}, {"text": "cat"}, {"text": "cat " * 50}]
+    prepared = prepare(DataSpec(rows=rows, max_length=16), None, gpt2, tmp_path)
+    assert prepared.notes == ("2 of 3 rows were truncated to 16 tokens.",)
+    assert prepared.train.lengths.tolist() == [16, len(gpt2("cat").input_ids) + 1, 16]
+    assert prepared.train.supervised.tolist() == [n - 1 for n in prepared.train.lengths]
+    assert prepared.train.lengths.dtype == prepared.train.supervised.dtype == np.int32
+
+
+def test_the_bases_context_shortens_samples_too(gpt2, tmp_path):
+    prepared = prepare(DataSpec(rows=[{"text": "cat " * 40}]), None, gpt2, tmp_path, context=9)
+    assert prepared.train.lengths.tolist() == [9]
+
+
+def test_the_second_time_the_cache_is_read_and_says_the_same(gpt2, tmp_path):
+    spec = DataSpec(rows=[{"text": "cat " * 40}, {"text": 5}], max_length=8, skip_bad_rows=True)
+    seen: list[int] = []
+    first = prepare(spec, None, gpt2, tmp_path, progress=seen.append)
+    assert seen == [2]
+    second = prepare(spec, None, gpt2, tmp_path, progress=seen.append)
+    assert seen == [2]
+    assert second.notes == first.notes
+    assert len(first.notes) == 2
+    assert second.train.fingerprint == first.train.fingerprint
+    assert second.train.tokens(0).tolist() == first.train.tokens(0).tolist()
+
+
+def test_the_fingerprint_is_the_datas_and_not_the_paths(gpt2, tmp_path, write_lines):
+    one, two = write_lines(ROWS[:5], "one.jsonl"), write_lines(ROWS[:5], "two.jsonl")
+    prints = [
+        prepare(DataSpec(path=str(path)), None, gpt2, tmp_path / "c").train.fingerprint for path in (one, two)
+    ]
+    assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": ROWS[:4]},
+        {"max_length": 4},
+        {"train_on": "all"},
+        {"limit": 3},
+        {"format": "auto", "columns": {"messages": "chat"}},
+    ],
+)
+def test_what_matters_changes_the_fingerprint(change, gpt2, tmp_path):
+    plain = prepare(DataSpec(rows=ROWS[:5]), None, gpt2, tmp_path).train.fingerprint
+    assert prepare(DataSpec(**{"rows": ROWS[:5], **change}), None, gpt2, tmp_path).train.fingerprint != plain
+
+
+def test_another_tokenizer_or_template_changes_the_fingerprint(gpt2, smollm2, tmp_path):
+    spec = DataSpec(rows=ROWS[:5])
+    other = families.smollm2()
+    other.chat_template = families.QWEN25
+    prints = {prepare(spec, None, made, tmp_path).train.fingerprint for made in (gpt2, smollm2, other)}
+    assert len(prints) == 3
+    smollm2("a", truncation=True, max_length=4, padding="max_length")
+    assert prepare(spec, None, smollm2, tmp_path).train.fingerprint in prints
+
+
+def test_a_fraction_splits_by_the_row_and_not_by_the_job(gpt2, tmp_path):
+    def split(rows, **spec):
+        prepared = prepare(DataSpec(rows=rows, **spec), EvalSpec(fraction=0.2), gpt2, tmp_path)
+        return set(texts(prepared.train, gpt2)), set(texts(prepared.evaluation, gpt2))
+
+    train, held_out = split(ROWS)
+    assert train | held_out == {row["text"] for row in ROWS}
+    assert not train & held_out
+    assert 20 <= len(held_out) <= 60
+    assert split(ROWS[::-1]) == (train, held_out)
+    assert split(ROWS, train_on="all", max_length=100) == (train, held_out)
+    _, half = split(ROWS[:100])
+    assert half == {row["text"] for row in ROWS[:100]} & held_out
+
+
+def test_equal_rows_fall_on_one_side(gpt2, tmp_path):
+    prepared = prepare(DataSpec(rows=ROWS * 2), EvalSpec(fraction=0.5), gpt2, tmp_path)
+    assert not set(texts(prepared.train, gpt2)) & set(texts(prepared.evaluation, gpt2))
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.999999999])
+def test_a_split_leaves_no_side_empty(fraction, gpt2, tmp_path):
+    prepared = prepare(DataSpec(rows=ROWS[:3]), EvalSpec(fraction=fraction), gpt2, tmp_path)
+    assert sorted([len(prepared.train), len(prepared.evaluation)]) == [1, 2]
+    with pytest.raises(DataError, match="one row cannot be split"):
+        prepare(DataSpec(rows=ROWS[:1] * 3), EvalSpec(fraction=fraction), gpt2, tmp_path)
+
+
+def test_an_evaluation_file_is_read_with_the_same_settings(gpt2, tmp_path, write_lines):
+    path = write_lines([{"prompt": "a", "completion": "the cat"}], "held.jsonl")
+    spec = DataSpec(rows=ROWS[:2], max_length=4)
+    prepared = prepare(spec, EvalSpec(path=str(path)), gpt2, tmp_path / "cache")
+    assert (len(prepared.train), len(prepared.evaluation)) == (2, 1)
+    assert prepared.evaluation.mask(0).tolist()[0] is False
+
+
+def test_mistakes_of_both_files_are_told_at_once(gpt2, tmp_path, write_lines):
+    one, two = write_lines([{"text": "a"}, {"text": 1}], "one.jsonl"), write_lines(["{"], "two.jsonl")
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(path=str(one)), EvalSpec(path=str(two)), gpt2, tmp_path / "cache")
+    assert [mistake.place for mistake in error.value.mistakes] == ["one.jsonl:2", "two.jsonl:1"]
+
+
+def test_a_mixture_stands_behind_one_index_with_its_weights(gpt2, tmp_path, write_lines):
+    one, two = write_lines(ROWS[:4], "one.jsonl"), write_lines(ROWS[4:10], "two.jsonl")
+    sources = (Source(path=str(one), weight=2), Source(path=str(two), weight=0.5))
+    samples = prepare(DataSpec(path=sources), None, gpt2, tmp_path / "cache").train
+    assert texts(samples, gpt2) == [row["text"] for row in ROWS[:10]]
+    assert samples.weights.tolist() == [2.0] * 4 + [0.5] * 6
+    order = Order(len(samples), 100, 0, samples.weights)
+    assert np.bincount(order.batch(1), minlength=10)[:4].tolist() == [2] * 4
+    assert len(order.batch(1)) == 11
+    even = prepare(
+        DataSpec(path=(Source(path=str(one)), Source(path=str(two)))), None, gpt2, tmp_path / "cache"
+    )
+    assert even.train.weights is None
+    assert even.train.fingerprint != samples.fingerprint
+    with pytest.raises(IndexError):
+        samples.tokens(10)
+
+
+def test_files_of_one_name_are_told_apart_by_their_paths(gpt2, tmp_path):
+    sources = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
+        sources.append(Source(path=str(tmp_path / folder / "rows.jsonl")))
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(path=tuple(sources)), None, gpt2, tmp_path / "cache")
+    assert [mistake.place for mistake in error.value.mistakes] == [f"{source.path}:2" for source in sources]
+
+
+@pytest.mark.parametrize(
+    ("data", "evaluation", "sentence"),
+    [
+        ({}, None, "give either a path or rows"),
+        ({"rows": ROWS, "limit": 0}, None, r"data\.limit: must be at least 1"),
+        ({"rows": ROWS, "max_length": 1}, None, r"data\.max_length: must be at least 2"),
+        ({"rows": ROWS, "split": "train"}, None, r"data\.split: a single file"),
+        ({"path": (Source(path="a", weight=0),)}, None, "weight must be above 0"),
+        ({"path": (Source(path="a", weight=float("inf")),)}, None, "weight must be above 0"),
+        ({"rows": ROWS}, EvalSpec(fraction=1.0), "must lie between 0 and 1"),
+        ({"rows": ROWS}, EvalSpec(), "either a path or a fraction"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_a_sentence(data, evaluation, sentence, gpt2, tmp_path):
+    with pytest.raises(DataError, match=sentence):
+        prepare(DataSpec(**data), evaluation, gpt2, tmp_path)
+
+
+def test_a_slow_tokenizer_is_refused_with_a_sentence(tmp_path):
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(DataError, match="needs a fast tokenizer"):
+        prepare(DataSpec(rows=ROWS), None, Slow(), tmp_path)
+
+
+def test_a_dataset_is_never_in_memory_as_a_whole(gpt2, tmp_path):
+    path = tmp_path / "large.jsonl"
+    size = 60_000_000
+    line = json.dumps({"text": "the cat sat on the mat " * 50, "notes": "x" * 60_000}) + "\n"
+    with path.open("w") as file:
+        for _ in range(size // len(line)):
+            file.write(line)
+    tracemalloc.start()
+    samples = prepare(DataSpec(path=str(path), max_length=4096), None, gpt2, tmp_path / "cache").train
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(samples) == size // len(line)
+    assert peak < size / 4

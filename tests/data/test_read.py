@@ -1,0 +1,168 @@
+"""Files of every kind become the same rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from weft.data.json_rows import PIECE, read_json
+from weft.data.prepare import prepare
+from weft.data.read import open_path, open_rows
+from weft.data.spec import DataSpec
+from weft.errors import DataError
+
+ROWS = [{"prompt": f"Question {n}:", "completion": f" answer, {n}\n“é”"} for n in range(5)]
+
+
+def values(table):
+    rows = list(table.rows())
+    assert all(row.problem is None for row in rows)
+    return [dict(row.value) for row in rows]
+
+
+def write(folder, ending):
+    path = folder / f"rows{ending}"
+    if ending in (".jsonl", ".ndjson"):
+        path.write_text("\n".join(json.dumps(row) for row in ROWS))
+    elif ending == ".json":
+        path.write_text(json.dumps(ROWS, indent=2))
+    elif ending == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(ROWS[0]), delimiter="\t" if ending == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(ROWS)
+    return path
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"])
+def test_every_kind_of_file_gives_the_same_rows_and_samples(ending, tmp_path, smollm2):
+    path = write(tmp_path, ending)
+    assert values(open_path(str(path), None, "rows")) == ROWS
+    samples = prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache").train
+    given = prepare(DataSpec(rows=ROWS), None, smollm2, tmp_path / "cache").train
+    assert [samples.tokens(i).tolist() for i in range(5)] == [given.tokens(i).tolist() for i in range(5)]
+
+
+def test_a_dataset_given_from_python_gives_the_same_rows(tmp_path, smollm2):
+    from datasets import Dataset
+
+    assert values(open_rows(Dataset.from_list(ROWS))) == ROWS
+    assert open_rows(Dataset.from_list(ROWS)).digest == open_rows(ROWS).digest
+
+
+def test_a_column_that_a_table_fills_with_null_counts_as_absent():
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"text": "a", "messages": None}])
+    assert values(open_rows(rows)) == [{"text": "a"}]
+
+
+def test_rows_name_the_line_on_which_they_start(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('text\n"two\nlines"\nlast\n')
+    assert [row.place for row in open_path(str(path), None, "rows.csv").rows()] == [
+        "rows.csv:2",
+        "rows.csv:4",
+    ]
+    path = tmp_path / "rows.json"
+    path.write_text('[\n{"text":\n"a"},\n\n{"text": "b"}]')
+    assert [row.place for row in open_path(str(path), None, "rows.json").rows()] == [
+        "rows.json:2",
+        "rows.json:5",
+    ]
+
+
+def test_a_csv_row_with_a_field_too_many_is_bad(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion\na,b\na,b,c\na\n")
+    problems = [row.problem for row in open_path(str(path), None, "rows").rows()]
+    assert problems[0] is None
+    assert "3 fields" in problems[1]
+    assert "1 fields" in problems[2]
+
+
+def test_a_json_array_larger_than_the_window_is_read_piece_by_piece(tmp_path):
+    path = tmp_path / "rows.json"
+    rows = [{"text": "x" * n, "n": n} for n in (10, PIECE // 2, 3 * PIECE, 5, PIECE - 11, 7)]
+    path.write_text(json.dumps(rows))
+    assert [dict(row.value) for row in read_json(path, "rows")] == rows
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"text": "a"}',
+        '[{"text": "a"} {"text": "b"}]',
+        '[{"text": "a"}] 1',
+        '[{"text": NaN}]',
+        '[{"text": "a"},]',
+        "[{]",
+        '[{"a": 1, "a": 2}]',
+    ],
+)
+def test_a_json_array_that_is_broken_is_a_sentence_with_its_line(text, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text("\n" + text)
+    with pytest.raises(DataError, match="rows:2: "):
+        list(read_json(path, "rows"))
+
+
+def test_an_array_may_hold_rows_that_are_no_objects_and_they_are_bad(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('[{"text": "a"}, 17, "x"]')
+    problems = [row.problem for row in read_json(path, "rows")]
+    assert problems[0] is None
+    assert "not a number" in problems[1]
+    assert "not text" in problems[2]
+
+
+def test_a_folder_is_read_file_by_file_and_by_split(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train-00000.jsonl").write_text('{"text": "a"}\n')
+    (folder / "train-00001.jsonl").write_text('{"text": "b"}\n')
+    (folder / "test.jsonl").write_text('{"text": "c"}\n')
+    (folder / "README.md").write_text("no rows")
+    assert [row["text"] for row in values(open_path(str(folder), None, "set"))] == ["c", "a", "b"]
+    table = open_path(str(folder), "train", "set")
+    assert [row.place for row in table.rows()] == ["set/train-00000.jsonl:1", "set/train-00001.jsonl:1"]
+    with pytest.raises(DataError, match="of the split validation"):
+        open_path(str(folder), "validation", "set")
+
+
+def test_what_cannot_be_read_is_a_sentence(tmp_path):
+    with pytest.raises(DataError, match="there is no file"):
+        open_path(str(tmp_path / "absent.jsonl"), None, "absent.jsonl")
+    (tmp_path / "rows.txt").write_text("a")
+    with pytest.raises(DataError, match=r"Weft reads \.jsonl, .*, not \.txt"):
+        open_path(str(tmp_path / "rows.txt"), None, "rows.txt")
+    (tmp_path / "rows.parquet").write_text("a")
+    with pytest.raises(DataError, match="not a Parquet file"):
+        list(open_path(str(tmp_path / "rows.parquet"), None, "rows").rows())
+    for rows in (iter(ROWS), {"train": ROWS}, "rows", 5):
+        with pytest.raises(DataError, match="must be a list of dicts"):
+            open_rows(rows)
+
+
+def test_a_hub_id_that_cannot_be_had_is_a_sentence(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="nobody/nothing: is neither a file here nor a dataset"):
+        open_path("nobody/nothing", None, "nobody/nothing")
+
+
+def test_a_row_longer_than_the_limit_is_bad_and_the_next_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.data.json_rows.LONGEST_ROW", 100)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "x" * 1000}) + '\n{"text": "a"}\n')
+    first, second = open_path(str(path), None, "rows").rows()
+    assert "longer than" in first.problem
+    assert dict(second.value) == {"text": "a"}
+    assert second.place == "rows:2"

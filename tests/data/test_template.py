@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.data import families
+from tests.data.conftest import supervised_runs, whole_text
+from weft.data.prepare import prepare
+from weft.data.row import BadRow
+from weft.data.spec import DataSpec
+from weft.data.template import Template, template_source
+from weft.errors import DataError
+
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 100000000 }}",
+        "{{ 100000000 * 'x' }}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxx{% endfor %}{% endfor %}",
+        "{% set n = namespace(t='x' * 10000) %}{% for a in range(99) %}{% set n.t = n.t + n.t %}{% endfor %}",
+    ],
+)
+def test_a_template_that_prints_without_end_is_stopped(source):
+    started = time.process_time()
+    with pytest.raises(DataError, match="printed more than"):
+        Template(source, {}).render(CHAT, None, prompt=False)
+    assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}"]
+)
+def test_a_template_cannot_leave_its_sandbox(source):
+    with pytest.raises(BadRow, match="refuses this row"):
+        Template(source, {}).render(CHAT, None, prompt=False)
+
+
+def test_a_template_that_does_not_compile_is_a_sentence():
+    with pytest.raises(
+        DataError, match=r"data\.chat_template: the chat template does not compile: .* \(its line 2\)"
+    ):
+        Template("\n{% for %}", {})
+
+
+def test_a_generation_mark_prints_its_body():
+    assert Template("a{% generation %}b{% endgeneration %}c", {}).render(CHAT, None, prompt=False) == "abc"
+
+
+def test_a_date_in_a_template_is_the_same_every_day():
+    assert Template("{{ strftime_now('%d %b %Y') }}", {}).render(CHAT, None, prompt=False) == "26 Jul 2024"
+
+
+def test_a_template_comes_from_a_file(gpt2, tmp_path, samples_of):
+    path = tmp_path / "own.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    samples = samples_of([{"messages": CHAT}], gpt2, chat_template=str(path))
+    assert whole_text(samples, 0, gpt2) == "user: Hello<|endoftext|>assistant: yes<|endoftext|>"
+    # The prompt's last space and the answer would be one token; at inference the prompt stands alone.
+    assert supervised_runs(samples, 0, gpt2) == ["yes<|endoftext|>"]
+    assert samples.tokens(0).tolist()[-4:] == [
+        *gpt2(" ").input_ids,
+        *gpt2("yes").input_ids,
+        gpt2.eos_token_id,
+    ]
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        template_source(gpt2, str(tmp_path / "absent.jinja"))
+
+
+def test_named_templates_give_their_default():
+    tokenizer = families.smollm2()
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    assert template_source(tokenizer, None) == "a"
+    assert template_source(tokenizer, None, tools=True) == "b"
+
+
+def test_built_in_chatml_prints_tools_and_calls(smollm2, samples_of):
+    call = {"function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [
+        {"role": "system", "content": "fine"},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    samples = samples_of(
+        [{"messages": messages, "tools": [{"name": "add"}]}], smollm2, chat_template="chatml"
+    )
+    assert whole_text(samples, 0, smollm2) == (
+        '<|im_start|>system\nfine\n\nYou can call these functions:\n{"name": "add"}<|im_end|>\n'
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>\n'
+    )
+
+
+def test_a_developer_is_the_system_to_a_template_that_does_not_know_one(smollm2, samples_of):
+    samples = samples_of([{"messages": [{"role": "developer", "content": "fine"}, *CHAT]}], smollm2)
+    assert whole_text(samples, 0, smollm2).startswith("<|im_start|>system\nfine<|im_end|>")
+
+
+def test_what_a_template_does_silently_is_told_in_a_note(tmp_path):
+    def notes(source: str, tools: list | None = None) -> tuple[str, ...]:
+        tokenizer = families.smollm2()
+        tokenizer.chat_template = source
+        row = {"messages": CHAT, **({"tools": tools} if tools else {})}
+        return prepare(DataSpec(rows=[row]), None, tokenizer, tmp_path).notes
+
+    assert notes(families.CHATML) == ()
+    assert "does not print tools" in notes(families.CHATML, [{"name": "add"}])[0]
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert (
+        "without an end-of-turn token"
+        in notes(plain + "{% if add_generation_prompt %}assistant:{% endif %}")[0]
+    )
+    think = families.CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    assert "supervised from where they part" in notes(think)[0]
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused(tmp_path):
+    tokenizer = families.smollm2()
+    tokenizer.chat_template = "{{ messages | length }}" + families.CHATML
+    with pytest.raises(DataError, match="rows:1: the chat template does not print message 2 after"):
+        prepare(DataSpec(rows=[{"messages": CHAT}]), None, tokenizer, tmp_path)
+
+
+def test_two_bos_printed_by_a_template_become_one(samples_of):
+    tokenizer = families.llama3()
+    tokenizer.chat_template = "{{ bos_token }}" + families.LLAMA3
+    tokens = samples_of([{"messages": CHAT}], tokenizer).tokens(0).tolist()
+    assert tokens.count(tokenizer.bos_token_id) == 1
+    tokenizer.chat_template = families.LLAMA3.replace("{{- bos_token }}", "")
+    assert samples_of([{"messages": CHAT}], tokenizer).tokens(0).tolist() == tokens

@@ -1,0 +1,69 @@
+"""One row as it was read, and what makes a row unusable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class BadRow(Exception):
+    """This row cannot be used; the text is a sentence for the user, without the place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row and its place (`file.jsonl:LINE`); `problem` says why it could not even be read."""
+
+    place: str
+    value: Mapping[str, Any]
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows that can be read from the start as often as needed, and the hash of their content."""
+
+    label: str
+    digest: str
+    rows: Callable[[], Iterator[Row]]
+
+
+def canonical(value: Mapping[str, Any]) -> bytes:
+    """The same bytes for the same row, whatever the order of its columns."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+    except (TypeError, ValueError, RecursionError):  # rows from Python can hold keys that JSON cannot
+        return repr(value).encode(errors="replace")
+
+
+def row_hash(value: Mapping[str, Any]) -> int:
+    """64 bits that depend on the row alone; they decide on which side of a split it falls."""
+    return int.from_bytes(hashlib.blake2b(canonical(value), digest_size=8).digest(), "little")
+
+
+def as_row(place: str, value: object) -> Row:
+    if not isinstance(value, Mapping):
+        return Row(place, {}, f"a row must be an object with named columns, not {kind_name(value)}")
+    if not all(isinstance(name, str) for name in value):
+        return Row(place, {}, "the names of the columns must be text")
+    return Row(place, value)
+
+
+def kind_name(value: object) -> str:
+    """What a JSON value is, in a user's words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return f"a {type(value).__name__}"
