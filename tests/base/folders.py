@@ -1,0 +1,37 @@
+"""Model folders as a user would have them, for tests that load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.families import VOCABULARY, tiny
+
+CHATML = (
+    "{% for message in messages %}<s> {{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
+
+
+def word_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """One token a word: w3 … w96, and the few that a template needs."""
+    words = ["<pad>", "<s>", "</s>", "system", "user", "assistant"]
+    words += [f"w{number}" for number in range(len(words), VOCABULARY)]
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def model_folder(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+    tiny(family, dtype).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,102 @@
+"""Tiny random models of every family, shared by all tests.
+
+Small enough for float64 on one thread, and with nothing left at its initial 0 or 1: norms, biases and
+position tables are all random, so that leaving one out changes the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+VOCABULARY = 97
+CONTEXT = 64
+WINDOW = 6
+"""Shorter than the samples that tests use."""
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED: dict[str, Any] = {
+    **COMMON,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def config(family: str) -> PretrainedConfig:
+    match family:
+        case "llama":
+            return LlamaConfig(**GROUPED)
+        case "qwen2":
+            return Qwen2Config(**GROUPED)
+        case "qwen3":
+            return Qwen3Config(**GROUPED, head_dim=16)
+        case "mistral":
+            return MistralConfig(**GROUPED, sliding_window=WINDOW)
+        case "gemma3":
+            return Gemma3TextConfig(
+                **{**GROUPED, "num_hidden_layers": 3},
+                head_dim=16,
+                sliding_window=WINDOW,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                final_logit_softcapping=2.0,
+            )
+        case "phi3":
+            return Phi3Config(**GROUPED)
+        case "opt":
+            return OPTConfig(
+                **COMMON,
+                hidden_size=32,
+                ffn_dim=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                word_embed_proj_dim=24,
+            )
+        case "gpt2":
+            return GPT2Config(**{**COMMON, "n_positions": CONTEXT}, n_embd=32, n_layer=2, n_head=4)
+    raise AssertionError(f"no family {family}")
+
+
+def tiny(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+    """A random model of the family in eval mode; the same seed gives the same weights in every dtype."""
+    return randomised(config(family), dtype, seed)
+
+
+def randomised(
+    model_config: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> PreTrainedModel:
+    """The causal language model of `model_config` with every parameter drawn at random."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+                else:
+                    parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model.to(dtype).eval()
