@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from weft.base.families import refuse_config
 from weft.base.model import Base
@@ -46,6 +47,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
     """The model as transformers runs it, read straight to the device."""
     where = place(spec)
     config = load_config(spec, where)
+    transformers_logging.disable_progress_bar()
     with explained(spec):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.jobs.checks import check_targets, warnings
+from weft.jobs.read import read_run
+from weft.jobs.spec import JobSpec
+from weft.shapes import ModelShape, SiteShape
+
+SHAPE = ModelShape(
+    layers=2,
+    hidden=32,
+    vocabulary=100,
+    parameters=1000,
+    bytes_per_value=4,
+    sites=tuple(
+        SiteShape(f"model.layers.{layer}.{name}", 32, width)
+        for layer in range(2)
+        for name, width in (("self_attn.q_proj", 32), ("self_attn.v_proj", 8), ("mlp.up_proj", 96))
+    ),
+    context=512,
+)
+
+
+def job(max_length: int = 128, **adapter: object) -> JobSpec:
+    return JobSpec(name="a", data={"path": "owner/rows", "max_length": max_length}, adapter=adapter)
+
+
+def test_targets_that_all_match_are_no_mistake() -> None:
+    jobs = [job(), job(targets=["q_proj", "mlp.up_proj"]), job(targets=r".*\.1\..*(q|v)_proj")]
+    assert check_targets(jobs, SHAPE) == []
+
+
+def test_every_entry_of_a_target_list_must_match() -> None:
+    (mistake,) = check_targets([job(targets=["q_proj", "vproj"])], SHAPE)
+    assert mistake.place == "job a adapter.targets[1]"
+    assert '"vproj" matches no module of the base; did you mean v_proj?' in mistake.sentence
+    assert "q_proj, v_proj, up_proj" in mistake.sentence
+
+
+def test_a_regular_expression_must_match_a_whole_path() -> None:
+    (mistake,) = check_targets([job(targets="q_proj")], SHAPE)
+    assert mistake.place == "job a adapter.targets"
+    assert "write a list: [q_proj]" in mistake.sentence
+    (mistake,) = check_targets([job(targets="q_proj,v_proj")], SHAPE)
+    assert "write a list: [q_proj, v_proj]" in mistake.sentence
+    (mistake,) = check_targets([job(targets=r"transformer\..*")], SHAPE)
+    assert "its modules end in q_proj, v_proj, up_proj" in mistake.sentence
+
+
+def test_a_target_of_a_file_is_placed_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.yaml"
+    file.write_text("base: demo\njobs:\n- name: a\n  data: owner/rows\n  adapter: {targets: [lm_head]}\n")
+    run = read_run(file)
+    (mistake,) = check_targets(run.jobs, SHAPE, run.place)
+    assert mistake.place == "jobs.yaml:5 jobs[0].adapter.targets[0]"
+
+
+def test_what_may_not_be_meant_is_a_warning() -> None:
+    assert warnings([job(rank=8)], SHAPE) == []
+    (wide,) = warnings([job(rank=16)], SHAPE)
+    assert wide.startswith("a: rank 16 is over the width 8 of model.layers.0.self_attn.v_proj and 1 more")
+    (patterned,) = warnings([job(rank=4, rank_pattern={"q_proj": 8})], SHAPE)
+    assert "weft export --portable" in patterned
+    stray, _ = warnings([job(rank=4, targets=["q_proj"], alpha_pattern={"v_proj": 8})], SHAPE)
+    assert stray == 'a: alpha_pattern "v_proj" matches none of the job\'s targets'
+    (long,) = warnings([job(rank=4, max_length=513)], SHAPE)
+    assert "max_length 513 is over the base's context of 512 tokens" in long

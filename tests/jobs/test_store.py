@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.errors import OutputError
+from weft.jobs.states import State
+from weft.jobs.status import JobStatus
+from weft.jobs.store import open_store
+
+
+def status_of(output: Path) -> dict:
+    return json.loads((output / "status.json").read_text())
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
+    with open_store(tmp_path / "out", resume=False) as store:
+        store.describe("demo", "cpu", "float32")
+        store.add_job("a")
+        store.add_job("b")
+        store.move_job("a", State.RUNNING)
+        store.advance_job("a", step=3, steps=10, trained_tokens=99)
+        store.best_job("a", step=2, eval_loss=1.5)
+        store.note_job("a", "two rows were cut")
+        store.explain_job("b", "it waits behind a, which comes first")
+        store.note("the base was converted")
+        store.measure(seconds=2.5, solo_seconds=5.0, peak_bytes=1000)
+        store.write_status()
+        written = store.status
+    assert status_of(tmp_path / "out")["jobs"]["a"] == {
+        "state": "running", "reason": "", "step": 3, "steps": 10, "trained_tokens": 99, "best_step": 2,
+        "eval_loss": 1.5, "notes": ["two rows were cut"],
+    }  # fmt: skip
+    whole = status_of(tmp_path / "out")
+    assert list(whole) == [
+        "version", "base", "device", "dtype", "started", "updated", "seconds", "solo_seconds", "peak_bytes",
+        "notes", "jobs",
+    ]  # fmt: skip
+    with open_store(tmp_path / "out", resume=True) as store:
+        assert store.job("a").state is State.QUEUED
+        assert store.job("a").step == 3
+        assert store.job("b") == written.jobs["b"]
+        assert store.status.notes == ("the base was converted",)
+        assert (store.status.started, store.status.seconds) == (written.started, 2.5)
+        store.add_job("a")
+        assert store.job("a").step == 3
+
+
+def test_a_folder_that_holds_something_is_refused_without_resume(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(OutputError, match="is not empty; continue it with --resume"):
+        open_store(tmp_path, resume=False)
+    with pytest.raises(OutputError, match=r"holds no status.json, so there is nothing to resume"):
+        open_store(tmp_path, resume=True)
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    with pytest.raises(OutputError, match="is a file"):
+        open_store(tmp_path / "thesis.txt", resume=False)
+
+
+def test_an_output_that_nothing_was_written_to_can_be_taken_again(tmp_path: Path) -> None:
+    open_store(tmp_path, resume=False).close()
+    (tmp_path / ".status.json.new").write_text('{"version"')
+    open_store(tmp_path, resume=True).close()
+    open_store(tmp_path, resume=False).close()
+
+
+def test_two_trainers_never_share_an_output(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False):
+        with pytest.raises(OutputError, match="another weft train is writing to"):
+            open_store(tmp_path, resume=True)
+    open_store(tmp_path, resume=True).close()
+
+
+def test_a_refused_output_is_not_left_locked(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(OutputError, match="is not empty"):
+        open_store(tmp_path, resume=False)
+    (tmp_path / "x").unlink()
+    open_store(tmp_path, resume=False).close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"version": 1', '"version": 2'),
+        lambda text: text.replace('"queued"', '"asleep"'),
+        lambda text: text.replace('"step": 0', '"step": "many"'),
+        lambda text: text.replace('"jobs": {', '"jobs": {"b": 3, '),
+    ],
+)
+def test_a_damaged_status_is_a_sentence_and_its_successor_is_used_if_whole(
+    tmp_path: Path, damage: Callable[[str], str]
+) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.write_status()
+    status = tmp_path / "status.json"
+    whole = status.read_text()
+    status.write_text(damage(whole))
+    assert status.read_text() != whole
+    with pytest.raises(OutputError, match=r"status.json cannot be used \("):
+        open_store(tmp_path, resume=True)
+    (tmp_path / ".status.json.new").write_text(whole)
+    with open_store(tmp_path, resume=True) as store:
+        assert store.job("a") == JobStatus()
+
+
+def test_rewinding_drops_what_lies_beyond_the_cursor_and_a_torn_line(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        for step in range(4):
+            for job in "abc":
+                store.append_metrics({"job": job, "step": step, "loss": 1.0})
+        store.append_window({"window": 0})
+        store.write_status()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"job": "c", "step": 4, "lo')
+    with (tmp_path / "windows.jsonl").open("a") as file:
+        file.write('{"wind')
+    with open_store(tmp_path, resume=True) as store:
+        store.rewind({"a": 1, "b": -1})
+        store.append_metrics({"job": "a", "step": 2, "loss": 0.5})
+    lines = lines_of(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["job"] == "a"] == [0, 1, 2]
+    assert [line["step"] for line in lines if line["job"] == "b"] == []
+    assert [line["step"] for line in lines if line["job"] == "c"] == [0, 1, 2, 3]
+    assert lines_of(tmp_path / "windows.jsonl") == [{"window": 0}]
+
+
+def test_a_restarted_job_forgets_what_it_did(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        for name in "ab":
+            store.add_job(name)
+            store.append_metrics({"job": name, "step": 1, "loss": 1.0})
+            store.move_job(name, State.FAILED, "no rows")
+        assert store.job("a").reason == "no rows"
+        store.restart_job("a")
+        assert store.job("a") == JobStatus()
+        assert store.job("b").state is State.FAILED
+    assert [line["job"] for line in lines_of(tmp_path / "metrics.jsonl")] == ["b"]
+
+
+def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.append_metrics({"job": "a", "loss": float("nan"), "grad_norm": float("inf"), "tokens": 3})
+        store.add_job("a")
+        store.best_job("a", step=0, eval_loss=float("inf"))
+        store.write_status()
+    assert lines_of(tmp_path / "metrics.jsonl") == [
+        {"job": "a", "loss": None, "grad_norm": None, "tokens": 3}
+    ]
+    assert status_of(tmp_path)["jobs"]["a"]["eval_loss"] is None
+    open_store(tmp_path, resume=True).close()
+
+
+def test_an_illegal_move_is_a_bug(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        with pytest.raises(ValueError, match="cannot go from queued to succeeded"):
+            store.move_job("a", State.SUCCEEDED)
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_no_half_line(tmp_path: Path) -> None:
+    script = f"""
+import resource, signal
+from pathlib import Path
+from weft.errors import OutputError
+from weft.jobs.store import open_store
+store = open_store(Path({str(tmp_path)!r}), resume=False)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+try:
+    for step in range(100):
+        store.append_metrics({{"job": "a", "step": step, "text": "x" * 50}})
+except OutputError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"cannot write {tmp_path / 'metrics.jsonl'}: ")
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_killed_trainer_leaves_a_status_that_resumes(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from weft.jobs.states import State
+from weft.jobs.store import open_store
+with open_store(Path({str(tmp_path)!r}), resume=True) as store:
+    store.add_job("a")
+    store.move_job("a", State.RUNNING)
+    for step in range(store.job("a").step + 1, 10**9):
+        store.append_metrics({{"job": "a", "step": step, "pad": "x" * 500}})
+        store.advance_job("a", step, 10**9, step * 10)
+        store.write_status()
+        print(step, flush=True)
+"""
+    for round_number in range(5):
+        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.003 * round_number)
+        os.kill(child.pid, signal.SIGKILL)
+        said = [int(line) for line in child.stdout.read().splitlines()]
+        child.wait()
+        child.stdout.close()
+        with open_store(tmp_path, resume=True) as store:
+            job = store.job("a")
+            assert job.state is State.QUEUED
+            assert job.step >= max(said, default=0)
+            assert job.trained_tokens == job.step * 10
+            store.rewind({"a": job.step})
+            store.write_status()
+        steps = [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")]
+        assert steps == list(range(1, job.step + 1))

@@ -1,0 +1,35 @@
+"""The states of a job, and the moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class State(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return not MOVES[self]
+
+
+MOVES: Mapping[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.FAILED, State.CANCELLED}),
+    # Back to queued is preemption: the job leaves its slot and keeps its cursor.
+    State.RUNNING: frozenset({State.QUEUED, State.SUCCEEDED, State.FAILED, State.CANCELLED}),
+    State.SUCCEEDED: frozenset(),
+    State.FAILED: frozenset(),
+    State.CANCELLED: frozenset(),
+}
+
+
+def move(old: State, new: State) -> State:
+    """`new`, if a job may go there from `old`; any other move is a bug of the caller's."""
+    if new not in MOVES[old]:
+        raise ValueError(f"a job cannot go from {old} to {new}")
+    return new
