@@ -1,0 +1,58 @@
+"""Adapters aboard a tiny base, and what the base computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.base.packs import packed
+from weft.adapters.banks import Banks
+from weft.adapters.kind import Member, kind_named
+from weft.adapters.lora.spec import LoraSpec
+from weft.base.model import Base
+from weft.batch import Microbatch, Segment
+from weft.ops.lora import Route
+
+
+def empty_banks(base: Base) -> Banks:
+    return Banks(base.sites(), base.shape.sites, next(base.model.parameters()))
+
+
+def weights_of(base: Base, job: str, spec: LoraSpec, seed: int = 0) -> Tensor:
+    """The flat vector of a new adapter, as the loop would make it."""
+    kind = kind_named(spec.kind)
+    layout = kind.layout(spec, base.shape.sites)
+    flat = torch.zeros(layout.size, dtype=base.dtype)
+    kind.initialise(Member(job, spec, seed), base.shape.sites, layout.views(flat))
+    return flat
+
+
+def attach(banks: Banks, base: Base, job: str, spec: LoraSpec, weights: Tensor) -> None:
+    layout = kind_named(spec.kind).layout(spec, base.shape.sites)
+    banks.attach(Member(job, spec, seed=0), layout, weights)
+
+
+def banks_with(base: Base, specs: Mapping[str, LoraSpec]) -> Banks:
+    banks = empty_banks(base)
+    for job, spec in specs.items():
+        attach(banks, base, job, spec, weights_of(base, job, spec))
+    return banks
+
+
+def together(jobs: Sequence[str], samples: Sequence[Tensor]) -> Microbatch:
+    """The samples in one microbatch, each of them a segment of the job beside it."""
+    segments, row = [], 0
+    for job, tokens_L in zip(jobs, samples, strict=True):
+        segments.append(Segment(job, 1, row, row + len(tokens_L)))
+        row += len(tokens_L)
+    return replace(packed(samples), segments=tuple(segments))
+
+
+def logits(base: Base, banks: Banks, microbatch: Microbatch, route: Route = Route.segmented) -> list[Tensor]:
+    """Per sample, from the packed pass with whoever is aboard."""
+    with torch.no_grad(), banks.bound(microbatch, route, training=False):
+        logits_TV = base.head().logits(base.hidden(microbatch))
+    return list(logits_TV.split(microbatch.sample_lengths))

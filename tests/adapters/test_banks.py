@@ -1,0 +1,248 @@
+"""Banks: jobs come and go, each keeps its own slot, and who is not in a microbatch does not matter to it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import PeftModel
+
+from tests.adapters.aboard import attach, banks_with, empty_banks, logits, together, weights_of
+from tests.base.packs import packed, random_samples
+from tests.bench import base as tiny_base
+from tests.families import FAMILIES, tiny
+from weft.adapters.kind import kind_named
+from weft.adapters.lora.spec import LoraSpec
+from weft.ops.lora import Route
+
+LORA = kind_named("lora")
+CLOSE = 1e-6
+"""In float64 too: most families normalise in float32 whatever the dtype, where a last bit can flip."""
+
+
+def mixed(base):
+    """Four jobs of different rank, scale and targets; the last shares no site with the third."""
+    names = [site.name for site in base.shape.sites]
+    ending = names[0].rpartition(".")[2]
+    return {
+        "a": LoraSpec(rank=3, alpha=6.0),
+        "b": LoraSpec(rank=5, alpha=2.0, targets=(ending,), rslora=True),
+        "c": LoraSpec(rank=2, alpha=9.0, targets=(names[0],)),
+        "d": LoraSpec(rank=4, alpha=4.0, targets=(names[-1],), rank_pattern={names[-1]: 7}),
+    }
+
+
+def random_weights(base, spec, seed):
+    layout = LORA.layout(spec, base.shape.sites)
+    return torch.randn(layout.size, generator=torch.Generator().manual_seed(seed), dtype=base.dtype) * 0.2
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_base("llama")
+
+
+@pytest.fixture
+def crowd(llama):
+    """Banks with the four aboard, and the flat vector of each."""
+    specs, banks = mixed(llama), empty_banks(llama)
+    weights = {job: random_weights(llama, spec, seed) for seed, (job, spec) in enumerate(specs.items())}
+    for job, spec in specs.items():
+        attach(banks, llama, job, spec, weights[job])
+    return banks, weights
+
+
+def held(banks, job):
+    """The job's flat vector as its slots hold it."""
+    flat = torch.empty(banks.layouts[job].size, dtype=torch.float64)
+    for (site, name), value in banks.layouts[job].views(flat).items():
+        value.copy_(banks._banks[site]["lora"].parameters(job)[name])
+    return flat
+
+
+def gradients(base, banks, microbatch, jobs, route=Route.segmented):
+    """Each job's gradient of one pass, as the executor collects it."""
+    with banks.bound(microbatch, route, training=True):
+        h_TD = base.hidden(microbatch)
+        targets_T = microbatch.tokens_T.roll(-1)
+        loss_T = torch.nn.functional.cross_entropy(base.head().logits(h_TD), targets_T, reduction="none")
+        loss_T.sum().backward()
+    found = {}
+    for job in jobs:
+        found[job] = torch.zeros(banks.layouts[job].size, dtype=torch.float64)
+        banks.add_gradients(job, found[job])
+    banks.clear_gradients()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("route", [Route.segmented, Route.concatenated])
+def test_each_job_of_a_mixed_pack_gets_the_logits_that_peft_gives_it_alone(family, route, tmp_path):
+    base = tiny_base(family)
+    specs, banks = mixed(base), empty_banks(base)
+    for seed, (job, spec) in enumerate(specs.items()):
+        weights = random_weights(base, spec, seed)
+        attach(banks, base, job, spec, weights)
+        LORA.save(tmp_path / job, spec, banks.layouts[job].views(weights), base.shape.sites, "b")
+    jobs = ["a", "b", "c", "d"]
+    samples = random_samples((9, 5, 12, 7))
+    plain = [tiny(family)(input_ids=tokens[None], use_cache=False).logits[0].detach() for tokens in samples]
+    for got, job, tokens, bare in zip(
+        logits(base, banks, together(jobs, samples), route), jobs, samples, plain, strict=True
+    ):
+        peft = PeftModel.from_pretrained(tiny(family), tmp_path / job).eval()
+        want = peft(input_ids=tokens[None], use_cache=False).logits[0].detach()
+        torch.testing.assert_close(got, want, rtol=CLOSE, atol=CLOSE)
+        assert (want - bare).abs().max() > 1e-3
+
+
+def test_every_job_reads_back_what_was_written_for_it(crowd):
+    banks, weights = crowd
+    for job, flat in weights.items():
+        assert torch.equal(held(banks, job), flat)
+
+
+def test_a_write_lands_in_the_slot_of_its_job_only(llama, crowd):
+    banks, weights = crowd
+    new = random_weights(llama, mixed(llama)["b"], 99)
+    banks.write("b", new)
+    assert torch.equal(held(banks, "b"), new)
+    for job in "acd":
+        assert torch.equal(held(banks, job), weights[job])
+    banks.zero("a")
+    assert not held(banks, "a").any()
+    assert torch.equal(held(banks, "b"), new)
+
+
+@pytest.mark.parametrize("gone", ["a", "b", "c", "d"])
+def test_who_leaves_changes_neither_the_weights_nor_the_gradients_of_the_others(llama, crowd, gone):
+    banks, weights = crowd
+    stay = [job for job in weights if job != gone]
+    samples = random_samples((6, 9, 4))
+    microbatch = together(stay, samples)
+    before = gradients(llama, banks, microbatch, stay)
+    assert all(found.norm() > 1e-3 for found in before.values())
+    banks.detach(gone)
+    assert gone not in banks.layouts
+    for job in stay:
+        assert torch.equal(held(banks, job), weights[job])
+    after = gradients(llama, banks, microbatch, stay)
+    for job in stay:
+        assert torch.equal(after[job], before[job])
+    attach(banks, llama, gone, mixed(llama)[gone], weights[gone])
+    again = gradients(llama, banks, microbatch, stay)
+    for job in (*stay, gone):
+        assert torch.equal(held(banks, job), weights[job])
+    for job in stay:
+        assert torch.equal(again[job], before[job])
+
+
+@pytest.mark.parametrize("route", [Route.segmented, Route.concatenated])
+def test_gradients_in_company_are_those_of_each_job_alone(llama, crowd, route):
+    banks, weights = crowd
+    jobs, samples = list(weights), random_samples((8, 3, 10, 6))
+    # A sample's last row is to predict the next sample's first token, so that token comes along as nobody's.
+    both = gradients(llama, banks, together(jobs, samples), jobs, route)
+    for index, job in enumerate(jobs):
+        alone = empty_banks(llama)
+        attach(alone, llama, job, mixed(llama)[job], weights[job])
+        follower = samples[(index + 1) % len(samples)][:1]
+        pair = together([job, "nobody"], [samples[index], follower])
+        with alone.bound(pair, Route.reference, training=True):
+            logits_TV = llama.head().logits(llama.hidden(pair))
+            rows = len(samples[index])
+            loss = torch.nn.functional.cross_entropy(
+                logits_TV[:rows], pair.tokens_T[1 : rows + 1], reduction="sum"
+            )
+            loss.backward()
+        want = torch.zeros_like(both[job])
+        alone.add_gradients(job, want)
+        torch.testing.assert_close(both[job], want, rtol=CLOSE, atol=CLOSE)
+
+
+def test_gradients_add_up_over_microbatches_and_are_gone_when_cleared(llama, crowd):
+    banks, _ = crowd
+    microbatch = together(["a"], random_samples((7,)))
+    once = gradients(llama, banks, microbatch, ["a"])["a"]
+    total = once.clone()
+    with banks.bound(microbatch, Route.segmented, training=True):
+        llama.hidden(microbatch).sum().backward()
+    banks.clear_gradients()
+    banks.add_gradients("a", total)
+    assert torch.equal(total, once)
+    assert banks.gradients_are_finite()
+
+
+def test_outside_a_bound_pass_the_base_computes_as_if_nobody_were_aboard(llama, crowd):
+    banks, _ = crowd
+    samples = random_samples((6, 11))
+    with torch.no_grad():
+        outside = llama.hidden(packed(samples))
+        bare = tiny_base("llama").hidden(packed(samples))
+    assert torch.equal(outside, bare)
+    with torch.no_grad(), banks.bound(together(["a", "b"], samples), Route.segmented, training=False):
+        inside = llama.hidden(packed(samples))
+    assert not torch.allclose(inside, bare)
+
+
+def test_rows_of_nobody_aboard_are_the_bases_own(llama, crowd):
+    banks, _ = crowd
+    samples = random_samples((5, 8, 6))
+    got = logits(llama, banks, together(["a", "stranger", "b"], samples))[1]
+    want = logits(llama, empty_banks(llama), packed([samples[1]]))[0]
+    torch.testing.assert_close(got, want, rtol=CLOSE, atol=CLOSE)
+
+
+def test_a_pass_inside_a_pass_is_a_bug_and_a_failed_pass_is_unbound(llama, crowd):
+    banks, _ = crowd
+    microbatch = together(["a"], random_samples((4,)))
+    with pytest.raises(AssertionError, match="already bound"):
+        with banks.bound(microbatch, Route.segmented, True), banks.bound(microbatch, Route.segmented, True):
+            pass
+    assert len(logits(llama, banks, microbatch)) == 1
+
+
+def test_dropout_acts_in_training_only_and_not_by_company():
+    base = tiny_base("llama")
+    dropping = LoraSpec(rank=4, alpha=8.0, dropout=0.5)
+    weights = random_weights(base, dropping, 0)
+    microbatch = together(["a"], random_samples((9,)))
+
+    def hidden(banks, training):
+        with torch.no_grad(), banks.bound(microbatch, Route.segmented, training):
+            return base.hidden(microbatch)
+
+    banks = empty_banks(base)
+    attach(banks, base, "a", dropping, weights)
+    quiet = empty_banks(base)
+    attach(quiet, base, "a", LoraSpec(rank=4, alpha=8.0), weights)
+    assert torch.equal(hidden(banks, False), hidden(quiet, True))
+    dropped = hidden(banks, True)
+    assert not torch.allclose(dropped, hidden(quiet, True))
+    attach(banks, base, "b", dropping, weights)
+    assert torch.equal(hidden(banks, True), dropped)
+
+
+def test_the_banks_hold_the_bases_dtype_and_never_train_the_base():
+    base = tiny_base("gpt2", torch.float32)
+    banks = banks_with(base, {"a": LoraSpec(rank=2)})
+    layout = LORA.layout(LoraSpec(rank=2), base.shape.sites)
+    banks.write("a", torch.randn(layout.size, dtype=torch.float64))
+    before = copy.deepcopy(base.model.state_dict())
+    found = gradients(base, banks, together(["a"], random_samples((6,))), ["a"])["a"]
+    assert found.norm() > 0
+    for bank in banks._all():
+        assert {value.dtype for value in bank.parameters("a").values()} == {torch.float32}
+    assert all(parameter.grad is None for parameter in base.model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in base.model.state_dict().items())
+
+
+def test_a_new_adapter_changes_nothing_until_it_is_trained(llama):
+    spec = LoraSpec(rank=4)
+    banks = empty_banks(llama)
+    attach(banks, llama, "a", spec, weights_of(llama, "a", spec))
+    samples = random_samples((6,))
+    (got,) = logits(llama, banks, together(["a"], samples))
+    (want,) = logits(llama, empty_banks(llama), packed(samples))
+    assert torch.equal(got, want)
