@@ -1,0 +1,97 @@
+"""The page in a real browser, where there is one."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.report.example import write_example
+from tests.report.hostile import hostile_run
+from weft.report.page import write_report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A page after its scripts have run."""
+
+    document: str
+    console: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        found = re.search(r"<title>(.*?)</title>", self.document, re.DOTALL)
+        return html.unescape(found[1]) if found else ""
+
+    @property
+    def charts(self) -> int:
+        return len(re.findall(r'<div class="[^"]*js-plotly-plot', self.document))
+
+
+def load(page: Path, profile: Path) -> Seen:
+    assert BROWSER is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    output = ["--dump-dom", "--enable-logging=stderr", "--virtual-time-budget=4000"]
+    done = subprocess.run(
+        [BROWSER, *flags, *output, f"--user-data-dir={profile}", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return Seen(done.stdout, tuple(line for line in done.stderr.splitlines() if "CONSOLE" in line))
+
+
+def with_script(page: Path, script: str) -> Path:
+    """A copy of the page with one more script at its end."""
+    copy = page.with_name("copy.html")
+    text = page.read_text(encoding="utf-8")
+    copy.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    return copy
+
+
+def without_policy(page: Path) -> Path:
+    text = page.read_text(encoding="utf-8")
+    page.write_text(re.sub(r"<meta http-equiv[^>]*>", "", text, count=1), encoding="utf-8")
+    return page
+
+
+def test_a_page_full_of_hostile_text_runs_none_of_it_and_draws_every_chart(tmp_path: Path) -> None:
+    seen = load(write_report(hostile_run(tmp_path)), tmp_path / "profile")
+    assert seen.console == ()
+    assert seen.title == "<svg onload=document.title='owned'> · Weft"
+    assert seen.charts == 5
+    assert not re.search(r'<[^<>]* (xlink:)?href="javascript', seen.document)
+
+
+@pytest.mark.slow
+def test_the_policy_stops_a_script_that_is_not_the_pages_own(tmp_path: Path) -> None:
+    page = with_script(write_report(write_example(tmp_path / "run")), "document.title = 'owned'")
+    seen = load(page, tmp_path / "first")
+    assert seen.title == "run · Weft"
+    assert any("Content Security Policy" in line for line in seen.console)
+    assert load(without_policy(page), tmp_path / "second").title == "owned"
+
+
+@pytest.mark.slow
+def test_the_legend_hides_and_shows_the_curves_of_a_job(tmp_path: Path) -> None:
+    script = """
+        const shown = () => document.querySelectorAll('[data-chart=loss] .scatterlayer .trace').length;
+        const button = document.querySelector('[data-job]');
+        const counts = [shown()];
+        button.click(); counts.push(shown());
+        button.click(); counts.push(shown());
+        document.title = counts.join(' ');
+    """
+    page = without_policy(with_script(write_report(write_example(tmp_path / "run")), script))
+    before, hidden, after = map(int, load(page, tmp_path / "profile").title.split())
+    assert (before - hidden, after) == (2, before)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.report.example import SWEEP, Job, write_example
+from weft.report.compare import best_jobs, by_result, differing_keys, kept_validation, validation_key
+from weft.report.read import JobRecord, read_run
+
+
+def jobs_of(folder: Path, *jobs: Job) -> tuple[JobRecord, ...]:
+    return read_run(write_example(folder, jobs)).jobs
+
+
+def test_jobs_are_sorted_by_validation_then_training_loss_with_the_failed_last(tmp_path: Path) -> None:
+    ordered = [job.name for job in by_result(jobs_of(tmp_path, *SWEEP))]
+    assert ordered == ["r64-best", "r16", "r8-slow", "no-validation", "late", "hot"]
+
+
+def test_only_keys_that_differ_are_named_with_dots(tmp_path: Path) -> None:
+    jobs = jobs_of(tmp_path, Job(name="a", rank=8), Job(name="b", rank=16, learning_rate=1e-3))
+    assert differing_keys(jobs) == ("adapter.rank", "learning_rate")
+
+
+def test_a_job_without_a_section_does_not_bring_in_its_empty_keys(tmp_path: Path) -> None:
+    jobs = jobs_of(tmp_path, Job(name="a"), Job(name="b", evaluate=False))
+    assert differing_keys(jobs) == ("eval.every", "eval.fraction")
+
+
+def test_one_job_differs_from_nobody(tmp_path: Path) -> None:
+    assert differing_keys(jobs_of(tmp_path, Job(name="a"))) == ()
+
+
+def test_the_validation_loss_that_counts_is_that_of_the_adapter_that_was_kept(tmp_path: Path) -> None:
+    best, last = jobs_of(
+        tmp_path, Job(name="best", rank=64, keep="best"), Job(name="last", rank=64, keep="last")
+    )
+    losses = {line.step: line.loss for line in best.evaluations}
+    assert best.best_step not in (None, 60)
+    assert kept_validation(best) == losses[best.best_step or 0]
+    assert kept_validation(last) == losses[60]
+
+
+def test_the_best_job_is_marked_once_where_all_share_their_validation_rows(tmp_path: Path) -> None:
+    assert best_jobs(jobs_of(tmp_path, *SWEEP)) == {"r64-best": ""}
+
+
+def test_each_set_of_validation_rows_has_its_own_best(tmp_path: Path) -> None:
+    jobs = jobs_of(
+        tmp_path,
+        Job(name="a1", path="data/a.jsonl", floor=2.0),
+        Job(name="a2", path="data/a.jsonl", floor=1.9),
+        Job(name="b1", path="data/b.jsonl", floor=1.0),
+        Job(name="b2", path="data/b.jsonl", floor=1.1),
+        Job(name="alone", path="data/c.jsonl", floor=0.5),
+    )
+    assert best_jobs(jobs) == {"b1": "b.jsonl", "a2": "a.jsonl"}
+
+
+def test_without_any_validation_the_lowest_training_loss_is_best(tmp_path: Path) -> None:
+    jobs = jobs_of(
+        tmp_path,
+        Job(name="a", evaluate=False, floor=2.0),
+        Job(name="b", evaluate=False, floor=1.0),
+    )
+    assert best_jobs(jobs) == {"b": ""}
+
+
+def test_a_failed_job_is_never_best(tmp_path: Path) -> None:
+    low, high, higher = jobs_of(
+        tmp_path, Job(name="low", floor=0.1), Job(name="high"), Job(name="higher", floor=2.0)
+    )
+    assert best_jobs([replace(low, state="failed"), high, higher]) == {"high": ""}
+
+
+def test_jobs_on_one_validation_file_can_be_compared_whatever_they_train_on(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, Job(name="a"))
+    held_out = {"eval": {"path": "held-out.jsonl", "every": 0.1}}
+    one = replace(job, spec={**job.spec, **held_out, "data": {"path": "a.jsonl", "max_length": 512}})
+    two = replace(job, spec={**job.spec, **held_out, "data": {"path": "b.jsonl", "max_length": 512}})
+    cut = replace(job, spec={**job.spec, **held_out, "data": {"path": "b.jsonl", "max_length": 64}})
+    assert validation_key(one) == validation_key(two) != validation_key(cut)

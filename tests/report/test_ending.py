@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.report.example import write_example
+from weft.report.ending import final_table
+from weft.report.read import read_run
+
+
+def printed(output: Path, width: int) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(final_table(read_run(output), width))
+    return file.getvalue()
+
+
+def test_the_table_tells_where_each_job_came_from_and_got_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    heading, *rows = printed(write_example(tmp_path / "out"), width=120).splitlines()
+    assert heading.split() == ["job", "state", "steps", "loss", "validation", "change", "path"]
+    assert rows[0].split() == (
+        [
+            "r64-best",
+            "succeeded",
+            "60/60",
+            "2.295",
+            "→",
+            "1.198",
+            "2.450",
+            "→",
+            "1.226",
+            "−50.0",
+            "%",
+            "out/r64-best",
+        ]
+    )
+    assert [row.split()[0] for row in rows[:6]] == [
+        "r64-best",
+        "r16",
+        "r8-slow",
+        "no-validation",
+        "late",
+        "hot",
+    ]
+    assert rows[6].startswith("late: waits for 1.2 GiB")
+    assert rows[7].startswith("hot: the loss was not finite")
+
+
+def test_a_job_without_validation_shows_the_change_of_its_training_loss(tmp_path: Path) -> None:
+    row = next(line for line in printed(write_example(tmp_path), 200).splitlines() if "no-validation" in line)
+    assert row.split()[3:9] == ["2.301", "→", "1.454", "–", "−36.8", "%"]
+
+
+def test_in_a_narrow_terminal_paths_stand_below_and_no_number_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = printed(write_example(tmp_path / "out"), width=80).splitlines()
+    assert "path" not in lines[0]
+    assert lines[1].rstrip().endswith("2.450 → 1.226  −50.0 %")
+    assert "out/r64-best" in lines
+    assert max(map(len, lines)) <= 80

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+from rich.console import Console
+
+from weft.report.terminal import JobRow, LiveView, Moment, Pace
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, width=80), file
+
+
+def terminal_console(height: int = 30) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    console = Console(
+        file=file, force_terminal=True, width=120, height=height, color_system="standard", _environ={}
+    )
+    return console, file
+
+
+def last_frame(file: io.StringIO) -> str:
+    """The text of the last redraw, without colours."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    return text[text.rindex("job ") :]
+
+
+def follow(view: LiveView, clock: Clock, row: JobRow, steps: int, tokens: int) -> JobRow:
+    """The job runs `steps` steps, one a second."""
+    for _ in range(steps):
+        clock.now += 1
+        row = replace(row, state="running", step=row.step + 1, tokens=row.tokens + tokens, loss=2.0)
+        view.update(row)
+    return row
+
+
+def test_without_a_terminal_there_is_a_line_every_tenth_of_a_run() -> None:
+    console, file = plain_console()
+    clock, row = Clock(), JobRow(name="a", steps=200)
+    with LiveView(console, [row], clock) as view:
+        follow(view, clock, row, steps=200, tokens=100)
+    lines = file.getvalue().splitlines()
+    assert [line.split()[3] for line in lines] == ["1/200", *(f"{step}/200" for step in range(20, 201, 20))]
+    assert lines[1] == "a  running  step 20/200  loss 2.0000  100 tokens/s  3:00 left"
+
+
+def test_without_a_terminal_evaluations_and_changes_of_state_are_told() -> None:
+    console, file = plain_console()
+    row = JobRow(name="a", state="running", step=3, steps=100)
+    with LiveView(console, [row], Clock()) as view:
+        view.update(replace(row, step=4))
+        view.update(replace(row, step=4, eval_loss=1.5))
+        view.update(replace(row, step=5, eval_loss=1.5))
+        view.update(replace(row, step=5, eval_loss=1.5, state="failed", reason="the loss was not finite"))
+    assert file.getvalue().splitlines() == [
+        "a  running  step 4/100  validation 1.5000",
+        "a  failed  step 5/100  validation 1.5000  the loss was not finite",
+    ]
+
+
+def test_without_a_terminal_no_control_character_and_no_markup_gets_through() -> None:
+    console, file = plain_console()
+    with LiveView(console, [], Clock()) as view:
+        view.update(
+            JobRow(name="\x1b[31m[red]x[/red]", state="running", steps=3, reason="\r\x07" + "long " * 40)
+        )
+        view.note("[bold]a note[/bold]\x1b[2J")
+    first, second = file.getvalue().splitlines()
+    assert "[red]x[/red]" in first
+    assert second == "[bold]a note[/bold] [2J"
+    assert (first + second).isprintable()
+
+
+def test_the_live_table_shows_progress_pace_and_time_left() -> None:
+    console, file = terminal_console()
+    clock, row = Clock(), JobRow(name="a", steps=100)
+    with LiveView(console, [row, JobRow(name="b", steps=50, reason="waits for memory")], clock) as view:
+        follow(view, clock, row, steps=40, tokens=1500)
+    frame = last_frame(file)
+    assert re.search(r"a +running +━+.* 40/100 +2\.0000 +– +1,500 +1:00", frame)
+    assert re.search(r"b +queued", frame)
+    assert "b: waits for memory" in frame
+    assert "1 queued · 1 running · 1,500 tokens/s · 0:40 elapsed · 1:50 left" in frame
+
+
+def test_states_are_coloured() -> None:
+    console, file = terminal_console()
+    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
+        view.update(JobRow(name="a", steps=1, state="failed"))
+        view.update(JobRow(name="b", steps=1, state="succeeded"))
+    assert "\x1b[1;31mfailed" in file.getvalue()
+    assert "\x1b[32msucceeded" in file.getvalue()
+
+
+def test_a_job_that_joins_later_gets_a_row() -> None:
+    console, file = terminal_console()
+    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
+        view.update(JobRow(name="late", steps=9, state="running"))
+    assert "late" in last_frame(file)
+
+
+def test_more_jobs_than_lines_show_the_running_ones_and_count_the_rest() -> None:
+    console, file = terminal_console(height=16)
+    jobs = [JobRow(name=f"job-{index:02}", steps=9) for index in range(40)]
+    with LiveView(console, jobs, Clock()) as view:
+        view.update(JobRow(name="job-37", steps=9, state="running"))
+    frame = last_frame(file)
+    assert "job-37" in frame
+    assert "… and 32 jobs more" in frame
+    assert "39 queued · 1 running" in frame
+    assert len(frame.rstrip().splitlines()) <= 16
+
+
+def test_a_note_stands_above_the_live_table() -> None:
+    console, file = terminal_console()
+    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
+        view.note("The capacity was halved.")
+    assert file.getvalue().index("The capacity was halved.") < file.getvalue().rindex("queued")
+
+
+def test_a_burst_of_reports_is_not_taken_for_speed() -> None:
+    pace = Pace()
+    for window in range(5):
+        for step in range(10):
+            done = 10 * window + step
+            pace.add(Moment(20.0 * window + 0.001 * step, done, 100 * done))
+    assert pace.tokens_per_second == pytest.approx(1000 / 20, rel=1e-3)
+
+
+def test_a_pace_follows_what_happened_last() -> None:
+    pace = Pace()
+    for second in range(300):
+        pace.add(Moment(float(second), second, 10 * second if second < 200 else 2000 + 50 * (second - 200)))
+    assert pace.tokens_per_second == pytest.approx(50)
+    assert pace.seconds_left(30) == pytest.approx(30)
+
+
+def test_nothing_is_promised_before_the_second_moment() -> None:
+    pace = Pace()
+    pace.add(Moment(1.0, 1, 10))
+    assert pace.tokens_per_second is None
+    assert pace.seconds_left(5) is None
