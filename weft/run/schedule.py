@@ -1,0 +1,38 @@
+"""Learning rates, step by step, as transformers' schedules give them. Steps are counted from 1."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["linear", "cosine", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one job trains, in numbers: everything the optimizer needs."""
+
+    steps: int
+    learning_rate: float = 2e-4
+    schedule: Schedule = "linear"
+    warmup: int = 0
+    weight_decay: float = 0.0
+    clip: float | None = 1.0
+    seed: int = 0
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """The rate that optimizer step `step` uses: warm-up from 0, then the schedule down to 0 (or constant)."""
+    past = step - 1
+    if past < recipe.warmup:
+        return recipe.learning_rate * past / max(1, recipe.warmup)
+    progress = (past - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    match recipe.schedule:
+        case "constant":
+            share = 1.0
+        case "linear":
+            share = max(0.0, 1.0 - progress)
+        case "cosine":
+            share = max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return recipe.learning_rate * share

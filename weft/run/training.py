@@ -1,0 +1,134 @@
+"""One job's training state: master weights, moments, gradients in the making, and where it stands.
+
+All parameters of an adapter live in one flat vector, so that a step is a handful of vector operations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.adapters.kind import Member, kind_named
+from weft.adapters.layout import Layout
+from weft.run.schedule import Recipe, learning_rate
+from weft.shapes import SiteShape
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a job has behind it; saved in every checkpoint."""
+
+    step: int = 0
+    trained_tokens: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
+    stale: int = 0
+    """Evaluations in a row that did not better the best by enough."""
+    evaluated: int = -1
+    """The last step after which the held-out samples were looked at."""
+
+
+@dataclass(slots=True)
+class OpenBatch:
+    """Sums over the microbatches of the global batch in the making."""
+
+    loss: Tensor
+    hits: Tensor
+    tokens: int = 0
+    """Rows seen so far, prompt and completion alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    token_accuracy: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class Training:
+    member: Member
+    recipe: Recipe
+    layout: Layout
+    master: Tensor
+    gradient: Tensor
+    optimizer: torch.optim.AdamW
+    progress: Progress = field(default_factory=Progress)
+    best: Tensor | None = None
+    """The master weights of the best evaluation, where the job keeps them."""
+    open: OpenBatch | None = None
+
+    @property
+    def job(self) -> str:
+        return self.member.job
+
+    def take_step(self, supervised: int) -> StepOutcome:
+        """Clip, step and close the open batch; NotFinite is raised before such a value reaches a bank."""
+        assert self.open is not None
+        loss, norm = torch.stack([self.open.loss, self.gradient.norm().to(self.open.loss.dtype)]).tolist()
+        if not math.isfinite(loss):
+            raise NotFinite(f"its loss at step {self.progress.step + 1} is {loss}")
+        if not math.isfinite(norm):
+            raise NotFinite(f"its gradient norm at step {self.progress.step + 1} is {norm}")
+        if self.recipe.clip:
+            self.gradient.mul_(min(1.0, self.recipe.clip / (norm + 1e-6)))
+        rate = learning_rate(self.recipe, self.progress.step + 1)
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.master.grad = self.gradient
+        self.optimizer.step()
+        if not bool(self.master.isfinite().all()):
+            raise NotFinite(f"its weights after step {self.progress.step + 1} are not finite")
+        self.progress.step += 1
+        self.progress.trained_tokens += self.open.tokens
+        outcome = StepOutcome(
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            token_accuracy=self.open.hits.item() / supervised,
+            tokens=self.open.tokens,
+        )
+        self.forget_open_batch()
+        return outcome
+
+    def forget_open_batch(self) -> None:
+        """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
+        self.gradient.zero_()
+        self.open = None
+
+    def note_evaluation(self, loss: float, keep_best: bool, min_delta: float) -> bool:
+        """Whether this evaluation is the best so far; its weights are kept if asked for."""
+        best = self.progress.best_loss
+        self.progress.evaluated = self.progress.step
+        self.progress.stale = 0 if best is None or loss < best - min_delta else self.progress.stale + 1
+        if best is not None and loss >= best:
+            return False
+        self.progress.best_loss, self.progress.best_step = loss, self.progress.step
+        if keep_best:
+            self.best = self.master.detach().clone()
+        return True
+
+
+class NotFinite(ArithmeticError):
+    """A job produced NaN or infinity; the sentence becomes the reason of its failure."""
+
+
+def new_training(
+    member: Member, recipe: Recipe, sites: tuple[SiteShape, ...], dtype: torch.dtype, device: torch.device
+) -> Training:
+    """A job at step 0, its weights drawn from its own seed or read from its `init_from`."""
+    kind = kind_named(member.spec.kind)
+    layout = kind.layout(member.spec, sites)
+    flat = torch.zeros(layout.size, dtype=master_dtype(dtype))
+    kind.initialise(member, sites, layout.views(flat))
+    master = flat.to(device)
+    optimizer = torch.optim.AdamW([master], lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    return Training(member, recipe, layout, master, torch.zeros_like(master), optimizer)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
