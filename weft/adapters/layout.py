@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,7 +37,3 @@ class Layout:
             (parameter.site, parameter.name): piece.view(parameter.shape)
             for parameter, piece in zip(self.parameters, pieces, strict=True)
         }
-
-
-def layout_of(parameters: Iterable[ParameterShape]) -> Layout:
-    return Layout(tuple(parameters))

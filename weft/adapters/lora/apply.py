@@ -57,7 +57,7 @@ class LoraBank:
         self.b_RN = _trainable(torch.cat([self.b_RN[: gone.start], self.b_RN[gone.stop :]]))
         low = 0
         for name, slot in self.slots.items():
-            pass
+            self.slots[name] = replace(slot, low=low)
             low += slot.rank
 
     def holds(self, job: str) -> bool:
