@@ -20,6 +20,8 @@ STRIDE = 0x9E3779B9
 """2³² over the golden ratio: consecutive features land far apart before they are mixed."""
 BITS = 24
 """Resolution of the drop probability."""
+CHUNK = 1 << 16
+"""Values hashed at a time on a CPU, so that the dozen passes of the hash stay in its cache."""
 
 
 def key(seed: int, step: int, site: str) -> int:
@@ -39,13 +41,21 @@ def mix(value: int) -> int:
     return value ^ value >> 16
 
 
-def mix_(value: Tensor) -> Tensor:
-    """fmix32 on an int32 tensor, in place."""
-    value ^= value >> 16 & 0xFFFF
+def mix_(value: Tensor, spare: Tensor | None = None) -> Tensor:
+    """fmix32 on an int32 tensor, in place; `spare` is room for one more of its size."""
+    spare = torch.empty_like(value) if spare is None else spare
+    _fold_(value, 16, spare)
     value *= _signed(FIRST)
-    value ^= value >> 13 & 0x7FFFF
+    _fold_(value, 13, spare)
     value *= _signed(SECOND)
-    value ^= value >> 16 & 0xFFFF
+    return _fold_(value, 16, spare)
+
+
+def _fold_(value: Tensor, places: int, spare: Tensor) -> Tensor:
+    """value ^= value >>> places. torch shifts int32 arithmetically, so the copied sign bits are masked off."""
+    torch.bitwise_right_shift(value, places, out=spare)
+    spare &= (1 << 32 - places) - 1
+    value ^= spare
     return value
 
 
@@ -53,16 +63,25 @@ def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability:
     """Which values survive a drop with `probability`: bool [T, K]."""
     row_T = mix_(token_index_T.to(torch.int32) ^ _signed(key_of_site))
     feature_K = torch.arange(features, dtype=torch.int32, device=row_T.device) * _signed(STRIDE)
-    bits_TK = mix_(row_T[:, None] + feature_K)
-    return (bits_TK >> 32 - BITS & (1 << BITS) - 1) >= round(probability * (1 << BITS))
+    kept = torch.empty(len(row_T), features, dtype=torch.bool, device=row_T.device)
+    rows = max(1, CHUNK // features) if row_T.device.type == "cpu" else max(1, len(row_T))
+    bits_TK = torch.empty(min(rows, len(row_T)), features, dtype=torch.int32, device=row_T.device)
+    spare_TK = torch.empty_like(bits_TK)
+    # Flipping the top bit makes the signed comparison an unsigned one.
+    least = _signed(round(probability * (1 << BITS)) << 32 - BITS ^ 1 << 31)
+    for start in range(0, len(row_T), rows):
+        chunk_T = row_T[start : start + rows]
+        bits, spare = bits_TK[: len(chunk_T)], spare_TK[: len(chunk_T)]
+        torch.add(chunk_T[:, None], feature_K, out=bits)
+        mix_(bits, spare)
+        bits ^= _signed(1 << 31)
+        torch.ge(bits, least, out=kept[start : start + rows])
+    return kept
 
 
-def drop(x_TK: Tensor, key_of_site: int, token_index_T: Tensor, probability: float) -> Tensor:
+def drop(x_TK: Tensor, kept: Tensor, probability: float) -> Tensor:
     """x with dropped values at exactly zero (even a NaN) and the others scaled up."""
-    if probability == 0.0:
-        return x_TK
-    kept = kept_TK(key_of_site, token_index_T, x_TK.shape[1], probability)
-    return torch.where(kept, x_TK / (1.0 - probability), 0.0)
+    return torch.where(kept, x_TK, 0.0).mul_(1.0 / (1.0 - probability))
 
 
 def _signed(value: int) -> int:

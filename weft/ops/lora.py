@@ -78,6 +78,12 @@ class Blocks:
             owned_TR[block.rows, block.ranks] = True
         return owned_TR.to(self.token_index_T.device)
 
+    def kept(self, block: Block, x_TK: Tensor) -> Tensor | None:
+        """Which values of the block's rows of x survive its dropout; None where it has none."""
+        if block.dropout == 0.0:
+            return None
+        return kept_TK(block.key, self.token_index_T[block.rows], x_TK.shape[1], block.dropout)
+
 
 def add_lora(x_TK: Tensor, y_TN: Tensor, a_RK: Tensor, b_RN: Tensor, blocks: Blocks, route: Route) -> Tensor:
     """y with every job's part added to its own rows. Except by reference, y itself is overwritten."""
@@ -92,8 +98,7 @@ def _reference(x_TK: Tensor, y_TN: Tensor, a_RK: Tensor, b_RN: Tensor, blocks: B
     row = 0
     for block in blocks.blocks:
         parts.append(y_TN[row : block.start])
-        dropped = drop(x_TK[block.rows], block.key, blocks.token_index_T[block.rows], block.dropout)
-        s = dropped @ a_RK[block.ranks].T
+        s = _dropped(x_TK[block.rows], blocks.kept(block, x_TK), block) @ a_RK[block.ranks].T
         parts.append(y_TN[block.rows] + block.scale * (s @ b_RN[block.ranks]))
         row = block.stop
     parts.append(y_TN[row:])
@@ -105,7 +110,7 @@ class _Segmented(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, y_TN: Tensor, a_RK: Tensor, b_RN: Tensor, blocks: Blocks) -> Tensor:
         s_by_block = []
         for block in blocks.blocks:
-            dropped = drop(x_TK[block.rows], block.key, blocks.token_index_T[block.rows], block.dropout)
+            dropped = _dropped(x_TK[block.rows], blocks.kept(block, x_TK), block)
             s = (dropped @ a_RK[block.ranks].T).mul_(block.scale)
             y_TN[block.rows].addmm_(s, b_RN[block.ranks])
             s_by_block.append(s)
@@ -120,21 +125,19 @@ class _Segmented(torch.autograd.Function):
         dx_TK = torch.zeros_like(x_TK) if ctx.needs_input_grad[0] else None
         da_RK, db_RN = torch.zeros_like(a_RK), torch.zeros_like(b_RN)
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
-            x, dy = x_TK[block.rows], dy_TN[block.rows]
-            index = ctx.blocks.token_index_T[block.rows]
+            dy, kept = dy_TN[block.rows], ctx.blocks.kept(block, x_TK)
             ds = (dy @ b_RN[block.ranks].T).mul_(block.scale)
             torch.mm(s.T, dy, out=db_RN[block.ranks])
-            torch.mm(ds.T, drop(x, block.key, index, block.dropout), out=da_RK[block.ranks])
+            torch.mm(ds.T, _dropped(x_TK[block.rows], kept, block), out=da_RK[block.ranks])
             if dx_TK is not None:
-                torch.mm(ds, a_RK[block.ranks], out=dx_TK[block.rows])
-                _drop_gradient_(dx_TK[block.rows], block, index)
+                dx_TK[block.rows] = _dropped(ds @ a_RK[block.ranks], kept, block)
         return dx_TK, dy_TN, da_RK, db_RN, None
 
 
 class _Concatenated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, y_TN: Tensor, a_RK: Tensor, b_RN: Tensor, blocks: Blocks) -> Tensor:
-        s_TR = _own(_dropped(x_TK, blocks) @ a_RK.T, blocks)
+        s_TR = _own(_dropped_by_owner(x_TK, x_TK, blocks) @ a_RK.T, blocks)
         y_TN.addmm_(s_TR, b_RN)
         ctx.blocks = blocks
         ctx.save_for_backward(x_TK, a_RK, b_RN, s_TR)
@@ -146,12 +149,8 @@ class _Concatenated(torch.autograd.Function):
         x_TK, a_RK, b_RN, s_TR = ctx.saved_tensors
         ds_TR = _own(dy_TN @ b_RN.T, ctx.blocks)
         db_RN = s_TR.T @ dy_TN
-        da_RK = ds_TR.T @ _dropped(x_TK, ctx.blocks)
-        dx_TK = None
-        if ctx.needs_input_grad[0]:
-            dx_TK = ds_TR @ a_RK
-            for block in ctx.blocks.blocks:
-                _drop_gradient_(dx_TK[block.rows], block, ctx.blocks.token_index_T[block.rows])
+        da_RK = ds_TR.T @ _dropped_by_owner(x_TK, x_TK, ctx.blocks)
+        dx_TK = _dropped_by_owner(ds_TR @ a_RK, x_TK, ctx.blocks) if ctx.needs_input_grad[0] else None
         return dx_TK, dy_TN, da_RK, db_RN, None
 
 
@@ -160,18 +159,15 @@ def _own(s_TR: Tensor, blocks: Blocks) -> Tensor:
     return torch.where(blocks.owned_TR, s_TR * blocks.scale_TR.to(s_TR.dtype), 0.0)
 
 
-def _dropped(x_TK: Tensor, blocks: Blocks) -> Tensor:
-    """x with every job's own dropout on its own rows; x itself when nobody drops."""
+def _dropped(rows_TK: Tensor, kept: Tensor | None, block: Block) -> Tensor:
+    return rows_TK if kept is None else drop(rows_TK, kept, block.dropout)
+
+
+def _dropped_by_owner(values_TK: Tensor, x_TK: Tensor, blocks: Blocks) -> Tensor:
+    """Values (x, or its gradient) with every job's own dropout on its own rows; as they are if nobody drops."""
     if all(block.dropout == 0.0 for block in blocks.blocks):
-        return x_TK
-    dropped = x_TK.clone()
+        return values_TK
+    dropped = values_TK.clone()
     for block in blocks.blocks:
-        index = blocks.token_index_T[block.rows]
-        dropped[block.rows] = drop(x_TK[block.rows], block.key, index, block.dropout)
+        dropped[block.rows] = _dropped(values_TK[block.rows], blocks.kept(block, x_TK), block)
     return dropped
-
-
-def _drop_gradient_(dx_TK: Tensor, block: Block, token_index_T: Tensor) -> None:
-    if block.dropout:
-        kept = kept_TK(block.key, token_index_T, dx_TK.shape[1], block.dropout)
-        dx_TK.copy_(torch.where(kept, dx_TK / (1.0 - block.dropout), 0.0))
