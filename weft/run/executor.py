@@ -187,7 +187,9 @@ class Executor:
 
     def _collect(self, flight: _Flight) -> None:
         """Add the microbatch's gradients and sums to those of each job's open global batch."""
-        for segment, loss, hits in zip(flight.laid.microbatch.segments, flight.losses, flight.hits, strict=True):
+        for segment, loss, hits in zip(
+            flight.laid.microbatch.segments, flight.losses, flight.hits, strict=True
+        ):
             training = self.aboard[segment.job]
             self.banks.add_gradients(segment.job, training.gradient)
             if training.open is None:

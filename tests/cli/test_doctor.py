@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from weft.cli.doctor import GIB, Check, Verdict, all_checks, cache_check, exit_code, package_check
+
+
+def test_a_machine_that_can_train_gets_exit_code_0_and_a_row_for_everything() -> None:
+    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "doctor"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Training can run here." in done.stdout
+    for name in ("Python", "torch", "transformers", "gguf", "wandb", "CPU cores", "memory", "cache", "demo"):
+        assert name in done.stdout
+    assert metadata.version("torch") in done.stdout
+
+
+def test_a_missing_package_is_named_with_the_command_that_gets_it() -> None:
+    check = package_check(Requirement("no-such-package>=1.5"))
+    assert check == Check(
+        "no-such-package", Verdict.MISSING, "not installed", 'pip install "no-such-package>=1.5"'
+    )
+    assert exit_code([check]) == 1
+
+
+def test_a_package_out_of_range_is_missing_and_an_optional_one_only_absent() -> None:
+    needed = package_check(Requirement("typer>=999"))
+    assert needed.verdict is Verdict.MISSING
+    assert needed.finding == f"{metadata.version('typer')}, but >=999 is needed"
+    assert needed.mend == 'pip install "typer>=999"'
+    optional = package_check(Requirement("typer>=999"), optional=True)
+    assert optional.verdict is Verdict.ABSENT
+    assert exit_code([optional]) == 0
+
+
+def test_every_row_that_lacks_something_a_command_can_get_says_how() -> None:
+    for check in all_checks():
+        assert check.verdict is Verdict.OK or check.mend or check.name == "GPU"
+
+
+def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
+    cache = tmp_path / "not" / "yet" / "there"
+    assert cache_check(cache, 10 * GIB).verdict is Verdict.OK
+    scarce = cache_check(cache, GIB)
+    assert scarce.verdict is Verdict.ABSENT
+    assert "WEFT_CACHE" in scarce.mend
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_that_cannot_be_written_is_missing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    check = cache_check(tmp_path / "cache", 10 * GIB)
+    tmp_path.chmod(0o700)
+    assert check.verdict is Verdict.MISSING

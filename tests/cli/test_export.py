@@ -1,0 +1,189 @@
+"""`weft export` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
+
+from tests.base.folders import model_folder
+from tests.cli.test_main import weft
+from tests.families import tiny
+from weft import train
+from weft.cli.export import vllm_advice
+from weft.cli.main import app
+from weft.errors import AdapterError, OutputError, UserError
+
+TOKENS = torch.arange(6, 30)[None]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and two jobs trained on it from a jobs file: `narrow`, and `wide` with a rank pattern."""
+    folder = tmp_path_factory.mktemp("project")
+    model_folder(folder / "base")
+    (folder / "rows.jsonl").write_text('{"prompt": "w10 w20", "completion": "w30 w40 w50"}\n' * 6)
+    (folder / "jobs.yaml").write_text(
+        "base: base\noutput: out\n"
+        "defaults: {data: rows.jsonl, steps: 2, batch_size: 3, learning_rate: 0.05}\n"
+        "jobs:\n- {name: narrow}\n- {name: wide, adapter: {rank: 4, rank_pattern: {q_proj: 20}}}\n"
+    )
+    train(folder / "jobs.yaml")
+    return folder
+
+
+@pytest.fixture
+def job(project: Path, tmp_path: Path) -> Path:
+    """The finished job `narrow`, in a copy that a test may spoil."""
+    return Path(shutil.copytree(project / "out" / "narrow", tmp_path / "narrow"))
+
+
+def export(*words: str | Path) -> str:
+    result = CliRunner().invoke(app, ["export", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@torch.no_grad()
+def spoken(model: torch.nn.Module) -> torch.Tensor:
+    return model.eval()(input_ids=TOKENS, use_cache=False).logits
+
+
+def with_adapter(folder: Path) -> torch.Tensor:
+    return spoken(PeftModel.from_pretrained(tiny("llama", torch.float32), folder))
+
+
+def test_portable_goes_beside_the_adapter_unless_told_where(job: Path, tmp_path: Path) -> None:
+    assert export(job, "--portable") == (
+        f"Wrote {job / 'portable'}: a PEFT adapter of rank 16, its scale folded in.\n"
+    )
+    export(job, "--portable", tmp_path / "deep" / "there")
+    for folder in (job / "portable", tmp_path / "deep" / "there"):
+        torch.testing.assert_close(with_adapter(folder), with_adapter(job), rtol=1e-5, atol=1e-5)
+        assert AutoTokenizer.from_pretrained(folder).chat_template
+        names = {path.name for path in folder.iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+        assert not names & {"job.yaml", "checkpoints", "portable"}
+
+
+def test_a_rank_that_vllm_takes_only_when_told_comes_with_the_flag(project: Path, tmp_path: Path) -> None:
+    said = export(project / "out" / "wide", tmp_path / "portable", "--portable")
+    assert "of rank 20" in said
+    assert said.splitlines()[1] == "vLLM takes ranks up to 16 unless told: start it with --max-lora-rank 32."
+    assert "--max-lora-rank 320" in vllm_advice(257)
+    assert "no rank over 512" in vllm_advice(513)
+
+
+def test_merged_is_a_model_that_needs_neither_peft_nor_the_base(project: Path, tmp_path: Path) -> None:
+    job, target = project / "out" / "wide", tmp_path / "merged"
+    said = export(job, "--merged", target)
+    assert said == (
+        f"Merging {job} into base.\nWrote {target}: a whole model in float32, with its tokenizer.\n"
+    )
+    merged = AutoModelForCausalLM.from_pretrained(target)
+    torch.testing.assert_close(spoken(merged), with_adapter(job), rtol=1e-5, atol=1e-5)
+    assert (spoken(merged) - spoken(tiny("llama", torch.float32))).abs().max() > 1e-2
+    assert AutoTokenizer.from_pretrained(target).chat_template
+    assert GenerationConfig.from_pretrained(target).eos_token_id == 2
+    config = json.loads((target / "config.json").read_text())
+    assert str(tmp_path) not in json.dumps(config)
+
+
+def test_merged_in_another_dtype_is_the_same_but_for_rounding(project: Path, tmp_path: Path) -> None:
+    job = project / "out" / "narrow"
+    export(job, "--merged", tmp_path / "wide")
+    assert "a whole model in bfloat16" in export(job, "--merged", tmp_path / "low", "--dtype", "bfloat16")
+    low = AutoModelForCausalLM.from_pretrained(tmp_path / "low")
+    assert low.dtype is torch.bfloat16
+    # Rounded when the base is read and when the sum is written: half a last place each.
+    full = AutoModelForCausalLM.from_pretrained(tmp_path / "wide").state_dict()
+    for name, value in low.state_dict().items():
+        torch.testing.assert_close(value.float(), full[name], rtol=2**-8, atol=2**-8)
+
+
+def test_a_base_whose_sampling_settings_transformers_will_not_save_is_merged(
+    project: Path, tmp_path: Path
+) -> None:
+    job = project / "out" / "narrow"
+    settings = project / "base" / "generation_config.json"
+    before = settings.read_text()
+    settings.write_text(
+        json.dumps(json.loads(before) | {"temperature": 0.6, "top_p": 0.9, "do_sample": False})
+    )
+    try:
+        export(job, "--merged", tmp_path / "merged")
+    finally:
+        settings.write_text(before)
+    merged = GenerationConfig.from_pretrained(tmp_path / "merged")
+    assert (merged.temperature, merged.top_p, merged.do_sample) == (0.6, 0.9, True)
+
+
+@pytest.mark.parametrize("flags", [(), ("--portable", "--merged")])
+def test_exactly_one_form_must_be_asked_for(job: Path, flags: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="either --portable or --merged"):
+        export(job, *flags)
+
+
+@pytest.mark.parametrize("words", [("--portable", "--dtype", "float16"), ("--merged", "--dtype", "int8")])
+def test_a_dtype_that_makes_no_sense_is_a_sentence(job: Path, words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match="--dtype goes with --merged and is one of float32, bfloat16"):
+        export(job, *words)
+
+
+@pytest.mark.parametrize("form", ["--portable", "--merged"])
+def test_what_is_there_is_never_written_over(job: Path, tmp_path: Path, form: str) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine too")
+    for target, why in (("full", "is not empty"), ("file", "is a file"), ("narrow", "is not empty")):
+        with pytest.raises(OutputError, match=f"{why}; name a folder that is new or empty"):
+            export(job, tmp_path / target, form)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
+    (tmp_path / "empty").mkdir()
+    export(job, tmp_path / "empty", form)
+    assert any((tmp_path / "empty").iterdir())
+
+
+@pytest.mark.parametrize("form", ["--portable", "--merged"])
+def test_a_failed_export_leaves_nothing_behind(job: Path, tmp_path: Path, form: str) -> None:
+    weights = job / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(AdapterError, match="is damaged"):
+        export(job, tmp_path / "target", form)
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_folder_that_is_no_finished_job_is_a_sentence(job: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"is no adapter folder: it holds no adapter_config\.json"):
+        export(tmp_path, "--portable", tmp_path / "target")
+    with pytest.raises(AdapterError, match=r"is no folder of a finished job: it holds no job\.yaml"):
+        export(tmp_path, "--merged", tmp_path / "target")
+    (job / "adapter_config.json").unlink()
+    for form in ("--portable", "--merged"):
+        with pytest.raises(AdapterError, match="has not finished: there is no adapter to export yet"):
+            export(job, form, tmp_path / "target")
+
+
+def test_an_adapter_of_another_base_is_a_sentence(job: Path, tmp_path: Path) -> None:
+    record = (job / "job.yaml").read_text()
+    base = next(line for line in record.splitlines() if line.startswith("  model: "))
+    for family, why in (
+        ("gpt2", "has no linear model.layers"),
+        ("qwen3", "k_proj it goes from 32 to 16 features"),
+    ):
+        other = model_folder(tmp_path / family, family)
+        (job / "job.yaml").write_text(record.replace(base, f"  model: {other}"))
+        with pytest.raises(AdapterError, match=f"is for another base: .*{why}"):
+            export(job, "--merged", tmp_path / "target")
+
+
+def test_a_mistake_is_one_sentence_and_exit_code_2(job: Path) -> None:
+    done = weft("export", str(job))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Say what to export: either --portable or --merged.\n"

@@ -1,0 +1,64 @@
+"""`weft generate` as a user types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.base.folders import model_folder
+from tests.base.test_generate import adapter_folder, spoken_by_peft
+from weft.base.load import device_named
+from weft.cli.generate import base_of, generate, side_by_side
+from weft.errors import AdapterError, UserError
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(generate)
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_base_and_adapter_are_shown_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    base = model_folder(tmp_path / "base")
+    job = adapter_folder(tmp_path / "output" / "haiku", 1)
+    record = {"name": "haiku", "base": {"model": str(base), "dtype": None, "revision": None}}
+    (job / "job.yaml").write_text(yaml.safe_dump(record))
+    with_adapter, alone = (spoken_by_peft(base, adapter, "w10 w20") for adapter in (job, None))
+    shown = run(str(job), "w10 w20", "--against-base", "--max-tokens", "8", "--device", "cpu")
+    assert "haiku" in shown
+    assert with_adapter in shown
+    assert alone in shown
+    shown = run(str(job), "w10 w20", "--max-tokens", "8", "--device", "cpu")
+    assert with_adapter in shown
+    assert alone not in shown
+
+
+def test_brackets_in_an_answer_are_shown_as_they_are() -> None:
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(side_by_side({"[red]base": "[bold]no markup[/bold] [/]"}))
+    assert "[bold]no markup[/bold] [/]" in capture.get()
+    assert "[red]base" in capture.get()
+
+
+def test_a_folder_without_a_job_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"it holds no job\.yaml"):
+        base_of(tmp_path)
+    for text in ("- a list", "base: demo", "{", "name: x"):
+        (tmp_path / "job.yaml").write_text(text)
+        with pytest.raises(AdapterError, match="does not say which base"):
+            base_of(tmp_path)
+
+
+def test_a_device_that_is_none_is_a_sentence() -> None:
+    with pytest.raises(UserError, match="--device: gpu is no device"):
+        device_named("gpu")
+    assert device_named("cpu").type == "cpu"

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.data import families
+from weft.cli.preview import SUPERVISED, Shown, coloured, drawing, histogram, preview, visible
+from weft.data.prepare import prepare
+from weft.data.spec import DataSpec, EvalSpec
+
+STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories15m"
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "[bold]Hello[/bold]"},
+        {"role": "assistant", "content": "yes [/x]"},
+    ]
+}
+
+
+def printed(parts) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    for part in parts:
+        console.print(part)
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return families.smollm2()
+
+
+def test_supervised_tokens_are_coloured_and_markup_stays_text(tokenizer, tmp_path):
+    samples = prepare(DataSpec(rows=[CHAT]), None, tokenizer, tmp_path).train
+    text = coloured(samples, 0, tokenizer)
+    assert text.plain == (
+        "<|im_start|>user\n[bold]Hello[/bold]<|im_end|>\n<|im_start|>assistant\nyes [/x]<|im_end|>\n"
+    )
+    taught = [text.plain[span.start : span.end] for span in text.spans if span.style == SUPERVISED]
+    assert taught == ["yes [/x]<|im_end|>"]
+
+
+def test_a_drawing_shows_samples_counts_lengths_and_notes(tokenizer, tmp_path):
+    rows = [CHAT, {"messages": [*CHAT["messages"], *CHAT["messages"] * 20]}]
+    prepared = prepare(DataSpec(rows=rows * 3, max_length=60), EvalSpec(fraction=0.5), tokenizer, tmp_path)
+    text = printed(drawing(Shown(("a", "[b]"), prepared), tokenizer, rows=1))
+    assert "a, [b]" in text
+    assert "[bold]Hello[/bold]" in text
+    assert text.count("sample 1:") == 1
+    assert "sample 2:" not in text
+    assert "training: 3 samples" in text
+    assert "evaluation: 3 samples" in text
+    assert "note: 3 of 6 rows were truncated to 60 tokens." in text
+
+
+def test_a_histogram_counts_every_sample():
+    drawn = histogram([1, 1, 2, 50, 100])
+    lines = drawn.splitlines()[1:]
+    assert len(lines) == 10
+    assert sum(int(line.split()[-1]) for line in lines) == 5
+    assert lines[0].count("█") == 40
+    assert histogram([7]).splitlines()[1].split() == ["7–7", "█" * 40, "1"]
+
+
+def test_characters_that_steer_a_terminal_are_not_printed():
+    assert visible("a\x1b[31mb\n\tc\u202e") == "a�[31mb\n\tc�"
+
+
+def test_preview_imports_nothing_heavy():
+    heavy = "('torch', 'transformers', 'datasets', 'pyarrow', 'jinja2')"
+    code = f"import sys, weft.cli.preview; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="stories15m is not here")
+def test_the_command_shows_identical_data_once(tmp_path, monkeypatch):
+    import typer
+
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(CHAT) + "\n" for _ in range(3)))
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Once upon a time"}) + "\n")
+    (tmp_path / "jobs.yaml").write_text(
+        f"base: {STORIES}\njobs:\n"
+        "  - {name: one, data: {path: rows.jsonl}}\n"
+        "  - {name: two, data: {path: rows.jsonl}, learning_rate: 1.0e-3}\n"
+        "  - {name: three, data: {path: other.jsonl}}\n"
+    )
+    app = typer.Typer()
+    app.command()(preview)
+    shown = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--rows", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "one, two" in shown.output
+    assert shown.output.count("training:") == 2
+    only = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--job", "three"])
+    assert "Once upon a time" in only.output
+    assert "one" not in only.output.replace("tokens", "")
+    wrong = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--job", "four"])
+    assert "there is no job four; the file has one, two, three" in str(wrong.exception)

@@ -1,0 +1,411 @@
+"""Scheduler → planner → executor → store, over and over, until no job is left."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from weft.adapters.kind import Member
+from weft.base.model import Base
+from weft.batch import Microbatch
+from weft.errors import UserError
+from weft.jobs.scheduler import admit
+from weft.jobs.states import State
+from weft.jobs.store import Store
+from weft.plan.cost import CostModel, PassTime, fit
+from weft.plan.memory import MemoryModel, longest
+from weft.plan.planner import plan_window
+from weft.plan.program import MicrobatchPlan, Program
+from weft.ready import Ready, lay_out
+from weft.report.terminal import JobRow
+from weft.report.words import plural
+from weft.results import CHECKPOINTS, describe, write_job_file, write_result
+from weft.run import checkpoint
+from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
+from weft.run.executor import Executor
+from weft.run.measure import peak_bytes, release
+from weft.run.training import Training, new_training
+
+ROUNDS = 4
+"""Global batches of each job in a window."""
+REMEMBERED_PASSES = 400
+"""Passes that the time model is fitted to."""
+
+Callback = Callable[[Stepped | Evaluated], None]
+
+
+class View(Protocol):
+    def update(self, row: JobRow) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The next window, planned while this one runs, and the cursors it was planned for."""
+
+    cursors: Mapping[str, int]
+    capacity: int
+    program: Future[Program]
+
+    def serves(self, cursors: Mapping[str, int], capacity: int) -> bool:
+        return capacity == self.capacity and cursors.items() <= self.cursors.items()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    state: State
+    reason: str = ""
+
+
+class Loop:
+    def __init__(
+        self,
+        base: Base,
+        tokenizer: Any,
+        store: Store,
+        memory: MemoryModel,
+        most: int,
+        view: View,
+        log: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self.base = base
+        self.tokenizer = tokenizer
+        self.store = store
+        self.memory = memory
+        self.most = most
+        """The token capacity is never above this, unless a sample is longer."""
+        self.view = view
+        self.executor = Executor(base)
+        self.jobs: dict[str, Ready] = {}
+        self.waiting: dict[str, Ready] = {}
+        self.programs_run: list[Program] | None = None
+        """Every executed Program, where a test or a benchmark asks for them by setting a list."""
+        self._log = log
+        self._endings: dict[str, Ending] = {}
+        self._rows: dict[str, JobRow] = {}
+        self._passes: list[PassTime] = []
+        self._crowd: int | None = None
+        self._windows = 0
+        self._spent_before = store.status.seconds
+        self._solo_before = store.status.solo_seconds or 0.0
+        self._began = time.monotonic()
+
+    # -- jobs come ---------------------------------------------------------------------------------------
+
+    def enter(self, job: Ready) -> None:
+        """Queue a job; it comes aboard at the next window that has room for it."""
+        self.jobs[job.name] = self.waiting[job.name] = job
+        self.store.add_job(job.name)
+        for note in job.data.notes:
+            self.store.note_job(job.name, note)
+        status = self.store.job(job.name)
+        self.store.advance_job(job.name, status.step, job.recipe.steps, status.trained_tokens)
+        self._show(job.name, state=State.QUEUED, steps=job.recipe.steps)
+
+    def cancel(self, name: str) -> None:
+        """End a job where it stands: at once if it waits, before its next microbatch if it is aboard."""
+        if name in self.waiting:
+            del self.waiting[name]
+            self._move(name, State.CANCELLED)
+        elif name in self.executor.aboard and name not in self._endings:
+            self._end(name, Ending(State.CANCELLED))
+
+    def _admit(self) -> None:
+        aboard = [self.jobs[name].shape for name in self.executor.aboard]
+        if self._crowd is not None and len(aboard) >= self._crowd:
+            for name in self.waiting:
+                if not self.store.job(name).reason:
+                    self.store.explain_job(name, "it waits until another job has left: memory was short")
+            return
+        decision = admit([job.shape for job in self.waiting.values()], aboard, self.memory.why_not)
+        for name, reason in decision.too_large.items():
+            del self.waiting[name]
+            advice = "lower data.max_length, rank or the base's dtype, or give more memory"
+            self._move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
+        for name, reason in decision.waiting.items():
+            self.store.explain_job(name, reason)
+            self._show(name, reason=reason)
+        for name in decision.admitted:
+            self._board(self.waiting.pop(name))
+
+    def _board(self, job: Ready) -> None:
+        spec = job.spec
+        member = Member(spec.name, spec.adapter, spec.seed)
+        try:
+            training = new_training(
+                member, job.recipe, self.base.shape.sites, self.base.dtype, self.base.device
+            )
+        except UserError as error:
+            self._move(spec.name, State.FAILED, str(error))
+            return
+        checkpoint.restore(self._checkpoints(spec.name), training)
+        progress = training.progress
+        self.store.advance_job(spec.name, progress.step, job.recipe.steps, progress.trained_tokens)
+        self.store.best_job(spec.name, progress.best_step, progress.best_loss)
+        write_job_file(self.store.output / spec.name, describe(job, self.base.spec))
+        self.executor.attach(training)
+        self._move(spec.name, State.RUNNING)
+
+    # -- windows -----------------------------------------------------------------------------------------
+
+    def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
+        """Train until every job has ended, or until `stop` asks for an end; then all is saved and waits."""
+        with ThreadPoolExecutor(1, thread_name_prefix="planner") as planner:
+            ahead: Ahead | None = None
+            while not stop():
+                self._admit()
+                if not self.executor.aboard:
+                    break
+                program = self._program(ahead)
+                ahead = self._plan_ahead(planner, program)
+                self._execute(program, stop, callback)
+                self._retire()
+        if stop():
+            self._suspend()
+
+    def _program(self, ahead: Ahead | None) -> Program:
+        """The window planned ahead if it still fits who is aboard, without those who left; else a new one."""
+        cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
+        capacity = self._capacity()
+        beginners = frozenset(name for name in cursors if self._begins(name))
+        if ahead is not None and not beginners and ahead.serves(cursors, capacity):
+            program = ahead.program.result()
+            for gone in ahead.cursors.keys() - cursors.keys():
+                program = program.without(gone)
+            return program
+        return self._plan(cursors, beginners, capacity)
+
+    def _begins(self, name: str) -> bool:
+        """Whether the job has yet to evaluate where it stands: at its start, or if something came between."""
+        job, progress = self.jobs[name], self.executor.aboard[name].progress
+        if job.data.evaluation is None:
+            return progress.step == 0
+        return progress.step in job.evaluate_at and progress.evaluated < progress.step
+
+    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], capacity: int) -> Program:
+        courses = [self.jobs[name].course(step, ROUNDS, name in beginners) for name, step in cursors.items()]
+        return plan_window(courses, capacity)
+
+    def _plan_ahead(self, planner: ThreadPoolExecutor, program: Program) -> Ahead:
+        cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
+        for batch in program.batches:
+            cursors[batch.job] = max(cursors[batch.job], batch.step)
+        going_on = {name: step for name, step in cursors.items() if step < self.jobs[name].recipe.steps}
+        planned = planner.submit(self._plan, going_on, frozenset(), program.capacity)
+        return Ahead(going_on, program.capacity, planned)
+
+    def _capacity(self) -> int:
+        return self.memory.capacity([self.jobs[name].shape for name in self.executor.aboard], self.most)
+
+    def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+        began, passes = time.monotonic(), len(self._passes)
+        predicted = fit(self._passes).program_seconds(program)
+        fitted = True
+        try:
+            for event in self.executor.run(program, self._fetch, stop):
+                self._handle(event, callback)
+        except OutOfMemory:
+            fitted = False
+        if not fitted:
+            self._shrink(program.capacity)
+            return
+        if self.programs_run is not None:
+            self.programs_run.append(program)
+        self._record_window(program, predicted, time.monotonic() - began, self._passes[passes:])
+
+    def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
+        return lay_out(plan, held_out, self.jobs)
+
+    def _shrink(self, capacity: int) -> None:
+        """A pass did not fit: halve the capacity; at the longest sample send a job back; alone, give up."""
+        release(self.base.device)
+        shapes = [self.jobs[name].shape for name in self.executor.aboard if name not in self._endings]
+        if not shapes:
+            return
+        least = longest(shapes)
+        if capacity > least:
+            self.most = max(capacity // 2, least)
+            self._note(f"Out of memory with {capacity} tokens a microbatch: going on with {self.most}.")
+            return
+        last = max(shapes, key=lambda shape: (-shape.priority, shape.order)).name
+        crowd = plural(len(shapes), "job")
+        reason = f"out of memory with {crowd} aboard and {capacity} tokens a microbatch"
+        if len(shapes) == 1:
+            self._end(last, Ending(State.FAILED, f"{reason}; lower data.max_length or rank"))
+            return
+        self._crowd = len(shapes) - 1
+        self._send_back(last, f"{reason}; it goes on when another job has left")
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event, callback: Callback | None) -> None:
+        match event:
+            case Passed():
+                self._passes.append(event.time)
+            case Stepped():
+                self._on_step(event)
+            case Evaluated():
+                self._on_evaluation(event)
+            case SaveDue(job):
+                self._save(self.executor.aboard[job])
+            case Failed(job, reason):
+                self._endings[job] = Ending(State.FAILED, reason)
+        if callback is not None and isinstance(event, Stepped | Evaluated):
+            callback(event)
+
+    def _on_step(self, event: Stepped) -> None:
+        job, outcome = self.jobs[event.job], event.outcome
+        progress = self.executor.aboard[event.job].progress
+        self._metrics(
+            {
+                "job": event.job,
+                "step": event.step,
+                "epoch": round(job.order.epoch(event.step), 6),
+                "loss": outcome.loss,
+                "tokens": outcome.tokens,
+                "learning_rate": outcome.learning_rate,
+                "grad_norm": outcome.grad_norm,
+                "token_accuracy": outcome.token_accuracy,
+                "time": time.time(),
+            }
+        )
+        self.store.advance_job(event.job, event.step, job.recipe.steps, progress.trained_tokens)
+        self._show(event.job, step=event.step, loss=outcome.loss, tokens=progress.trained_tokens)
+
+    def _on_evaluation(self, event: Evaluated) -> None:
+        spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
+        self._metrics(
+            {
+                "job": event.job,
+                "step": event.step,
+                "eval_loss": event.loss,
+                "eval_tokens": event.tokens,
+                "eval_token_accuracy": event.token_accuracy,
+                "time": time.time(),
+            }
+        )
+        min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
+        training.note_evaluation(event.loss, spec.keep == "best", min_delta)
+        progress = training.progress
+        self.store.best_job(event.job, progress.best_step, progress.best_loss)
+        self._show(event.job, eval_loss=event.loss)
+        if spec.early_stop and progress.stale >= spec.early_stop.patience:
+            looks = plural(progress.stale, "look")
+            reason = f"stopped early at step {event.step}: no better validation loss in {looks}"
+            self._end(event.job, Ending(State.SUCCEEDED, reason))
+
+    def _save(self, training: Training) -> None:
+        try:
+            checkpoint.save(self._checkpoints(training.job), training)
+        except OSError as error:
+            self._end(training.job, Ending(State.FAILED, f"its checkpoint cannot be written: {error}"))
+
+    # -- jobs go -----------------------------------------------------------------------------------------
+
+    def _end(self, name: str, ending: Ending) -> None:
+        """Decide a job's end inside a window; it leaves at the window's end."""
+        self._endings[name] = ending
+        self.executor.kill(name)
+
+    def _retire(self) -> None:
+        for name, training in list(self.executor.aboard.items()):
+            if training.progress.step >= self.jobs[name].recipe.steps and not self._begins(name):
+                self._endings.setdefault(name, Ending(State.SUCCEEDED))
+        for name, ending in self._endings.items():
+            self._crowd = None
+            training = self.executor.detach(name)
+            if ending.state is State.SUCCEEDED:
+                ending = self._deliver(training, ending)
+            self._move(name, ending.state, ending.reason)
+            if ending.state is State.SUCCEEDED:
+                shutil.rmtree(self._checkpoints(name), ignore_errors=True)
+        self._endings.clear()
+
+    def _deliver(self, training: Training, ending: Ending) -> Ending:
+        job = self.jobs[training.job]
+        keeps_best = job.spec.keep == "best" and training.best is not None
+        weights = training.best if keeps_best else training.master.detach()
+        assert weights is not None
+        folder = self.store.output / job.name
+        try:
+            write_result(
+                folder, job, training.layout, weights, self.base.shape.sites, self.base.spec, self.tokenizer
+            )
+        except OSError as error:
+            return Ending(State.FAILED, f"its adapter cannot be written: {error}")
+        return ending
+
+    def _send_back(self, name: str, reason: str) -> None:
+        """Preempt a job: its state is saved and it waits for its turn again."""
+        self._save(self.executor.aboard[name])
+        if name in self._endings:
+            return
+        self.executor.detach(name)
+        self._move(name, State.QUEUED, reason)
+        self.waiting[name] = self.jobs[name]
+
+    def _suspend(self) -> None:
+        for name, training in list(self.executor.aboard.items()):
+            self._send_back(name, f"interrupted at step {training.progress.step}; go on with --resume")
+        self._retire()
+
+    # -- what is told ------------------------------------------------------------------------------------
+
+    def _record_window(
+        self, program: Program, predicted: float | None, seconds: float, passes: Sequence[PassTime]
+    ) -> None:
+        self._passes = self._passes[-REMEMBERED_PASSES:]
+        shapes = [self.jobs[name].shape for name in program.jobs]
+        cost: CostModel = fit(self._passes)
+        looking = sum(p.seconds for p in passes if not p.training)
+        alone = cost.alone_seconds(program.batches, program.capacity)
+        self._solo_before += looking + (alone or 0.0)
+        peak = peak_bytes(self.base.device)
+        self.store.append_window(
+            {
+                "window": self._windows,
+                "capacity": program.capacity,
+                "tokens": sum(p.tokens for p in passes if p.training),
+                "microbatches": len(passes),
+                "shared": program.shared(),
+                "jobs": len(shapes),
+                "seconds": seconds,
+                "predicted_seconds": predicted,
+                "peak_bytes": peak,
+                "predicted_peak_bytes": self.memory.peak_bytes(shapes, program.capacity),
+                "time": time.time(),
+            }
+        )
+        self._windows += 1
+        self.store.measure(self.seconds, self._solo_before, peak)
+        self.store.write_status()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent training, over all resumptions."""
+        return self._spent_before + time.monotonic() - self._began
+
+    def _metrics(self, line: Mapping[str, Any]) -> None:
+        self.store.append_metrics(line)
+        self._log(line)
+
+    def _move(self, name: str, state: State, reason: str = "") -> None:
+        self.store.move_job(name, state, reason)
+        self.store.write_status()
+        self._show(name, state=state, reason=reason)
+
+    def _note(self, sentence: str) -> None:
+        self.store.note(sentence)
+        self.view.note(sentence)
+
+    def _show(self, name: str, **changes: Any) -> None:
+        self._rows[name] = replace(self._rows.get(name, JobRow(name=name)), **changes)
+        self.view.update(self._rows[name])
+
+    def _checkpoints(self, name: str) -> Any:
+        return self.store.output / name / CHECKPOINTS
