@@ -18,3 +18,12 @@ def _cache(tmp_path_factory):
         del os.environ["WEFT_CACHE"]
     else:
         os.environ["WEFT_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def forks(_cache):
+    """Real `weft` processes; see tests/forks.py."""
+    from tests.forks import Forks
+
+    with Forks() as made:
+        yield made

@@ -83,7 +83,29 @@ def config(family: str) -> PretrainedConfig:
 
 def tiny(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model of the family in eval mode; the same seed gives the same weights in every dtype."""
-    return randomised(config(family), dtype, seed)
+    model = randomised(config(family), dtype, seed)
+    return with_exact_norms(model) if dtype is torch.float64 else model
+
+
+def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """transformers' RMSNorms compute in float32 whatever they are given, and a float32 rounding that falls the
+    other way is a jump of 1e-8 in a float64 model. Here they keep float64."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, ExactNorm(module))
+    return model
+
+
+class ExactNorm(torch.nn.Module):
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.shift = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+        self.epsilon = norm.eps if self.shift else norm.variance_epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.shift + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
 
 
 def randomised(

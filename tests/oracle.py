@@ -1,0 +1,199 @@
+"""Solo PEFT training, step by step and in plain torch: what Weft must equal."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, get_scheduler
+
+from weft.ops.dropout import kept_TK, key
+
+Sample = tuple[list[int], list[bool]]
+"""Tokens, and which of them are supervised."""
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyperparameters under PEFT's and torch's own names."""
+
+    steps: int
+    lr: float = 1e-3
+    schedule: str = "linear"
+    warmup: int = 0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    start: Weights
+    end: Weights
+
+    def moved(self) -> Weights:
+        """What training changed: A − A₀ and B − B₀ by tensor name."""
+        return {name: self.end[name].double() - self.start[name].double() for name in self.end}
+
+
+def lora_config(
+    model: PreTrainedModel, rank: int, alpha: float, targets: str | list[str], **more
+) -> LoraConfig:
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        fan_in_fan_out=model.config.model_type == "gpt2",
+        task_type="CAUSAL_LM",
+        **more,
+    )
+
+
+def write_start(
+    folder: Path, model: PreTrainedModel, config: LoraConfig, seed: int = 0, b_scale: float = 0.0
+) -> Path:
+    """A PEFT adapter as PEFT initialises it; `b_scale` moves B off zero, so that A trains from step 1."""
+    torch.manual_seed(seed)
+    peft_model = get_peft_model(copy.deepcopy(model), copy.deepcopy(config))
+    peft_model.save_pretrained(str(folder))
+    weights = load_file(folder / "adapter_model.safetensors")
+    for name, value in weights.items():
+        if "lora_B" in name:
+            weights[name] = torch.randn_like(value) * b_scale
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def train_with_peft(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    start: Path,
+    batches: Sequence[Sequence[Sample]],
+    recipe: Recipe,
+    padded: bool = True,
+    dropout: HashedDropout | None = None,
+) -> Trained:
+    """Each of `batches` is one optimizer step, run as one padded batch or sample by sample.
+
+    With `dropout`, which goes sample by sample, PEFT drops the values that Weft drops.
+    """
+    peft_model = get_peft_model(copy.deepcopy(model), copy.deepcopy(config))
+    if dropout is not None:
+        dropout.install(peft_model, config.lora_dropout)
+    weights = load_file(start / "adapter_model.safetensors")
+    set_peft_model_state_dict(peft_model, weights)
+    peft_model.eval()
+    trainable = [p for p in peft_model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=recipe.lr, weight_decay=recipe.weight_decay)
+    schedule = {"constant": "constant_with_warmup"}.get(recipe.schedule, recipe.schedule)
+    scheduler = get_scheduler(schedule, optimizer, recipe.warmup, recipe.steps)
+    losses = []
+    for number, batch in enumerate(batches[: recipe.steps], start=1):
+        offset = 0
+        supervised = sum(sum(mask[1:]) for _, mask in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for part in [batch] if padded else [[sample] for sample in batch]:
+            if dropout is not None:
+                dropout.step, dropout.offset = number, offset
+            loss = _loss_sum(peft_model, part) / supervised
+            loss.backward()
+            total += loss.item()
+            offset += sum(len(tokens) for tokens, _ in part)
+        torch.nn.utils.clip_grad_norm_(trainable, recipe.clip)
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    return Trained(losses, weights, {k: v.clone() for k, v in get_peft_model_state_dict(peft_model).items()})
+
+
+class HashedDropout:
+    """Puts Weft's bits in the place of PEFT's dropout modules; told which step and sample comes next."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = self.offset = 0
+
+    def install(self, peft_model: torch.nn.Module, probability: float) -> None:
+        for name, module in peft_model.named_modules():
+            if hasattr(module, "lora_dropout"):
+                site = name.removeprefix("base_model.model.")
+                module.lora_dropout["default"] = _Dropped(self, site, probability)
+
+
+class _Dropped(torch.nn.Module):
+    def __init__(self, source: HashedDropout, site: str, probability: float) -> None:
+        super().__init__()
+        self.source, self.site, self.probability = source, site, probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = self.source.offset + torch.arange(x.shape[1])
+        kept = kept_TK(
+            key(self.source.seed, self.source.step, self.site), index, x.shape[2], self.probability
+        )
+        return x * kept / (1 - self.probability)
+
+
+def _loss_sum(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:
+    longest = max(len(tokens) for tokens, _ in samples)
+    ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in samples])
+    present = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens, _ in samples])
+    labels = torch.tensor(
+        [
+            [t if m else -100 for t, m in zip(tokens, mask, strict=True)] + [-100] * (longest - len(tokens))
+            for tokens, mask in samples
+        ]
+    )
+    logits = model(input_ids=ids, attention_mask=present, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """The largest relative distance over the tensors; one that only `second` has counts as not moved."""
+    worst = 0.0
+    for name, want in second.items():
+        got = first[name] if name in first else torch.zeros_like(want)
+        gap = (got.double() - want.double()).norm() / max(want.double().norm().item(), 1e-30)
+        worst = max(worst, gap.item() if math.isfinite(gap.item()) else math.inf)
+    return worst
+
+
+def assert_equal_float64(got: Trained, want: Trained) -> None:
+    """Step losses to 1e-9 relative, what training moved to 1e-8 in relative norm, tensor by tensor."""
+    assert len(got.losses) == len(want.losses)
+    for mine, theirs in zip(got.losses, want.losses, strict=True):
+        assert abs(mine - theirs) <= 1e-9 * abs(theirs)
+    assert distance(got.moved(), want.moved()) <= 1e-8
+
+
+def assert_equal_float32(got: Trained, padded: Trained, one_by_one: Trained, exact: Trained) -> None:
+    """Losses to 1e-5; weights as near to the float64 run as PEFT's own two ways of running the job, times 3.
+
+    Adam turns a gradient of the other sign near zero into a whole step, so that two float32 runs differ by a
+    few such elements and their distance is a matter of luck (docs/design.md has the numbers). The distance to
+    the float64 run is not.
+    """
+    for mine, theirs in zip(got.losses, padded.losses, strict=True):
+        assert abs(mine - theirs) <= 1e-5 * max(1.0, abs(theirs))
+    for part in ("lora_A", "lora_B"):
+        allowed = 3 * max(_whole(padded, exact, part), _whole(one_by_one, exact, part))
+        assert 0 < allowed < 0.1
+        assert (error := _whole(got, exact, part)) <= allowed, f"{part}: {error:.1e} over {allowed:.1e}"
+
+
+def _whole(run: Trained, exact: Trained, part: str) -> float:
+    """The relative distance of all tensors of one kind together."""
+    mine, theirs = run.moved(), exact.moved()
+    names = [name for name in theirs if part in name]
+    gap = torch.cat([(mine[name] - theirs[name]).flatten() for name in names])
+    return float(gap.norm() / torch.cat([theirs[name].flatten() for name in names]).norm())

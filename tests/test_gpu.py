@@ -1,0 +1,99 @@
+"""The same core on a CUDA device: run with `pytest -m gpu`."""
+
+import math
+
+import pytest
+import torch
+
+from tests import bench
+from weft import JobSpec, Options, Trainer
+from weft.run.events import Stepped
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not bench.STORIES.exists(), reason="stories15M is not here"),
+]
+
+TEXTS = [
+    {
+        "prompt": f"Once upon a time there were {n} cats.",
+        "completion": f" The {n} cats had {2 * n} red hats. " * 4,
+    }
+    for n in range(2, 34)
+]
+
+
+def job(name, index, **changes):
+    settings = dict(steps=12, batch_size=8, learning_rate=1e-3, seed=index)
+    adapter = dict(rank=4 * (index + 1), alpha=16.0, dropout=0.1 * (index % 2))
+    return JobSpec(name=name, data=TEXTS, adapter=adapter, **(settings | changes))
+
+
+def train(output, dtype, device, jobs=None, **options):
+    trainer = Trainer(
+        {"model": str(bench.STORIES), "dtype": dtype},
+        output=output,
+        options=Options(device=device, **options),
+    )
+    for spec in jobs or [job(f"job{i}", i) for i in range(4)]:
+        trainer.add(spec)
+    return trainer
+
+
+def test_float32_on_the_gpu_gives_the_losses_of_the_cpu(tmp_path):
+    train(tmp_path / "cpu", "float32", "cpu").run()
+    train(tmp_path / "gpu", "float32", "cuda").run()
+    for i in range(4):
+        cpu, gpu = bench.losses(tmp_path / "cpu", f"job{i}"), bench.losses(tmp_path / "gpu", f"job{i}")
+        assert gpu == pytest.approx(cpu, rel=2e-3)
+        assert gpu[0] == pytest.approx(cpu[0], rel=1e-5)
+
+
+def test_bfloat16_on_the_gpu_stays_near_the_cpu_and_learns(tmp_path):
+    train(tmp_path / "cpu", "float32", "cpu").run()
+    train(tmp_path / "gpu", "bfloat16", "cuda").run()
+    for i in range(4):
+        cpu, gpu = bench.losses(tmp_path / "cpu", f"job{i}"), bench.losses(tmp_path / "gpu", f"job{i}")
+        assert gpu == pytest.approx(cpu, rel=0.05)
+        assert gpu[-1] < 0.6 * gpu[0]
+
+
+def test_a_nan_in_one_job_does_not_reach_the_others_on_the_gpu(tmp_path):
+    train(tmp_path / "without", "bfloat16", "cuda").run()
+    trainer = train(tmp_path / "with", "bfloat16", "cuda")
+    trainer.add(job("poisoned", 4))
+
+    def spoil(event):
+        if isinstance(event, Stepped) and (event.job, event.step) == ("poisoned", 3):
+            executor = trainer.loop.executor
+            executor.banks.write("poisoned", torch.full_like(executor.aboard["poisoned"].master, math.nan))
+
+    results = trainer.run(spoil)
+    assert results["poisoned"].state == "failed"
+    assert results["poisoned"].metrics["step"] == 3
+    for i in range(4):
+        assert results[f"job{i}"].state == "succeeded"
+        assert bench.losses(tmp_path / "with", f"job{i}") == pytest.approx(
+            bench.losses(tmp_path / "without", f"job{i}"), rel=0.03
+        )
+
+
+def test_out_of_memory_halves_the_capacity_and_loses_no_job(tmp_path):
+    """The allocator itself is capped, so that the first capacity cannot fit and a smaller one does."""
+    train(tmp_path / "free", "float32", "cuda").run()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (700 << 20)) / total)
+    try:
+        jobs = [job(f"job{i}", i, batch_size=32, steps=4) for i in range(4)]
+        trainer = train(tmp_path / "capped", "float32", "cuda", jobs, capacity=16384, memory=8 << 30)
+        results = trainer.run()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(result.state == "succeeded" for result in results.values())
+    assert "Out of memory" in (tmp_path / "capped" / "status.json").read_text()
+    train(tmp_path / "whole", "float32", "cuda", jobs).run()
+    for i in range(4):
+        capped, whole = (bench.losses(tmp_path / name, f"job{i}") for name in ("capped", "whole"))
+        assert capped == pytest.approx(whole, rel=1e-3)
