@@ -1,0 +1,47 @@
+"""Trains the four jobs beside this file together, then asks base and adapters one held-out question."""
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from weft.base.generate import answers
+from weft.cli.generate import side_by_side
+from weft.errors import UserError
+from weft.jobs.read import read_run
+from weft.report.ending import final_table
+from weft.report.read import read_run as read_records
+from weft.report.terminal import LiveView
+from weft.trainer import Options, trainer_for
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    console = Console()
+    run = read_run(HERE / "jobs.yaml")
+    again = (run.output / "status.json").exists()
+    with LiveView(console, []) as view:
+        trainer = trainer_for(run, options=Options(resume=again), view=view)
+        results = trainer.run()
+    if trainer.interrupted:
+        console.print("Interrupted. `make quickstart` goes on from here.")
+        return 130
+    console.print(final_table(read_records(run.output), console.width))
+    held_out = json.loads((HERE / "openbookqa_held_out.jsonl").read_text().split("\n")[0])
+    question, answer = (message["content"] for message in held_out["messages"])
+    console.print(f"\n[bold]A question nobody was trained on[/bold]\n{escape(question)}")
+    console.print(f"[dim]Expected: {escape(answer)}[/dim]")
+    adapters = {name: result.path for name, result in results.items() if result.state == "succeeded"}
+    console.print(side_by_side(answers(run.base, adapters, question, max_tokens=40)))
+    console.print(f"Report: {run.output / 'report.html'}", highlight=False, soft_wrap=True)
+    return 0 if len(adapters) == len(results) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"{error}")
