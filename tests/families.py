@@ -88,8 +88,8 @@ def tiny(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreT
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """transformers' RMSNorms compute in float32 whatever they are given, and a float32 rounding that falls the
-    other way is a jump of 1e-8 in a float64 model. Here they keep float64."""
+    """transformers' RMSNorms compute in float32 whatever they are given, and a float32 rounding that falls
+    the other way is a jump of 1e-8 in a float64 model. Here they keep float64."""
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
             parent, _, child = name.rpartition(".")

@@ -135,6 +135,7 @@ class Trainer:
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
         with ExitStack() as stack:
             store = stack.enter_context(open_store(self.output, self.options.resume))
+            self._sweep(store)
             again = self.options.restart
             going = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
             ready = self._ready_all(going, shape)
@@ -166,6 +167,12 @@ class Trainer:
             self.view.note(f"warning: {sentence}")
         if unknown := [name for name in self.options.restart if name not in self.jobs]:
             raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(self.jobs)}")
+
+    def _sweep(self, store: Store) -> None:
+        """A kill may have come between a job's success and the end of its checkpoints."""
+        for name, job in store.status.jobs.items():
+            if job.state is State.SUCCEEDED:
+                shutil.rmtree(self.output / name / CHECKPOINTS, ignore_errors=True)
 
     def _clear(self, name: str) -> None:
         """Renamed before it is removed: half a folder could look like a job that goes on."""

@@ -1,4 +1,4 @@
-"""Trains the four jobs beside this file together, then asks base and adapters one held-out question."""
+"""Trains the four jobs of jobs.yaml together, then asks the base and each adapter a held-out question."""
 
 import json
 import sys

@@ -52,7 +52,7 @@ def mix_(value: Tensor, spare: Tensor | None = None) -> Tensor:
 
 
 def _fold_(value: Tensor, places: int, spare: Tensor) -> Tensor:
-    """value ^= value >>> places. torch shifts int32 arithmetically, so the copied sign bits are masked off."""
+    """value ^= value >>> places. torch shifts int32 arithmetically: the copied sign bits are masked off."""
     torch.bitwise_right_shift(value, places, out=spare)
     spare &= (1 << 32 - places) - 1
     value ^= spare

@@ -5,7 +5,7 @@ Three routes compute the same thing:
 - `segmented`: one autograd node that saves only x and rank-sized tensors, still one job after another, so
   that no reduction ever mixes rows of two jobs: a NaN stays with its owner.
 - `concatenated`: the same node with the ranks of all jobs side by side and no loop over jobs. Its reductions
-  meet 0 × NaN when a job's rows or weights are not finite; the executor then replays the microbatch segmented.
+  meet 0 × NaN when a job's rows or weights are not finite; the executor then replays it segmented.
 
 Shapes: T rows, K inputs, N outputs, R the ranks of all jobs in the bank side by side. B is held
 transposed, so that a job's part of A and of B is a run of whole rows.
@@ -164,7 +164,7 @@ def _dropped(rows_TK: Tensor, kept: Tensor | None, block: Block) -> Tensor:
 
 
 def _dropped_by_owner(values_TK: Tensor, x_TK: Tensor, blocks: Blocks) -> Tensor:
-    """Values (x, or its gradient) with every job's own dropout on its own rows; as they are if nobody drops."""
+    """Values (x, or its gradient) with each job's dropout on its own rows; as they are if nobody drops."""
     if all(block.dropout == 0.0 for block in blocks.blocks):
         return values_TK
     dropped = values_TK.clone()

@@ -1,0 +1,59 @@
+"""What every benchmark shares: `--json FILE`, and the machine, date and commit beside the numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    return parser
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _commit(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": device,
+        "torch": torch.__version__,
+    }
+
+
+def finish(numbers: dict[str, Any], where: Path | None) -> None:
+    numbers = {"machine": machine(), **numbers}
+    about = numbers["machine"]
+    print(f"\n{about['processor']}, {about['cores']} cores, torch {about['torch']}")
+    print(f"{about['commit']}, {about['date']}")
+    if where is not None:
+        where.write_text(json.dumps(numbers, indent=2) + "\n")
+
+
+def _commit() -> str:
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

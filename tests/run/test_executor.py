@@ -1,0 +1,192 @@
+"""The executor runs a Program as it stands, whoever dies on the way."""
+
+import math
+
+import pytest
+import torch
+
+from tests import bench
+from tests.families import tiny
+from tests.run import aboard
+from weft.ops.lora import Route
+from weft.ready import lay_out
+from weft.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
+
+
+@pytest.fixture
+def base():
+    return bench.base()
+
+
+def two(base, **keys):
+    return [aboard.ready(base, name, seed=seed, **keys) for name, seed in (("a", 1), ("b", 2))]
+
+
+def plain_sums(samples, chosen):
+    """Summed loss, hits and supervised tokens by transformers' own forward; a new adapter changes nothing."""
+    model, loss, hits, supervised = tiny("llama"), 0.0, 0, 0
+    for index in chosen:
+        ids = torch.tensor(samples.tokens(index).tolist())
+        wanted = torch.tensor(samples.mask(index)[1:].tolist())
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        loss -= logprobs[wanted].sum().item()
+        hits += int((logits.argmax(-1) == ids[1:])[wanted].sum())
+        supervised += int(wanted.sum())
+    return loss, hits, supervised
+
+
+def run(made, jobs, rounds, **keys):
+    return list(aboard.events(made, aboard.program(jobs, rounds, **keys), jobs))
+
+
+def steps_of(events, job):
+    return [event.step for event in events if isinstance(event, Stepped) and event.job == job]
+
+
+def assert_close(first, second):
+    assert (first - second).norm() <= 1e-12 * second.norm()
+
+
+def test_a_step_is_reported_with_the_values_of_a_plain_forward(base):
+    (job,) = jobs = [aboard.ready(base, "a", steps=1)]
+    (stepped,) = (e for e in run(aboard.executor(base, jobs), jobs, 1, capacity=24) if isinstance(e, Stepped))
+    chosen = job.order.batch(1)
+    loss, hits, supervised = plain_sums(job.data.train, chosen)
+    assert (stepped.job, stepped.step) == ("a", 1)
+    assert stepped.outcome.loss == pytest.approx(loss / supervised, rel=1e-12)
+    assert stepped.outcome.token_accuracy == hits / supervised
+    assert stepped.outcome.tokens == job.data.train.lengths[chosen].sum()
+    assert stepped.outcome.learning_rate == 1e-2
+    assert stepped.outcome.grad_norm > 0
+
+
+@pytest.mark.parametrize("capacity", [24, 200])
+def test_an_evaluation_is_reported_once_with_the_values_of_a_plain_forward(base, capacity):
+    jobs = two(base, eval={"fraction": 0.4})
+    events = run(aboard.executor(base, jobs), jobs, 0, capacity=capacity, begins=True)
+    looks = {event.job: event for event in events if isinstance(event, Evaluated)}
+    assert len(looks) == sum(isinstance(event, Evaluated) for event in events) == 2
+    for job in jobs:
+        loss, hits, supervised = plain_sums(job.data.evaluation, range(len(job.data.evaluation)))
+        look = looks[job.name]
+        assert look.loss == pytest.approx(loss / supervised, rel=1e-12)
+        assert (look.step, look.tokens, look.token_accuracy) == (0, supervised, hits / supervised)
+    assert [event.job for event in events if isinstance(event, SaveDue)] == ["a", "b"]
+
+
+def test_a_killed_job_is_skipped_and_the_program_stands_for_the_others(base):
+    jobs = two(base, save_every=1)
+    alone = aboard.executor(bench.base(), jobs[:1])
+    run(alone, jobs[:1], 4)
+    made, events = aboard.executor(base, jobs), []
+    for event in aboard.events(made, aboard.program(jobs, 4), jobs):
+        events.append(event)
+        if isinstance(event, Stepped) and (event.job, event.step) == ("b", 2):
+            made.kill("b")
+            where = len(events)
+    assert steps_of(events, "a") == [1, 2, 3, 4]
+    assert steps_of(events, "b") == [1, 2]
+    for event in events[where:]:
+        assert getattr(event, "job", "a") == "a"
+        assert not isinstance(event, Passed) or event.microbatch.jobs == ("a",)
+    assert_close(made.aboard["a"].master, alone.aboard["a"].master)
+
+
+def test_microbatches_of_dead_jobs_only_are_not_run(base):
+    jobs = two(base)
+    made = aboard.executor(base, jobs)
+    made.kill("b")
+    events = run(made, jobs, 3, capacity=20)
+    assert all(event.microbatch.jobs == ("a",) for event in events if isinstance(event, Passed))
+    assert steps_of(events, "b") == []
+
+
+@pytest.mark.parametrize("route", [Route.segmented, Route.concatenated])
+def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base, route):
+    jobs = two(base)
+    alone = aboard.executor(bench.base(), jobs[:1], Route.segmented)
+    run(alone, jobs[:1], 4)
+    made = aboard.executor(base, jobs, route)
+    made.banks.write("b", torch.full_like(made.aboard["b"].master, math.nan))
+    planned = aboard.program(jobs, 4)
+    assert planned.shared() > 0
+    events = list(aboard.events(made, planned, jobs))
+    (failed,) = (event for event in events if isinstance(event, Failed))
+    assert (failed.job, failed.reason) == ("b", "its loss at step 1 is nan")
+    assert steps_of(events, "a") == [1, 2, 3, 4]
+    assert_close(made.aboard["a"].master, alone.aboard["a"].master)
+
+
+def test_without_the_replay_the_concatenated_route_would_spread_the_nan(base, monkeypatch):
+    jobs = two(base)
+    made = aboard.executor(base, jobs, Route.concatenated)
+    monkeypatch.setattr(made, "_finite", lambda flight: True)
+    made.banks.write("b", torch.full_like(made.aboard["b"].master, math.nan))
+    failed = [event.job for event in run(made, jobs, 1) if isinstance(event, Failed)]
+    assert sorted(failed) == ["a", "b"]
+
+
+def test_a_nan_in_an_evaluation_fails_its_own_job_only(base):
+    jobs = two(base, eval={"fraction": 0.4})
+    made = aboard.executor(base, jobs, Route.concatenated)
+    made.banks.write("b", torch.full_like(made.aboard["b"].master, math.nan))
+    events = run(made, jobs, 0, begins=True)
+    assert [event.job for event in events if isinstance(event, Evaluated)] == ["a"]
+    assert [event.job for event in events if isinstance(event, Failed)] == ["b"]
+
+
+def test_out_of_memory_leaves_every_job_at_its_last_step_as_if_the_open_batch_had_not_begun(base):
+    jobs = two(base)
+    made, undisturbed = aboard.executor(base, jobs), aboard.executor(bench.base(), jobs)
+    planned = aboard.program(jobs, 4, capacity=30)
+    passes = 0
+
+    def strike(_module, _inputs):
+        nonlocal passes
+        passes += 1
+        if passes == 4:
+            raise torch.OutOfMemoryError("no room")
+
+    hook = base.model.base_model.register_forward_pre_hook(strike)
+    with pytest.raises(OutOfMemory, match="no room"):
+        list(aboard.events(made, planned, jobs))
+    hook.remove()
+    for training in made.aboard.values():
+        assert training.open is None
+        assert not training.gradient.any()
+    done = {name: training.progress.step for name, training in made.aboard.items()}
+    assert sum(done.values()) > 0
+    compared = set()
+    for event in aboard.events(undisturbed, planned, jobs):
+        if isinstance(event, Stepped) and event.step == done[event.job]:
+            assert torch.equal(made.aboard[event.job].master, undisturbed.aboard[event.job].master)
+            compared.add(event.job)
+    assert compared == {name for name, step in done.items() if step > 0}
+
+
+def test_another_error_is_not_taken_for_a_shortage_of_memory(base):
+    jobs = two(base)
+    made = aboard.executor(base, jobs)
+
+    def strike(_module, _inputs):
+        raise RuntimeError("size mismatch")
+
+    base.model.base_model.register_forward_pre_hook(strike)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        run(made, jobs, 1)
+
+
+def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
+    jobs = two(base, batch_size=5)
+    made = aboard.executor(base, jobs)
+    planned = aboard.program(jobs, 4, capacity=24)
+    by_name = {job.name: job for job in jobs}
+    seen = []
+    for event in made.run(planned, lambda plan, held: lay_out(plan, held, by_name), lambda: bool(seen)):
+        seen.append(event)
+    steps = [(event.job, event.step) for event in seen if isinstance(event, Stepped)]
+    assert sum(isinstance(event, Passed) for event in seen) > 2
+    assert sorted(steps) == [("a", 1), ("b", 1)]
+    assert all(training.open is None for training in made.aboard.values())

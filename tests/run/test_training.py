@@ -1,0 +1,86 @@
+"""One job's step against torch's AdamW on separate tensors."""
+
+import math
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from tests import bench
+from tests.run import aboard
+from weft.run.training import NotFinite, OpenBatch
+
+
+@pytest.fixture(scope="module")
+def base():
+    return bench.base()
+
+
+def open_batch(training, gradient, loss=1.5):
+    training.gradient.copy_(gradient)
+    training.open = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("clip", "size"), [(1.0, 5.0), (1.0, 1e-3), (None, 5.0)])
+def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay, clip, size):
+    keys = {"weight_decay": weight_decay, "clip": clip, "schedule": "cosine", "warmup": 2}
+    training = aboard.training(base, aboard.ready(base, "a", **keys))
+    separate = {key: v.clone().requires_grad_() for key, v in training.layout.views(training.master).items()}
+    optimizer = torch.optim.AdamW(separate.values(), lr=1e-2, weight_decay=weight_decay)
+    scheduler = get_scheduler("cosine", optimizer, 2, 8)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 9):
+        gradient = torch.randn(training.master.shape, generator=generator, dtype=torch.float64)
+        gradient *= size / gradient.norm()
+        for key, view in training.layout.views(gradient).items():
+            separate[key].grad = view.clone()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(separate.values(), clip)
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        scheduler.step()
+        open_batch(training, gradient)
+        outcome = training.take_step(supervised=6)
+        assert outcome.learning_rate == pytest.approx(rate, rel=1e-12)
+        assert outcome.grad_norm == pytest.approx(size, rel=1e-12)
+        assert (outcome.loss, outcome.token_accuracy, outcome.tokens) == (1.5, 0.5, 20)
+        assert training.progress.step == step
+        for key, view in training.layout.views(training.master).items():
+            torch.testing.assert_close(view, separate[key].detach(), rtol=1e-12, atol=1e-15)
+    assert training.progress.trained_tokens == 160
+    assert training.open is None
+    assert not training.gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "weights", "sentence"),
+    [
+        (math.nan, 1.0, 0.0, "its loss at step 1 is nan"),
+        (1.0, math.inf, 0.0, "its gradient norm at step 1 is"),
+        (1.0, 1.0, math.nan, "its weights after step 1 are not finite"),
+    ],
+)
+def test_what_is_not_finite_is_named_and_makes_no_step(base, loss, gradient, weights, sentence):
+    training = aboard.training(base, aboard.ready(base, "a"))
+    training.master[3] += weights
+    open_batch(training, torch.full_like(training.master, gradient), loss)
+    with pytest.raises(NotFinite, match=sentence):
+        training.take_step(supervised=6)
+    assert training.progress.step == 0
+
+
+def test_patience_counts_looks_that_are_not_better_by_min_delta_and_the_best_is_the_lowest(base):
+    training = aboard.training(base, aboard.ready(base, "a"))
+    stale = []
+    for step, loss in enumerate([3.0, 2.95, 2.5, 2.6, 2.5, 2.0]):
+        training.progress.step = step
+        training.master.fill_(step)
+        training.note_evaluation(loss, keep_best=True, min_delta=0.1)
+        stale.append(training.progress.stale)
+        if step == 1:
+            assert (training.progress.best_step, training.progress.best_loss) == (1, 2.95)
+            assert training.best[0] == 1
+    assert stale == [0, 1, 0, 1, 2, 0]
+    assert (training.progress.best_step, training.progress.best_loss) == (5, 2.0)
+    assert training.progress.evaluated == 5

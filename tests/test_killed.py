@@ -1,0 +1,110 @@
+"""kill -9 at any moment: `--resume` ends where the undisturbed run ended, nothing torn and nobody lost."""
+
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, jobs_folder, states, status
+
+SEED = 20240607
+UNIFORM, IN_WRITES = 20, 5
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forks):
+    """A folder whose `undisturbed` is the output of a run that nobody killed, and how long that took."""
+    folder = jobs_folder(tmp_path_factory.mktemp("killed"), FOUR_JOBS)
+    seconds = float("inf")
+    for _ in range(3):  # The first run still tokenises, and a busy machine slows another.
+        shutil.rmtree(folder / "undisturbed", ignore_errors=True)
+        began = time.monotonic()
+        assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+        seconds = min(seconds, time.monotonic() - began)
+    assert_whole(folder / "undisturbed")
+    assert status(folder / "undisturbed")["jobs"]["stops"]["reason"].startswith("stopped early")
+    return folder, seconds
+
+
+class Chain:
+    """Runs that are killed and resumed until one of them ends; then it begins again with an empty output."""
+
+    def __init__(self, forks, folder):
+        self.forks, self.folder, self.output = forks, folder, folder / "out"
+        self.kills = self.ended = 0
+        shutil.rmtree(self.output, ignore_errors=True)
+
+    def start(self):
+        self.forks.start("train", "jobs.yaml", "--resume", cwd=self.folder)
+
+    def strike(self):
+        """Kill the run, or find that it has ended. Says whether it was killed."""
+        self.forks.signal(signal.SIGKILL)
+        code = self.forks.wait()
+        assert code in (0, -signal.SIGKILL), (self.folder / "log").read_text()
+        if code == 0:
+            self.check()
+            return False
+        self.kills += 1
+        if (self.output / "status.json").exists():
+            assert set(states(self.output)) <= {job["name"] for job in FOUR_JOBS}
+        return True
+
+    def finish(self):
+        assert self.forks.weft("train", "jobs.yaml", "--resume", cwd=self.folder) == 0, (
+            self.folder / "log"
+        ).read_text()
+        self.check()
+
+    def check(self):
+        assert_whole(self.output)
+        assert_same_results(self.output, self.folder / "undisturbed")
+        shutil.rmtree(self.output)
+        self.ended += 1
+
+    def partials(self):
+        try:
+            return set(self.output.glob("*/checkpoints/.step-*.partial"))
+        except FileNotFoundError:
+            return set()  # The folder of a job that has just ended went away under the search.
+
+
+def test_killed_at_moments_uniform_over_the_run_it_resumes_to_the_same_adapters(forks, place):
+    folder, seconds = place
+    rng = random.Random(SEED)
+    chain = Chain(forks, folder)
+    print(f"seed {SEED}")
+    moments = []
+    while chain.kills < UNIFORM:
+        # One moment in each equal part of the run, in random order; a resumed run may end before its own.
+        moments = moments or [(part + rng.random()) / UNIFORM for part in rng.sample(range(UNIFORM), UNIFORM)]
+        chain.start()
+        time.sleep(moments.pop() * seconds)
+        chain.strike()
+    chain.finish()
+    print(f"{chain.kills} kills in {chain.ended} runs of {seconds:.2f} s")
+
+
+def test_killed_inside_a_checkpoint_write_it_resumes_to_the_same_adapters(forks, place):
+    folder, _ = place
+    rng = random.Random(SEED + 1)
+    chain = Chain(forks, folder)
+    print(f"seed {SEED + 1}")
+    inside = 0
+    for _ in range(8 * IN_WRITES):
+        if inside >= IN_WRITES:
+            break
+        sights, seen = rng.randrange(1, 12), chain.partials()
+        chain.start()
+        while sights and chain.forks.running():
+            if new := chain.partials() - seen:
+                seen |= new
+                sights -= 1
+        # What is left of a write that had begun proves that the kill fell inside it.
+        before = seen if sights == 0 else set()
+        inside += chain.strike() and bool(chain.partials() & before)
+    assert inside >= IN_WRITES
+    chain.finish()
+    print(f"{inside} of {chain.kills} kills inside a write, in {chain.ended} runs")
