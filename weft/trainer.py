@@ -244,6 +244,8 @@ class Trainer:
         self.view.note("Stopping: this step is finished and saved first. Press Ctrl-C again to stop at once.")
 
     def _leave_loop(self) -> None:
+        assert self.loop is not None
+        self.loop.executor.banks.unweave()
         self.loop = None
 
     def _results(self, store: Store) -> dict[str, Result]:

@@ -12,6 +12,7 @@ from tests.adapters.aboard import attach, banks_with, empty_banks, logits, toget
 from tests.base.packs import packed, random_samples
 from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
+from weft.adapters.banks import Banks
 from weft.adapters.kind import kind_named
 from weft.adapters.lora.spec import LoraSpec
 from weft.ops.lora import Route
@@ -246,3 +247,10 @@ def test_a_new_adapter_changes_nothing_until_it_is_trained(llama):
     (got,) = logits(llama, banks, together(["a"], samples))
     (want,) = logits(llama, empty_banks(llama), packed(samples))
     assert torch.equal(got, want)
+
+
+def test_an_unwoven_base_is_as_it_was() -> None:
+    base = tiny_base("gpt2")
+    before = {name: module.forward for name, module in base.sites().items()}
+    Banks(base.sites(), base.shape.sites, next(base.model.parameters())).unweave()
+    assert {name: module.forward for name, module in base.sites().items()} == before

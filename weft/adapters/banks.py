@@ -41,9 +41,14 @@ class Banks:
         self._kinds: dict[str, str] = {}
         self._banks: dict[str, dict[str, SiteBank]] = {site: {} for site in self.sites}
         self._pass: Pass | None = None
-        for name in self.sites:
-            module = modules[name]
+        self._modules = {name: modules[name] for name in self.sites}
+        for name, module in self._modules.items():
             module.forward = partial(self._weave, name, module, module.forward)
+
+    def unweave(self) -> None:
+        """Give every site its own forward back: the base is as it was."""
+        for module in self._modules.values():
+            del module.forward
 
     def attach(self, member: Member, layout: Layout, weights: Tensor) -> None:
         """Give a job its slots and fill them from the flat vector `weights`."""

@@ -122,7 +122,7 @@ class _Segmented(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, a_RK, b_RN, *s_by_block = ctx.saved_tensors
-        dx_TK = torch.zeros_like(x_TK) if ctx.needs_input_grad[0] else None
+        dx_TK = _zero_outside(ctx.blocks, torch.empty_like(x_TK)) if ctx.needs_input_grad[0] else None
         da_RK, db_RN = torch.zeros_like(a_RK), torch.zeros_like(b_RN)
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
             dy, kept = dy_TN[block.rows], ctx.blocks.kept(block, x_TK)
@@ -130,7 +130,9 @@ class _Segmented(torch.autograd.Function):
             torch.mm(s.T, dy, out=db_RN[block.ranks])
             torch.mm(ds.T, _dropped(x_TK[block.rows], kept, block), out=da_RK[block.ranks])
             if dx_TK is not None:
-                dx_TK[block.rows] = _dropped(ds @ a_RK[block.ranks], kept, block)
+                dx = torch.mm(ds, a_RK[block.ranks], out=dx_TK[block.rows])
+                if kept is not None:
+                    dx.copy_(drop(dx, kept, block.dropout))
         return dx_TK, dy_TN, da_RK, db_RN, None
 
 
@@ -157,6 +159,16 @@ class _Concatenated(torch.autograd.Function):
 def _own(s_TR: Tensor, blocks: Blocks) -> Tensor:
     """Scaled in the columns of each row's own job, zero elsewhere: by `where`, since 0 × NaN is NaN."""
     return torch.where(blocks.owned_TR, s_TR * blocks.scale_TR.to(s_TR.dtype), 0.0)
+
+
+def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
+    """Zero the rows that belong to no block; the others are about to be written."""
+    row = 0
+    for block in blocks.blocks:
+        values_TK[row : block.start].zero_()
+        row = block.stop
+    values_TK[row:].zero_()
+    return values_TK
 
 
 def _dropped(rows_TK: Tensor, kept: Tensor | None, block: Block) -> Tensor:
