@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from weft.adapters.kind import Member
 from weft.base.model import Base
@@ -16,12 +17,12 @@ from weft.errors import UserError
 from weft.jobs.scheduler import admit
 from weft.jobs.states import State
 from weft.jobs.store import Store
-from weft.plan.cost import CostModel, PassTime, fit
+from weft.journal import Journal, Window
+from weft.plan.cost import PassTime, fit
 from weft.plan.memory import MemoryModel, longest
 from weft.plan.planner import plan_window
 from weft.plan.program import MicrobatchPlan, Program
 from weft.ready import Ready, lay_out
-from weft.report.terminal import JobRow
 from weft.report.words import plural
 from weft.results import CHECKPOINTS, describe, write_job_file, write_result
 from weft.run import checkpoint
@@ -29,6 +30,7 @@ from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveD
 from weft.run.executor import Executor
 from weft.run.measure import peak_bytes, release
 from weft.run.training import Training, new_training
+from weft.shapes import JobShape
 
 ROUNDS = 4
 """Global batches of each job in a window."""
@@ -36,12 +38,6 @@ REMEMBERED_PASSES = 400
 """Passes that the time model is fitted to."""
 
 Callback = Callable[[Stepped | Evaluated], None]
-
-
-class View(Protocol):
-    def update(self, row: JobRow) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +66,23 @@ class Loop:
         store: Store,
         memory: MemoryModel,
         most: int,
-        view: View,
-        log: Callable[[Mapping[str, Any]], None],
+        journal: Journal,
     ) -> None:
         self.base = base
         self.tokenizer = tokenizer
         self.store = store
+        self.journal = journal
         self.memory = memory
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
-        self.view = view
         self.executor = Executor(base)
         self.jobs: dict[str, Ready] = {}
         self.waiting: dict[str, Ready] = {}
         self.programs_run: list[Program] | None = None
         """Every executed Program, where a test or a benchmark asks for them by setting a list."""
-        self._log = log
         self._endings: dict[str, Ending] = {}
-        self._rows: dict[str, JobRow] = {}
         self._passes: list[PassTime] = []
         self._crowd: int | None = None
-        self._windows = 0
-        self._spent_before = store.status.seconds
-        self._solo_before = store.status.solo_seconds or 0.0
-        self._began = time.monotonic()
 
     # -- jobs come ---------------------------------------------------------------------------------------
 
@@ -105,18 +94,18 @@ class Loop:
             self.store.note_job(job.name, note)
         status = self.store.job(job.name)
         self.store.advance_job(job.name, status.step, job.recipe.steps, status.trained_tokens)
-        self._show(job.name, state=State.QUEUED, steps=job.recipe.steps)
+        self.journal.show(job.name, state=State.QUEUED, steps=job.recipe.steps)
 
     def cancel(self, name: str) -> None:
         """End a job where it stands: at once if it waits, before its next microbatch if it is aboard."""
         if name in self.waiting:
             del self.waiting[name]
-            self._move(name, State.CANCELLED)
+            self.journal.move(name, State.CANCELLED)
         elif name in self.executor.aboard and name not in self._endings:
             self._end(name, Ending(State.CANCELLED))
 
     def _admit(self) -> None:
-        aboard = [self.jobs[name].shape for name in self.executor.aboard]
+        aboard = self._shapes(self.executor.aboard)
         if self._crowd is not None and len(aboard) >= self._crowd:
             for name in self.waiting:
                 if not self.store.job(name).reason:
@@ -126,10 +115,10 @@ class Loop:
         for name, reason in decision.too_large.items():
             del self.waiting[name]
             advice = "lower data.max_length, rank or the base's dtype, or give more memory"
-            self._move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
+            self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         for name, reason in decision.waiting.items():
             self.store.explain_job(name, reason)
-            self._show(name, reason=reason)
+            self.journal.show(name, reason=reason)
         for name in decision.admitted:
             self._board(self.waiting.pop(name))
 
@@ -141,7 +130,7 @@ class Loop:
                 member, job.recipe, self.base.shape.sites, self.base.dtype, self.base.device
             )
         except UserError as error:
-            self._move(spec.name, State.FAILED, str(error))
+            self.journal.move(spec.name, State.FAILED, str(error))
             return
         checkpoint.restore(self._checkpoints(spec.name), training)
         progress = training.progress
@@ -149,7 +138,7 @@ class Loop:
         self.store.best_job(spec.name, progress.best_step, progress.best_loss)
         write_job_file(self.store.output / spec.name, describe(job, self.base.spec))
         self.executor.attach(training)
-        self._move(spec.name, State.RUNNING)
+        self.journal.move(spec.name, State.RUNNING)
 
     # -- windows -----------------------------------------------------------------------------------------
 
@@ -200,10 +189,13 @@ class Loop:
         return Ahead(going_on, program.capacity, planned)
 
     def _capacity(self) -> int:
-        return self.memory.capacity([self.jobs[name].shape for name in self.executor.aboard], self.most)
+        return self.memory.capacity(self._shapes(self.executor.aboard), self.most)
+
+    def _shapes(self, names: Iterable[str]) -> list[JobShape]:
+        return [self.jobs[name].shape for name in names]
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
-        began, passes = time.monotonic(), len(self._passes)
+        began, before = time.monotonic(), len(self._passes)
         predicted = fit(self._passes).program_seconds(program)
         fitted = True
         try:
@@ -216,7 +208,19 @@ class Loop:
             return
         if self.programs_run is not None:
             self.programs_run.append(program)
-        self._record_window(program, predicted, time.monotonic() - began, self._passes[passes:])
+        passes = self._passes[before:]
+        self._passes = self._passes[-REMEMBERED_PASSES:]
+        self.journal.window(
+            Window(
+                program=program,
+                passes=passes,
+                seconds=time.monotonic() - began,
+                predicted_seconds=predicted,
+                cost=fit(self._passes),
+                peak_bytes=peak_bytes(self.base.device),
+                predicted_peak_bytes=self.memory.peak_bytes(self._shapes(program.jobs), program.capacity),
+            )
+        )
 
     def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
         return lay_out(plan, held_out, self.jobs)
@@ -224,13 +228,15 @@ class Loop:
     def _shrink(self, capacity: int) -> None:
         """A pass did not fit: halve the capacity; at the longest sample send a job back; alone, give up."""
         release(self.base.device)
-        shapes = [self.jobs[name].shape for name in self.executor.aboard if name not in self._endings]
+        shapes = self._shapes(name for name in self.executor.aboard if name not in self._endings)
         if not shapes:
             return
         least = longest(shapes)
         if capacity > least:
             self.most = max(capacity // 2, least)
-            self._note(f"Out of memory with {capacity} tokens a microbatch: going on with {self.most}.")
+            self.journal.note(
+                f"Out of memory with {capacity} tokens a microbatch: going on with {self.most}."
+            )
             return
         last = max(shapes, key=lambda shape: (-shape.priority, shape.order)).name
         crowd = plural(len(shapes), "job")
@@ -247,8 +253,8 @@ class Loop:
         match event:
             case Passed():
                 self._passes.append(event.time)
-            case Stepped():
-                self._on_step(event)
+            case Stepped(job):
+                self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
             case Evaluated():
                 self._on_evaluation(event)
             case SaveDue(job):
@@ -258,42 +264,12 @@ class Loop:
         if callback is not None and isinstance(event, Stepped | Evaluated):
             callback(event)
 
-    def _on_step(self, event: Stepped) -> None:
-        job, outcome = self.jobs[event.job], event.outcome
-        progress = self.executor.aboard[event.job].progress
-        self._metrics(
-            {
-                "job": event.job,
-                "step": event.step,
-                "epoch": round(job.order.epoch(event.step), 6),
-                "loss": outcome.loss,
-                "tokens": outcome.tokens,
-                "learning_rate": outcome.learning_rate,
-                "grad_norm": outcome.grad_norm,
-                "token_accuracy": outcome.token_accuracy,
-                "time": time.time(),
-            }
-        )
-        self.store.advance_job(event.job, event.step, job.recipe.steps, progress.trained_tokens)
-        self._show(event.job, step=event.step, loss=outcome.loss, tokens=progress.trained_tokens)
-
     def _on_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
-        self._metrics(
-            {
-                "job": event.job,
-                "step": event.step,
-                "eval_loss": event.loss,
-                "eval_tokens": event.tokens,
-                "eval_token_accuracy": event.token_accuracy,
-                "time": time.time(),
-            }
-        )
         min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
         training.note_evaluation(event.loss, spec.keep == "best", min_delta)
         progress = training.progress
-        self.store.best_job(event.job, progress.best_step, progress.best_loss)
-        self._show(event.job, eval_loss=event.loss)
+        self.journal.evaluation(event, progress)
         if spec.early_stop and progress.stale >= spec.early_stop.patience:
             looks = plural(progress.stale, "look")
             reason = f"stopped early at step {event.step}: no better validation loss in {looks}"
@@ -321,7 +297,7 @@ class Loop:
             training = self.executor.detach(name)
             if ending.state is State.SUCCEEDED:
                 ending = self._deliver(training, ending)
-            self._move(name, ending.state, ending.reason)
+            self.journal.move(name, ending.state, ending.reason)
             if ending.state is State.SUCCEEDED:
                 shutil.rmtree(self._checkpoints(name), ignore_errors=True)
         self._endings.clear()
@@ -346,7 +322,7 @@ class Loop:
         if name in self._endings:
             return
         self.executor.detach(name)
-        self._move(name, State.QUEUED, reason)
+        self.journal.move(name, State.QUEUED, reason)
         self.waiting[name] = self.jobs[name]
 
     def _suspend(self) -> None:
@@ -354,58 +330,5 @@ class Loop:
             self._send_back(name, f"interrupted at step {training.progress.step}; go on with --resume")
         self._retire()
 
-    # -- what is told ------------------------------------------------------------------------------------
-
-    def _record_window(
-        self, program: Program, predicted: float | None, seconds: float, passes: Sequence[PassTime]
-    ) -> None:
-        self._passes = self._passes[-REMEMBERED_PASSES:]
-        shapes = [self.jobs[name].shape for name in program.jobs]
-        cost: CostModel = fit(self._passes)
-        looking = sum(p.seconds for p in passes if not p.training)
-        alone = cost.alone_seconds(program.batches, program.capacity)
-        self._solo_before += looking + (alone or 0.0)
-        peak = peak_bytes(self.base.device)
-        self.store.append_window(
-            {
-                "window": self._windows,
-                "capacity": program.capacity,
-                "tokens": sum(p.tokens for p in passes if p.training),
-                "microbatches": len(passes),
-                "shared": program.shared(),
-                "jobs": len(shapes),
-                "seconds": seconds,
-                "predicted_seconds": predicted,
-                "peak_bytes": peak,
-                "predicted_peak_bytes": self.memory.peak_bytes(shapes, program.capacity),
-                "time": time.time(),
-            }
-        )
-        self._windows += 1
-        self.store.measure(self.seconds, self._solo_before, peak)
-        self.store.write_status()
-
-    @property
-    def seconds(self) -> float:
-        """Time spent training, over all resumptions."""
-        return self._spent_before + time.monotonic() - self._began
-
-    def _metrics(self, line: Mapping[str, Any]) -> None:
-        self.store.append_metrics(line)
-        self._log(line)
-
-    def _move(self, name: str, state: State, reason: str = "") -> None:
-        self.store.move_job(name, state, reason)
-        self.store.write_status()
-        self._show(name, state=state, reason=reason)
-
-    def _note(self, sentence: str) -> None:
-        self.store.note(sentence)
-        self.view.note(sentence)
-
-    def _show(self, name: str, **changes: Any) -> None:
-        self._rows[name] = replace(self._rows.get(name, JobRow(name=name)), **changes)
-        self.view.update(self._rows[name])
-
-    def _checkpoints(self, name: str) -> Any:
+    def _checkpoints(self, name: str) -> Path:
         return self.store.output / name / CHECKPOINTS

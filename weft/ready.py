@@ -23,7 +23,8 @@ from weft.run.schedule import Recipe
 from weft.shapes import JobShape, ModelShape
 
 DEFAULT_SAVE_EVERY = 0.1
-"""Share of the run between two checkpoints of a job that does not say."""
+LEAST_SAVE_EVERY = 25
+"""Between two checkpoints of a job that does not say: a share of the run, but not fewer steps than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def make_ready(
             longest=int(max(lengths)),
         ),
         evaluate_at=_every(spec.eval.every if spec.eval else None, steps),
-        save_at=_every(spec.save_every or DEFAULT_SAVE_EVERY, steps),
+        save_at=_every(spec.save_every or max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY), steps),
     )
 
 

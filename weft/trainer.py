@@ -21,7 +21,8 @@ from weft.jobs.read import read_run
 from weft.jobs.spec import JobSpec, RunSpec, place_in_job, resolved
 from weft.jobs.states import State
 from weft.jobs.store import Store, open_store
-from weft.loop import Callback, Loop, View
+from weft.journal import Journal, View
+from weft.loop import Callback, Loop
 from weft.paths import cache_folder
 from weft.plan.memory import MemoryModel
 from weft.ready import Ready, make_ready
@@ -37,7 +38,7 @@ from weft.run.measure import budget_bytes, taken_bytes
 from weft.run.training import Progress
 from weft.shapes import ModelShape
 
-MOST_TOKENS = {"cpu": 2048, "cuda": 8192}
+MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The token capacity that a device gets where memory allows more."""
 
 
@@ -148,11 +149,13 @@ class Trainer:
                     self.report_to, self.output, {name: resolved(job) for name, job in self.jobs.items()}
                 )
                 stack.callback(loggers.close)
-                self.loop = self._loop(store, base, memory, loggers.log)
+                self.loop = self._loop(store, base, memory, Journal(store, self.view, loggers.log))
                 stack.callback(self._leave_loop)
                 for job in ready:
                     self.loop.enter(job)
                 self.loop.run(stop, callback)
+                for note in loggers.notes:
+                    store.note(note)
             self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
             store.write_status()
             return self._results(store)
@@ -223,11 +226,9 @@ class Trainer:
         for name in self.options.restart:
             self._clear(name)
 
-    def _loop(
-        self, store: Store, base: Base, memory: MemoryModel, log: Callable[[Mapping[str, Any]], None]
-    ) -> Loop:
-        most = self.options.capacity or MOST_TOKENS.get(base.device.type, 2048)
-        return Loop(base, self.tokenizer, store, memory, most, self.view, log)
+    def _loop(self, store: Store, base: Base, memory: MemoryModel, journal: Journal) -> Loop:
+        most = self.options.capacity or MOST_TOKENS.get(base.device.type, 1024)
+        return Loop(base, self.tokenizer, store, memory, most, journal)
 
     def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
         """Metrics beyond a job's newest checkpoint will be written again."""

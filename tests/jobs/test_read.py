@@ -6,8 +6,10 @@ import pytest
 
 from weft.base.spec import BaseSpec
 from weft.data.spec import Source
+from weft.errors import SpecError
 from weft.jobs.read import parse_run, read_run
 from weft.jobs.spec import RunSpec
+from weft.shapes import ModelShape, SiteShape
 
 
 def run_of(folder: Path, text: str) -> RunSpec:
@@ -171,3 +173,19 @@ def test_a_mapping_reads_as_the_file_does(tmp_path: Path) -> None:
     }
     assert parse_run(mapping, tmp_path, tmp_path / "jobs.yaml") == run
     assert run.report_to == ("wandb",)
+
+
+def test_a_target_that_matches_nothing_is_listed_with_the_other_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "jobs.yaml").write_text(
+        "base: demo\n"
+        "jobs:\n"
+        "- {name: a, data: rows.jsonl, adapter: {targets: [q_prj]}}\n"
+        "- {name: b, data: rows.jsonl, batchsize: 3}\n"
+    )
+    shape = ModelShape(1, 8, 16, 64, 4, (SiteShape("model.layers.0.q_proj", 8, 8),), 32)
+    with pytest.raises(SpecError) as caught:
+        read_run(tmp_path / "jobs.yaml", lambda base: shape)
+    places = {mistake.place: mistake.sentence for mistake in caught.value.mistakes}
+    assert "batch_size" in places["jobs.yaml:4 jobs[1].batchsize"]
+    assert "did you mean q_proj?" in places["jobs.yaml:3 jobs[0].adapter.targets[0]"]

@@ -24,21 +24,21 @@ def train(
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
     from rich.console import Console
 
+    from weft.base.load import inspect
     from weft.errors import UserError
     from weft.jobs.read import read_run
     from weft.jobs.states import State
     from weft.report.ending import final_table
     from weft.report.read import read_run as read_records
     from weft.report.terminal import LiveView
+    from weft.report.words import plural
+    from weft.trainer import Options, trainer_for
 
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
-    run = read_run(jobs)
+    run = read_run(jobs, inspect)
     console = Console()
-    console.print(f"Weft: {len(run.jobs)} jobs on {run.base.model}", highlight=False)
-
-    from weft.trainer import Options, trainer_for
-
+    console.print(f"Weft: {plural(len(run.jobs), 'job')} on {run.base.model}", highlight=False)
     most = bytes_of(memory) if memory else None
     options = Options(device=device, resume=resume, restart=tuple(restart or ()), memory=most)
     with LiveView(console, []) as view:

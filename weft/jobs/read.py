@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from weft.base.spec import DEMO, BaseSpec
-from weft.errors import SpecError
+from weft.errors import Mistake, SpecError, UserError
+from weft.jobs.checks import check_targets
 from weft.jobs.keys import BASE_KEYS, RUN_KEYS, unknown_key
 from weft.jobs.layer import Layer, merged, written_out
 from weft.jobs.lines import read_yaml
@@ -19,15 +20,22 @@ from weft.jobs.schema import EXPECTED, build
 from weft.jobs.settle import settle
 from weft.jobs.show import show
 from weft.jobs.spec import JobSpec, RunSpec, Tracker
+from weft.shapes import ModelShape
 
 OUTPUT = "output"
 
 
-def read_run(path: Path | str) -> RunSpec:
-    """Read a jobs file. Raises one SpecError with all the mistakes that are in it."""
+ShapeOf = Callable[[BaseSpec], ModelShape]
+
+
+def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
+    """Read a jobs file. Raises one SpecError with all the mistakes that are in it.
+
+    With `shape_of`, which looks up a base's shape, targets that match no site of the base are among them.
+    """
     path = Path(path)
     document = read_yaml(path)
-    reader = _Reader(path.name, path.parent.resolve(), document.lines, document.faults)
+    reader = _Reader(path.name, path.parent.resolve(), document.lines, document.faults, shape_of)
     return reader.run(document.values, path)
 
 
@@ -43,6 +51,7 @@ class _Reader:
     lines: Mapping[Loc, int]
     broken: list[Placed]
     """What was wrong already as YAML, so that nothing more need be said of those values."""
+    shape_of: ShapeOf | None = None
     found: list[Placed] = field(default_factory=list)
 
     def run(self, values: Any, file: Path | None) -> RunSpec:
@@ -59,15 +68,27 @@ class _Reader:
         output = self.output(values.get("output"))
         report_to = self.report_to(values.get("report_to"))
         jobs, places = self.jobs(values)
-        self.raise_mistakes()
+        if base is None:
+            self.raise_mistakes()
         assert base is not None
-        return RunSpec(base=base, output=output, report_to=report_to, jobs=jobs, file=file, places=places)
+        run = RunSpec(base=base, output=output, report_to=report_to, jobs=jobs, file=file, places=places)
+        self.raise_mistakes(self.target_mistakes(run))
+        return run
 
-    def raise_mistakes(self) -> None:
+    def raise_mistakes(self, more: Sequence[Mistake] = ()) -> None:
         unread = {placed.place for placed in self.broken}
         mistakes = self.broken + [placed for placed in self.found if placed.place not in unread]
-        if mistakes:
-            raise SpecError(in_file_order(mistakes))
+        if mistakes or more:
+            raise SpecError([*in_file_order(mistakes), *more])
+
+    def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
+        """Of the jobs that could be read; a base that cannot be looked at is a mistake itself."""
+        if self.shape_of is None:
+            return ()
+        try:
+            return check_targets(run.jobs, self.shape_of(run.base), run.place)
+        except UserError as error:
+            return error.mistakes
 
     def fault(self, loc: Loc, sentence: str) -> None:
         line = next((self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 0)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.ops.dropout import drop, kept_TK
+from weft.ops.dropout import kept_TK
 
 
 class Route(StrEnum):
@@ -44,6 +44,11 @@ class Block:
     """`ops.dropout.key` of the job's seed, the step and the site."""
 
     @property
+    def factor(self) -> float:
+        """The scale, with what dropout scales the kept values up by: applied once, to rank-sized tensors."""
+        return self.scale / (1.0 - self.dropout)
+
+    @property
     def rows(self) -> slice:
         return slice(self.start, self.stop)
 
@@ -62,13 +67,13 @@ class Blocks:
     """R of the bank, whether or not all of its jobs have rows here."""
 
     @cached_property
-    def scale_TR(self) -> Tensor:
-        """Each row's scale in its own job's columns and zero elsewhere."""
+    def factor_TR(self) -> Tensor:
+        """Each row's factor in its own job's columns and zero elsewhere."""
         rows = self.token_index_T.shape[0]
-        scale_TR = torch.zeros(rows, self.ranks, dtype=torch.float64)
+        factor_TR = torch.zeros(rows, self.ranks, dtype=torch.float64)
         for block in self.blocks:
-            scale_TR[block.rows, block.ranks] = block.scale
-        return scale_TR.to(self.token_index_T.device)
+            factor_TR[block.rows, block.ranks] = block.factor
+        return factor_TR.to(self.token_index_T.device)
 
     @cached_property
     def owned_TR(self) -> Tensor:
@@ -98,7 +103,9 @@ def _reference(x_TK: Tensor, y_TN: Tensor, a_RK: Tensor, b_RN: Tensor, blocks: B
     row = 0
     for block in blocks.blocks:
         parts.append(y_TN[row : block.start])
-        s = _dropped(x_TK[block.rows], blocks.kept(block, x_TK), block) @ a_RK[block.ranks].T
+        kept = blocks.kept(block, x_TK)
+        dropped = _masked(x_TK[block.rows], kept) / (1.0 - block.dropout)
+        s = dropped @ a_RK[block.ranks].T
         parts.append(y_TN[block.rows] + block.scale * (s @ b_RN[block.ranks]))
         row = block.stop
     parts.append(y_TN[row:])
@@ -110,8 +117,8 @@ class _Segmented(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, y_TN: Tensor, a_RK: Tensor, b_RN: Tensor, blocks: Blocks) -> Tensor:
         s_by_block = []
         for block in blocks.blocks:
-            dropped = _dropped(x_TK[block.rows], blocks.kept(block, x_TK), block)
-            s = (dropped @ a_RK[block.ranks].T).mul_(block.scale)
+            masked = _masked(x_TK[block.rows], blocks.kept(block, x_TK))
+            s = (masked @ a_RK[block.ranks].T).mul_(block.factor)
             y_TN[block.rows].addmm_(s, b_RN[block.ranks])
             s_by_block.append(s)
         ctx.blocks = blocks
@@ -126,20 +133,20 @@ class _Segmented(torch.autograd.Function):
         da_RK, db_RN = torch.zeros_like(a_RK), torch.zeros_like(b_RN)
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
             dy, kept = dy_TN[block.rows], ctx.blocks.kept(block, x_TK)
-            ds = (dy @ b_RN[block.ranks].T).mul_(block.scale)
+            ds = (dy @ b_RN[block.ranks].T).mul_(block.factor)
             torch.mm(s.T, dy, out=db_RN[block.ranks])
-            torch.mm(ds.T, _dropped(x_TK[block.rows], kept, block), out=da_RK[block.ranks])
+            torch.mm(ds.T, _masked(x_TK[block.rows], kept), out=da_RK[block.ranks])
             if dx_TK is not None:
                 dx = torch.mm(ds, a_RK[block.ranks], out=dx_TK[block.rows])
                 if kept is not None:
-                    dx.copy_(drop(dx, kept, block.dropout))
+                    dx.masked_fill_(kept.logical_not_(), 0.0)
         return dx_TK, dy_TN, da_RK, db_RN, None
 
 
 class _Concatenated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, y_TN: Tensor, a_RK: Tensor, b_RN: Tensor, blocks: Blocks) -> Tensor:
-        s_TR = _own(_dropped_by_owner(x_TK, x_TK, blocks) @ a_RK.T, blocks)
+        s_TR = _own(_masked_by_owner(x_TK, x_TK, blocks) @ a_RK.T, blocks)
         y_TN.addmm_(s_TR, b_RN)
         ctx.blocks = blocks
         ctx.save_for_backward(x_TK, a_RK, b_RN, s_TR)
@@ -151,14 +158,14 @@ class _Concatenated(torch.autograd.Function):
         x_TK, a_RK, b_RN, s_TR = ctx.saved_tensors
         ds_TR = _own(dy_TN @ b_RN.T, ctx.blocks)
         db_RN = s_TR.T @ dy_TN
-        da_RK = ds_TR.T @ _dropped_by_owner(x_TK, x_TK, ctx.blocks)
-        dx_TK = _dropped_by_owner(ds_TR @ a_RK, x_TK, ctx.blocks) if ctx.needs_input_grad[0] else None
+        da_RK = ds_TR.T @ _masked_by_owner(x_TK, x_TK, ctx.blocks)
+        dx_TK = _masked_by_owner(ds_TR @ a_RK, x_TK, ctx.blocks) if ctx.needs_input_grad[0] else None
         return dx_TK, dy_TN, da_RK, db_RN, None
 
 
 def _own(s_TR: Tensor, blocks: Blocks) -> Tensor:
     """Scaled in the columns of each row's own job, zero elsewhere: by `where`, since 0 × NaN is NaN."""
-    return torch.where(blocks.owned_TR, s_TR * blocks.scale_TR.to(s_TR.dtype), 0.0)
+    return torch.where(blocks.owned_TR, s_TR * blocks.factor_TR.to(s_TR.dtype), 0.0)
 
 
 def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
@@ -171,15 +178,16 @@ def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
     return values_TK
 
 
-def _dropped(rows_TK: Tensor, kept: Tensor | None, block: Block) -> Tensor:
-    return rows_TK if kept is None else drop(rows_TK, kept, block.dropout)
+def _masked(x_TK: Tensor, kept: Tensor | None) -> Tensor:
+    """x with dropped values at exactly zero, even a NaN; not yet scaled up."""
+    return x_TK if kept is None else torch.where(kept, x_TK, 0.0)
 
 
-def _dropped_by_owner(values_TK: Tensor, x_TK: Tensor, blocks: Blocks) -> Tensor:
+def _masked_by_owner(values_TK: Tensor, x_TK: Tensor, blocks: Blocks) -> Tensor:
     """Values (x, or its gradient) with each job's dropout on its own rows; as they are if nobody drops."""
     if all(block.dropout == 0.0 for block in blocks.blocks):
         return values_TK
-    dropped = values_TK.clone()
+    masked = values_TK.clone()
     for block in blocks.blocks:
-        dropped[block.rows] = _dropped(values_TK[block.rows], blocks.kept(block, x_TK), block)
-    return dropped
+        masked[block.rows] = _masked(values_TK[block.rows], blocks.kept(block, x_TK))
+    return masked

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import PurePath
 
 from weft.report.charts import Chart, Pen, pen
 from weft.report.compare import (
@@ -202,7 +203,8 @@ def _validation_detail(job: JobRecord) -> str:
 
 def _value(key: str, whole: str) -> Value:
     half = _LONGEST_VALUE // 2
-    text = whole if len(whole) <= _LONGEST_VALUE else f"{whole[: half - 1]}…{whole[-half:]}"
+    text = "/".join(PurePath(whole).parts[-2:]) if PurePath(whole).is_absolute() else whole
+    text = text if len(text) <= _LONGEST_VALUE else f"{text[: half - 1]}…{text[-half:]}"
     return Value(key=key, text=text, whole=whole)
 
 

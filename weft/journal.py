@@ -1,0 +1,128 @@
+"""What a run tells: lines and status for the store, rows for whoever watches, lines for the trackers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from weft.jobs.states import State
+from weft.jobs.store import Store
+from weft.plan.cost import CostModel, PassTime
+from weft.plan.program import Program
+from weft.ready import Ready
+from weft.report.terminal import JobRow
+from weft.run.events import Evaluated, Stepped
+from weft.run.training import Progress
+
+Log = Callable[[Mapping[str, Any]], None]
+
+
+class View(Protocol):
+    def update(self, row: JobRow) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """An executed window: what was promised beside what happened."""
+
+    program: Program
+    passes: Sequence[PassTime]
+    seconds: float
+    predicted_seconds: float | None
+    cost: CostModel
+    """Fitted with this window's passes."""
+    peak_bytes: int
+    predicted_peak_bytes: int
+
+    def alone_seconds(self) -> float:
+        """What its jobs would have taken one after another, as the time model says."""
+        looking = sum(one.seconds for one in self.passes if not one.training)
+        return looking + (self.cost.alone_seconds(self.program.batches, self.program.capacity) or 0.0)
+
+
+class Journal:
+    def __init__(self, store: Store, view: View, log: Log) -> None:
+        self.store = store
+        self.view = view
+        self._log = log
+        self._rows: dict[str, JobRow] = {}
+        self._windows = 0
+        self._seconds_before = store.status.seconds
+        self._alone = store.status.solo_seconds or 0.0
+        self._began = time.monotonic()
+
+    def step(self, event: Stepped, job: Ready, progress: Progress) -> None:
+        outcome = event.outcome
+        self._metrics(
+            {
+                "job": event.job,
+                "step": event.step,
+                "epoch": round(job.order.epoch(event.step), 6),
+                "loss": outcome.loss,
+                "tokens": outcome.tokens,
+                "learning_rate": outcome.learning_rate,
+                "grad_norm": outcome.grad_norm,
+                "token_accuracy": outcome.token_accuracy,
+                "time": time.time(),
+            }
+        )
+        self.store.advance_job(event.job, event.step, job.recipe.steps, progress.trained_tokens)
+        self.show(event.job, step=event.step, loss=outcome.loss, tokens=progress.trained_tokens)
+
+    def evaluation(self, event: Evaluated, progress: Progress) -> None:
+        self._metrics(
+            {
+                "job": event.job,
+                "step": event.step,
+                "eval_loss": event.loss,
+                "eval_tokens": event.tokens,
+                "eval_token_accuracy": event.token_accuracy,
+                "time": time.time(),
+            }
+        )
+        self.store.best_job(event.job, progress.best_step, progress.best_loss)
+        self.show(event.job, eval_loss=event.loss)
+
+    def window(self, window: Window) -> None:
+        program = window.program
+        self._alone += window.alone_seconds()
+        self.store.append_window(
+            {
+                "window": self._windows,
+                "capacity": program.capacity,
+                "tokens": sum(one.tokens for one in window.passes if one.training),
+                "microbatches": len(window.passes),
+                "shared": program.shared(),
+                "jobs": len(program.jobs),
+                "seconds": window.seconds,
+                "predicted_seconds": window.predicted_seconds,
+                "peak_bytes": window.peak_bytes,
+                "predicted_peak_bytes": window.predicted_peak_bytes,
+                "time": time.time(),
+            }
+        )
+        self._windows += 1
+        seconds = self._seconds_before + time.monotonic() - self._began
+        self.store.measure(seconds, self._alone, window.peak_bytes)
+        self.store.write_status()
+
+    def move(self, name: str, state: State, reason: str = "") -> None:
+        self.store.move_job(name, state, reason)
+        self.store.write_status()
+        self.show(name, state=state, reason=reason)
+
+    def note(self, sentence: str) -> None:
+        self.store.note(sentence)
+        self.view.note(sentence)
+
+    def show(self, name: str, **changes: Any) -> None:
+        self._rows[name] = replace(self._rows.get(name, JobRow(name=name)), **changes)
+        self.view.update(self._rows[name])
+
+    def _metrics(self, line: Mapping[str, Any]) -> None:
+        self.store.append_metrics(line)
+        self._log(line)
