@@ -48,3 +48,37 @@ def test_known_bits():
         [0, 0, 1, 0, 1, 1, 0, 0],
         [1, 1, 0, 1, 0, 0, 0, 1],
     ]
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.1, 0.5, 0.9])
+def test_the_share_dropped_is_the_probability_on_rows_and_columns(probability):
+    kept = kept_TK(key(0, 1, "site"), torch.arange(4000), 500, probability).double()
+    assert abs(1 - kept.mean() - probability) < 3e-3
+    spread = (probability * (1 - probability)) ** 0.5
+    assert (1 - kept.mean(1) - probability).abs().max() < 6 * spread / 500**0.5
+    assert (1 - kept.mean(0) - probability).abs().max() < 6 * spread / 4000**0.5
+
+
+def test_neighbouring_counters_are_uncorrelated():
+    rows = torch.arange(3000)
+    masks = [
+        kept_TK(key(seed, step, site), rows, 300, 0.5).double() - 0.5
+        for seed, step, site in [(0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b")]
+    ]
+    for i, first in enumerate(masks):
+        assert abs((first[1:] * first[:-1]).mean() * 4) < 6e-3
+        assert abs((first[:, 1:] * first[:, :-1]).mean() * 4) < 6e-3
+        for second in masks[:i]:
+            assert abs((first * second).mean() * 4) < 6e-3
+
+
+def test_a_row_keeps_its_mask_wherever_it_is_packed():
+    whole = kept_TK(123, torch.arange(50), 16, 0.3)
+    assert torch.equal(kept_TK(123, torch.arange(20, 50), 16, 0.3), whole[20:])
+    assert torch.equal(kept_TK(123, torch.tensor([49, 3]), 16, 0.3), whole[[49, 3]])
+
+
+def test_a_block_larger_than_the_cache_is_hashed_piece_by_piece_to_the_same_bits(monkeypatch):
+    whole = kept_TK(123, torch.arange(50), 16, 0.3)
+    monkeypatch.setattr("weft.ops.dropout.CHUNK", 16 * 7)
+    assert torch.equal(kept_TK(123, torch.arange(50), 16, 0.3), whole)
