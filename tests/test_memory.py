@@ -135,11 +135,11 @@ def test_wherever_memory_runs_short_no_step_evaluation_or_save_is_lost(tmp_path,
 
 
 def test_a_process_that_really_has_no_memory_left_goes_on_in_halves(tmp_path, forks):
-    """2048 tokens of this deep, narrow model take 0.75 GiB and 1024 half of it; 0.5 GiB are there."""
+    """1024 tokens of this deep, narrow model take 0.75 GiB and 512 half of it; 0.5 GiB are there."""
     jobs = [{"name": name, "steps": 2, "batch_size": 23, "adapter": {"rank": 2}} for name in ("a", "b")]
     folder = jobs_folder(tmp_path, jobs)
     shutil.rmtree(folder / "model")
-    sizes = {"hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 32, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 64, "num_attention_heads": 4}
     randomised(OPTConfig(**COMMON, **sizes, word_embed_proj_dim=64)).save_pretrained(folder / "model")
     word_tokenizer().save_pretrained(folder / "model")
     rng = random.Random(0)
@@ -150,7 +150,7 @@ def test_a_process_that_really_has_no_memory_left_goes_on_in_halves(tmp_path, fo
     assert status(folder / "want")["notes"] == []
     assert forks.weft(*command, "out", cwd=folder, memory=500 << 20) == 0, (folder / "log").read_text()
     notes = status(folder / "out")["notes"]
-    assert notes[0] == "Out of memory with 2048 tokens a microbatch: going on with 1024."
+    assert notes[0] == "Out of memory with 1024 tokens a microbatch: going on with 512."
     assert_whole(folder / "out")
     assert_same_results(folder / "out", folder / "want")
 

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from weft.base.families import refuse_config
 from weft.base.model import Base
-from weft.base.place import explained, place
+from weft.base.place import at_hand, explained, place
 from weft.base.shape import model_shape
 from weft.base.spec import BaseSpec
 from weft.errors import BaseModelError, UserError
@@ -37,6 +37,11 @@ def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
     with explained(spec), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model_shape(model, dtype)
+
+
+def shape_at_hand(spec: BaseSpec) -> ModelShape | None:
+    """Its shape, if that can be said at once: without fetching or converting anything."""
+    return inspect(spec) if at_hand(spec) else None
 
 
 def load_base(spec: BaseSpec, device: torch.device) -> Base:

@@ -46,9 +46,24 @@ def looks_local(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or model.endswith("/")
 
 
+def at_hand(spec: BaseSpec) -> bool:
+    """Whether the base's files lie here as a model folder: nothing to fetch, nothing to convert."""
+    folder = demo_target(demo_file()) if spec.model == DEMO else Path(spec.model).expanduser()
+    return (folder / "config.json").is_file()
+
+
 def demo_folder() -> Path:
-    """SmolLM2-135M-Instruct out of the package that carries it. The package is found, not imported: it would
-    import a llama.cpp that nobody needs here."""
+    """SmolLM2-135M-Instruct out of the package that carries it."""
+    file = demo_file()
+    return converted_into(demo_target(file), file)
+
+
+def demo_target(file: Path) -> Path:
+    return cache_folder() / "demo" / f"{file.stem}-{FORMAT}"
+
+
+def demo_file() -> Path:
+    """The package is found, not imported: it would import a llama.cpp that nobody needs here."""
     package = importlib.util.find_spec(DEMO_PACKAGE)
     if package is None or package.origin is None:
         raise MissingPackage(f"The demo base is in a package that is not installed: {DEMO_INSTALL}")
@@ -57,7 +72,7 @@ def demo_folder() -> Path:
         raise MissingPackage(
             f"The package {DEMO_PACKAGE} holds no GGUF file; install it again: {DEMO_INSTALL}"
         )
-    return converted_into(cache_folder() / "demo" / f"{files[0].stem}-{FORMAT}", files[0])
+    return files[0]
 
 
 @contextmanager

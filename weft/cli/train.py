@@ -24,7 +24,7 @@ def train(
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
     from rich.console import Console
 
-    from weft.base.load import inspect
+    from weft.base.load import shape_at_hand
     from weft.errors import UserError
     from weft.jobs.read import read_run
     from weft.jobs.states import State
@@ -36,7 +36,7 @@ def train(
 
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
-    run = read_run(jobs, inspect)
+    run = read_run(jobs, shape_at_hand)
     console = Console()
     console.print(f"Weft: {plural(len(run.jobs), 'job')} on {run.base.model}", highlight=False)
     most = bytes_of(memory) if memory else None

@@ -25,13 +25,13 @@ from weft.shapes import ModelShape
 OUTPUT = "output"
 
 
-ShapeOf = Callable[[BaseSpec], ModelShape]
+ShapeOf = Callable[[BaseSpec], ModelShape | None]
 
 
 def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
     """Read a jobs file. Raises one SpecError with all the mistakes that are in it.
 
-    With `shape_of`, which looks up a base's shape, targets that match no site of the base are among them.
+    With `shape_of`, which says a base's shape if it can, targets that match no site of it are among them.
     """
     path = Path(path)
     document = read_yaml(path)
@@ -83,12 +83,13 @@ class _Reader:
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
         """Of the jobs that could be read; a base that cannot be looked at is a mistake itself."""
-        if self.shape_of is None:
+        if self.shape_of is None or not run.jobs:
             return ()
         try:
-            return check_targets(run.jobs, self.shape_of(run.base), run.place)
+            shape = self.shape_of(run.base)
         except UserError as error:
             return error.mistakes
+        return () if shape is None else check_targets(run.jobs, shape, run.place)
 
     def fault(self, loc: Loc, sentence: str) -> None:
         line = next((self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 0)
