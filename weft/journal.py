@@ -38,10 +38,10 @@ class Window:
     peak_bytes: int
     predicted_peak_bytes: int
 
-    def alone_seconds(self) -> float:
-        """What its jobs would have taken one after another, as the time model says."""
-        looking = sum(one.seconds for one in self.passes if not one.training)
-        return looking + (self.cost.alone_seconds(self.program.batches, self.program.capacity) or 0.0)
+    def saved_seconds(self) -> float:
+        """What its jobs would have taken longer one after another, as the time model says."""
+        alone = self.cost.alone_seconds(self.program.batches, self.program.capacity)
+        return 0.0 if alone is None else alone - sum(one.seconds for one in self.passes if one.training)
 
 
 class Journal:
@@ -52,7 +52,7 @@ class Journal:
         self._rows: dict[str, JobRow] = {}
         self._windows = 0
         self._seconds_before = store.status.seconds
-        self._alone = store.status.solo_seconds or 0.0
+        self._saved = (store.status.solo_seconds or store.status.seconds) - store.status.seconds
         self._began = time.monotonic()
 
     def step(self, event: Stepped, job: Ready, progress: Progress) -> None:
@@ -89,7 +89,7 @@ class Journal:
 
     def window(self, window: Window) -> None:
         program = window.program
-        self._alone += window.alone_seconds()
+        self._saved += window.saved_seconds()
         self.store.append_window(
             {
                 "window": self._windows,
@@ -107,7 +107,7 @@ class Journal:
         )
         self._windows += 1
         seconds = self._seconds_before + time.monotonic() - self._began
-        self.store.measure(seconds, self._alone, window.peak_bytes)
+        self.store.measure(seconds, seconds + self._saved, window.peak_bytes)
         self.store.write_status()
 
     def move(self, name: str, state: State, reason: str = "") -> None:
