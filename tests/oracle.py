@@ -177,18 +177,24 @@ def assert_equal_float64(got: Trained, want: Trained) -> None:
 
 
 def assert_equal_float32(got: Trained, padded: Trained, one_by_one: Trained, exact: Trained) -> None:
-    """Losses to 1e-5; weights as near to the float64 run as PEFT's own two ways of running the job, times 3.
+    """Losses to 1e-5, or where PEFT's own two ways of running the job drift further apart, to 3 × that drift;
+    weights as near to the float64 run as those two are, times 3.
 
     Adam turns a gradient of the other sign near zero into a whole step, so that two float32 runs differ by a
     few such elements and their distance is a matter of luck (docs/design.md has the numbers). The distance to
     the float64 run is not.
     """
-    for mine, theirs in zip(got.losses, padded.losses, strict=True):
-        assert abs(mine - theirs) <= 1e-5 * max(1.0, abs(theirs))
+    assert _drift(got, padded) <= max(1e-5, 3 * _drift(one_by_one, padded))
     for part in ("lora_A", "lora_B"):
         allowed = 3 * max(_whole(padded, exact, part), _whole(one_by_one, exact, part))
         assert 0 < allowed < 0.1
         assert (error := _whole(got, exact, part)) <= allowed, f"{part}: {error:.1e} over {allowed:.1e}"
+
+
+def _drift(first: Trained, second: Trained) -> float:
+    """The largest gap between the losses of two runs, relative where the loss is above 1."""
+    pairs = zip(first.losses, second.losses, strict=True)
+    return max(abs(mine - theirs) / max(1.0, abs(theirs)) for mine, theirs in pairs)
 
 
 def _whole(run: Trained, exact: Trained, part: str) -> float:
