@@ -4,7 +4,7 @@ Seconds are wall time of the whole training, without evaluation; Weft's include 
 reports, PEFT's are the bare training loop. The base is loaded once and not timed, and tokenising neither.
 PEFT pads its batches to their longest sample. Useful tokens are those of the samples, padding not counted.
 
-    python -m benchmarks.cpu_quickstart [--steps N] [--json FILE]
+    python -m benchmarks.cpu_quickstart [--steps N] [--batch-size N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -96,9 +96,14 @@ def _padded(job: Ready, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--steps", type=int, help="steps of each job; else as in jobs.yaml")
+    parser.add_argument("--batch-size", type=int, help="samples in a batch of each job; else as in jobs.yaml")
     asked = parser.parse_args()
     run = read_run(JOBS)
-    jobs = [replace(job, eval=None, steps=asked.steps or job.steps) for job in run.jobs]
+    steps, size = asked.steps, asked.batch_size
+    jobs = [
+        replace(job, eval=None, steps=steps or job.steps, batch_size=size or job.batch_size)
+        for job in run.jobs
+    ]
     base, plain = load_base(run.base, CPU), load_plain(run.base, CPU)
     tokenizer = load_tokenizer(run.base)
     ready = [make_ready(job, 0, tokenizer, base.shape, cache_folder() / "tokens") for job in jobs]
