@@ -1,11 +1,30 @@
 """Every test has a cache of its own kind and never reaches for a network."""
 
 import os
+from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _import_triton_for_its_interpreter() -> None:
+    """Triton settles at its first import whether its own functions can be interpreted, and peft imports it.
+
+    The switch is off again when this returns: a test that wants kernels on the CPU asks for them.
+    """
+    import torch
+
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        import_module("triton")
+
+
+_import_triton_for_its_interpreter()
 
 
 @pytest.fixture(scope="session", autouse=True)

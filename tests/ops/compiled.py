@@ -1,0 +1,67 @@
+"""Compile the element-wise kernels for a GPU that need not be there, and print how each reaches its memory.
+
+    python -m tests.ops.compiled
+
+prints one JSON object: {what was compiled: [the global loads and stores of its PTX]}.
+"""
+
+import json
+import re
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from weft.ops.triton import norm, rotary, swiglu
+
+TARGET = GPUTarget("cuda", 90, 32)
+NORM = dict(WIDTH=4096, ROWS=1, BLOCK=4096)
+SWIGLU = dict(WIDTH=14336, BLOCK=1024, GELU=False)
+ROTARY = dict(HEADS=32, GROUPS=8, WIDTH=128, HALF=64, CHUNK=16, HALF_BLOCK=64, REST_BLOCK=1)
+PARTLY = ROTARY | dict(HALF=32, CHUNK=32, HALF_BLOCK=32, REST_BLOCK=64)
+FLOATS = ("eps", "offset")
+UNKNOWN = ("rows",)
+"""Integers of which nothing is known; strides are multiples of 16, as those of every base."""
+
+
+def accesses(kernel, warps, pointers, constants):
+    """The loads and stores of a kernel with bfloat16 pointers, but for rstd in float32."""
+    signature, known = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in FLOATS:
+            signature[name] = "fp32"
+        else:
+            signature[name] = ("*fp32" if name == "rstd" else "*bf16") if name in pointers else "i32"
+            if name not in UNKNOWN:
+                known[(place,)] = [["tt.divisibility", 16]]
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=places, attrs=known)
+    made = compile(source, target=TARGET, options={"num_warps": warps})
+    return re.findall(r"(?:ld|st)\.global\S*", made.asm["ptx"])
+
+
+def main():
+    forward, backward = norm.norm_forward, norm.norm_backward
+    turn, turn_back = rotary.rotary_forward, rotary.rotary_backward
+    wanted = {
+        "norm": (forward, 8, "x weight n rstd", NORM | dict(delta=None, total=None)),
+        "norm backward": (backward, 8, "dn x weight rstd dx", NORM | dict(dtotal=None)),
+        "norm with delta": (forward, 8, "x delta total weight n rstd", NORM),
+        "norm with delta backward": (backward, 8, "dn dtotal x weight rstd dx", NORM),
+        "swiglu": (swiglu.swiglu_forward, 4, "gate_up act", SWIGLU),
+        "swiglu backward": (swiglu.swiglu_backward, 4, "dact gate_up dgate_up", SWIGLU | dict(GELU=True)),
+        "rotary": (turn, 4, "qkv cos sin q k v", ROTARY),
+        "rotary backward": (turn_back, 4, "dq dk dv cos sin dqkv", ROTARY),
+        "rotary of a part": (turn, 4, "qkv cos sin q k v", PARTLY),
+        "rotary of a part backward": (turn_back, 4, "dq dv cos sin dqkv", PARTLY | dict(dk=None)),
+    }
+    found = {
+        name: accesses(kernel, warps, pointers.split(), constants)
+        for name, (kernel, warps, pointers, constants) in wanted.items()
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

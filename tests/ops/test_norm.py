@@ -1,0 +1,187 @@
+"""RMSNorm, alone and with the residual added: in float32 here, in half precision on a GPU."""
+
+import pytest
+import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tests.ops.earned import assert_earned, outcomes, saved_bytes
+from weft.ops.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference, skip_rms_norm
+
+EPS = 1e-5
+ROWS = [1, 7, 33]
+WIDTHS = [40, 64, 576]
+GIVEN = [(1.0, 0.5), (0.0, 1.0), (1.0, 0.0)]
+"""How large the gradients of the two outputs are; 0 where one is None."""
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def drawn(*shape, dtype=torch.float32, device="cpu"):
+    """Values whose rows differ in size, so that no row can stand in for another."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(*shape, generator=generator)
+    return (x * torch.linspace(0.5, 2.0, shape[0])[:, None]).to(device, dtype)
+
+
+def weight_of(width, dtype, device):
+    return drawn(1, width, dtype=dtype, device=device)[0]
+
+
+def gradients_of(rows, width, given, dtype, device):
+    """One a size, None for 0; each a view whose rows lie further apart than they are wide."""
+    return [
+        (size * drawn(rows, width + gap, dtype=dtype, device=device))[:, gap:] if size else None
+        for size, gap in zip(given, (8, 24), strict=True)
+    ]
+
+
+def theirs(weight_D, offset):
+    """The norm as transformers writes it."""
+    kind = LlamaRMSNorm if offset == 0.0 else Gemma3RMSNorm
+    norm = kind(weight_D.shape[0], eps=EPS).to(weight_D.device, weight_D.dtype).requires_grad_(False)
+    norm.weight.copy_(weight_D)
+    return norm
+
+
+def check_rms_norm(rows, width, offset, dtype, device):
+    x_TD = drawn(rows, 2 * width + 8, dtype=dtype, device=device)[:, 8 : 8 + width]
+    weight_D = weight_of(width, dtype, device)
+    dn_TD = drawn(rows, width, dtype=dtype, device=device).flip(0)
+    assert_earned(
+        lambda x: rms_norm(x, weight_D, EPS, offset),
+        theirs(weight_D, offset),
+        lambda x: rms_norm_reference(x, weight_D.double(), EPS, offset),
+        [x_TD],
+        [dn_TD],
+    )
+
+
+def check_add_rms_norm(rows, width, given, dtype, device):
+    h_TD = drawn(rows, 2 * width, dtype=dtype, device=device)[:, :width]
+    delta_TD = drawn(rows, width + 24, dtype=dtype, device=device)[:, 24:]
+    weight_D = weight_of(width, dtype, device)
+    norm = theirs(weight_D, 0.0)
+    gradients = gradients_of(rows, width, given, dtype, device)
+
+    def plain(h, delta):
+        total = h + delta
+        return total, norm(total)
+
+    def exact(h, delta):
+        return add_rms_norm_reference(h, delta, weight_D.double(), EPS)
+
+    assert_earned(
+        lambda h, delta: add_rms_norm(h, delta, weight_D, EPS), plain, exact, [h_TD, delta_TD], gradients
+    )
+
+
+def check_skip_rms_norm(rows, width, given, dtype, device):
+    h_TD = drawn(rows, 2 * width, dtype=dtype, device=device)[:, :width]
+    weight_D = weight_of(width, dtype, device)
+    norm = theirs(weight_D, 0.0)
+    gradients = gradients_of(rows, width, given, dtype, device)
+    assert_earned(
+        lambda h: skip_rms_norm(h, weight_D, EPS),
+        lambda h: (h, norm(h)),
+        lambda h: (h, rms_norm_reference(h, weight_D.double(), EPS)),
+        [h_TD],
+        gradients,
+    )
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_the_reference_is_the_norm_of_transformers(offset):
+    x_TD, weight_D, dn_TD = drawn(9, 64), weight_of(64, torch.float32, "cpu"), drawn(9, 64)
+    ours = outcomes(lambda x: rms_norm_reference(x, weight_D, EPS, offset), [x_TD], [dn_TD])
+    for got, wanted in zip(ours, outcomes(theirs(weight_D, offset), [x_TD], [dn_TD]), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rms_norm_is_as_exact_as_that_of_transformers(rows, width, offset, device):
+    check_rms_norm(rows, width, offset, torch.float32, device)
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_add_rms_norm_is_as_exact_whichever_of_its_gradients_are_there(rows, width, given, device):
+    check_add_rms_norm(rows, width, given, torch.float32, device)
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_skip_rms_norm_is_as_exact_whichever_of_its_gradients_are_there(width, given, device):
+    check_skip_rms_norm(7, width, given, torch.float32, device)
+
+
+def test_a_gradient_that_is_not_laid_out_in_rows_is_read_rightly(device):
+    x_TD, weight_D = drawn(7, 40, device=device), weight_of(40, torch.float32, device)
+    for dn_TD in (drawn(40, 7, device=device).T, torch.ones((), device=device).expand(7, 40)):
+        ours = outcomes(lambda x: rms_norm(x, weight_D, EPS), [x_TD], [dn_TD])
+        wanted = outcomes(lambda x: rms_norm_reference(x, weight_D, EPS), [x_TD], [dn_TD])
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def two_layers(add, h_TD, deltas, weight_D):
+    """The residual stream as two layers use it: h and both deltas are also consumed elsewhere."""
+    total_TD, n_TD = add(h_TD, deltas[0], weight_D, EPS)
+    total_TD, second_TD = add(total_TD, deltas[1] * n_TD, weight_D, EPS)
+    return (total_TD * second_TD).sum() + (h_TD**2).sum() + (deltas[0] * deltas[1]).sum() + n_TD.sum()
+
+
+def test_the_one_gradient_of_both_summands_survives_their_other_uses(device):
+    weight_D = weight_of(40, torch.float32, device)
+    leaves = [(drawn(5, 40, device=device) * size).requires_grad_() for size in (1.0, 0.5, -2.0)]
+    copies = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    for _ in range(2):
+        two_layers(add_rms_norm, leaves[0], leaves[1:], weight_D).backward()
+        two_layers(add_rms_norm_reference, copies[0], copies[1:], weight_D).backward()
+    for leaf, copy in zip(leaves, copies, strict=True):
+        torch.testing.assert_close(leaf.grad, copy.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradients_of_two_leaves_are_accumulated_apart(device):
+    h_TD, delta_TD = (drawn(5, 40, device=device).requires_grad_() for _ in range(2))
+    total_TD, n_TD = add_rms_norm(h_TD, delta_TD, weight_of(40, torch.float32, device), EPS)
+    (total_TD + n_TD).sum().backward()
+    before = delta_TD.grad.clone()
+    h_TD.sum().backward()
+    torch.testing.assert_close(delta_TD.grad, before, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(h_TD.grad, before + 1.0)
+
+
+def test_only_the_input_or_the_sum_and_a_float_a_row_are_kept(device):
+    x_TD, weight_D = drawn(7, 40, device=device).requires_grad_(), weight_of(40, torch.float32, device)
+    assert saved_bytes(rms_norm, x_TD, weight_D, EPS) == 7 * 4
+    assert saved_bytes(add_rms_norm, x_TD, x_TD.detach(), weight_D, EPS) == 7 * 4
+    assert saved_bytes(skip_rms_norm, x_TD, weight_D, EPS) == 7 * 4
+
+
+def test_a_nan_stays_in_its_row(device):
+    x_TD, weight_D = drawn(7, 40, device=device), weight_of(40, torch.float32, device)
+    dn_TD = drawn(7, 40, device=device)
+    clean = outcomes(lambda x: rms_norm(x, weight_D, EPS), [x_TD], [dn_TD])
+    x_TD[3, 5] = torch.nan
+    others = [0, 1, 2, 4, 5, 6]
+    for got, wanted in zip(
+        outcomes(lambda x: rms_norm(x, weight_D, EPS), [x_TD], [dn_TD]), clean, strict=True
+    ):
+        assert got[3].isnan().all()
+        assert torch.equal(got[others], wanted[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 40), (7, 64), (33, 576), (5000, 128), (257, 4096), (9, 16384)]
+)
+def test_in_half_precision_the_norms_are_as_exact_as_those_of_transformers(rows, width, dtype):
+    for offset in (0.0, 1.0):
+        check_rms_norm(rows, width, offset, dtype, "cuda")
+    for given in GIVEN:
+        check_add_rms_norm(rows, width, given, dtype, "cuda")
+        check_skip_rms_norm(rows, width, given, dtype, "cuda")

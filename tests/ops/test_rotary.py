@@ -1,0 +1,113 @@
+"""The parted and rotated queries, keys and values: in float32 here, in half precision on a GPU."""
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tests.ops.earned import assert_earned, outcomes, saved_bytes
+from weft.ops.rotary import rotary_split, rotary_split_reference
+
+HEADS_AND_GROUPS = [(1, 1), (4, 2), (9, 3), (32, 8)]
+WIDTHS = [(40, 40), (64, 64), (64, 16), (24, 20)]
+
+
+def drawn(*shape, dtype=torch.float32, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+def angles(rows, width, dtype=torch.float32, device="cpu"):
+    """(cosines, sines) as Llama has them, both halves filled."""
+    frequency_E = 10000.0 ** -torch.linspace(0.0, 1.0, width // 2).repeat(2)
+    angle_TE = torch.arange(3, rows + 3)[:, None] * frequency_E
+    return angle_TE.cos().to(device, dtype), angle_TE.sin().to(device, dtype)
+
+
+def theirs(qkv_TN, cos_TE, sin_TE, heads, groups):
+    """As transformers does it: part, rotate the first columns of q and k, join with the rest."""
+    parts = qkv_TN.unflatten(1, (heads + 2 * groups, -1)).split((heads, groups, groups), dim=1)
+    width = cos_TE.shape[1]
+    turning = (part[..., :width] for part in parts[:2])
+    q, k = apply_rotary_pos_emb(*turning, cos_TE.to(qkv_TN.dtype), sin_TE.to(qkv_TN.dtype))
+    return torch.cat((q, parts[0][..., width:]), -1), torch.cat((k, parts[1][..., width:]), -1), parts[2]
+
+
+def gradients_of(rows, heads, groups, width, dtype, device):
+    """Gradients as attention may leave them: one contiguous, one with heads before rows, one a slice."""
+    return [
+        drawn(rows, heads, width, dtype=dtype, device=device),
+        drawn(groups, rows, width, dtype=dtype, device=device).transpose(0, 1),
+        drawn(rows, groups, 2 * width, dtype=dtype, device=device)[..., width:],
+    ]
+
+
+def check(rows, heads, groups, width, rotary, dtype, device, angle_dtype, absent=()):
+    columns = (heads + 2 * groups) * width
+    qkv_TN = drawn(rows, columns + 16, dtype=dtype, device=device)[:, 8 : 8 + columns]
+    cos_TE, sin_TE = angles(rows, rotary, angle_dtype, device)
+    gradients = gradients_of(rows, heads, groups, width, dtype, device)
+    assert_earned(
+        lambda x: rotary_split(x, cos_TE, sin_TE, heads, groups),
+        lambda x: theirs(x, cos_TE, sin_TE, heads, groups),
+        lambda x: rotary_split_reference(x, cos_TE.double(), sin_TE.double(), heads, groups),
+        [qkv_TN],
+        [None if place in absent else dy for place, dy in enumerate(gradients)],
+    )
+
+
+def test_the_reference_is_the_rotation_of_transformers():
+    qkv_TN, (cos_TE, sin_TE) = drawn(9, 8 * 24), angles(9, 24)
+    given = gradients_of(9, 4, 2, 24, torch.float32, "cpu")
+    ours = outcomes(lambda x: rotary_split_reference(x, cos_TE, sin_TE, 4, 2), [qkv_TN], given)
+    wanted = outcomes(lambda x: theirs(x, cos_TE, sin_TE, 4, 2), [qkv_TN], given)
+    torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("width", "rotary"), WIDTHS)
+@pytest.mark.parametrize(("rows", "heads", "groups"), [(33, 1, 1), (5, 4, 2), (1, 9, 3), (7, 32, 8)])
+def test_the_rotation_is_as_exact_as_that_of_transformers(rows, heads, groups, width, rotary, device):
+    check(rows, heads, groups, width, rotary, torch.float32, device, torch.float32)
+
+
+@pytest.mark.parametrize("absent", [(0,), (1,), (2,), (0, 1), (1, 2)])
+def test_a_part_without_a_gradient_counts_as_zero(absent, device):
+    check(5, 4, 2, 24, 20, torch.float32, device, torch.float32, absent)
+
+
+def test_angles_whose_halves_differ_are_turned_back_rightly(device):
+    """The transpose of what was done, not a rotation by the opposite angle."""
+    qkv_TN, cos_TE, sin_TE = (drawn(*shape, device=device) for shape in ((5, 96), (5, 10), (6, 10)))
+    given = gradients_of(5, 4, 2, 12, torch.float32, device)
+    ours = outcomes(lambda x: rotary_split(x, cos_TE, sin_TE[1:], 4, 2), [qkv_TN], given)
+    wanted = outcomes(lambda x: rotary_split_reference(x, cos_TE, sin_TE[1:], 4, 2), [qkv_TN], given)
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_values_and_what_does_not_turn_pass_bit_by_bit_and_all_parts_are_contiguous(device):
+    qkv_TN, (cos_TE, sin_TE) = drawn(7, 8 * 24, device=device), angles(7, 16, device=device)
+    qkv_TN[2, 6 * 24 + 3] = torch.inf
+    qkv_TN[4, 7 * 24 + 11] = torch.inf
+    q_THD, k_TGD, v_TGD = rotary_split(qkv_TN, cos_TE, sin_TE, 4, 2)
+    assert all(part.is_contiguous() for part in (q_THD, k_TGD, v_TGD))
+    whole_TLD = qkv_TN.unflatten(1, (8, 24))
+    assert torch.equal(v_TGD, whole_TLD[:, 6:])
+    assert torch.equal(q_THD[..., 16:], whole_TLD[:, :4, 16:])
+    assert torch.equal(k_TGD[..., 16:], whole_TLD[:, 4:6, 16:])
+
+
+def test_nothing_but_the_angles_is_kept(device):
+    qkv_TN, (cos_TE, sin_TE) = drawn(7, 8 * 24, device=device).requires_grad_(), angles(7, 24, device=device)
+    assert saved_bytes(rotary_split, qkv_TN, cos_TE, sin_TE, 4, 2) == 0
+    q_THD = rotary_split(qkv_TN, cos_TE, sin_TE, 4, 2)[0]
+    assert {saved.shape for saved in q_THD.grad_fn.saved_tensors} == {cos_TE.shape}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "rotary"), [*WIDTHS, (128, 128)])
+@pytest.mark.parametrize(("heads", "groups"), HEADS_AND_GROUPS)
+def test_in_half_precision_the_rotation_is_as_exact_as_that_of_transformers(
+    heads, groups, width, rotary, dtype
+):
+    for rows, angle_dtype in ((1, dtype), (33, torch.float32), (500, dtype)):
+        check(rows, heads, groups, width, rotary, dtype, "cuda", angle_dtype)

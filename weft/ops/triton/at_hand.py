@@ -1,0 +1,36 @@
+"""What stands between a tensor and the kernels: whether they can run on it, and the layout that they read."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""The kernels compute in float32, so float64 is left to torch."""
+
+
+def kernels_at_hand(x: Tensor) -> bool:
+    """Whether Triton can run on this tensor: compiled on a GPU, or by its interpreter where that is on."""
+    return kernels_run(x.device, x.dtype)
+
+
+def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype in DTYPES and (device.type == "cuda" or _interpreted()) and _installed()
+
+
+def with_whole_rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous; the strides of the others are the kernels' to honour."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
