@@ -1,0 +1,74 @@
+"""The kernel of target log-probabilities. A program takes one row of logits, reads it twice and overwrites it
+with the gradient; the second read mostly finds it in the cache.
+
+Shapes: V vocabulary, B values at a time.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def _capped(z_B, multiplier, softcap, CAPS: tl.constexpr):
+    value_B = z_B.to(tl.float32) * multiplier
+    if CAPS:
+        # cap · tanh(v / cap), by the exponential that Triton has.
+        small_B = tl.exp(-2.0 * tl.abs(value_B) / softcap)
+        tanh_B = (1.0 - small_B) / (1.0 + small_B)
+        value_B = softcap * tl.where(value_B < 0, -tanh_B, tanh_B)
+    return value_B
+
+
+@triton.jit
+def target_logprobs(
+    z,
+    targets,
+    logprobs,
+    hits,
+    vocabulary,
+    multiplier,
+    softcap,
+    CAPS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """log p(target) and whether no token is likelier; z becomes d log p(target) / dz."""
+    row = tl.program_id(0).to(tl.int64)
+    z += row * vocabulary
+    target = tl.load(targets + row)
+    # Finite, so that a lane that has seen nothing does not subtract an infinity from itself.
+    most_B = tl.full((BLOCK,), LEAST, tl.float32)
+    sum_B = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        at_B = start + tl.arange(0, BLOCK)
+        inside_B = at_B < vocabulary
+        z_B = tl.load(z + at_B, mask=inside_B, other=0.0)
+        value_B = tl.where(inside_B, _capped(z_B, multiplier, softcap, CAPS), float("-inf"))
+        new_B = tl.maximum(most_B, value_B)
+        sum_B = sum_B * tl.exp(most_B - new_B) + tl.exp(value_B - new_B)
+        most_B = new_B
+    most = tl.max(most_B, axis=0)
+    total = tl.sum(sum_B * tl.exp(most_B - most), axis=0)
+    # A maximum passes over a NaN, a sum does not: it reaches the log-probability through `total`.
+    norm = most + tl.log(total)
+    wanted = _capped(tl.load(z + target), multiplier, softcap, CAPS)
+    tl.store(logprobs + row, wanted - norm)
+    tl.store(hits + row, wanted >= most)
+    if GRADIENT:
+        # All loads of the target's own logit must be done before it is overwritten.
+        tl.debug_barrier()
+        for start in range(0, vocabulary, BLOCK):
+            at_B = start + tl.arange(0, BLOCK)
+            inside_B = at_B < vocabulary
+            z_B = tl.load(z + at_B, mask=inside_B, other=0.0)
+            value_B = _capped(z_B, multiplier, softcap, CAPS)
+            d_B = tl.where(at_B == target, 1.0, 0.0) - tl.exp(value_B - norm)
+            if CAPS:
+                d_B *= 1.0 - (value_B / softcap) * (value_B / softcap)
+            tl.store(z + at_B, (d_B * multiplier).to(z.dtype.element_ty), mask=inside_B)
