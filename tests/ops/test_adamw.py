@@ -1,0 +1,76 @@
+"""One launch for many jobs against torch's own AdamW, job by job."""
+
+import math
+
+import pytest
+import torch
+
+from weft.ops.adamw import State, Update, gradient_norms, update
+
+SIZES = [5, 4096, 10_001, 70_000]
+
+
+def states(device, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for size in SIZES:
+        master, gradient = (torch.randn(size, generator=generator).to(device, dtype) for _ in "mg")
+        made.append(
+            State(master, torch.zeros_like(master), torch.zeros_like(master), gradient, master.clone())
+        )
+    return made
+
+
+def rules(step):
+    """(learning rate, weight decay, factor) of each job: all different."""
+    return [(1e-3 / step, 0.0, 1.0), (1e-2, 0.1, 1.0), (3e-4, 0.01, 0.37), (1e-1, 0.0, 0.5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_job_gets_the_step_that_torch_gives_it(device, dtype):
+    """In float32 by the kernel."""
+    made = states(device, dtype)
+    theirs = [state.master.clone().requires_grad_() for state in made]
+    optimizers = [torch.optim.AdamW([one], lr=1.0) for one in theirs]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, 4):
+        updates = []
+        for state, one, optimizer, (rate, decay, factor) in zip(
+            made, theirs, optimizers, rules(step), strict=True
+        ):
+            gradient = torch.randn(state.master.shape, generator=generator).to(device, dtype)
+            state.gradient.copy_(gradient)
+            one.grad = gradient * factor
+            optimizer.param_groups[0].update(lr=rate, weight_decay=decay)
+            optimizer.step()
+            updates.append(Update(state, step, rate, decay, factor))
+        assert update(updates).tolist() == [True] * len(made)
+    for state, one in zip(made, theirs, strict=True):
+        bound = 1e-6 if dtype is torch.float32 else 1e-12
+        torch.testing.assert_close(state.master, one.detach(), rtol=bound, atol=bound)
+        assert torch.equal(state.weights, state.master)
+        assert not state.gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norms_are_those_of_each_gradient(device, dtype):
+    made = states(device, dtype)
+    want = [state.gradient.double().norm().item() for state in made]
+    assert gradient_norms(made).tolist() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_told_of_its_own_job_only(device, dtype, bad):
+    made = states(device, dtype)
+    made[2].master[9_999] = bad
+    assert update([Update(state, 1, 1e-3, 0.0, 1.0) for state in made]).tolist() == [True, True, False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_weights_are_the_master_rounded(device):
+    (state, *_) = states(device, torch.float32)
+    half = State(state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.master.bfloat16())
+    update([Update(half, 1, 1e-1, 0.0, 1.0)])
+    assert torch.equal(half.weights, half.master.bfloat16())

@@ -1,0 +1,84 @@
+"""Kernels of the optimizer update. A program takes a block of one job; the jobs are found through a table of
+addresses, so that one launch serves them all.
+
+Shapes: J jobs, B values of a program.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, SIZE = (tl.constexpr(n) for n in range(6))
+"""Columns of the table of addresses."""
+FACTOR, KEPT, RATE, ROOT = (tl.constexpr(n) for n in range(4))
+"""Columns of the table of numbers: what clipping leaves, what decay leaves, lr / (1 − β₁ⁿ), √(1 − β₂ⁿ)."""
+
+
+@triton.jit
+def _size(table_J6, EVEN: tl.constexpr):
+    """How many values the job has. Where all jobs have a multiple of 16, masks allow wide accesses."""
+    size = tl.load(table_J6 + SIZE)
+    return tl.multiple_of(size, 16) if EVEN else size
+
+
+@triton.jit
+def squares(table_J6, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of squares of each block of each job's gradient."""
+    job, block = tl.program_id(1), tl.program_id(0)
+    table_J6 += job * 6
+    size = _size(table_J6, EVEN)
+    gradient = tl.multiple_of(tl.load(table_J6 + GRADIENT).to(tl.pointer_type(tl.float32)), 16)
+    at_B = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g_B = tl.load(gradient + at_B, mask=at_B < size, other=0.0)
+    tl.store(squares_JB + job * tl.num_programs(0) + block, tl.sum(g_B * g_B, axis=0))
+
+
+@triton.jit
+def update(
+    table_J6,
+    numbers_J4,
+    finite_JB,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    WEIGHT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One step of AdamW: moments, master and the weights that passes read; the gradient is zeroed.
+
+    1 − β comes as `rest`: made here from a β in float32, that of 0.999 would be off by 5e-5.
+    """
+    job, block = tl.program_id(1), tl.program_id(0)
+    table_J6 += job * 6
+    numbers_J4 += job * 4
+    size = _size(table_J6, EVEN)
+    at_B = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside_B = at_B < size
+    float_ptr = tl.pointer_type(tl.float32)
+    master = tl.multiple_of(tl.load(table_J6 + MASTER).to(float_ptr), 16) + at_B
+    exp_avg = tl.multiple_of(tl.load(table_J6 + EXP_AVG).to(float_ptr), 16) + at_B
+    exp_avg_sq = tl.multiple_of(tl.load(table_J6 + EXP_AVG_SQ).to(float_ptr), 16) + at_B
+    gradient = tl.multiple_of(tl.load(table_J6 + GRADIENT).to(float_ptr), 16) + at_B
+    weights = tl.multiple_of(tl.load(table_J6 + WEIGHTS).to(tl.pointer_type(WEIGHT)), 16) + at_B
+    g_B = tl.load(gradient, mask=inside_B, other=0.0) * tl.load(numbers_J4 + FACTOR)
+    m_B = tl.load(exp_avg, mask=inside_B, other=0.0)
+    v_B = tl.load(exp_avg_sq, mask=inside_B, other=0.0)
+    w_B = tl.load(master, mask=inside_B, other=0.0)
+    m_B += rest1 * (g_B - m_B)
+    v_B = beta2 * v_B + rest2 * g_B * g_B
+    bottom_B = tl.sqrt_rn(v_B) / tl.load(numbers_J4 + ROOT) + eps
+    w_B = w_B * tl.load(numbers_J4 + KEPT) - tl.load(numbers_J4 + RATE) * m_B / bottom_B
+    tl.store(exp_avg, m_B, mask=inside_B)
+    tl.store(exp_avg_sq, v_B, mask=inside_B)
+    tl.store(master, w_B, mask=inside_B)
+    tl.store(weights, w_B.to(WEIGHT), mask=inside_B)
+    tl.store(gradient, tl.zeros_like(g_B), mask=inside_B)
+    # Written so that a NaN, which is below nothing, counts.
+    bounded_B = tl.abs(w_B) < float("inf")
+    odd = tl.sum(tl.where(inside_B & (bounded_B == 0), 1, 0), axis=0)
+    tl.store(finite_JB + job * tl.num_programs(0) + block, odd == 0)
