@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from weft.cli.doctor import GIB, Check, Verdict, all_checks, cache_check, exit_code, package_check
+from weft.cli.doctor import (
+    GIB,
+    Check,
+    Verdict,
+    all_checks,
+    cache_check,
+    exit_code,
+    orders_check,
+    package_check,
+)
+from weft.ops.choice_file import ChoiceFile, Machine, Measured
+from weft.ops.weave import Order
 
 
 def test_a_machine_that_can_train_gets_exit_code_0_and_a_row_for_everything() -> None:
@@ -53,6 +64,15 @@ def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
     scarce = cache_check(cache, GIB)
     assert scarce.verdict is Verdict.ABSENT
     assert "WEFT_CACHE" in scarce.mend
+
+
+def test_the_orders_known_of_a_gpu_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
+    file = ChoiceFile(tmp_path, Machine("card", "9.0", "2.11", "3.6", "00"))
+    assert orders_check(file, 1).finding == f"0 shapes measured, in {file.path}"
+    file.add("a shape", Measured(Order.after, {Order.after: 1.0}), (Order.after,))
+    check = orders_check(file, 1)
+    assert (check.name, check.verdict) == ("GPU 1 orders", Verdict.OK)
+    assert check.finding == f"1 shapes measured, in {file.path}"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")

@@ -19,6 +19,8 @@ import typer
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from weft.ops.choice_file import ChoiceFile
+
 GIB = 2**30
 SCARCE_DISK = 2 * GIB
 PYTHON = (3, 11)
@@ -133,6 +135,11 @@ def device_checks() -> Iterator[Check]:
         return
     for index in range(torch.cuda.device_count()):
         yield gpu_check(torch, index)
+        if importlib.util.find_spec("triton") is not None:
+            from weft.ops.choice_file import file_for
+
+            if (file := file_for(torch.device("cuda", index))) is not None:
+                yield orders_check(file, index)
     has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
     mend = "" if has_varlen else 'pip install "torch>=2.11"'
     verdict = Verdict.OK if has_varlen else Verdict.ABSENT
@@ -150,6 +157,11 @@ def gpu_check(torch: Any, index: int) -> Check:
     )
     mend = "" if has_bf16 else "write base: {model: ..., dtype: float32}"
     return Check(f"GPU {index}", Verdict.OK, found, mend)
+
+
+def orders_check(file: ChoiceFile, index: int) -> Check:
+    """How many shapes of sites training need not measure any more."""
+    return Check(f"GPU {index} orders", Verdict.OK, f"{len(file.read())} shapes measured, in {file.path}")
 
 
 def processor_check() -> Check:

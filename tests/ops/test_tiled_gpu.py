@@ -1,0 +1,177 @@
+"""The tiled route compiled for a CUDA device, in bfloat16: run with `pytest -m gpu`."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.ops.woven import Case, Job, entries, healthy_after, run, truth, values, woven
+from weft.ops import dropout
+from weft.ops.table import Group
+from weft.ops.tiled import woven_linear
+from weft.ops.weave import Order, orders_for
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="no copy engines"
+)
+
+BIG = dict(features=512, widths=(384, 128), device="cuda", dtype=torch.bfloat16, piece=128)
+COMPILED = {
+    "ranks 1 to 24": Case([Job(37, rank=1), Job(300, rank=7), Job(64, rank=8), Job(129, rank=24)], **BIG),
+    "rank 100": Case([Job(77, rank=100), Job(130, rank=16)], **BIG),
+    "rank 256": Case([Job(77, rank=256), Job(200, rank=3)], **BIG),
+    "rank 256 in three parts": Case([Job(77, rank=256)], **(BIG | dict(widths=(256, 64, 64)))),
+    "64 adapters": Case([Job(1 + index % 40, rank=16) for index in range(64)], **BIG),
+    "one row, an empty slot": Case([Job(1, rank=8), None, Job(0, rank=8)], **BIG),
+    "bias and residual": Case([Job(99, rank=16)], bias=True, residual=True, **BIG),
+    "a transposed weight": Case([Job(99, rank=16)], transposed=True, **BIG),
+    "widths of no alignment": Case([Job(99, rank=5)], **(BIG | dict(features=333, widths=(77, 35)))),
+    "q, k, v and a job with but k": Case(
+        [Job(99, rank=16), Job(200, rank=16, sites=(1,))], **(BIG | dict(widths=(512, 128, 128)))
+    ),
+    "small microbatch, wide input": Case([Job(50, rank=16)], **(BIG | dict(features=4096))),
+    "rank 64 in parts of 256 columns": Case(
+        [Job(300, rank=64), Job(99, rank=33), Job(190, rank=64, sites=(0, 2))],
+        **(BIG | dict(widths=(512, 256, 256), bias=True, residual=True)),
+    ),
+    "float32": Case([Job(99, rank=16), Job(99, rank=100)], **(BIG | dict(dtype=torch.float32))),
+}
+
+
+GPU = torch.device("cuda")
+
+
+def orders_of(case):
+    """The orders that a case allows here."""
+    made = values(case)
+    _, group, _ = woven(case, made)
+    return orders_for(made.weight, group, GPU)
+
+
+def no_worse_than_plain_torch(got, case, factor=2.0):
+    """The error against float64 is at most twice that of plain torch in the same dtype."""
+    exact, plain = truth(case), truth(case, case.dtype)
+    for name, want in exact.items():
+        allowed = factor * (plain[name].double() - want).norm() + 1e-6 * want.norm()
+        assert (got[name].double() - want).norm() <= allowed, name
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.1])
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_error_is_at_most_twice_that_of_plain_torch(name, drop):
+    case = COMPILED[name].dropping(drop)
+    no_worse_than_plain_torch(run(case), case)
+    for order in orders_of(case):
+        no_worse_than_plain_torch(run(case, order=order), case)
+
+
+@pytest.mark.parametrize("one_read", [False, True])
+def test_neither_the_order_of_the_frozen_product_nor_the_reads_of_dy_matter(one_read):
+    case = COMPILED["ranks 1 to 24"].dropping(0.1)
+    for order in orders_of(case):
+        no_worse_than_plain_torch(run(case, order=order, one_read=one_read), case)
+
+
+@hopper
+@pytest.mark.parametrize("columns", [128, 256])
+@pytest.mark.parametrize("drop", [0.0, 0.1])
+@pytest.mark.parametrize("rank", [16, 32, 64])
+def test_the_fused_product_is_right_in_blocks_of_either_width(rank, drop, columns):
+    """More tiles than programs, several runs in a block, row and column counts that fill no block."""
+    case = Case(
+        [Job(1000, rank=rank), Job(2301, rank=5), Job(17, rank=1), Job(700, rank=rank - 3)],
+        **(BIG | dict(features=1096, widths=(1536, 256, 264), piece=1024)),
+        bias=True,
+        residual=True,
+    ).dropping(drop)
+    no_worse_than_plain_torch(run(case, order=Order.fused, columns=columns), case)
+
+
+@hopper
+def test_the_fused_product_is_taken_where_it_can_be_and_only_there():
+    refused = {"rank 100", "rank 256", "rank 256 in three parts", "a transposed weight", "float32"}
+    refused |= {"widths of no alignment"}
+    for name, case in COMPILED.items():
+        assert (orders_of(case)[0] is Order.fused) == (name not in refused), name
+
+
+@pytest.mark.parametrize("order", Order)
+def test_two_runs_give_the_same_bits(order):
+    case = COMPILED["ranks 1 to 24"].dropping(0.1)
+    if order not in orders_of(case):
+        pytest.skip("not on this device")
+    first, second = run(case, order=order), run(case, order=order)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
+def test_a_nan_stays_with_its_owner(poison, order):
+    case = COMPILED["ranks 1 to 24"].dropping(0.1)
+    if order not in orders_of(case):
+        pytest.skip("not on this device")
+    healthy_after(case, poison, order)
+
+
+def test_masks_are_those_of_the_reference_bit_for_bit():
+    case = Case([Job(500, rank=128, dropout=0.3)], **(BIG | dict(features=128, widths=(128,))), gap=2)
+    case = case.reading_the_mask()
+    kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 128, 0.3)
+    assert torch.equal(run(case)["y"][2:502] != 0, kept)
+
+
+@hopper
+def test_masks_of_the_fused_backward_are_those_of_the_reference_bit_for_bit():
+    """With A the identity and no frozen weight, dx is ds where the mask kept it, and 0 elsewhere."""
+    case = Case([Job(500, rank=64, dropout=0.3)], **(BIG | dict(features=64, widths=(64,))), gap=2)
+    case = case.reading_the_mask()
+    kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 64, 0.3)
+    assert torch.equal(run(case, order=Order.fused)["dx"][2:502] != 0, kept)
+
+
+def test_a_captured_graph_follows_the_jobs_that_come_and_go():
+    before = Case([Job(37, rank=1), Job(300, rank=7)], **BIG, padding=70).dropping(0.1)
+    after = Case(
+        [None, Job(100, rank=16), Job(3, rank=4), Job(250, rank=9)], **BIG, padding=51, seed=9
+    ).dropping(0.2)
+    assert before.rows == after.rows
+    made = values(before)
+    _, small, rows = woven(before, made)
+    group = Group(small.columns, small.table, rank=16, drops=True)
+    x, dy = made.x.clone().requires_grad_(), made.dy.clone()
+    anchor = torch.zeros((), device="cuda", requires_grad=True)
+
+    def step():
+        y = woven_linear(x, made.weight, None, None, anchor, group, rows, True)
+        return y, *torch.autograd.grad(y, [x], dy)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dx = step()
+    fresh = values(after)
+    aboard = {slot: entries(after, fresh, slot) for slot in (1, 2, 3)}
+    group.table.clear(0)
+    for slot, found in aboard.items():
+        group.write(slot, found)
+    rows.fill(after.seats, after.token_index.numpy())
+    with torch.no_grad():
+        x.copy_(fresh.x)
+        dy.copy_(fresh.dy)
+        made.weight.copy_(fresh.weight)
+    graph.replay()
+    got = {"y": y.detach(), "dx": dx}
+    for slot, parts in aboard.items():
+        for part, entry in enumerate(parts):
+            got[f"da part{part} slot{slot}"] = entry.da_RK
+            got[f"db part{part} slot{slot}"] = entry.db_RN
+    no_worse_than_plain_torch(got, after)

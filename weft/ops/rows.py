@@ -1,0 +1,182 @@
+"""What the tiled kernels read about a microbatch: how its rows are dealt out to programs, in device memory.
+
+Sizes and addresses never change: who is aboard is content, replaced by one copy, so that a captured graph
+sees it.
+
+Shapes: T rows of the microbatch, S slots, G tiles, Q pieces, M sums, U runs, V blocks and one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.ops.dropout import mix
+
+BLOCK = 128
+"""Rows of a program of the fused product: what a tensor core of two warp groups takes at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Rows `start` to `stop` of a microbatch belong to the job in `slot`."""
+
+    start: int
+    stop: int
+    slot: int
+    key: int
+    """`step_key` of the job's seed and step."""
+
+
+def step_key(seed: int, step: int) -> int:
+    """The part of a dropout key that all sites share; `mix(step_key ^ crc32(site))` is the key of a site."""
+    mixed = mix(seed & 0xFFFFFFFF)
+    mixed = mix(mixed ^ (seed >> 32 & 0xFFFFFFFF))
+    return mix(mixed ^ (step & 0xFFFFFFFF))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How the rows of a microbatch are dealt out to programs. Stays as it is until the backward is done."""
+
+    tile: int
+    piece: int
+    buffer: Tensor
+    tiles_G3: Tensor
+    """(start, stop, slot) of runs of at most `tile` rows that cover all rows; slot −1 where no adapter is."""
+    pieces_Q4: Tensor
+    """(start, stop, slot, alone) of runs of at most `piece` rows that cover all rows: first those of slots
+    that have several, then the only ones of their slots (alone = 1), then the rows of no slot (slot −1)."""
+    sums_M3: Tensor
+    """(slot, first, end): the pieces of each slot that has several."""
+    runs_U3: Tensor
+    """(start, stop, slot) of the rows of each slot, cut at the multiples of BLOCK, in order."""
+    edges_V: Tensor
+    """The block b of BLOCK rows has the runs edges[b] up to edges[b + 1]."""
+    key_S: Tensor
+    token_index_T: Tensor
+
+    @staticmethod
+    def empty(rows: int, slots: int, device: torch.device, tile: int = 64, piece: int = 1024) -> Rows:
+        """For microbatches of so many rows, padding included; filled with nothing but padding."""
+        shapes = _row_shapes(rows, slots, tile, piece)
+        buffer = torch.empty(words(shapes), dtype=torch.int32, device=device)
+        record = Rows(tile, piece, buffer, *views(buffer, shapes))
+        record.fill((), np.zeros(0, dtype=np.int32))
+        return record
+
+    @property
+    def partials(self) -> int:
+        """How many pieces can there be of slots that have several: each has more than `piece` rows."""
+        return 2 * len(self.sums_M3)
+
+    def fill(self, seats: Sequence[Seat], token_index: np.ndarray) -> None:
+        """Deal out the rows of another microbatch, which need not fill the capacity; by one async copy."""
+        rows, slots = len(self.token_index_T), len(self.key_S)
+        assert len({seat.slot for seat in seats}) == len(seats), "a slot holds one segment of a microbatch"
+        shapes = _row_shapes(rows, slots, self.tile, self.piece)
+        host = torch.zeros(len(self.buffer), dtype=torch.int32, pin_memory=self.buffer.is_cuda)
+        tiles_G3, pieces_Q4, sums_M3, runs_U3, edges_V, key_S, token_index_T = (
+            view.numpy() for view in views(host, shapes)
+        )
+        runs = _runs(seats, rows)
+        tiles = [(*part, run.slot) for run in runs for part in _split(run, self.tile)]
+        pieces, sums = _pieces(runs, self.piece)
+        _put(tiles_G3, tiles, (0, 0, -1))
+        _put(pieces_Q4, pieces, (0, 0, -1, 0))
+        _put(sums_M3, sums, (-1, 0, 0))
+        cut = [(*part, run.slot) for run in runs if run.slot >= 0 for part in _cut(run)]
+        _put(runs_U3, cut, (0, 0, -1))
+        edges_V[:] = np.searchsorted([start // BLOCK for start, _, _ in cut], np.arange(len(edges_V)))
+        for seat in seats:
+            key_S[seat.slot] = signed(seat.key)
+        token_index_T[: len(token_index)] = token_index
+        self.buffer.copy_(host, non_blocking=True)
+
+
+def _row_shapes(rows: int, slots: int, tile: int, piece: int) -> list[tuple[int, ...]]:
+    runs = 2 * slots + 1
+    return [
+        (rows // tile + runs, 3),
+        (rows // piece + runs, 4),
+        (max(1, rows // piece), 3),
+        (-(-rows // BLOCK) + slots, 3),
+        (-(-rows // BLOCK) + 1,),
+        (slots,),
+        (rows,),
+    ]
+
+
+def _runs(seats: Sequence[Seat], rows: int) -> list[Seat]:
+    """All rows in order, those of no job as runs of slot −1."""
+    runs, row = [], 0
+    for seat in sorted((seat for seat in seats if seat.start < seat.stop), key=lambda seat: seat.start):
+        assert row <= seat.start, "segments overlap"
+        if row < seat.start:
+            runs.append(Seat(row, seat.start, -1, 0))
+        runs.append(seat)
+        row = seat.stop
+    assert row <= rows, "more rows than the capacity"
+    if row < rows:
+        runs.append(Seat(row, rows, -1, 0))
+    return runs
+
+
+def _split(run: Seat, most: int) -> list[tuple[int, int]]:
+    return [(start, min(start + most, run.stop)) for start in range(run.start, run.stop, most)]
+
+
+def _cut(run: Seat) -> list[tuple[int, int]]:
+    """The rows of a run by the block that they are in."""
+    edges = [run.start, *range(run.start // BLOCK * BLOCK + BLOCK, run.stop, BLOCK), run.stop]
+    return list(pairwise(edges))
+
+
+def _pieces(runs: Sequence[Seat], most: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The pieces in the order that `Rows` promises, and the sums."""
+    several: list[tuple[int, ...]] = []
+    alone: list[tuple[int, ...]] = []
+    nobody: list[tuple[int, ...]] = []
+    sums: list[tuple[int, ...]] = []
+    for run in runs:
+        parts = _split(run, most)
+        if run.slot < 0:
+            nobody += [(*part, -1, 0) for part in parts]
+        elif len(parts) == 1:
+            alone.append((*parts[0], run.slot, 1))
+        else:
+            sums.append((run.slot, len(several), len(several) + len(parts)))
+            several += [(*part, run.slot, 0) for part in parts]
+    return several + alone + nobody, sums
+
+
+def _put(target: np.ndarray, entries: Sequence[tuple[int, ...]], unused: tuple[int, ...]) -> None:
+    target[:] = unused
+    if entries:
+        target[: len(entries)] = entries
+
+
+def words(shapes: Sequence[tuple[int, ...]]) -> int:
+    """The 32-bit words of a buffer for `views` of these shapes."""
+    return sum(map(_room, shapes))
+
+
+def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """The parts of a buffer of 32-bit words."""
+    parts = buffer.split([_room(shape) for shape in shapes])
+    return tuple(part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _room(shape: tuple[int, ...]) -> int:
+    """In whole 16 bytes: Triton compiles a kernel anew for every pattern of aligned addresses."""
+    return -(-math.prod(shape) // 4) * 4
+
+
+def signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value

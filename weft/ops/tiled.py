@@ -1,0 +1,106 @@
+"""The tiled route of a LoRA site: the frozen linears of a group and all jobs' adapters as one autograd node.
+
+What is rank-sized goes through Triton kernels that find each job by its slot. The frozen products are the
+library's, or, where the device allows it, kernels that add the adapters' part themselves. No shape, no
+address and no launch depends on who is aboard, so all of it can be captured.
+
+Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, Q pieces
+of slots that have several.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.ops.choice import Choices
+from weft.ops.fused import fused_dx, fused_y
+from weft.ops.rows import Rows
+from weft.ops.table import Group
+from weft.ops.tiled_kernels import add_gradients, da_dx, down, ds_db, up
+from weft.ops.weave import Order, Weave, orders_for, tiling
+
+
+def woven_linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    residual_TN: Tensor | None,
+    anchor: Tensor,
+    group: Group,
+    rows: Rows,
+    training: bool,
+    choices: Choices | None = None,
+) -> Tensor:
+    """y = residual + bias + xWᵀ + every job's factor · drop(x)AᵀB.
+
+    The backward adds dA and dB to the jobs' own accumulators. `anchor` is a scalar that requires a gradient
+    and gets none: with it the backward is called even where x needs no gradient.
+    """
+    assert x_TK.shape[0] == len(rows.token_index_T)
+    chosen = tiling(rows, group, x_TK.shape[1], x_TK.dtype)
+    orders = orders_for(weight_NK, group, x_TK.device)
+    order = choices.order(x_TK, weight_NK, residual_TN, group, rows, orders) if choices else orders[0]
+    weave = Weave(group, rows, training, chosen, order)
+    return _Woven.apply(x_TK, weight_NK, bias_N, residual_TN, anchor, weave)
+
+
+class _Woven(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+        anchor: Tensor,
+        weave: Weave,
+    ) -> Tensor:
+        x_TK = x_TK.contiguous()
+        y_TN, s_TPR = forward(x_TK, weight_NK, bias_N, residual_TN, weave)
+        ctx.weave = weave
+        ctx.save_for_backward(x_TK, weight_NK, s_TPR)
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight_NK, s_TPR = ctx.saved_tensors
+        dx_TK = backward(
+            dy_TN.contiguous(), x_TK, weight_NK, s_TPR, ctx.weave, wants_dx=ctx.needs_input_grad[0]
+        )
+        return dx_TK, None, None, dy_TN if ctx.needs_input_grad[3] else None, None, None
+
+
+def forward(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, weave: Weave
+) -> tuple[Tensor, Tensor]:
+    """y, and the s that its backward needs."""
+    with torch.cuda.device_of(x_TK):
+        s_TPR = down(x_TK, weave)
+        residual_TN = None if residual_TN is None else residual_TN.contiguous()
+        if weave.order is Order.fused:
+            return fused_y(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
+        if weave.order is Order.before:
+            y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+            up(s_TPR, residual_TN, bias_N, y_TN, weave)
+            return y_TN.addmm_(x_TK, weight_NK.T), s_TPR
+        weight_KN = weight_NK.T
+        y_TN = x_TK @ weight_KN if residual_TN is None else torch.addmm(residual_TN, x_TK, weight_KN)
+        up(s_TPR, y_TN, bias_N, y_TN, weave)
+        return y_TN, s_TPR
+
+
+def backward(
+    dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave, wants_dx: bool
+) -> Tensor | None:
+    """dx, if wanted; dA and dB are added to the jobs' accumulators."""
+    with torch.cuda.device_of(x_TK):
+        ds_TPR, partial_db_QRN = ds_db(dy_TN, s_TPR, weave)
+        fused = weave.order is Order.fused
+        dx_TK, partial_da_QPRK = da_dx(x_TK, ds_TPR, weave, wants_dx and not fused)
+        add_gradients(partial_da_QPRK, partial_db_QRN, weave)
+        if fused and wants_dx:
+            return fused_dx(dy_TN, weight_NK, ds_TPR, weave)
+        return None if dx_TK is None else dx_TK.addmm_(dy_TN, weight_NK)

@@ -1,0 +1,260 @@
+"""Launchers of the kernels of the tiled route: what they allocate, their grids and their arguments.
+
+Triton is imported when the first one is launched, so that this loads where there is none.
+
+Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, C shares
+of a sum, Q pieces of slots that have several.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.ops.table import ALIGNMENT
+from weft.ops.weave import Weave
+
+
+def down(x_TK: Tensor, weave: Weave) -> Tensor:
+    """s = factor · drop(x)Aᵀ [T, P·R]; zero beyond a job's rank and in rows of no job."""
+    from weft.ops.triton import site
+
+    (rows, features), tiling, table, ranks = x_TK.shape, weave.tiling, weave.group.table, weave.ranks
+    s_TPR = x_TK.new_empty(rows, weave.parts * ranks)
+    partial = s_TPR
+    if tiling.split > 1:
+        partial = x_TK.new_empty(weave.parts * tiling.split, rows, ranks, dtype=torch.float32)
+    site.down[(len(weave.rows.tiles_G3), tiling.split, weave.parts // weave.together)](
+        x_TK,
+        s_TPR,
+        partial,
+        weave.rows.tiles_G3,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.factor_PS2,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        rows,
+        features,
+        S=weave.slots,
+        P=weave.parts,
+        TOGETHER=weave.together,
+        R=ranks,
+        M=weave.rows.tile,
+        C=tiling.down.columns,
+        SPLIT=tiling.split,
+        EVALUATING=int(not weave.training),
+        DROPS=weave.group.drops and weave.training,
+        ALIGNMENT=alignment(x_TK, weave),
+        PRECISION=precision(x_TK),
+        num_warps=tiling.down.warps,
+        num_stages=tiling.down.stages,
+    )
+    if tiling.split > 1:
+        _sum_rows(partial, s_TPR, [tiling.split] * weave.parts, weave)
+    return s_TPR
+
+
+def _sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave) -> None:
+    """s = factor · the sum of its shares, of which each part has so many."""
+    from weft.ops.triton import site
+
+    step = min(weave.rows.tile, max(1, 1024 // weave.ranks))
+    site.sum_rows[(len(weave.rows.tiles_G3), -(-weave.rows.tile // step))](
+        partial_CTR,
+        s_TPR,
+        weave.rows.tiles_G3,
+        weave.group.table.factor_PS2,
+        weave.group.table.rank_PS,
+        s_TPR.shape[0],
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=step,
+        SHARES=tuple(sum(shares[:part]) for part in range(weave.parts + 1)),
+        EVALUATING=int(not weave.training),
+        num_warps=4,
+    )
+
+
+def up(s_TPR: Tensor, residual_TN: Tensor | None, bias_N: Tensor | None, y_TN: Tensor, weave: Weave) -> None:
+    """y = residual + bias + sB for all rows; y may be the residual itself."""
+    from weft.ops.triton import site
+
+    launch, table = weave.tiling.up, weave.group.table
+    site.up[(sum(weave.blocks(launch.columns)), len(weave.rows.tiles_G3))](
+        s_TPR,
+        residual_TN,
+        bias_N,
+        y_TN,
+        weave.rows.tiles_G3,
+        table.address_PS4,
+        table.rank_PS,
+        y_TN.shape[1],
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=weave.rows.tile,
+        C=launch.columns,
+        ALIGNMENT=alignment(s_TPR, weave),
+        PRECISION=precision(s_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
+    """ds = factor · dyBᵀ, and the shares of dB of slots with several pieces; other dB are added at once."""
+    from weft.ops.triton import site_gradients
+
+    (rows, outputs), launch, table = dy_TN.shape, weave.tiling.ds_db, weave.group.table
+    blocks = weave.blocks(launch.columns)
+    ds_TPR = torch.empty_like(s_TPR)
+    partial_db_QRN = dy_TN.new_empty(weave.rows.partials, weave.ranks, outputs, dtype=torch.float32)
+    shares = sum(blocks) if weave.tiling.one_read else 0
+    partial_ds_CTR = dy_TN.new_empty(shares, rows, weave.ranks, dtype=torch.float32)
+    site_gradients.ds_db[(sum(blocks), len(weave.rows.pieces_Q4))](
+        dy_TN,
+        s_TPR,
+        partial_ds_CTR,
+        partial_db_QRN,
+        weave.rows.pieces_Q4,
+        table.address_PS4,
+        table.rank_PS,
+        rows,
+        outputs,
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=launch.rows,
+        C=launch.columns,
+        DS=weave.tiling.one_read,
+        ALIGNMENT=alignment(s_TPR, weave),
+        PRECISION=precision(s_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    if weave.tiling.one_read:
+        _sum_rows(partial_ds_CTR, ds_TPR, blocks, weave)
+    else:
+        _ds_alone(dy_TN, ds_TPR, weave)
+    return ds_TPR, partial_db_QRN
+
+
+def _ds_alone(dy_TN: Tensor, ds_TPR: Tensor, weave: Weave) -> None:
+    from weft.ops.triton import site_gradients
+
+    launch, table = weave.tiling.down, weave.group.table
+    site_gradients.ds_alone[(len(weave.rows.tiles_G3), weave.parts)](
+        dy_TN,
+        ds_TPR,
+        weave.rows.tiles_G3,
+        table.address_PS4,
+        table.factor_PS2,
+        table.rank_PS,
+        dy_TN.shape[1],
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=weave.rows.tile,
+        C=launch.columns,
+        EVALUATING=int(not weave.training),
+        ALIGNMENT=alignment(dy_TN, weave),
+        PRECISION=precision(dy_TN),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def da_dx(x_TK: Tensor, ds_TPR: Tensor, weave: Weave, wants_dx: bool) -> tuple[Tensor | None, Tensor]:
+    """The adapters' part of dx, if wanted, and the shares of dA of slots with several pieces."""
+    dx_TK = torch.empty_like(x_TK) if wants_dx else None
+    shape = weave.rows.partials, weave.parts, weave.ranks, x_TK.shape[1]
+    partial_da_QPRK = x_TK.new_empty(shape, dtype=torch.float32)
+    if weave.together == weave.parts:
+        _launch_da_dx(x_TK, ds_TPR, dx_TK, partial_da_QPRK, weave, weave.parts)
+    else:
+        _launch_da_dx(x_TK, ds_TPR, None, partial_da_QPRK, weave, 1)
+        if dx_TK is not None:
+            _launch_da_dx(x_TK, ds_TPR, dx_TK, None, weave, weave.parts)
+    return dx_TK, partial_da_QPRK
+
+
+def _launch_da_dx(
+    x_TK: Tensor,
+    ds_TPR: Tensor,
+    dx_TK: Tensor | None,
+    partial_da_QPRK: Tensor | None,
+    weave: Weave,
+    together: int,
+) -> None:
+    from weft.ops.triton import site_gradients
+
+    launch, table = weave.tiling.da_dx, weave.group.table
+    blocks = -(-x_TK.shape[1] // launch.columns)
+    site_gradients.da_dx[(blocks, len(weave.rows.pieces_Q4), weave.parts // together)](
+        x_TK,
+        ds_TPR,
+        dx_TK,
+        partial_da_QPRK,
+        weave.rows.pieces_Q4,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        x_TK.shape[1],
+        S=weave.slots,
+        P=weave.parts,
+        TOGETHER=together,
+        R=weave.ranks,
+        M=launch.rows,
+        C=launch.columns,
+        DA=partial_da_QPRK is not None,
+        DX=dx_TK is not None,
+        DROPS=weave.group.drops and weave.training,
+        ALIGNMENT=alignment(x_TK, weave),
+        PRECISION=precision(x_TK),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def add_gradients(partial_da_QPRK: Tensor, partial_db_QRN: Tensor, weave: Weave) -> None:
+    """Add what the slots with several pieces have in shares to their accumulators."""
+    from weft.ops.triton import site_gradients
+
+    features, outputs = partial_da_QPRK.shape[-1], partial_db_QRN.shape[-1]
+    columns = max(32, 4096 // weave.ranks)
+    blocks = weave.parts * -(-features // columns) + sum(weave.blocks(columns))
+    site_gradients.add_gradients[(blocks, len(weave.rows.sums_M3))](
+        partial_da_QPRK,
+        partial_db_QRN,
+        weave.rows.sums_M3,
+        weave.group.table.address_PS4,
+        weave.group.table.rank_PS,
+        features,
+        outputs,
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        C=columns,
+        ALIGNMENT=alignment(partial_da_QPRK, weave),
+        num_warps=4,
+    )
+
+
+def alignment(x: Tensor, weave: Weave) -> int:
+    return ALIGNMENT if weave.group.table.aligned else x.element_size()
+
+
+def precision(x: Tensor) -> str:
+    """Exact float32 products; for 16 bits the word means nothing."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -1,0 +1,193 @@
+"""Forward kernels of the tiled LoRA route. A program works on rows of one slot only, and what lies outside of
+its rows, of its job's rank or of a width is loaded as zero: so no reduction can meet a neighbour's NaN.
+
+Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
+up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.slots import column_block, kept, matrix, row_bits, site_key
+
+
+@triton.jit
+def down(
+    x,
+    s,
+    partial,
+    tiles,
+    key,
+    token_index,
+    address,
+    factor,
+    rank,
+    threshold,
+    crc,
+    T,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVALUATING: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, x read once; with SPLIT > 1 a share of the sum."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    first = tl.program_id(2) * TOGETHER
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    row_M = start + tl.arange(0, M)
+    inside_M = row_M < stop
+    r_R = tl.arange(0, R)
+    zero_MR = tl.full((M, R), 0.0, tl.float32)
+    if slot < 0:
+        if SPLIT == 1:
+            for i in tl.static_range(TOGETHER):
+                at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
+                tl.store(s + at_MR, zero_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
+        return
+    weights = ()
+    bits = ()
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
+        weights = weights + (a + r_R[:, None] * K,)  # noqa: RUF005
+        if DROPS:
+            token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+            bits = bits + (row_bits(token_M, site_key(key, crc, slot, first + i)),)  # noqa: RUF005
+    share = (K + SPLIT * C - 1) // (SPLIT * C) * C
+    low = split * share
+    x_M = x + row_M.to(tl.int64) * K
+    sums = (zero_MR,) * TOGETHER
+    for k in range(low, tl.minimum(low + share, K), C):
+        k_C = k + tl.arange(0, C)
+        inside_C = k_C < K
+        x_MC = tl.load(x_M[:, None] + k_C[None, :], mask=inside_M[:, None] & inside_C[None, :], other=0.0)
+        longer = ()
+        for i in tl.static_range(TOGETHER):
+            entry = (first + i) * S + slot
+            owned_R = r_R < tl.load(rank + entry)
+            a_RC = tl.load(weights[i] + k_C[None, :], mask=owned_R[:, None] & inside_C[None, :], other=0.0)
+            dropped_MC = x_MC
+            if DROPS:
+                dropped_MC = tl.where(
+                    kept(k_C[None, :], bits[i][:, None], tl.load(threshold + entry)), x_MC, 0.0
+                )
+            sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)
+            longer = longer + (sum_MR,)  # noqa: RUF005
+        sums = longer
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        if SPLIT == 1:
+            owned_R = r_R < tl.load(rank + entry)
+            s_MR = tl.where(owned_R[None, :], sums[i] * tl.load(factor + entry * 2 + EVALUATING), 0.0)
+            at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
+            tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
+        else:
+            share_M = ((first + i) * SPLIT + split).to(tl.int64) * T + row_M
+            tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=inside_M[:, None])
+
+
+@triton.jit
+def sum_rows(
+    partial,
+    s,
+    tiles,
+    factor,
+    rank,
+    T,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    SHARES: tl.constexpr,
+    EVALUATING: tl.constexpr,
+):
+    """s (or ds) of some rows = factor · the sum of its shares: part p has SHARES[p] up to SHARES[p + 1]."""
+    tile = tl.program_id(0)
+    start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start >= stop:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    inside_M1 = (row_M < stop)[:, None]
+    r_R = tl.arange(0, R)
+    for p in tl.static_range(P):
+        s_MR = tl.full((M, R), 0.0, tl.float32)
+        if slot >= 0:
+            entry = p * S + slot
+            first: tl.constexpr = SHARES[p]
+            end: tl.constexpr = SHARES[p + 1]
+            for share in tl.static_range(first, end):
+                at_MR = (row_M + share * T)[:, None] * R + r_R[None, :]
+                s_MR += tl.load(partial + at_MR, mask=inside_M1, other=0.0)
+            owned_R = r_R < tl.load(rank + entry)
+            s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + EVALUATING), 0.0)
+        at_MR = row_M[:, None] * (P * R) + p * R + r_R[None, :]
+        tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M1)
+
+
+@triton.jit
+def up(
+    s,
+    residual,
+    bias,
+    y,
+    tiles,
+    address,
+    rank,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y = residual + bias + sB in the columns of one part; y may be the residual itself."""
+    part, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
+    tile = tl.program_id(1)
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    n_C = low + tl.arange(0, C)
+    inside_C = n_C < high
+    inside_MC = (row_M < stop)[:, None] & inside_C[None, :]
+    at_MC = row_M[:, None] * N + n_C[None, :]
+    y_MC = tl.full((M, C), 0.0, tl.float32)
+    if residual is not None:
+        y_MC += tl.load(residual + at_MC, mask=inside_MC, other=0.0).to(tl.float32)
+    if bias is not None:
+        y_MC += tl.load(bias + n_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    if slot >= 0:
+        entry = part * S + slot
+        r_R = tl.arange(0, R)
+        owned_R = r_R < tl.load(rank + entry)
+        s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+        s_MR = tl.load(s + s_at_MR, mask=(row_M < stop)[:, None], other=0.0)
+        b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
+        b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
+        b_RC = tl.load(b + b_at_RC, mask=owned_R[:, None] & inside_C[None, :], other=0.0)
+        y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)
+    tl.store(y + at_MC, y_MC.to(y.dtype.element_ty), mask=inside_MC)

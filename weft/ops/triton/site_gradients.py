@@ -1,0 +1,303 @@
+"""Backward kernels of the tiled LoRA route. No atomics: each piece is one program's, and a slot's pieces are
+added in their order. What lies outside of a program's rows, rank or width is zero to it, as in the forward.
+
+Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
+up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.slots import column_block, kept, matrix, row_bits, site_key
+
+
+@triton.jit
+def ds_db(
+    dy,
+    s,
+    partial_ds,
+    partial_db,
+    pieces,
+    address,
+    rank,
+    T,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dB of some columns over a piece, and these columns' share of ds, from one read of dy.
+
+    dB is summed up on its side, columns by ranks: so the tensor cores take both products from the same copy
+    of dy in shared memory, whatever the rank.
+    """
+    block = tl.program_id(0)
+    part, low, high, origin = column_block(block, COLUMNS, P, C)
+    piece = tl.program_id(1)
+    start = tl.load(pieces + piece * 4)
+    stop = tl.load(pieces + piece * 4 + 1)
+    slot = tl.load(pieces + piece * 4 + 2)
+    alone = tl.load(pieces + piece * 4 + 3)
+    if slot < 0:
+        return
+    entry = part * S + slot
+    r_R = tl.arange(0, R)
+    owned_R = r_R < tl.load(rank + entry)
+    n_C = low + tl.arange(0, C)
+    owned_RC = owned_R[:, None] & (n_C < high)[None, :]
+    b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
+    b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
+    if DS:
+        b_RC = tl.load(b + b_at_RC, mask=owned_RC, other=0.0)
+    db_CR = tl.full((C, R), 0.0, tl.float32)
+    for m in range(start, stop, M):
+        row_M = (m + tl.arange(0, M)).to(tl.int64)
+        inside_M = row_M < stop
+        dy_MC = tl.load(
+            dy + row_M[:, None] * N + n_C[None, :],
+            mask=inside_M[:, None] & (n_C < high)[None, :],
+            other=0.0,
+        )
+        s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+        s_MR = tl.load(s + s_at_MR, mask=inside_M[:, None], other=0.0)
+        db_CR = tl.dot(tl.trans(dy_MC), s_MR, db_CR, input_precision=PRECISION)
+        if DS:
+            ds_MR = tl.dot(dy_MC, tl.trans(b_RC), input_precision=PRECISION)
+            share_M = block.to(tl.int64) * T + row_M
+            tl.store(partial_ds + share_M[:, None] * R + r_R[None, :], ds_MR, mask=inside_M[:, None])
+    db_RC = tl.trans(db_CR)
+    if alone:
+        db_at = matrix(address, entry, 3, tl.float32, ALIGNMENT) + b_at_RC
+        tl.store(db_at, tl.load(db_at, mask=owned_RC, other=0.0) + db_RC, mask=owned_RC)
+    else:
+        at_RC = (piece.to(tl.int64) * R + r_R)[:, None] * N + n_C[None, :]
+        tl.store(partial_db + at_RC, db_RC, mask=owned_RC)
+
+
+@triton.jit
+def ds_alone(
+    dy,
+    ds,
+    tiles,
+    address,
+    factor,
+    rank,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    EVALUATING: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """ds = factor · dyBᵀ of a tile and a part: for ranks whose shares would be larger than dy itself."""
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    low = 0
+    high = 0
+    for p in tl.static_range(P):
+        low = tl.where(part == p, COLUMNS[2 * p], low)
+        high = tl.where(part == p, COLUMNS[2 * p + 1], high)
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    inside_M = row_M < stop
+    r_R = tl.arange(0, R)
+    ds_MR = tl.full((M, R), 0.0, tl.float32)
+    if slot >= 0:
+        entry = part * S + slot
+        owned_R = r_R < tl.load(rank + entry)
+        b_R = matrix(address, entry, 1, dy.dtype.element_ty, ALIGNMENT) + r_R * (high - low)
+        for n in range(0, high - low, C):
+            n_C = n + tl.arange(0, C)
+            inside_C = n_C < high - low
+            dy_MC = tl.load(
+                dy + row_M[:, None] * N + (low + n_C)[None, :],
+                mask=inside_M[:, None] & inside_C[None, :],
+                other=0.0,
+            )
+            b_RC = tl.load(b_R[:, None] + n_C[None, :], mask=owned_R[:, None] & inside_C[None, :], other=0.0)
+            ds_MR = tl.dot(dy_MC, tl.trans(b_RC), ds_MR, input_precision=PRECISION)
+        ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + EVALUATING), 0.0)
+    at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+    tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
+
+
+@triton.jit
+def da_dx(
+    x,
+    ds,
+    dx,
+    partial_da,
+    pieces,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DA: tl.constexpr,
+    DX: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dA of some columns over a piece for TOGETHER parts, and these columns of dx (if all are together).
+
+    The tile stands on its side, columns by rows: so the tensor cores take it whatever the rank.
+    """
+    piece = tl.program_id(1)
+    first = tl.program_id(2) * TOGETHER
+    start = tl.load(pieces + piece * 4)
+    stop = tl.load(pieces + piece * 4 + 1)
+    slot = tl.load(pieces + piece * 4 + 2)
+    alone = tl.load(pieces + piece * 4 + 3)
+    if start == stop:
+        return
+    k_C = tl.program_id(0) * C + tl.arange(0, C)
+    inside_C = k_C < K
+    if slot < 0:
+        if DX:
+            for m in range(start, stop, M):
+                row_M = (m + tl.arange(0, M)).to(tl.int64)
+                tl.store(
+                    dx + row_M[:, None] * K + k_C[None, :],
+                    tl.full((M, C), 0.0, dx.dtype.element_ty),
+                    mask=(row_M < stop)[:, None] & inside_C[None, :],
+                )
+        return
+    r_R = tl.arange(0, R)
+    a_at_RC = r_R[:, None] * K + k_C[None, :]
+    weights = ()
+    keys = ()
+    thresholds = ()
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
+        if DX:
+            a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
+            weights = weights + (tl.trans(tl.load(a + a_at_RC, mask=owned_RC, other=0.0)),)  # noqa: RUF005
+        if DROPS:
+            keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
+            thresholds = thresholds + (tl.load(threshold + entry),)  # noqa: RUF005
+    sums = (tl.full((C, R), 0.0, tl.float32),) * TOGETHER
+    for m in range(start, stop, M):
+        row_M = (m + tl.arange(0, M)).to(tl.int64)
+        inside_M = row_M < stop
+        at_CM = k_C[:, None] + row_M[None, :] * K
+        inside_CM = inside_C[:, None] & inside_M[None, :]
+        if DA:
+            x_CM = tl.load(x + at_CM, mask=inside_CM, other=0.0)
+        if DROPS:
+            token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+        dx_CM = tl.full((C, M), 0.0, tl.float32)
+        longer = ()
+        for i in tl.static_range(TOGETHER):
+            ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
+            ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
+            if DROPS:
+                bits_M = row_bits(token_M, keys[i])
+                kept_CM = kept(k_C[:, None], bits_M[None, :], thresholds[i])
+            if DA:
+                dropped_CM = x_CM
+                if DROPS:
+                    dropped_CM = tl.where(kept_CM, x_CM, 0.0)
+                longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
+            if DX and DROPS:
+                part_CM = tl.dot(weights[i], tl.trans(ds_MR), input_precision=PRECISION)
+                dx_CM += tl.where(kept_CM, part_CM, 0.0)
+            elif DX:
+                dx_CM = tl.dot(weights[i], tl.trans(ds_MR), dx_CM, input_precision=PRECISION)
+        if DA:
+            sums = longer
+        if DX:
+            tl.store(dx + at_CM, dx_CM.to(dx.dtype.element_ty), mask=inside_CM)
+    if DA:
+        for i in tl.static_range(TOGETHER):
+            entry = (first + i) * S + slot
+            owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
+            sum_RC = tl.trans(sums[i])
+            if alone:
+                da_at = matrix(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
+                tl.store(da_at, tl.load(da_at, mask=owned_RC, other=0.0) + sum_RC, mask=owned_RC)
+            else:
+                at_RC = ((piece.to(tl.int64) * P + first + i) * R + r_R)[:, None] * K + k_C[None, :]
+                tl.store(partial_da + at_RC, sum_RC, mask=owned_RC)
+
+
+@triton.jit
+def add_gradients(
+    partial_da,
+    partial_db,
+    sums,
+    address,
+    rank,
+    K,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Add the pieces of a slot that has several to its accumulators, in their order."""
+    slot = tl.load(sums + tl.program_id(1) * 3)
+    first = tl.load(sums + tl.program_id(1) * 3 + 1)
+    end = tl.load(sums + tl.program_id(1) * 3 + 2)
+    if slot < 0:
+        return
+    block = tl.program_id(0)
+    r_R = tl.arange(0, R)
+    c_C = tl.arange(0, C)
+    blocks = P * ((K + C - 1) // C)
+    if block < blocks:
+        part = block // ((K + C - 1) // C)
+        k_C = (block - part * ((K + C - 1) // C)) * C + c_C
+        entry = part * S + slot
+        owned_RC = (r_R < tl.load(rank + entry))[:, None] & (k_C < K)[None, :]
+        gradient = matrix(address, entry, 2, tl.float32, ALIGNMENT) + r_R[:, None] * K + k_C[None, :]
+        at_RC = (part * R + r_R)[:, None] * K + k_C[None, :]
+        share = partial_da + first.to(tl.int64) * (P * R * K)
+        total_RC = tl.full((R, C), 0.0, tl.float32)
+        for _ in range(first, end):
+            total_RC += tl.load(share + at_RC, mask=owned_RC, other=0.0)
+            share += P * R * K
+        tl.store(gradient, tl.load(gradient, mask=owned_RC, other=0.0) + total_RC, mask=owned_RC)
+    else:
+        part, low, high, origin = column_block(block - blocks, COLUMNS, P, C)
+        n_C = low + c_C
+        entry = part * S + slot
+        owned_RC = (r_R < tl.load(rank + entry))[:, None] & (n_C < high)[None, :]
+        gradient = matrix(address, entry, 3, tl.float32, ALIGNMENT)
+        gradient += r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
+        at_RC = r_R[:, None] * N + n_C[None, :]
+        share = partial_db + first.to(tl.int64) * (R * N)
+        total_RC = tl.full((R, C), 0.0, tl.float32)
+        for _ in range(first, end):
+            total_RC += tl.load(share + at_RC, mask=owned_RC, other=0.0)
+            share += R * N
+        tl.store(gradient, tl.load(gradient, mask=owned_RC, other=0.0) + total_RC, mask=owned_RC)

@@ -1,0 +1,75 @@
+"""What the kernels of a site share: where a slot's matrices are, whose a column is, what dropout keeps.
+
+Shapes: M rows of a program, C columns of a program, P parts. Parameters of a kernel carry no annotation but
+tl.constexpr: Triton evaluates them.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FIRST = tl.constexpr(0x85EBCA6B)
+SECOND = tl.constexpr(0xC2B2AE35)
+STRIDE = tl.constexpr(0x9E3779B9)
+
+
+@triton.jit
+def mixed(value):
+    """fmix32 but for its last fold; `ops.dropout` is its twin."""
+    value = value ^ (value >> 16)
+    value = value * FIRST
+    value = value ^ (value >> 13)
+    return value * SECOND
+
+
+@triton.jit
+def folded(value):
+    value = mixed(value)
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def site_key(key, crc, slot, part):
+    """`ops.dropout.key` of a slot's seed and step at one site."""
+    return folded((tl.load(key + slot) ^ tl.load(crc + part)).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def row_bits(token_M, site_key):
+    """What the dropout counter of a row starts from at one site."""
+    return folded(token_M.to(tl.uint32, bitcast=True) ^ site_key)
+
+
+@triton.jit
+def kept(column, bits, threshold):
+    """Which values survive, of columns and `row_bits` that broadcast: those of `ops.dropout.kept_TK`."""
+    value = mixed(bits + column.to(tl.uint32) * STRIDE)
+    return value.to(tl.int32, bitcast=True) >= threshold
+
+
+@triton.jit
+def matrix(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """The pointer to A (0), B (1), dA (2) or dB (3) of a table entry."""
+    pointer = tl.load(address + entry * 4 + WHICH).to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, ALIGNMENT)
+
+
+@triton.jit
+def column_block(block, COLUMNS: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
+    """(part, first column, end of the part, first column of the part) of the block-th C columns."""
+    part = 0
+    low = 0
+    high = 0
+    origin = 0
+    first = 0
+    for p in tl.static_range(P):
+        here = block >= first
+        part = tl.where(here, p, part)
+        low = tl.where(here, COLUMNS[2 * p] + (block - first) * C, low)
+        high = tl.where(here, COLUMNS[2 * p + 1], high)
+        origin = tl.where(here, COLUMNS[2 * p], origin)
+        first += (COLUMNS[2 * p + 1] - COLUMNS[2 * p] + C - 1) // C
+    return part, low, high, origin

@@ -1,0 +1,251 @@
+"""How the tiled route is launched for one group and one microbatch: blocks, warps, shares of a sum.
+
+Nothing here depends on who is aboard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from weft.ops.rows import BLOCK, Rows
+from weft.ops.table import ALIGNMENT, Group
+
+ONE_READ_RANKS = 64
+"""Above so many ranks of a part the shares of ds are larger than dy, and dy is read twice instead."""
+TOGETHER_RANKS = 256
+"""So many ranks of all parts fit a program's registers; above, each part has programs of its own."""
+LARGE_SHARED_MEMORY = 160 << 10
+"""Bytes; what the blocks for 16 bits were measured with."""
+PROGRAMS = 256
+"""How many programs keep a large GPU's memory busy; the sum over K is split to come near."""
+FUSED_RANKS = 64
+"""Above so many ranks of a part the fused product has no registers for them."""
+FUSED_SHARED_MEMORY = 227 << 10
+"""Bytes that the blocks of a fused product were made for."""
+BESIDE_COLUMNS = 32
+"""What a round of a fused product costs beside its columns, in columns."""
+FUSED_COLUMNS = 128
+"""The parts of a fused product begin at multiples of this."""
+
+
+class Order(StrEnum):
+    """Whether the adapters' part is written before the frozen product is added to it, added after it, or
+    added within it, before it is written."""
+
+    before = "before"
+    after = "after"
+    fused = "fused"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The block that a program of one kernel takes."""
+
+    columns: int
+    warps: int
+    stages: int
+    rows: int = 64
+    """How many at a time, where the kernel walks over a piece; the others take a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What a program of a fused product takes at a time, and how many of them there are."""
+
+    columns: int
+    inner: int
+    chunks: int
+    """The columns are finished in so many chunks, so that the adapters' products find registers."""
+    stages: int
+    programs: int
+    group: int = 8
+    """So many row blocks share their columns in the cache."""
+    warps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    down: Launch
+    up: Launch
+    ds_db: Launch
+    da_dx: Launch
+    y: Blocks
+    dx: Blocks
+    split: int
+    """Programs that share the sum over K of one tile."""
+    one_read: bool
+    """Whether ds and dB come from one read of dy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weave:
+    """One use of a group by one microbatch."""
+
+    group: Group
+    rows: Rows
+    training: bool
+    tiling: Tiling
+    order: Order = Order.before
+
+    @property
+    def parts(self) -> int:
+        return len(self.group.columns)
+
+    @property
+    def ranks(self) -> int:
+        return rank_block(self.group.rank)
+
+    @property
+    def slots(self) -> int:
+        return len(self.rows.key_S)
+
+    @property
+    def together(self) -> int:
+        """How many parts one program takes."""
+        return parts_together(self.group)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return tuple(edge for part in self.group.columns for edge in part)
+
+    def blocks(self, columns: int) -> list[int]:
+        """How many blocks of so many columns each part of the output has."""
+        return [-(-(high - low) // columns) for low, high in self.group.columns]
+
+
+def rank_block(rank: int) -> int:
+    """The ranks of a part up to a power of two that a tensor core takes."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+def parts_together(group: Group) -> int:
+    parts = len(group.columns)
+    return parts if parts * rank_block(group.rank) <= TOGETHER_RANKS else 1
+
+
+def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
+    """Blocks that fit the registers and the shared memory of the device."""
+    count, device = len(rows.token_index_T), rows.buffer.device
+    y = _blocks(count, group.columns, group.rank, dtype, device)
+    dx = _blocks(count, ((0, features),), group.rank, dtype, device)
+    chosen = _for_16_bits(group, y, dx) if dtype.itemsize == 2 else _for_32_bits(group, y, dx)
+    if dtype.itemsize == 2 and _shared_memory(rows.buffer.device) < LARGE_SHARED_MEMORY:
+        chosen = _lean(chosen)
+    tiles = -(-count // rows.tile)
+    split = max(1, min(PROGRAMS // tiles, features // (4 * chosen.down.columns)))
+    return replace(chosen, split=split)
+
+
+def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
+    """The orders that a case allows; the first needs no trial to be a good choice."""
+    always = Order.before, Order.after
+    starts = [low for low, _ in group.columns]
+    allowed = (
+        weight_NK.dtype.itemsize == 2
+        and rank_block(group.rank) <= FUSED_RANKS
+        and all(low % FUSED_COLUMNS == 0 for low in starts)
+        and _in_whole_rows(weight_NK)
+        and _has_copy_engines(device)
+    )
+    return (*always, Order.fused) if allowed else always
+
+
+def _in_whole_rows(weight_NK: Tensor) -> bool:
+    """Whether a copy engine takes it, and the tensors of the same widths: rows of whole 16 bytes."""
+    outputs, features = weight_NK.shape
+    strides = weight_NK.stride(1) == 1 and weight_NK.stride(0) % 8 == 0
+    return strides and outputs % 8 == 0 and features % 8 == 0 and weight_NK.data_ptr() % ALIGNMENT == 0
+
+
+def _has_copy_engines(device: torch.device) -> bool:
+    """Hopper and later GPUs for data centres: theirs is also the shared memory that the blocks need."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return _shared_memory(device) >= FUSED_SHARED_MEMORY
+
+
+def _blocks(
+    rows: int, columns: tuple[tuple[int, int], ...], rank: int, dtype: torch.dtype, device: torch.device
+) -> Blocks:
+    """Of the widths that no part straddles, the one that the rounds of programs take the least time with."""
+    programs = _programs(device)
+    outputs = columns[-1][1]
+    fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
+
+    def time(width: int) -> int:
+        rounds = -(-(-(-rows // BLOCK) * -(-outputs // width)) // programs)
+        return rounds * (width + BESIDE_COLUMNS)
+
+    return product_blocks(min(fitting, key=time), rank, dtype, programs)
+
+
+def product_blocks(columns: int, rank: int, dtype: torch.dtype, programs: int) -> Blocks:
+    """Blocks of so many columns that fit the registers and the shared memory."""
+    wide = columns == 256
+    return Blocks(
+        columns=columns,
+        inner=128 // dtype.itemsize,
+        chunks=4 if wide and rank > 32 else 2,
+        stages=3 if wide else 4,
+        programs=programs,
+    )
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    """One for every multiprocessor; a few where there is no GPU, so that each still takes several turns."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _for_16_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
+    rank, together = rank_block(group.rank), parts_together(group)
+    few, span = rank <= 64, together * rank
+    # Each part's mask is a tile in registers.
+    columns = 64 if group.drops and together > 1 else 128
+    da_dx = Launch(128, warps=8, stages=3) if span <= 64 else Launch(64, warps=8, stages=2)
+    if together < len(group.columns):
+        da_dx = Launch(64, warps=8, stages=1)
+    ds_db = (
+        Launch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
+        if few
+        else Launch(64, warps=8, stages=2)
+    )
+    return Tiling(
+        down=Launch(columns, warps=4, stages=4) if span <= 64 else Launch(64, warps=8, stages=2),
+        up=Launch(128 if few else 64, warps=4, stages=1),
+        ds_db=ds_db,
+        da_dx=da_dx,
+        y=y,
+        dx=dx,
+        split=1,
+        one_read=rank <= ONE_READ_RANKS,
+    )
+
+
+def _lean(tiling: Tiling) -> Tiling:
+    """Half the columns, and loads at most one step ahead: for GPUs made for desks."""
+
+    def lean(launch: Launch) -> Launch:
+        return replace(launch, columns=launch.columns // 2, stages=min(2, launch.stages))
+
+    down, up, ds_db, da_dx = (lean(launch) for launch in (tiling.down, tiling.up, tiling.ds_db, tiling.da_dx))
+    return replace(tiling, down=down, up=up, ds_db=ds_db, da_dx=da_dx)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; without a GPU nothing limits it."""
+    if device.type != "cuda":
+        return LARGE_SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+def _for_32_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
+    """Exact float32 has no tensor core: operands live in registers, so the blocks are small."""
+    launch = Launch(32, warps=8, stages=1, rows=32)
+    one_read = rank_block(group.rank) <= ONE_READ_RANKS
+    return Tiling(launch, launch, launch, launch, y, dx, split=1, one_read=one_read)
