@@ -13,6 +13,7 @@ from tests.base.folders import word_tokenizer
 from tests.families import COMMON, randomised
 from tests.outputs import assert_same_results, assert_whole, jobs_folder, lines, status
 from weft import JobSpec, Options
+from weft.ops import adamw
 from weft.plan.memory import MemoryModel
 from weft.run.events import Stepped
 from weft.shapes import JobShape
@@ -194,18 +195,22 @@ def test_a_job_that_does_not_fit_even_alone_fails_and_those_behind_it_run(tmp_pa
         assert got == pytest.approx(want, rel=1e-9)
 
 
-def test_out_of_memory_inside_an_optimizer_step_fails_that_job_only(tmp_path):
+def test_out_of_memory_inside_an_optimizer_step_fails_that_job_only(tmp_path, monkeypatch):
     jobs = [job("a"), job("bb")]
     bench.train(bench.base(), tmp_path / "want", jobs[:1])
     trainer = bench.trainer(bench.base(), tmp_path / "out", jobs)
 
     def callback(event):
         if isinstance(event, Stepped) and (event.job, event.step) == ("bb", 2):
+            master = trainer.loop.executor.aboard["bb"].master
 
-            def short(*_):
-                raise torch.OutOfMemoryError("no room")
+            def short(masters, *others, **settings):
+                if masters[0] is master:
+                    raise torch.OutOfMemoryError("no room")
+                step(masters, *others, **settings)
 
-            trainer.loop.executor.aboard["bb"].optimizer.register_step_pre_hook(short)
+            step = adamw.adamw
+            monkeypatch.setattr(adamw, "adamw", short)
 
     results = trainer.run(callback)
     assert results["bb"].reason == "out of memory inside its optimizer step 3"

@@ -49,8 +49,15 @@ class Microbatch:
             return self
         return replace(
             self,
-            tokens_T=self.tokens_T.to(device, non_blocking=True),
-            positions_T=self.positions_T.to(device, non_blocking=True),
-            targets_T=self.targets_T.to(device, non_blocking=True),
-            token_index_T=self.token_index_T.to(device, non_blocking=True),
+            tokens_T=to_device(self.tokens_T, device),
+            positions_T=to_device(self.positions_T, device),
+            targets_T=to_device(self.targets_T, device),
+            token_index_T=to_device(self.token_index_T, device),
         )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Pinned first where that helps, so that the host does not wait for the device to get there."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

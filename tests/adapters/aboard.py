@@ -32,7 +32,7 @@ def weights_of(base: Base, job: str, spec: LoraSpec, seed: int = 0) -> Tensor:
 
 def attach(banks: Banks, base: Base, job: str, spec: LoraSpec, weights: Tensor) -> None:
     layout = kind_named(spec.kind).layout(spec, base.shape.sites)
-    banks.attach(Member(job, spec, seed=0), layout, weights)
+    banks.attach(Member(job, spec, seed=0), layout, weights, torch.zeros(layout.size, dtype=torch.float64))
 
 
 def banks_with(base: Base, specs: Mapping[str, LoraSpec]) -> Banks:

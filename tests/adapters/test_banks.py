@@ -55,26 +55,21 @@ def crowd(llama):
 
 
 def held(banks, job):
-    """The job's flat vector as its slots hold it."""
-    flat = torch.empty(banks.layouts[job].size, dtype=torch.float64)
-    for (site, name), value in banks.layouts[job].views(flat).items():
-        value.copy_(banks._banks[site]["lora"].parameters(job)[name])
-    return flat
+    """The job's flat vector as passes read it."""
+    return banks.aboard[job].weights
 
 
 def gradients(base, banks, microbatch, jobs, route=Route.segmented):
     """Each job's gradient of one pass, as the executor collects it."""
+    for job in jobs:
+        banks.aboard[job].gradient.zero_()
     with banks.bound(microbatch, route, training=True):
         h_TD = base.hidden(microbatch)
         targets_T = microbatch.tokens_T.roll(-1)
         loss_T = torch.nn.functional.cross_entropy(base.head().logits(h_TD), targets_T, reduction="none")
         loss_T.sum().backward()
-    found = {}
-    for job in jobs:
-        found[job] = torch.zeros(banks.layouts[job].size, dtype=torch.float64)
-        banks.add_gradients(job, found[job])
-    banks.clear_gradients()
-    return found
+    banks.keep_scratch()
+    return {job: banks.aboard[job].gradient.clone() for job in jobs}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,7 +80,7 @@ def test_each_job_of_a_mixed_pack_gets_the_logits_that_peft_gives_it_alone(famil
     for seed, (job, spec) in enumerate(specs.items()):
         weights = random_weights(base, spec, seed)
         attach(banks, base, job, spec, weights)
-        LORA.save(tmp_path / job, spec, banks.layouts[job].views(weights), base.shape.sites, "b")
+        LORA.save(tmp_path / job, spec, banks.aboard[job].layout.views(weights), base.shape.sites, "b")
     jobs = ["a", "b", "c", "d"]
     samples = random_samples((9, 5, 12, 7))
     plain = [tiny(family)(input_ids=tokens[None], use_cache=False).logits[0].detach() for tokens in samples]
@@ -125,7 +120,7 @@ def test_who_leaves_changes_neither_the_weights_nor_the_gradients_of_the_others(
     before = gradients(llama, banks, microbatch, stay)
     assert all(found.norm() > 1e-3 for found in before.values())
     banks.detach(gone)
-    assert gone not in banks.layouts
+    assert gone not in banks.aboard
     for job in stay:
         assert torch.equal(held(banks, job), weights[job])
     after = gradients(llama, banks, microbatch, stay)
@@ -157,22 +152,37 @@ def test_gradients_in_company_are_those_of_each_job_alone(llama, crowd, route):
                 logits_TV[:rows], pair.tokens_T[1 : rows + 1], reduction="sum"
             )
             loss.backward()
-        want = torch.zeros_like(both[job])
-        alone.add_gradients(job, want)
+        want = alone.aboard[job].gradient
         torch.testing.assert_close(both[job], want, rtol=CLOSE, atol=CLOSE)
 
 
-def test_gradients_add_up_over_microbatches_and_are_gone_when_cleared(llama, crowd):
+@pytest.mark.parametrize("route", [Route.segmented, Route.concatenated])
+def test_gradients_add_up_over_passes_and_doubtful_ones_can_be_dropped(llama, crowd, route):
     banks, _ = crowd
     microbatch = together(["a"], random_samples((7,)))
-    once = gradients(llama, banks, microbatch, ["a"])["a"]
-    total = once.clone()
-    with banks.bound(microbatch, Route.segmented, training=True):
+    once = gradients(llama, banks, microbatch, ["a"], route)["a"]
+    with banks.bound(microbatch, route, training=True):
         llama.hidden(microbatch).sum().backward()
-    banks.clear_gradients()
-    banks.add_gradients("a", total)
-    assert torch.equal(total, once)
-    assert banks.gradients_are_finite()
+    if not route.mixes_rows:
+        assert not torch.equal(banks.aboard["a"].gradient, once)
+        return
+    assert banks.scratch_is_finite()
+    banks.aboard["a"].scratch[3] = float("nan")
+    assert not banks.scratch_is_finite()
+    banks.drop_scratch()
+    banks.keep_scratch()
+    assert torch.equal(banks.aboard["a"].gradient, once)
+
+
+def test_more_jobs_than_slots_make_room(llama):
+    banks = empty_banks(llama)
+    spec = LoraSpec(rank=1)
+    for number in range(65):
+        attach(banks, llama, f"job{number}", spec, weights_of(llama, f"job{number}", spec))
+    assert banks.slots == 128
+    banks.detach("job7")
+    attach(banks, llama, "late", spec, weights_of(llama, "late", spec))
+    assert banks.aboard["late"].slot == 7
 
 
 def test_outside_a_bound_pass_the_base_computes_as_if_nobody_were_aboard(llama, crowd):
@@ -233,8 +243,7 @@ def test_the_banks_hold_the_bases_dtype_and_never_train_the_base():
     before = copy.deepcopy(base.model.state_dict())
     found = gradients(base, banks, together(["a"], random_samples((6,))), ["a"])["a"]
     assert found.norm() > 0
-    for bank in banks._all():
-        assert {value.dtype for value in bank.parameters("a").values()} == {torch.float32}
+    assert banks.aboard["a"].weights.dtype == torch.float32
     assert all(parameter.grad is None for parameter in base.model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in base.model.state_dict().items())
 

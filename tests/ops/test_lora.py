@@ -1,36 +1,57 @@
 """Every route of the LoRA op against the readable one, against finite differences, and against a NaN."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from weft.ops.dropout import kept_TK
-from weft.ops.lora import Block, Blocks, Route, add_lora
+from weft.ops.lora import Block, Blocks, Factors, Route, add_lora
 
 FAST = [Route.segmented, Route.concatenated]
+WHOLE = [Route.reference, *FAST]
 
 
 def case(ranks, lengths, dropouts=None, dtype=torch.float64, k=24, n=20, gap=3, seed=0):
-    """Segments with `gap` rows without an adapter before each; ranks in reverse order in the bank."""
+    """x, y and segments with `gap` rows without an adapter before each; totals start at zero."""
     torch.manual_seed(seed)
     dropouts = dropouts or [0.0] * len(ranks)
-    blocks, row, top = [], 0, sum(ranks)
+    blocks, row = [], 0
     for index, (rank, length, dropout) in enumerate(zip(ranks, lengths, dropouts, strict=True)):
         row += gap
-        blocks.append(Block(row, row + length, top - rank, top, (1 + index) / 3, dropout, 1000 + index))
-        row, top = row + length, top - rank
+        weights = Factors(torch.randn(rank, k, dtype=dtype), torch.randn(rank, n, dtype=dtype))
+        blocks.append(block(row, row + length, weights, (1 + index) / 3, dropout, 1000 + index))
+        row += length
     row += gap
     x, y = torch.randn(row, k, dtype=dtype), torch.randn(row, n, dtype=dtype)
-    a, b = torch.randn(sum(ranks), k, dtype=dtype), torch.randn(sum(ranks), n, dtype=dtype)
-    return x, y, a, b, Blocks(tuple(blocks), torch.arange(row) * 3 + 1, sum(ranks))
+    return x, y, Blocks(tuple(blocks), torch.arange(row) * 3 + 1, torch.zeros((), requires_grad=True))
 
 
-def run(route, x, y, a, b, blocks):
-    """Output and all gradients; y is cloned because the fast routes write into it."""
-    leaves = [t.clone().requires_grad_() for t in (x, y, a, b)]
-    out = add_lora(leaves[0], leaves[1] * 1.0, leaves[2], leaves[3], blocks, route)
+def block(start, stop, weights, scale, dropout, key):
+    totals = Factors(torch.zeros_like(weights.a_rK), torch.zeros_like(weights.b_rN))
+    return Block(start, stop, weights, totals, scale, dropout, key)
+
+
+def fresh(blocks, dtype=None, change=lambda index, weights: weights):
+    """The same blocks with totals of their own, in another dtype or with other weights."""
+    made = []
+    for index, one in enumerate(blocks.blocks):
+        weights = change(index, one.weights)
+        weights = Factors(weights.a_rK.to(dtype), weights.b_rN.to(dtype)) if dtype else weights
+        made.append(block(one.start, one.stop, weights, one.scale, one.dropout, one.key))
+    return Blocks(tuple(made), blocks.token_index_T, blocks.anchor)
+
+
+def run(route, x, y, blocks):
+    """Output, dx, dy, and the gradients of all A and all B; y is cloned: the fast routes write into it."""
+    blocks = fresh(blocks)
+    leaves = [t.clone().requires_grad_() for t in (x, y)]
+    out = add_lora(leaves[0], leaves[1] * 1.0, blocks, route)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     (out * weights).sum().backward()
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    da = torch.cat([one.gradient.a_rK for one in blocks.blocks])
+    db = torch.cat([one.gradient.b_rN for one in blocks.blocks])
+    return [out.detach(), *(leaf.grad for leaf in leaves), da, db]
 
 
 @pytest.mark.parametrize("route", FAST)
@@ -53,58 +74,93 @@ def test_the_fast_routes_equal_the_reference(route, ranks, lengths, dropping):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("route", list(Route))
+@pytest.mark.parametrize("route", WHOLE)
 def test_gradients_equal_finite_differences_with_half_of_the_values_dropped(route):
-    x, y, a, b, blocks = case([2, 3], [4, 3], [0.5, 0.0], k=5, n=4, gap=1)
+    x, y, blocks = case([2, 3], [4, 3], [0.5, 0.0], k=5, n=4, gap=1)
+    leaves = [t.requires_grad_() for t in (x, y)]
+    assert torch.autograd.gradcheck(lambda x, y: add_lora(x, y * 1.0, blocks, route), leaves, atol=1e-6)
 
-    def function(x, y, a, b):
-        return add_lora(x, y * 1.0, a, b, blocks, route)
 
-    leaves = [t.requires_grad_() for t in (x, y, a, b)]
-    assert torch.autograd.gradcheck(function, leaves, atol=1e-6)
+@pytest.mark.parametrize("route", WHOLE)
+@pytest.mark.parametrize("which", ["a_rK", "b_rN"])
+def test_what_is_added_to_the_totals_equals_finite_differences(route, which):
+    x, y, blocks = case([2, 3], [4, 3], [0.5, 0.0], k=5, n=4, gap=1)
+
+    def loss(change, at):
+        changed = fresh(blocks, change=lambda index, w: moved(w, change, at) if index == 1 else w)
+        out = add_lora(x, y * 1.0, changed, Route.reference)
+        return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().item()
+
+    def moved(weights, change, at):
+        values = getattr(weights, which).clone()
+        values[at] += change
+        return replace(weights, **{which: values})
+
+    x.requires_grad_()
+    found = run(route, x.detach(), y, blocks)[3 if which == "a_rK" else 4]
+    for at in [(0, 0), (2, 3), (1, 2)]:
+        slope = (loss(1e-6, at) - loss(-1e-6, at)) / 2e-6
+        assert found[2 + at[0], at[1]].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("route", WHOLE)
+def test_totals_add_up_over_passes_in_their_own_dtype(route):
+    x, y, blocks = case([2, 3], [4, 3], dtype=torch.bfloat16)
+    wide = [
+        replace(one, gradient=Factors(one.gradient.a_rK.float(), one.gradient.b_rN.float()))
+        for one in blocks.blocks
+    ]
+    once = run(route, x, y, blocks)
+    twice = Blocks(tuple(wide), blocks.token_index_T, blocks.anchor)
+    for _ in range(2):
+        out = add_lora(x.clone().requires_grad_(), y * 1.0, twice, route)
+        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    torch.testing.assert_close(wide[0].gradient.b_rN, 2 * once[4][:2].float(), rtol=0.02, atol=1e-3)
 
 
 def test_the_reference_is_the_formula_with_scale_and_dropout():
-    x, y, a, b, blocks = case([3], [6], [0.5], gap=2)
-    (block,) = blocks.blocks
-    kept = kept_TK(block.key, blocks.token_index_T[block.rows], x.shape[1], 0.5)
+    x, y, blocks = case([3], [6], [0.5], gap=2)
+    (one,) = blocks.blocks
+    kept = kept_TK(one.key, blocks.token_index_T[one.rows], x.shape[1], 0.5)
     expected = y.clone()
-    expected[2:8] += (1 / 3) * ((x[2:8] * kept / 0.5) @ a.T) @ b
-    torch.testing.assert_close(add_lora(x, y, a, b, blocks, Route.reference), expected)
+    expected[2:8] += (1 / 3) * ((x[2:8] * kept / 0.5) @ one.weights.a_rK.T) @ one.weights.b_rN
+    torch.testing.assert_close(add_lora(x, y, blocks, Route.reference).detach(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("route", FAST)
 def test_the_error_is_at_most_twice_that_of_plain_torch_in_the_same_dtype(route, dtype):
-    exact = case([16, 8, 5], [40, 33, 27], [0.1, 0.0, 0.5], k=96, n=64)
-    low = [t.to(dtype) for t in exact[:4]]
-    truth = run(Route.reference, *(t.double() for t in low), exact[4])
-    plain = run(Route.reference, *low, exact[4])
-    fast = run(route, *low, exact[4])
+    x, y, blocks = case([16, 8, 5], [40, 33, 27], [0.1, 0.0, 0.5], k=96, n=64)
+    x, y, low = x.to(dtype), y.to(dtype), fresh(blocks, dtype)
+    truth = run(Route.reference, x.double(), y.double(), fresh(low, torch.float64))
+    plain = run(Route.reference, x, y, low)
+    fast = run(route, x, y, low)
     for name, want, twin, got in zip(["y", "dx", "dy", "da", "db"], truth, plain, fast, strict=True):
         allowed = 2 * (twin.double() - want).norm() + 1e-30
         assert (got.double() - want).norm() <= allowed, name
 
 
 def test_segmented_keeps_a_nan_with_its_owner():
-    x, y, a, b, blocks = case([4, 4], [6, 6], [0.1, 0.1])
-    clean = run(Route.segmented, x, y, a, b, blocks)
+    x, y, blocks = case([4, 4], [6, 6], [0.1, 0.1])
+    clean = run(Route.segmented, x, y, blocks)
     sick, healthy = blocks.blocks
-    a, b, x = a.clone(), b.clone(), x.clone()
-    a[sick.ranks] = b[sick.ranks] = float("nan")
+    x = x.clone()
     x[sick.rows] = float("inf")
-    out, dx, _, da, db = run(Route.segmented, x, y, a, b, blocks)
+    spoilt = fresh(
+        blocks,
+        change=lambda index, w: Factors(w.a_rK * float("nan"), w.b_rN * float("nan")) if index == 0 else w,
+    )
+    out, dx, _, da, db = run(Route.segmented, x, y, spoilt)
     assert torch.equal(out[healthy.rows], clean[0][healthy.rows])
     assert torch.equal(dx[healthy.rows], clean[1][healthy.rows])
-    assert torch.equal(da[healthy.ranks], clean[3][healthy.ranks])
-    assert torch.equal(db[healthy.ranks], clean[4][healthy.ranks])
-    assert not da[sick.ranks].isfinite().any()
+    assert torch.equal(da[4:], clean[3][4:])
+    assert torch.equal(db[4:], clean[4][4:])
+    assert not da[:4].isfinite().any()
 
 
 def test_concatenated_lets_a_nan_reach_a_neighbours_gradient():
     """Why the executor looks before it keeps a gradient of this route."""
-    x, y, a, b, blocks = case([4, 4], [6, 6])
-    sick, healthy = blocks.blocks
-    x[sick.rows] = float("nan")
-    _, _, _, da, _ = run(Route.concatenated, x, y, a, b, blocks)
-    assert not da[healthy.ranks].isfinite().all()
+    x, y, blocks = case([4, 4], [6, 6])
+    x[blocks.blocks[0].rows] = float("nan")
+    _, _, _, da, _ = run(Route.concatenated, x, y, blocks)
+    assert not da[4:].isfinite().all()

@@ -2,139 +2,237 @@
 
 Each site's linear gets a forward of ours: it multiplies all rows by the frozen weight once and hands input
 and output to every kind that has somebody aboard there. Outside a bound pass it is the base's own forward.
+Sites that share their input may form a group, whose weights are stacked and multiplied at once.
 
-Shapes: T rows, K inputs, N outputs of a site.
+Shapes: T rows, K inputs, N outputs of a site or a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from weft.adapters.kind import Member, SiteBank, kind_named
+from weft.adapters.kind import Frozen, Member, Parameters, Pass, SiteBank, kind_named
 from weft.adapters.layout import Layout
 from weft.batch import Microbatch
+from weft.ops.choice_trial import choices_on
 from weft.ops.lora import Route
+from weft.ops.rows import Rows, Seat, step_key
 from weft.shapes import SiteShape
 
+SLOTS = 64
+"""Jobs that the kernels' tables have room for at first; doubled when more come aboard."""
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What a site must know of the pass it is in."""
 
-    microbatch: Microbatch
-    route: Route
-    training: bool
+@dataclass(slots=True)
+class Aboard:
+    """A job and its flat vectors: what passes read, where gradients add up, and room for doubtful ones."""
+
+    member: Member
+    layout: Layout
+    slot: int
+    weights: Tensor
+    gradient: Tensor
+    totals: Parameters
+    scratch: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    """Sites that share their input, with whoever is aboard there."""
+
+    sites: tuple[SiteShape, ...]
+    frozen: Frozen
+    banks: dict[str, SiteBank] = field(default_factory=dict)
+
+    def columns(self) -> Iterator[tuple[str, int, int]]:
+        low = 0
+        for site in self.sites:
+            yield site.name, low, low + site.out_features
+            low += site.out_features
 
 
 class Banks:
-    def __init__(self, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape], like: Tensor) -> None:
-        self.sites = {site.name: site for site in sites}
-        self.layouts: dict[str, Layout] = {}
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        sites: Sequence[SiteShape],
+        like: Tensor,
+        groups: Sequence[Sequence[str]] = (),
+    ) -> None:
+        self.aboard: dict[str, Aboard] = {}
+        self.slots = SLOTS
         self._like = like
-        self._kinds: dict[str, str] = {}
-        self._banks: dict[str, dict[str, SiteBank]] = {site: {} for site in self.sites}
+        self._anchor = torch.zeros((), device=like.device, requires_grad=True)
+        self._choices = choices_on(like.device)
         self._pass: Pass | None = None
-        self._modules = {name: modules[name] for name in self.sites}
-        for name, module in self._modules.items():
-            module.forward = partial(self._weave, name, module, module.forward)
+        self._modules = {site.name: modules[site.name] for site in sites}
+        shapes = {site.name: site for site in sites}
+        grouped = {name for names in groups for name in names}
+        alone = [(name,) for name in shapes if name not in grouped]
+        self._groups: dict[str, Group] = {}
+        """By the name of each of its sites."""
+        for names in (*map(tuple, groups), *alone):
+            frozen = _stack([self._modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
+            group = Group(tuple(shapes[name] for name in names), frozen)
+            self._groups |= dict.fromkeys(names, group)
+        for (name,) in alone:
+            module = self._modules[name]
+            module.forward = partial(self._weave, name, module.forward)
 
     def unweave(self) -> None:
         """Give every site its own forward back: the base is as it was."""
         for module in self._modules.values():
-            del module.forward
+            module.__dict__.pop("forward", None)
 
-    def attach(self, member: Member, layout: Layout, weights: Tensor) -> None:
-        """Give a job its slots and fill them from the flat vector `weights`."""
-        kind = kind_named(member.spec.kind)
-        self._kinds[member.job] = kind.name
-        self.layouts[member.job] = layout
-        for site in dict.fromkeys(parameter.site for parameter in layout.parameters):
-            banks = self._banks[site]
-            if kind.name not in banks:
-                banks[kind.name] = kind.bank(self.sites[site], self._like)
-            banks[kind.name].attach(member)
-        self.write(member.job, weights)
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    def attach(self, member: Member, layout: Layout, weights: Tensor, gradient: Tensor) -> None:
+        """Give a job its slot. Passes read the flat vector `weights` and add to the flat `gradient`."""
+        assert weights.dtype == self._like.dtype
+        slot = self._free_slot()
+        aboard = Aboard(member, layout, slot, weights, gradient, layout.views(gradient))
+        self.aboard[member.job] = aboard
+        kind, views = kind_named(member.spec.kind), layout.views(weights)
+        for group in self._of(aboard):
+            if kind.name not in group.banks:
+                group.banks[kind.name] = kind.bank(group.sites, self.slots)
+            group.banks[kind.name].attach(member, slot, views, aboard.totals)
 
     def detach(self, job: str) -> None:
-        for bank in self._banks_of(job).values():
-            bank.detach(job)
-        del self._kinds[job], self.layouts[job]
+        aboard = self.aboard.pop(job)
+        for group in self._of(aboard):
+            group.banks[aboard.member.spec.kind].detach(job)
 
-    def write(self, job: str, weights: Tensor) -> None:
-        """Copy a job's flat vector into its slots, in the base's dtype."""
-        banks = self._banks_of(job)
-        for (site, name), value in self.layouts[job].views(weights).items():
-            banks[site].parameters(job)[name].copy_(value)
+    def write(self, job: str, master: Tensor) -> None:
+        """Let passes read the values of `master`, in the base's dtype."""
+        self.aboard[job].weights.copy_(master)
 
     def zero(self, job: str) -> None:
-        """A dead job's slots hold zeros until it is detached, so that nothing of it can spread."""
-        for bank in self._banks_of(job).values():
-            for value in bank.parameters(job).values():
-                value.zero_()
+        """A dead job's weights are zeros until it is detached, so that nothing of it can spread."""
+        self.aboard[job].weights.zero_()
 
-    def add_gradients(self, job: str, into: Tensor) -> None:
-        """Add the job's gradients of the microbatch just run to the flat vector `into`."""
-        banks = self._banks_of(job)
-        totals, parts = [], []
-        for (site, name), total in self.layouts[job].views(into).items():
-            if (part := banks[site].gradients(job).get(name)) is not None:
-                totals.append(total)
-                parts.append(part.to(total.dtype))
-        if totals:
-            torch._foreach_add_(totals, parts)
+    def _free_slot(self) -> int:
+        taken = {aboard.slot for aboard in self.aboard.values()}
+        slot = next(number for number in range(len(taken) + 1) if number not in taken)
+        if slot >= self.slots:
+            self.slots *= 2
+            for group in self._distinct():
+                for bank in group.banks.values():
+                    bank.resize(self.slots)
+        return slot
 
-    def gradients_are_finite(self) -> bool:
-        scratch = [grad for bank in self._all() for grad in bank.scratch()]
-        if not scratch:
-            return True
-        return bool(torch.stack(torch._foreach_norm(scratch)).isfinite().all())
+    def _of(self, aboard: Aboard) -> list[Group]:
+        sites = dict.fromkeys(parameter.site for parameter in aboard.layout.parameters)
+        return list({id(group): group for group in map(self._groups.__getitem__, sites)}.values())
 
-    def clear_gradients(self) -> None:
-        for bank in self._all():
-            bank.clear_gradients()
+    def _distinct(self) -> list[Group]:
+        return list({id(group): group for group in self._groups.values()}.values())
+
+    def limits(self) -> tuple[object, ...]:
+        """What a captured pass was made for, beside its rows: room for slots, ranks, and who may drop."""
+        limits = [bank.limits() for group in self._distinct() for bank in group.banks.values()]
+        return self.slots, tuple(limits)
+
+    # -- doubtful gradients ------------------------------------------------------------------------------
+
+    def scratch_is_finite(self) -> bool:
+        """Whether all gradients of the pass just run over mixed rows are finite."""
+        found = [aboard.scratch for aboard in self.aboard.values() if aboard.scratch is not None]
+        return not found or bool(torch.stack(torch._foreach_norm(found)).isfinite().all())
+
+    def keep_scratch(self) -> None:
+        for aboard in self.aboard.values():
+            if aboard.scratch is not None:
+                aboard.gradient.add_(aboard.scratch)
+                aboard.scratch = None
+
+    def drop_scratch(self) -> None:
+        for aboard in self.aboard.values():
+            aboard.scratch = None
+
+    def _totals(self, microbatch: Microbatch, doubtful: bool) -> dict[str, Parameters]:
+        """Where each job's gradients of a pass go. Bound again for its backward, it finds its own scratch."""
+        totals: dict[str, Parameters] = {}
+        for segment in microbatch.segments:
+            if (aboard := self.aboard.get(segment.job)) is None:
+                continue
+            totals[segment.job] = aboard.totals
+            if doubtful:
+                if aboard.scratch is None:
+                    aboard.scratch = torch.zeros_like(aboard.gradient)
+                totals[segment.job] = aboard.layout.views(aboard.scratch)
+        return totals
+
+    # -- passes ------------------------------------------------------------------------------------------
+
+    def seats(self, microbatch: Microbatch) -> list[Seat]:
+        """Whose rows are where, as the tiled kernels want to know it."""
+        return [
+            Seat(segment.start, segment.stop, aboard.slot, step_key(aboard.member.seed, segment.step))
+            for segment in microbatch.segments
+            if (aboard := self.aboard.get(segment.job)) is not None
+        ]
 
     @contextmanager
-    def bound(self, microbatch: Microbatch, route: Route, training: bool) -> Iterator[None]:
+    def bound(
+        self, microbatch: Microbatch, route: Route, training: bool, rows: Rows | None = None
+    ) -> Iterator[None]:
         """Weave the adapters of `microbatch` through every forward inside, recomputation included."""
         assert self._pass is None, "a pass is already bound"
-        self._pass = Pass(microbatch, route, training)
+        if route is Route.tiled and rows is None:
+            rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
+            rows.fill(self.seats(microbatch), microbatch.token_index_T.cpu().numpy())
+        totals = {} if route is Route.tiled else self._totals(microbatch, training and route.mixes_rows)
+        self._pass = Pass(microbatch, route, training, self._anchor, totals, rows, self._choices)
         try:
             yield
         finally:
             self._pass = None
 
-    def _weave(self, name: str, module: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self._pass is None or not self._banks[name]:
+    def linear(self, site: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """(x_TK, residual_TN or None) → residual + the outputs, side by side, of all sites in the group."""
+        return partial(self._linear, self._groups[site])
+
+    def _weave(self, name: str, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        group = self._groups[name]
+        if self._pass is None or not group.banks:
             return plain(x)
-        x_TK = x.flatten(0, -2)
-        y_TN = self._frozen(name, module, x_TK)
-        for bank in self._banks[name].values():
-            y_TN = bank.apply(x_TK, y_TN, self._pass.microbatch, self._pass.route, self._pass.training)
-        return y_TN.view(*x.shape[:-1], -1)
+        return self._linear(group, x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
-    def _frozen(self, name: str, module: nn.Module, x_TK: Tensor) -> Tensor:
-        """xWᵀ + b as a tensor of its own, never a view: the kinds add to it in place."""
-        weight, bias = cast(Tensor, module.weight), cast(Tensor | None, module.bias)
-        if self.sites[name].fan_in_fan_out:
-            assert bias is not None
-            return torch.addmm(bias, x_TK, weight)
-        return nn.functional.linear(x_TK, weight, bias)
+    def _linear(self, group: Group, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
+        bound, kinds = self._pass, list(group.banks.values())
+        if bound is not None and bound.route is Route.tiled and len(kinds) == 1:
+            return kinds[0].linear(x_TK, group.frozen, residual_TN, bound)
+        parts = []
+        for name, low, high in group.columns():
+            y_TN = group.frozen.part(low, high).product(x_TK)
+            if bound is not None:
+                for bank in kinds:
+                    y_TN = bank.add(name, x_TK, y_TN, bound)
+            parts.append(y_TN)
+        y_TN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return y_TN if residual_TN is None else residual_TN + y_TN
 
-    def _banks_of(self, job: str) -> dict[str, SiteBank]:
-        kind = self._kinds[job]
-        return {
-            site: banks[kind]
-            for site, banks in self._banks.items()
-            if kind in banks and banks[kind].holds(job)
-        }
 
-    def _all(self) -> Iterator[SiteBank]:
-        for banks in self._banks.values():
-            yield from banks.values()
+def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
+    """The weights of the modules as one; of several, each keeps its own as a view of the stack."""
+    weights = [cast(Tensor, module.weight) for module in modules]
+    biases = [cast(Tensor | None, module.bias) for module in modules]
+    if len(modules) == 1:
+        return Frozen(weights[0].T if fan_in_fan_out else weights[0], biases[0])
+    assert not fan_in_fan_out
+    widths = [len(weight) for weight in weights]
+    weight_NK = torch.cat(weights)
+    given = [bias for bias in biases if bias is not None]
+    assert len(given) in (0, len(biases)), "either all sites of a group have a bias or none"
+    bias_N = torch.cat(given) if given else None
+    for module, part in zip(modules, weight_NK.split(widths), strict=True):
+        module.weight = nn.Parameter(part, requires_grad=False)
+    return Frozen(weight_NK, bias_N)

@@ -13,7 +13,9 @@ from weft.adapters.folder import read_config
 from weft.adapters.layout import Layout
 from weft.batch import Microbatch
 from weft.errors import AdapterError, SpecError
+from weft.ops.choice import Choices
 from weft.ops.lora import Route
+from weft.ops.rows import Rows
 from weft.shapes import SiteShape
 
 Parameters = Mapping[tuple[str, str], Tensor]
@@ -29,29 +31,57 @@ class Member:
     seed: int
 
 
-class SiteBank(Protocol):
-    """At one site, the stacked parameters of all adapters of one kind aboard."""
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The base's own weights at a group of sites, stacked."""
 
-    def attach(self, member: Member) -> None: ...
+    weight_NK: Tensor
+    bias_N: Tensor | None
+
+    def product(self, x_TK: Tensor) -> Tensor:
+        """xWᵀ + b as a tensor of its own, never a view: the kinds add to it in place."""
+        return nn.functional.linear(x_TK, self.weight_NK, self.bias_N)
+
+    def part(self, low: int, high: int) -> Frozen:
+        return Frozen(self.weight_NK[low:high], None if self.bias_N is None else self.bias_N[low:high])
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a site must know of the pass it is in."""
+
+    microbatch: Microbatch
+    route: Route
+    training: bool
+    anchor: Tensor
+    """A scalar that requires a gradient and never gets one; see `ops.lora.Blocks`."""
+    totals: Mapping[str, Parameters]
+    """Where the gradients of each job add up, for the routes over whole tensors."""
+    rows: Rows | None = None
+    """How the rows are dealt out, for the tiled route."""
+    choices: Choices | None = None
+    """What was measured about its kernels on this device."""
+
+
+class SiteBank(Protocol):
+    """At a group of sites that share their input, the parameters of all adapters of one kind aboard."""
+
+    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
+        """Take a job aboard; `weights` is what passes read, `totals` is where its gradients add up."""
 
     def detach(self, job: str) -> None: ...
 
-    def holds(self, job: str) -> bool: ...
+    def resize(self, slots: int) -> None:
+        """From now on slots may be numbered up to `slots`."""
 
-    def parameters(self, job: str) -> dict[str, Tensor]:
-        """The job's own part of the bank, by parameter name: what the forward pass reads."""
+    def limits(self) -> object:
+        """What kernels were launched for, beside who is aboard: equal limits, equal launches."""
 
-    def gradients(self, job: str) -> dict[str, Tensor]:
-        """The job's own part of the gradient of the microbatch just run; empty if it had none."""
+    def add(self, site: str, x_TK: Tensor, y_TN: Tensor, bound: Pass) -> Tensor:
+        """The output of one site with every job's part added, by a route over whole tensors."""
 
-    def clear_gradients(self) -> None: ...
-
-    def scratch(self) -> Sequence[Tensor]:
-        """The whole bank's gradients of the microbatch just run."""
-
-    def apply(
-        self, x_TK: Tensor, y_TN: Tensor, microbatch: Microbatch, route: Route, training: bool
-    ) -> Tensor: ...
+    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
+        """The frozen product of all sites side by side with every job's part, by the tiled route."""
 
 
 class Kind(Protocol):
@@ -65,7 +95,7 @@ class Kind(Protocol):
     def initialise(self, member: Member, sites: Sequence[SiteShape], parameters: Parameters) -> None:
         """Fill the parameters of a new adapter, from the member's seed or from its `init_from`."""
 
-    def bank(self, site: SiteShape, like: Tensor) -> SiteBank: ...
+    def bank(self, sites: Sequence[SiteShape], slots: int) -> SiteBank: ...
 
     def save(
         self, folder: Any, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str

@@ -26,6 +26,7 @@ from torch import Tensor
 from weft.run.training import Progress, Training
 
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT = 2
 VERSION = 1
 
@@ -67,9 +68,12 @@ def restore(folder: Path, training: Training) -> bool:
         state, tensors = read
         training.progress = Progress(**state["progress"])
         training.master.copy_(tensors["master"])
+        for name in MOMENTS:
+            # Not there in what was saved at step 0 by earlier releases.
+            if name in tensors:
+                getattr(training.state, name).copy_(tensors[name])
+        training.state.weights.copy_(training.master)
         training.best = tensors["best"].to(training.master.device) if "best" in tensors else None
-        if "exp_avg" in tensors:
-            _restore_moments(training, tensors)
         training.forget_open_batch()
         return True
     return False
@@ -104,24 +108,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
 
 
 def _tensors(training: Training) -> dict[str, Tensor]:
-    tensors = {"master": training.master.detach()}
-    moments = training.optimizer.state.get(training.master, {})
-    for name in ("exp_avg", "exp_avg_sq"):
-        if name in moments:
-            tensors[name] = moments[name]
+    tensors = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
     if training.best is not None:
         tensors["best"] = training.best
     return {name: value.cpu().contiguous() for name, value in tensors.items()}
-
-
-def _restore_moments(training: Training, tensors: dict[str, Tensor]) -> None:
-    device = training.master.device
-    step = training.master.new_tensor(float(training.progress.step), device="cpu").float()
-    training.optimizer.state[training.master] = {
-        "step": step,
-        "exp_avg": tensors["exp_avg"].to(device),
-        "exp_avg_sq": tensors["exp_avg_sq"].to(device),
-    }
 
 
 def _layout(training: Training) -> list[list[Any]]:

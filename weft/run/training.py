@@ -5,7 +5,6 @@ All parameters of an adapter live in one flat vector, so that a step is a handfu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from weft.adapters.kind import Member, kind_named
 from weft.adapters.layout import Layout
+from weft.ops.adamw import State, Update
 from weft.run.schedule import Recipe, learning_rate
 from weft.shapes import SiteShape
 
@@ -55,9 +55,7 @@ class Training:
     member: Member
     recipe: Recipe
     layout: Layout
-    master: Tensor
-    gradient: Tensor
-    optimizer: torch.optim.AdamW
+    state: State
     progress: Progress = field(default_factory=Progress)
     best: Tensor | None = None
     """The master weights of the best evaluation, where the job keeps them."""
@@ -67,33 +65,25 @@ class Training:
     def job(self) -> str:
         return self.member.job
 
-    def take_step(self, supervised: int) -> StepOutcome:
-        """Clip, step and close the open batch; NotFinite is raised before such a value reaches a bank."""
-        assert self.open is not None
-        loss, norm = torch.stack([self.open.loss, self.gradient.norm().to(self.open.loss.dtype)]).tolist()
-        if not math.isfinite(loss):
-            raise NotFinite(f"its loss at step {self.progress.step + 1} is {loss}")
-        if not math.isfinite(norm):
-            raise NotFinite(f"its gradient norm at step {self.progress.step + 1} is {norm}")
-        if self.recipe.clip:
-            self.gradient.mul_(min(1.0, self.recipe.clip / (norm + 1e-6)))
-        rate = learning_rate(self.recipe, self.progress.step + 1)
-        self.optimizer.param_groups[0]["lr"] = rate
-        self.master.grad = self.gradient
-        self.optimizer.step()
-        if not bool(self.master.isfinite().all()):
-            raise NotFinite(f"its weights after step {self.progress.step + 1} are not finite")
-        self.progress.step += 1
-        self.progress.trained_tokens += self.open.tokens
-        outcome = StepOutcome(
-            loss=loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            token_accuracy=self.open.hits.item() / supervised,
-            tokens=self.open.tokens,
+    @property
+    def master(self) -> Tensor:
+        return self.state.master
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.state.gradient
+
+    def update(self, norm: float) -> Update:
+        """The next step, for a gradient of that norm."""
+        step = self.progress.step + 1
+        clip = self.recipe.clip
+        return Update(
+            state=self.state,
+            step=step,
+            learning_rate=learning_rate(self.recipe, step),
+            weight_decay=self.recipe.weight_decay,
+            factor=min(1.0, clip / (norm + 1e-6)) if clip else 1.0,
         )
-        self.forget_open_batch()
-        return outcome
 
     def forget_open_batch(self) -> None:
         """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
@@ -109,12 +99,8 @@ class Training:
             return False
         self.progress.best_loss, self.progress.best_step = loss, self.progress.step
         if keep_best:
-            self.best = self.master.detach().clone()
+            self.best = self.master.clone()
         return True
-
-
-class NotFinite(ArithmeticError):
-    """A job produced NaN or infinity; the sentence becomes the reason of its failure."""
 
 
 def new_training(
@@ -126,8 +112,14 @@ def new_training(
     flat = torch.zeros(layout.size, dtype=master_dtype(dtype))
     kind.initialise(member, sites, layout.views(flat))
     master = flat.to(device)
-    optimizer = torch.optim.AdamW([master], lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-    return Training(member, recipe, layout, master, torch.zeros_like(master), optimizer)
+    state = State(
+        master=master,
+        exp_avg=torch.zeros_like(master),
+        exp_avg_sq=torch.zeros_like(master),
+        gradient=torch.zeros_like(master),
+        weights=master.to(dtype, copy=True),
+    )
+    return Training(member, recipe, layout, state)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

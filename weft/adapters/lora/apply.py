@@ -1,108 +1,143 @@
-"""LoRA in a bank: the ranks of all jobs at a site side by side.
+"""LoRA in a bank: every job's A and B at a group of sites, in the job's own flat vector.
 
-Shapes: T rows, K inputs, N outputs, R ranks of all jobs at the site. B is held transposed, [R, N], so that a
-job's part of either matrix is a run of whole rows.
+Shapes: T rows, K inputs, N outputs, r ranks of a job. B is held transposed, [r, N], so that rows of either
+matrix belong to one rank.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from weft.adapters.kind import Member, Parameters
+from weft.adapters.kind import Frozen, Member, Parameters, Pass
 from weft.adapters.layout import Layout, ParameterShape
 from weft.adapters.lora.export import merge, write_portable
 from weft.adapters.lora.files import read_start, write_adapter
 from weft.adapters.lora.spec import LoraSpec
-from weft.batch import Microbatch
+from weft.batch import Segment
 from weft.ops.dropout import key
-from weft.ops.lora import Block, Blocks, Route, add_lora
+from weft.ops.lora import Block, Blocks, Factors, add_lora
+from weft.ops.table import Entry, Group, Table
+from weft.ops.tiled import woven_linear
 from weft.shapes import SiteShape
 
 A, B = "a_rK", "b_rN"
+LEAST_RANK = 16
+"""Kernels multiply at least so many ranks at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    member: Member
-    low: int
-    rank: int
+class _Seat:
+    """A job in its slot: its A and B at each site that it adapts."""
 
-    @property
-    def ranks(self) -> slice:
-        return slice(self.low, self.low + self.rank)
+    member: Member
+    slot: int
+    weights: Mapping[str, Factors]
+    totals: Mapping[str, Factors]
+
+    def entry(self, site: str) -> Entry | None:
+        """The job as the tiled kernels find it at a site; None if it does not adapt that one."""
+        if site not in self.weights:
+            return None
+        weights, totals, spec = self.weights[site], self.totals[site], self.member.spec
+        return Entry(weights.a_rK, weights.b_rN, totals.a_rK, totals.b_rN, spec.scale_at(site), spec.dropout)
 
 
 class LoraBank:
-    def __init__(self, site: SiteShape, like: Tensor) -> None:
-        self.site = site
-        self.slots: dict[str, _Slot] = {}
-        self.a_RK = torch.empty(0, site.in_features, dtype=like.dtype, device=like.device)
-        self.b_RN = torch.empty(0, site.out_features, dtype=like.dtype, device=like.device)
+    def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
+        self.sites = tuple(sites)
+        self._slots = slots
+        self._seats: dict[str, _Seat] = {}
+        self._table: Table | None = None
+        self._rank, self._drops = LEAST_RANK, False
+        stops = list(accumulate(site.out_features for site in sites))
+        self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
 
-    def attach(self, member: Member) -> None:
-        rank = member.spec.rank_at(self.site.name)
-        self.slots[member.job] = _Slot(member, self.a_RK.shape[0], rank)
-        self.a_RK = _trainable(torch.cat([self.a_RK, self.a_RK.new_zeros(rank, self.site.in_features)]))
-        self.b_RN = _trainable(torch.cat([self.b_RN, self.b_RN.new_zeros(rank, self.site.out_features)]))
+    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
+        names = [site.name for site in self.sites if (site.name, A) in weights]
+        seat = _Seat(member, slot, _factors(weights, names), _factors(totals, names))
+        self._seats[member.job] = seat
+        # They only grow, so that who leaves does not change what a captured graph was made for.
+        ranks = (1 << (member.spec.rank_at(name) - 1).bit_length() for name in names)
+        self._rank = max(self._rank, *ranks)
+        self._drops = self._drops or member.spec.dropout > 0.0
+        if self._table is not None:
+            self._write(self._table, seat)
 
     def detach(self, job: str) -> None:
-        gone = self.slots.pop(job).ranks
-        self.a_RK = _trainable(torch.cat([self.a_RK[: gone.start], self.a_RK[gone.stop :]]))
-        self.b_RN = _trainable(torch.cat([self.b_RN[: gone.start], self.b_RN[gone.stop :]]))
-        low = 0
-        for name, slot in self.slots.items():
-            self.slots[name] = replace(slot, low=low)
-            low += slot.rank
+        seat = self._seats.pop(job)
+        if self._table is not None:
+            self._table.clear(seat.slot)
 
-    def holds(self, job: str) -> bool:
-        return job in self.slots
+    def resize(self, slots: int) -> None:
+        self._slots, self._table = slots, None
 
-    def parameters(self, job: str) -> dict[str, Tensor]:
-        ranks = self.slots[job].ranks
-        return {A: self.a_RK.detach()[ranks], B: self.b_RN.detach()[ranks]}
+    def limits(self) -> tuple[int, bool]:
+        return self._rank, self._drops
 
-    def gradients(self, job: str) -> dict[str, Tensor]:
-        if self.a_RK.grad is None or self.b_RN.grad is None:
-            return {}
-        ranks = self.slots[job].ranks
-        return {A: self.a_RK.grad[ranks], B: self.b_RN.grad[ranks]}
-
-    def clear_gradients(self) -> None:
-        self.a_RK.grad = self.b_RN.grad = None
-
-    def scratch(self) -> Sequence[Tensor]:
-        return [grad for grad in (self.a_RK.grad, self.b_RN.grad) if grad is not None]
-
-    def apply(
-        self, x_TK: Tensor, y_TN: Tensor, microbatch: Microbatch, route: Route, training: bool
-    ) -> Tensor:
+    def add(self, site: str, x_TK: Tensor, y_TN: Tensor, bound: Pass) -> Tensor:
         blocks = tuple(
-            self._block(self.slots[segment.job], segment.start, segment.stop, segment.step, training)
-            for segment in microbatch.segments
-            if segment.job in self.slots
+            self._block(seat, site, segment, bound)
+            for segment in bound.microbatch.segments
+            if (seat := self._seats.get(segment.job)) is not None and site in seat.weights
         )
         if not blocks:
             return y_TN
-        site = Blocks(blocks, microbatch.token_index_T, self.a_RK.shape[0])
-        return add_lora(x_TK, y_TN, self.a_RK, self.b_RN, site, route)
+        together = Blocks(blocks, bound.microbatch.token_index_T, bound.anchor)
+        return add_lora(x_TK, y_TN, together, bound.route)
 
-    def _block(self, slot: _Slot, start: int, stop: int, step: int, training: bool) -> Block:
-        spec: LoraSpec = slot.member.spec
-        return Block(
-            start=start,
-            stop=stop,
-            low=slot.low,
-            high=slot.low + slot.rank,
-            scale=spec.scale_at(self.site.name),
-            dropout=spec.dropout if training else 0.0,
-            key=key(slot.member.seed, step, self.site.name) if training and spec.dropout else 0,
+    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
+        assert bound.rows is not None, "the rows were not dealt out"
+        if self._table is None:
+            self._table = self._new_table(x_TK)
+        group = Group(self._columns, self._table, self._rank, self._drops)
+        return woven_linear(
+            x_TK,
+            frozen.weight_NK,
+            frozen.bias_N,
+            residual_TN,
+            bound.anchor,
+            group,
+            bound.rows,
+            bound.training,
+            bound.choices,
         )
+
+    def _block(self, seat: _Seat, site: str, segment: Segment, bound: Pass) -> Block:
+        spec: LoraSpec = seat.member.spec
+        drops = bound.training and spec.dropout > 0.0
+        totals = bound.totals[segment.job]
+        return Block(
+            start=segment.start,
+            stop=segment.stop,
+            weights=seat.weights[site],
+            gradient=Factors(totals[site, A], totals[site, B]),
+            scale=spec.scale_at(site),
+            dropout=spec.dropout if drops else 0.0,
+            key=key(seat.member.seed, segment.step, site) if drops else 0,
+        )
+
+    def _new_table(self, like: Tensor) -> Table:
+        # A flat vector holds its parameters end to end: one odd width moves all that come after it.
+        widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
+        aligned = all(width % 8 == 0 for width in widths)
+        table = Table.empty([site.name for site in self.sites], self._slots, like.device, aligned)
+        for seat in self._seats.values():
+            self._write(table, seat)
+        return table
+
+    def _write(self, table: Table, seat: _Seat) -> None:
+        table.write(seat.slot, [seat.entry(site.name) for site in self.sites])
+
+
+def _factors(parameters: Parameters, sites: Sequence[str]) -> dict[str, Factors]:
+    return {site: Factors(parameters[site, A], parameters[site, B]) for site in sites}
 
 
 class Lora:
@@ -137,8 +172,8 @@ class Lora:
             drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64)
             value.copy_((2 * drawn - 1) * bound)
 
-    def bank(self, site: SiteShape, like: Tensor) -> LoraBank:
-        return LoraBank(site, like)
+    def bank(self, sites: Sequence[SiteShape], slots: int) -> LoraBank:
+        return LoraBank(sites, slots)
 
     def save(
         self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
@@ -153,7 +188,3 @@ class Lora:
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
         merge(folder, modules, sites)
-
-
-def _trainable(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()
