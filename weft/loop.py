@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from weft.jobs.states import State
 from weft.jobs.store import Store
 from weft.journal import Journal, Window
 from weft.plan.cost import PassTime, fit
-from weft.plan.memory import MemoryModel, longest
+from weft.plan.memory import MemoryModel, Recompute, longest
 from weft.plan.planner import plan_window
 from weft.plan.program import MicrobatchPlan, Program
 from weft.ready import Ready, lay_out
@@ -41,15 +41,23 @@ Callback = Callable[[Stepped | Evaluated], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """What memory allows a window: tokens in a microbatch, and what must be recomputed for that."""
+
+    capacity: int
+    recompute: Recompute
+
+
+@dataclass(frozen=True, slots=True)
 class Ahead:
     """The next window, planned while this one runs, and the cursors it was planned for."""
 
     cursors: Mapping[str, int]
-    capacity: int
+    room: Room
     program: Future[Program]
 
-    def serves(self, cursors: Mapping[str, int], capacity: int) -> bool:
-        return capacity == self.capacity and cursors.items() <= self.cursors.items()
+    def serves(self, cursors: Mapping[str, int], room: Room) -> bool:
+        return room == self.room and cursors.items() <= self.cursors.items()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +80,10 @@ class Loop:
         self.tokenizer = tokenizer
         self.store = store
         self.journal = journal
-        self.memory = memory
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
         self.executor = Executor(base)
+        self.memory = replace(memory, fused=self.executor.fused)
         self.jobs: dict[str, Ready] = {}
         self.waiting: dict[str, Ready] = {}
         self.programs_run: list[Program] | None = None
@@ -160,14 +168,14 @@ class Loop:
     def _program(self, ahead: Ahead | None) -> Program:
         """The window planned ahead if it still fits who is aboard, without those who left; else a new one."""
         cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
-        capacity = self._capacity()
+        room = self._room()
         beginners = frozenset(name for name in cursors if self._begins(name))
-        if ahead is not None and not beginners and ahead.serves(cursors, capacity):
+        if ahead is not None and not beginners and ahead.serves(cursors, room):
             program = ahead.program.result()
             for gone in ahead.cursors.keys() - cursors.keys():
                 program = program.without(gone)
             return program
-        return self._plan(cursors, beginners, capacity)
+        return self._plan(cursors, beginners, room)
 
     def _begins(self, name: str) -> bool:
         """Whether the job has yet to evaluate where it stands: at its start, or if something came between."""
@@ -176,20 +184,23 @@ class Loop:
             return progress.step == 0
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
-    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], capacity: int) -> Program:
+    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
         courses = [self.jobs[name].course(step, ROUNDS, name in beginners) for name, step in cursors.items()]
-        return plan_window(courses, capacity)
+        ladder = self.executor.captures is not None
+        return plan_window(courses, room.capacity, ladder, room.recompute)
 
     def _plan_ahead(self, planner: ThreadPoolExecutor, program: Program) -> Ahead:
         cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
         going_on = {name: step for name, step in cursors.items() if step < self.jobs[name].recipe.steps}
-        planned = planner.submit(self._plan, going_on, frozenset(), program.capacity)
-        return Ahead(going_on, program.capacity, planned)
+        room = Room(program.capacity, program.recompute)
+        return Ahead(going_on, room, planner.submit(self._plan, going_on, frozenset(), room))
 
-    def _capacity(self) -> int:
-        return self.memory.capacity(self._shapes(self.executor.aboard), self.most)
+    def _room(self) -> Room:
+        shapes = self._shapes(self.executor.aboard)
+        recompute = self.memory.recompute(shapes, self.most)
+        return Room(self.memory.capacity(shapes, self.most, recompute), recompute)
 
     def _shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
@@ -218,7 +229,9 @@ class Loop:
                 predicted_seconds=predicted,
                 cost=fit(self._passes),
                 peak_bytes=peak_bytes(self.base.device),
-                predicted_peak_bytes=self.memory.peak_bytes(self._shapes(program.jobs), program.capacity),
+                predicted_peak_bytes=self.memory.peak_bytes(
+                    self._shapes(program.jobs), program.capacity, program.recompute
+                ),
             )
         )
 
@@ -305,7 +318,7 @@ class Loop:
     def _deliver(self, training: Training, ending: Ending) -> Ending:
         job = self.jobs[training.job]
         keeps_best = job.spec.keep == "best" and training.best is not None
-        weights = training.best if keeps_best else training.master.detach()
+        weights = training.best if keeps_best else training.master
         assert weights is not None
         folder = self.store.output / job.name
         try:

@@ -246,7 +246,7 @@ class Trainer:
 
     def _leave_loop(self) -> None:
         assert self.loop is not None
-        self.loop.executor.banks.unweave()
+        self.loop.executor.unweave()
         self.loop = None
 
     def _results(self, store: Store) -> dict[str, Result]:

@@ -96,23 +96,25 @@ def test_an_attention_that_is_not_causal_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_kernel_equals_the_attention_by_sample(window: int | None) -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, (sum(LENGTHS),), (1,) * sum(LENGTHS)])
+def test_the_kernels_equal_the_attention_by_sample(lengths: tuple[int, ...], window: int | None) -> None:
     device = torch.device("cuda", 0)
-    pack = attention.pack(LENGTHS, device)
+    pack = attention.pack(lengths, device)
     rule = attention.Rule(0.3, window, None)
     heads = [
         random_heads(count, seed).to(device, torch.bfloat16)
         for count, seed in ((HEADS, 1), (GROUPS, 2), (GROUPS, 3))
     ]
-    fast = [x.clone().requires_grad_() for x in heads]
+    fast = [x[0].transpose(0, 1).clone().requires_grad_() for x in heads]
     slow = [x.double().requires_grad_() for x in heads]
     assert attention.kernel_fits(fast[0], fast[2], rule)
-    fast_1THD = attention.attend_with_kernel(*fast, pack, rule)
-    slow_1THD = attention.attend_by_sample(*slow, pack, rule)
-    torch.testing.assert_close(fast_1THD.double(), slow_1THD, rtol=0.02, atol=0.02)
-    weight = torch.randn_like(slow_1THD)
-    (fast_1THD.double() * weight).sum().backward()
-    (slow_1THD * weight).sum().backward()
+    fast_THD = attention.attend_packed(*fast, pack, rule)
+    slow_THD = attention.attend_by_sample(*slow, pack, rule)[0]
+    torch.testing.assert_close(fast_THD.double(), slow_THD, rtol=0.02, atol=0.02)
+    weight = torch.randn_like(slow_THD)
+    (fast_THD.double() * weight).sum().backward()
+    (slow_THD * weight).sum().backward()
     for a, b in zip(fast, slow, strict=True):
         assert a.grad is not None
-        torch.testing.assert_close(a.grad.double(), b.grad, rtol=0.05, atol=0.05)
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad.double(), b.grad[0].transpose(0, 1), rtol=0.05, atol=0.05)

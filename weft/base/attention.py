@@ -33,6 +33,8 @@ class Pack:
     lengths: tuple[int, ...]
     boundaries: Tensor
     longest: int
+    even: bool = False
+    """Whether all samples are equally long: then they are a plain batch, which has faster kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Rule:
 
 def pack(lengths: Sequence[int], device: torch.device) -> Pack:
     boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    return Pack(tuple(lengths), boundaries, max(lengths))
+    return Pack(tuple(lengths), boundaries, max(lengths), len(set(lengths)) == 1)
 
 
 def register() -> None:
@@ -88,9 +90,18 @@ def attend(
     assert q_1HTD.shape[2] == sum(weft_pack.lengths), "samples and rows disagree"
 
     rule = Rule(scaling, sliding_window, softcap)
-    if kernel_fits(q_1HTD, v_1GTD, rule):
-        return attend_with_kernel(q_1HTD, k_1GTD, v_1GTD, weft_pack, rule), None
-    return attend_by_sample(q_1HTD, k_1GTD, v_1GTD, weft_pack, rule), None
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
+    return attend_packed(q_THD, k_TGD, v_TGD, weft_pack, rule)[None], None
+
+
+def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
+    """The result is [T, H, D]."""
+    if kernel_fits(q_THD, v_TGD, rule):
+        if pack.even and (rule.window is None or rule.window >= pack.longest):
+            return attend_as_batch(q_THD, k_TGD, v_TGD, pack, rule)
+        return attend_with_kernel(q_THD, k_TGD, v_TGD, pack, rule)
+    q_1HTD, k_1GTD, v_1GTD = (x.transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
+    return attend_by_sample(q_1HTD, k_1GTD, v_1GTD, pack, rule)[0]
 
 
 def refuse_others(module: str, others: dict[str, Any]) -> None:
@@ -145,26 +156,34 @@ def visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return (distance_LL >= 0) & (distance_LL < (length if window is None else window))
 
 
-def kernel_fits(q_1HTD: Tensor, v_1GTD: Tensor, rule: Rule) -> bool:
+def kernel_fits(q_THD: Tensor, v_TGD: Tensor, rule: Rule) -> bool:
     """Whether torch's variable-length kernel can do it: half precision, a recent GPU, no soft-cap."""
-    width = q_1HTD.shape[-1]
-    return (
-        q_1HTD.is_cuda
-        and q_1HTD.dtype in (torch.bfloat16, torch.float16)
-        and rule.softcap is None
-        and width == v_1GTD.shape[-1]
-        and width <= 256
-        and width % 8 == 0
-        and has_kernel(q_1HTD.device.index)
-    )
+    width = q_THD.shape[-1]
+    same = width == v_TGD.shape[-1]
+    return rule.softcap is None and same and kernel_serves(q_THD.device, q_THD.dtype, width)
+
+
+def kernel_serves(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernel takes heads of this width. It reads boundaries on the device, as graphs need it."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and width <= 256 and width % 8 == 0 and has_kernel(device.index)
 
 
 @cache
-def has_kernel(device_index: int) -> bool:
+def has_kernel(device_index: int | None) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 
-def attend_with_kernel(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
+def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
+    """S samples of L rows each."""
+    q_SHLD, k_SGLD, v_SGLD = (
+        x.unflatten(0, (-1, pack.longest)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
+    )
+    out_SHLD = attend_within(q_SHLD, k_SGLD, v_SGLD, rule)
+    return out_SHLD.transpose(1, 2).flatten(0, 1)
+
+
+def attend_with_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # The kernel's left window leaves out the row itself. (-1, 0) is torch's word for plain causal.
@@ -172,9 +191,9 @@ def attend_with_kernel(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pac
     # torch 2.11 takes grouped heads without being told; later versions want the word.
     kernel = partial(varlen_attn, enable_gqa=True) if names_grouped_heads() else varlen_attn
     out_THD = kernel(
-        q_1HTD[0].transpose(0, 1),
-        k_1GTD[0].transpose(0, 1),
-        v_1GTD[0].transpose(0, 1),
+        q_THD,
+        k_TGD,
+        v_TGD,
         pack.boundaries,
         pack.boundaries,
         pack.longest,
@@ -183,7 +202,7 @@ def attend_with_kernel(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pac
         window_size=(left, 0),
     )
     assert isinstance(out_THD, Tensor)
-    return out_THD[None]
+    return out_THD
 
 
 @cache

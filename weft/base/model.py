@@ -54,9 +54,12 @@ class Base:
         """Every linear that can carry an adapter, by module path, in the model's own order."""
         return linears(self.model)
 
-    def hidden(self, microbatch: Microbatch) -> Tensor:
-        """The last hidden states h_TD, final norm applied; what the head multiplies."""
-        pack = attention.pack(microbatch.sample_lengths, self.device)
+    def hidden(self, microbatch: Microbatch, pack: attention.Pack | None = None) -> Tensor:
+        """The last hidden states h_TD, final norm applied; what the head multiplies.
+
+        A `pack` that is given stands for the microbatch's own sample lengths.
+        """
+        pack = pack or attention.pack(microbatch.sample_lengths, self.device)
         assert pack.longest <= self.shape.context, "a sample is longer than the base has positions for"
         decoder = self.model.base_model
         output = decoder(

@@ -43,7 +43,7 @@ class CostModel:
             line = self.evaluation if isinstance(action, Evaluate) else self.training
             if line is None:
                 return None
-            total += line(microbatch.tokens)
+            total += line(microbatch.rows)
         return total
 
     def alone_seconds(self, batches: Iterable[GlobalBatch], capacity: int) -> float | None:

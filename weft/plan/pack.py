@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from weft.plan.program import MicrobatchPlan, Placed, SegmentPlan
 
@@ -25,12 +26,36 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def pack_segments(segments: Iterable[SegmentPlan], capacity: int) -> list[MicrobatchPlan]:
-    """Microbatches that share the samples of all `segments`; in each, a job's samples stay together."""
+def rung(tokens: int) -> int:
+    """The next size on the ladder: sixteen rungs between a power of two and the next, none below 128."""
+    step = max(128, 1 << max(0, tokens.bit_length() - 5))
+    return -(-tokens // step) * step
+
+
+def level(lengths: Sequence[int], capacity: int) -> int:
+    """The lowest rung on which as few microbatches do as at full capacity: they are then evenly full."""
+    if not lengths:
+        return capacity
+    fewest = len(pack(lengths, capacity))
+    size = rung(max(-(-sum(lengths) // fewest), *lengths))
+    while size < capacity and len(pack(lengths, size)) > fewest:
+        size = rung(size + 1)
+    return min(size, capacity)
+
+
+def pack_segments(
+    segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False
+) -> list[MicrobatchPlan]:
+    """Microbatches that share the samples of all `segments`; in each, a job's samples stay together.
+
+    With a `ladder`, each is to be padded to a rung.
+    """
     segments = list(segments)
     pieces = [(rank, placed) for rank, segment in enumerate(segments) for placed in segment.samples]
-    bins = pack([placed.length for _, placed in pieces], capacity)
-    return [_microbatch(segments, [pieces[index] for index in chosen]) for chosen in bins]
+    lengths = [placed.length for _, placed in pieces]
+    bins = pack(lengths, level(lengths, capacity) if ladder else capacity)
+    made = [_microbatch(segments, [pieces[index] for index in chosen]) for chosen in bins]
+    return [replace(one, rung=min(rung(one.tokens), capacity)) for one in made] if ladder else made
 
 
 def _microbatch(segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, Placed]]) -> MicrobatchPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from weft.plan.memory import NOTHING, Recompute
 from weft.plan.pack import pack_segments
 from weft.plan.program import (
     Action,
@@ -40,13 +41,15 @@ class Course:
 class _Window:
     """Collects actions; a round is one global batch of every job that still has one."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, ladder: bool) -> None:
         self.capacity = capacity
+        self.ladder = ladder
         self.microbatches: list[MicrobatchPlan] = []
         self.actions: list[Action] = []
 
     def train(self, batches: Sequence[GlobalBatch]) -> None:
-        packed = pack_segments((SegmentPlan(b.job, b.step, b.samples) for b in batches), self.capacity)
+        segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
+        packed = pack_segments(segments, self.capacity, self.ladder)
         last = {job: index for index, microbatch in enumerate(packed) for job in microbatch.jobs}
         for index, microbatch in enumerate(packed):
             number = self._add(microbatch)
@@ -66,12 +69,15 @@ class _Window:
         return len(self.microbatches) - 1
 
 
-def plan_window(courses: Sequence[Course], capacity: int) -> Program:
+def plan_window(
+    courses: Sequence[Course], capacity: int, ladder: bool = False, recompute: Recompute = NOTHING
+) -> Program:
     """Train every course's batches, round by round, samples of different jobs sharing microbatches.
 
-    The result is checked before it is handed out.
+    With a `ladder`, training passes keep to few sizes, as captured graphs want it. The result is checked
+    before it is handed out.
     """
-    window = _Window(capacity)
+    window = _Window(capacity, ladder)
     step = {course.job: course.step for course in courses}
     newcomers = [course for course in courses if course.begins]
     window.evaluate(newcomers, step)
@@ -87,6 +93,7 @@ def plan_window(courses: Sequence[Course], capacity: int) -> Program:
         microbatches=tuple(window.microbatches),
         batches=tuple(batch for course in courses for batch in course.batches),
         actions=tuple(window.actions),
+        recompute=recompute,
     )
     check(program, {course.job: course.step for course in courses})
     return program

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from weft.plan.memory import NOTHING, Recompute
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -49,6 +51,12 @@ class SegmentPlan:
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
     segments: tuple[SegmentPlan, ...]
+    rung: int = 0
+    """Where graphs want few different sizes: the rows that the pass computes, padding included."""
+
+    @property
+    def rows(self) -> int:
+        return max(self.tokens, self.rung)
 
     @property
     def tokens(self) -> int:
@@ -59,7 +67,8 @@ class MicrobatchPlan:
         return tuple(segment.job for segment in self.segments)
 
     def without(self, jobs: frozenset[str] | set[str]) -> MicrobatchPlan:
-        return MicrobatchPlan(tuple(segment for segment in self.segments if segment.job not in jobs))
+        kept = tuple(segment for segment in self.segments if segment.job not in jobs)
+        return MicrobatchPlan(kept, self.rung)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,7 @@ class Program:
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
     actions: tuple[Action, ...]
+    recompute: Recompute = NOTHING
 
     @property
     def jobs(self) -> frozenset[str]:
@@ -169,8 +179,8 @@ def _check_microbatches(program: Program) -> None:
             f"microbatch {index} holds two segments of one job: {microbatch.jobs}",
         )
         _require(
-            microbatch.tokens <= program.capacity,
-            f"microbatch {index} holds {microbatch.tokens} tokens, more than {program.capacity}",
+            microbatch.rows <= program.capacity,
+            f"microbatch {index} has {microbatch.rows} rows, more than {program.capacity}",
         )
 
 

@@ -1,52 +1,52 @@
 """Runs a Program on one device, action by action, and reports what happened. It decides nothing.
 
-Shapes: T rows of a microbatch, D hidden width, S supervised rows.
+Shapes: T rows of a microbatch, D hidden width, S supervised rows among them.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from weft.adapters.banks import Banks
 from weft.base.model import Base
-from weft.batch import IGNORED, Microbatch
+from weft.batch import Microbatch
+from weft.layers import Layers
 from weft.objectives import sft
 from weft.ops.logprobs import target_logprobs
 from weft.ops.lora import Route
+from weft.ops.triton.at_hand import kernels_run
 from weft.plan.cost import PassTime
 from weft.plan.program import Backward, Evaluate, Forward, MicrobatchPlan, Program, Save, Step
 from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
-from weft.run.training import NotFinite, OpenBatch, Training
+from weft.run.graphs import Graphs
+from weft.run.lay import Laid, lay
+from weft.run.measure import Stopwatch, is_out_of_memory
+from weft.run.passes import Passes
+from weft.run.steps import Due, NoStep, take_steps
+from weft.run.training import OpenBatch, Training
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
 """Lays out the planned samples, of the training or (True) of the held-out rows, as tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
-    """A microbatch on the device, with its supervised rows and where each segment's begin among them."""
-
-    microbatch: Microbatch
-    rows_S: Tensor
-    sections: list[int]
-
-
-@dataclass(slots=True)
 class _Flight:
     """A microbatch between its Forward and its Backward; one loss and one count of hits per segment."""
 
     plan: MicrobatchPlan
-    laid: _Laid
+    laid: Laid
+    h_TD: Tensor
     losses: list[Tensor]
     hits: list[Tensor]
-    seconds: float
+    watch: Stopwatch
 
 
 @dataclass(slots=True)
@@ -59,35 +59,72 @@ class _Look:
 
 
 class Executor:
-    def __init__(self, base: Base, route: Route | None = None) -> None:
+    def __init__(self, base: Base, route: Route | None = None, graphs: bool = True) -> None:
         self.base = base
-        self.route = route or (Route.segmented if base.device.type == "cpu" else Route.concatenated)
-        self.banks = Banks(base.sites(), base.shape.sites, next(base.model.parameters()))
+        self.route = route or best_route(base.device, base.dtype)
         self.aboard: dict[str, Training] = {}
         self.dead: set[str] = set()
+        self._stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
+        with self._on_stream():
+            self.layers = Layers(base) if self.route is Route.tiled else None
+            like = next(base.model.parameters())
+            groups = self.layers.groups if self.layers else ()
+            self.banks = Banks(base.sites(), base.shape.sites, like, groups)
+            self.passes = Passes(base, self.banks, None)
+            if self.layers is not None:
+                self.layers.fuse(self.banks)
+                if graphs and self.layers.capturable:
+                    self.passes.graphs = Graphs(base, self.banks, self.layers)
         self._head = base.head()
         self._flights: dict[int, _Flight] = {}
+        self._next: tuple[MicrobatchPlan, Laid] | None = None
+        self._timed: list[tuple[MicrobatchPlan, Stopwatch]] = []
+
+    @property
+    def fused(self) -> bool:
+        """Whether the base's layers run as fused ops."""
+        return self.layers is not None and bool(self.layers.modules)
+
+    @property
+    def captures(self) -> int | None:
+        """How many CUDA graphs were captured so far; None where passes are not captured."""
+        return None if self.passes.graphs is None else self.passes.graphs.captures
+
+    def unweave(self) -> None:
+        """Leave the base as it was found."""
+        if self.layers is not None:
+            self.layers.unfuse()
+        if self.passes.graphs is not None:
+            self.passes.graphs.clear()
+        self.banks.unweave()
 
     def attach(self, training: Training) -> None:
-        self.banks.attach(training.member, training.layout, training.master.detach())
+        with self._on_stream():
+            state = training.state
+            self.banks.attach(training.member, training.layout, state.weights, state.gradient)
         self.aboard[training.job] = training
 
     def detach(self, job: str) -> Training:
-        self.banks.detach(job)
+        with self._on_stream():
+            self.banks.detach(job)
         self.dead.discard(job)
         return self.aboard.pop(job)
 
     def kill(self, job: str) -> None:
         """From here on the job's rows and actions are skipped; the Program stands for the others."""
         self.dead.add(job)
-        self.banks.zero(job)
-        self.aboard[job].forget_open_batch()
+        with self._on_stream():
+            self.banks.zero(job)
+            self.aboard[job].forget_open_batch()
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run every action. Once `stop` says so, ends at the next point where no job is inside a step."""
         shortage = ""
+        if self.layers is not None:
+            self.layers.recompute = program.recompute
         try:
-            yield from self._act(program, fetch, stop)
+            with self._on_stream():
+                yield from self._act(program, fetch, stop)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -105,129 +142,152 @@ class Executor:
             if isinstance(action, Evaluate)
             for segment in plan.segments
         )
-        for action in program.actions:
-            match action:
-                case Forward(number):
-                    if stop() and not self._inside_a_step():
-                        return
-                    self._start(number, program, fetch)
-                case Backward(number):
-                    yield from self._finish(number, program)
-                case Step(job, step):
-                    yield from self._step(job, program.batch(job, step).supervised)
-                case Evaluate(number):
-                    if stop() and not self._inside_a_step():
-                        return
-                    yield from self._evaluate(program.microbatches[number], fetch, looks, left)
-                case Save(job, step):
-                    if job not in self.dead:
-                        yield SaveDue(job, step)
+        for kind, run in groupby(program.actions, type):
+            if kind is Step:
+                yield from self._step(program, [action for action in run if isinstance(action, Step)])
+                continue
+            for action in run:
+                match action:
+                    case Forward(number):
+                        if stop() and not self._inside_a_step():
+                            return
+                        self._start(number, program, fetch)
+                    case Backward(number):
+                        yield from self._finish(number, program, fetch)
+                    case Evaluate(number):
+                        if stop() and not self._inside_a_step():
+                            return
+                        yield from self._evaluate(program.microbatches[number], fetch, looks, left)
+                    case Save(job, step):
+                        if job not in self.dead:
+                            yield SaveDue(job, step)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        """A captured pass must not run on the default stream, nor wait for it."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _inside_a_step(self) -> bool:
         return any(training.open is not None for training in self.aboard.values())
 
     def _abandon(self) -> None:
         self._flights.clear()
-        self.banks.clear_gradients()
+        self._timed.clear()
+        self._next = None
+        self.passes.abandon()
+        self.banks.drop_scratch()
         for training in self.aboard.values():
             training.forget_open_batch()
+
+    # -- training ----------------------------------------------------------------------------------------
 
     def _start(self, number: int, program: Program, fetch: Fetch) -> None:
         plan = program.microbatches[number].without(self.dead)
         if plan.segments:
-            self._flights[number] = self._forward(plan, self._lay(fetch(plan, False)), program, self.route)
+            laid = self._laid(plan, fetch)
+            self._flights[number] = self._forward(plan, laid, program, self.route)
 
-    def _lay(self, microbatch: Microbatch) -> _Laid:
-        """Found on the host, so that the device is not asked how many rows there are."""
-        rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
-        begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
-        sections = torch.searchsorted(rows_S, begins).tolist()
-        return _Laid(microbatch.to(self.base.device), rows_S.to(self.base.device), sections)
+    def _laid(self, plan: MicrobatchPlan, fetch: Fetch) -> Laid:
+        if self._next is not None and self._next[0] == plan:
+            return self._next[1]
+        return lay(fetch(plan, False), plan.rows, self.base.device)
 
-    def _forward(self, plan: MicrobatchPlan, laid: _Laid, program: Program, route: Route) -> _Flight:
-        began = time.perf_counter()
-        microbatch = laid.microbatch
-        with self.banks.bound(microbatch, route, training=True):
-            logprobs, hits = self._logprobs(laid)
+    def _lay_ahead(self, number: int, program: Program, fetch: Fetch) -> None:
+        """Lay the next microbatch out while the device computes: at a Step the host would wait for it."""
+        self._next = None
+        if self._stream is not None and number + 1 < len(program.microbatches):
+            plan = program.microbatches[number + 1].without(self.dead)
+            if plan.segments and Forward(number + 1) in program.actions:
+                self._next = plan, lay(fetch(plan, False), plan.rows, self.base.device)
+
+    def _forward(self, plan: MicrobatchPlan, laid: Laid, program: Program, route: Route) -> _Flight:
+        watch = Stopwatch(self.base.device)
+        h_TD = self.passes.forward(laid, route)
+        logprobs, hits = self._logprobs(h_TD, laid)
         losses = [
             sft.loss(part_S, program.batch(segment.job, segment.step).supervised)
-            for segment, part_S in zip(microbatch.segments, logprobs, strict=True)
+            for segment, part_S in zip(laid.microbatch.segments, logprobs, strict=True)
         ]
         hit_counts = [part_S.sum() for part_S in hits]
-        return _Flight(plan, laid, losses, hit_counts, time.perf_counter() - began)
+        return _Flight(plan, laid, h_TD, losses, hit_counts, watch)
 
-    def _logprobs(self, laid: _Laid) -> tuple[list[Tensor], list[Tensor]]:
+    def _logprobs(self, h_TD: Tensor, laid: Laid) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities of the supervised targets, and which were the likeliest, segment by segment."""
-        h_SD = self.base.hidden(laid.microbatch).index_select(0, laid.rows_S)
+        h_SD = h_TD.index_select(0, laid.rows_S)
         targets_S = laid.microbatch.targets_T.index_select(0, laid.rows_S)
         logprobs_S, hits_S = target_logprobs(h_SD, targets_S, self._head)
         return list(logprobs_S.tensor_split(laid.sections)), list(hits_S.tensor_split(laid.sections))
 
-    def _finish(self, number: int, program: Program) -> Iterator[Event]:
+    def _finish(self, number: int, program: Program, fetch: Fetch) -> Iterator[Event]:
         flight = self._flights.pop(number, None)
         if flight is None:
             return
-        began = time.perf_counter()
         self._backward(flight)
-        if self.route is Route.concatenated and not self._finite(flight):
-            # A reduction has mixed rows, so a NaN of one job may have reached another's gradient.
-            # Segmented, every job's gradient comes from its own rows and weights alone.
-            self.banks.clear_gradients()
-            flight = self._forward(flight.plan, flight.laid, program, Route.segmented)
-            self._backward(flight)
+        if self.route.mixes_rows:
+            if not self._finite(flight):
+                # A NaN of one job may have reached another's gradient. Segmented, every job's gradient comes
+                # from its own rows and weights alone.
+                self.banks.drop_scratch()
+                flight = self._forward(flight.plan, flight.laid, program, Route.segmented)
+                self._backward(flight)
+            self.banks.keep_scratch()
         self._collect(flight)
-        seconds = flight.seconds + time.perf_counter() - began
-        yield Passed(flight.plan, PassTime(flight.laid.microbatch.rows, seconds, training=True))
+        flight.watch.stop()
+        self._timed.append((flight.plan, flight.watch))
+        self._lay_ahead(number, program, fetch)
+        if self._stream is None:
+            yield from self._passed()
+
+    def _passed(self) -> Iterator[Event]:
+        """Report the passes so far; the device must have done them."""
+        for plan, watch in self._timed:
+            yield Passed(plan, PassTime(plan.rows, watch.seconds(), training=True))
+        self._timed.clear()
 
     def _backward(self, flight: _Flight) -> None:
         torch.stack(flight.losses).sum().backward()
+        assert flight.h_TD.grad is not None
+        self.passes.backward(flight.h_TD.grad)
 
     def _finite(self, flight: _Flight) -> bool:
-        return bool(torch.stack(flight.losses).isfinite().all()) and self.banks.gradients_are_finite()
+        return bool(torch.stack(flight.losses).isfinite().all()) and self.banks.scratch_is_finite()
 
     def _collect(self, flight: _Flight) -> None:
-        """Add the microbatch's gradients and sums to those of each job's open global batch."""
+        """Add the microbatch's sums to those of each job's open global batch."""
         for segment, loss, hits in zip(
             flight.laid.microbatch.segments, flight.losses, flight.hits, strict=True
         ):
             training = self.aboard[segment.job]
-            self.banks.add_gradients(segment.job, training.gradient)
             if training.open is None:
                 training.open = OpenBatch(torch.zeros_like(loss), torch.zeros_like(hits))
             training.open.loss += loss.detach()
             training.open.hits += hits
             training.open.tokens += segment.stop - segment.start
-        self.banks.clear_gradients()
 
-    def _step(self, job: str, supervised: int) -> Iterator[Event]:
-        if job in self.dead:
+    def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
+        """Consecutive Steps are made together: the host waits for the device once for all of them."""
+        jobs = [step for step in steps if step.job not in self.dead]
+        if not jobs:
             return
-        training = self.aboard[job]
-        try:
-            outcome = training.take_step(supervised)
-        except NotFinite as error:
-            self.kill(job)
-            yield Failed(job, str(error))
-            return
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            # Half an optimizer step cannot be replayed.
-            self.kill(job)
-            yield Failed(job, f"out of memory inside its optimizer step {training.progress.step + 1}")
-            return
-        self.banks.write(job, training.master.detach())
-        yield Stepped(job, training.progress.step, outcome)
+        due = [Due(self.aboard[step.job], program.batch(step.job, step.step).supervised) for step in jobs]
+        outcomes = take_steps(due)
+        yield from self._passed()
+        for one, outcome in zip(due, outcomes, strict=True):
+            job = one.training.job
+            if isinstance(outcome, NoStep):
+                self.kill(job)
+                yield Failed(job, outcome.reason)
+            elif job not in self.dead:
+                yield Stepped(job, one.training.progress.step, outcome)
+
+    # -- evaluation --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _look(self, laid: _Laid) -> tuple[list[float], list[int], list[int]]:
+    def _look(self, laid: Laid) -> tuple[list[float], list[int], list[int]]:
         """Per segment: summed loss, hits, supervised tokens."""
-        with self.banks.bound(laid.microbatch, self.route, training=False):
-            logprobs, hits = self._logprobs(laid)
+        logprobs, hits = self._logprobs(self.passes.look(laid, self.route), laid)
         sums = torch.stack([-part_S.sum() for part_S in logprobs])
-        if self.route is Route.concatenated and not bool(sums.isfinite().all()):
-            with self.banks.bound(laid.microbatch, Route.segmented, training=False):
-                logprobs, hits = self._logprobs(laid)
+        if self.route.mixes_rows and not bool(sums.isfinite().all()):
+            logprobs, hits = self._logprobs(self.passes.look(laid, Route.segmented), laid)
             sums = torch.stack([-part_S.sum() for part_S in logprobs])
         return sums.tolist(), torch.stack([part_S.sum() for part_S in hits]).tolist(), [len(p) for p in hits]
 
@@ -242,10 +302,11 @@ class Executor:
         alive = plan.without(self.dead)
         if not alive.segments:
             return
-        began = time.perf_counter()
+        watch = Stopwatch(self.base.device)
         microbatch = fetch(alive, True)
-        sums = self._look(self._lay(microbatch))
-        yield Passed(alive, PassTime(microbatch.rows, time.perf_counter() - began, training=False))
+        sums = self._look(lay(microbatch, microbatch.rows, self.base.device))
+        watch.stop()
+        yield Passed(alive, PassTime(microbatch.rows, watch.seconds(), training=False))
         for segment, loss, hits, tokens in zip(microbatch.segments, *sums, strict=True):
             if segment.job in self.dead:
                 continue
@@ -260,7 +321,6 @@ class Executor:
                 yield Evaluated(segment.job, segment.step, mean, look.tokens, accuracy)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+def best_route(device: torch.device, dtype: torch.dtype) -> Route:
+    """Tiled where its kernels run, else one job after another: neither lets a NaN travel."""
+    return Route.tiled if device.type == "cuda" and kernels_run(device, dtype) else Route.segmented

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 
 import psutil
 import torch
@@ -38,3 +39,33 @@ def release(device: torch.device) -> None:
     """Hand cached memory back after a pass did not fit."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+class Stopwatch:
+    """Seconds on a device from its making to `stop`; on a GPU they are known only when it has got there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in "ab"] if device.type == "cuda" else []
+        self._times = [0.0, 0.0]
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def seconds(self) -> float:
+        if self._events:
+            self._events[1].synchronize()
+            return self._events[0].elapsed_time(self._events[1]) / 1000
+        return self._times[1] - self._times[0]
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        else:
+            self._times[which] = time.perf_counter()

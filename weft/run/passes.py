@@ -1,0 +1,85 @@
+"""Microbatches through the base and back: plainly, or by replaying a captured CUDA graph.
+
+A pass ends at the last hidden states. What comes after them (head, losses) sees a leaf, and hands its
+gradient back.
+
+Shapes: T rows, D hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.adapters.banks import Banks
+from weft.base.model import Base
+from weft.ops.lora import Route
+from weft.ops.rows import Rows
+from weft.run.graphs import Graphs
+from weft.run.lay import Laid
+
+
+class _Open(Protocol):
+    """A pass between its forward and its backward."""
+
+    def backward(self, dh_TD: Tensor) -> None: ...
+
+
+class Passes:
+    def __init__(self, base: Base, banks: Banks, graphs: Graphs | None) -> None:
+        self.base = base
+        self.banks = banks
+        self.graphs = graphs
+        self._open: _Open | None = None
+
+    def forward(self, laid: Laid, route: Route) -> Tensor:
+        """The last hidden states, as a leaf that wants a gradient; `backward` must come before the next."""
+        assert self._open is None, "a pass is still open"
+        if route is Route.tiled and self.graphs is not None and (graph := self.graphs.serve(laid)):
+            h_TD = graph.forward(laid)
+            self._open = graph
+        else:
+            plain = _Plain(self.base, self.banks, laid, route)
+            h_TD = plain.forward()
+            self._open = plain
+        return h_TD.detach().requires_grad_()
+
+    def backward(self, dh_TD: Tensor) -> None:
+        """Add the gradients of everybody aboard to their totals."""
+        assert self._open is not None, "no pass is open"
+        self._open.backward(dh_TD)
+        self._open = None
+
+    def abandon(self) -> None:
+        self._open = None
+
+    @torch.no_grad()
+    def look(self, laid: Laid, route: Route) -> Tensor:
+        """The last hidden states without dropout and without a way back."""
+        return _Plain(self.base, self.banks, laid, route).forward(training=False)
+
+
+class _Plain:
+    def __init__(self, base: Base, banks: Banks, laid: Laid, route: Route) -> None:
+        self.base = base
+        self.banks = banks
+        self.laid = laid
+        self.route = route
+        self._h_TD: Tensor | None = None
+        self._rows: Rows | None = None
+        if route is Route.tiled:
+            self._rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
+            self._rows.fill(banks.seats(laid.microbatch), laid.token_index)
+
+    def forward(self, training: bool = True) -> Tensor:
+        with self.banks.bound(self.laid.microbatch, self.route, training, self._rows):
+            self._h_TD = self.base.hidden(self.laid.microbatch)
+        return self._h_TD
+
+    def backward(self, dh_TD: Tensor) -> None:
+        assert self._h_TD is not None
+        # A layer that is recomputed must see the adapters of its own microbatch.
+        with self.banks.bound(self.laid.microbatch, self.route, True, self._rows):
+            self._h_TD.backward(dh_TD)
