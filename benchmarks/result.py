@@ -37,7 +37,8 @@ def machine() -> dict[str, Any]:
 def finish(numbers: dict[str, Any], where: Path | None) -> None:
     numbers = {"machine": machine(), **numbers}
     about = numbers["machine"]
-    print(f"\n{about['processor']}, {about['cores']} cores, torch {about['torch']}")
+    device = about["gpu"] or f"{about['processor']}, {about['cores']} cores"
+    print(f"\n{device}, torch {about['torch']}")
     print(f"{about['commit']}, {about['date']}")
     if where is not None:
         where.write_text(json.dumps(numbers, indent=2) + "\n")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.bench import bench
 from weft.cli.doctor import doctor
 from weft.cli.export import export
 from weft.cli.generate import generate
@@ -19,7 +20,7 @@ from weft.errors import UserError
 MISTAKE = 2
 """The exit code of a user's mistake, as typer's own for a wrong option."""
 
-VERBS = (train, preview, generate, export, report, doctor)
+VERBS = (train, preview, generate, export, report, doctor, bench)
 
 app = typer.Typer(
     name="weft",

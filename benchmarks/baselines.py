@@ -1,0 +1,115 @@
+"""What Weft is compared with: the frozen base in plain transformers, and PEFT one job after another.
+
+Shapes: B samples, L tokens of each, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from benchmarks.llama import Size, build, random_ids
+from benchmarks.timing import Block, Measured, Pace, Place, measure, repeated
+from weft.batch import IGNORED
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One round: every job makes one step on `batch` samples of `length` tokens, all supervised."""
+
+    jobs: int
+    batch: int
+    length: int
+    rank: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of all samples of all jobs."""
+        return [self.length] * (self.jobs * self.batch)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def frozen(size: Size, work: Work, place: Place, pace: Pace) -> Measured:
+    """Forward and backward of all jobs' samples as one batch, no adapter: embeddings carry the gradient."""
+    model = build(size, place)
+    ids_BL = random_ids(size, work.jobs * work.batch, work.length, place)
+    x_BLD = model.get_input_embeddings()(ids_BL).detach().requires_grad_()
+
+    def step() -> None:
+        x_BLD.grad = None
+        model(inputs_embeds=x_BLD, labels=ids_BL, use_cache=False).loss.backward()
+
+    return measure(repeated(step), place, pace)
+
+
+def peft_one_by_one(size: Size, work: Work, place: Place, pace: Pace, wide: bool) -> Measured:
+    """One job's step, times the jobs. `wide` adapters are float32, PEFT's default; else the base's dtype."""
+    model = peft_model(size, work.rank, place, wide)
+    step = job_step(model, random_ids(size, work.batch, work.length, place))
+    one = measure(repeated(step), place, pace)
+    assert one.seconds is not None
+    return Measured(one.seconds * work.jobs, one.peak_bytes)
+
+
+def peft_model(size: Size, rank: int, place: Place, wide: bool) -> Any:
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, task_type="CAUSAL_LM")
+    return get_peft_model(build(size, place), config, autocast_adapter_dtype=wide).train()
+
+
+def job_step(model: Any, ids_BL: Tensor) -> Callable[[], None]:
+    """A whole optimizer step on the same samples each time, none of them padded."""
+    optimizer = adamw(model)
+
+    def step() -> None:
+        model(input_ids=ids_BL, labels=ids_BL, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+
+
+def peft_padded(size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int, place: Place) -> Block:
+    """Rounds of steps on batches of these lengths, one job after another, each padded to its longest.
+
+    One adapter stands for all jobs: they cost the same, and a real user loads them one by one.
+    """
+    model = peft_model(size, rank, place, wide=False)
+    optimizer = adamw(model)
+    batches = [[_padded(size, lengths, place) for lengths in jobs] for jobs in rounds]
+
+    def one_round(number: int) -> None:
+        for ids_BL, present_BL, labels_BL in batches[number % len(batches)]:
+            out = model(input_ids=ids_BL, attention_mask=present_BL, labels=labels_BL, use_cache=False)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def block(steps: int) -> Callable[[], None]:
+        def run() -> None:
+            for number in range(steps):
+                one_round(number)
+
+        return run
+
+    return block
+
+
+def _padded(size: Size, lengths: Sequence[int], place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    ids_BL = random_ids(size, len(lengths), max(lengths), place)
+    ends_B1 = torch.tensor(lengths, device=place.device)[:, None]
+    present_BL = torch.arange(max(lengths), device=place.device)[None] < ends_B1
+    return ids_BL, present_BL.long(), torch.where(present_BL, ids_BL, IGNORED)

@@ -1,0 +1,144 @@
+"""One site with many adapters, forward + backward (dX, dA, dB), over the frozen linear alone (forward + dX).
+
+python -m benchmarks.gpu_site [--only TEXT] [--breakdown] [--sweep [--seconds N]] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.result import arguments, finish
+from benchmarks.site_case import Company, SiteCase, microseconds, site_case
+from benchmarks.site_plain import plain_steps
+from benchmarks.site_sweep import sweep
+from weft.ops.fused import fused_dx, fused_y
+from weft.ops.tiled_kernels import add_gradients, da_dx, down, ds_db, up
+from weft.ops.weave import Order, orders_for
+
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
+COMPANIES = (
+    Company("8 x r16", (16,) * 8),
+    Company("8 x r16 dropout 0.1", (16,) * 8, dropout=0.1),
+    Company("r 8 8 16 16 32 32 64 64", (8, 8, 16, 16, 32, 32, 64, 64)),
+    Company("1 x r16", (16,)),
+    Company("32 x r16", (16,) * 32),
+    Company("64 x r16", (16,) * 64),
+    Company("8 x r16, 2048 rows", (16,) * 8, rows=2048),
+)
+
+
+def compare(case: SiteCase) -> dict[str, float]:
+    """Microseconds of the frozen linear, and of each route with adapters."""
+    steps: dict[str, Callable[[int], object]] = {"frozen": case.frozen}
+    for order in orders_for(case.weight_NK, case.group, case.weight_NK.device):
+        steps[f"tiled {order}"] = partial(case.tiled, case.weave(order))
+    return microseconds(steps | plain_steps(case), case.turns)
+
+
+def breakdown(case: SiteCase) -> dict[str, float]:
+    """Microseconds of every launch of the tiled route, and of the products with and without a sum in place.
+
+    `ds, dB` has the sum of the shares of ds in it.
+    """
+    weave, weight_NK = case.weave(), case.weight_NK
+    x, dy = case.x[0], case.dy[0]
+    s, y, dx = down(x, weave), dy.clone(), x.clone()
+    ds, partial_db = ds_db(dy, s, weave)
+    _, partial_da = da_dx(x, ds, weave, wants_dx=False)
+    steps: dict[str, Callable[[int], object]] = {
+        "y = xWt": lambda turn: case.x[turn] @ weight_NK.T,
+        "y += xWt": lambda turn: y.addmm_(case.x[turn], weight_NK.T),
+        "dx = dyW": lambda turn: case.dy[turn] @ weight_NK,
+        "dx += dyW": lambda turn: dx.addmm_(case.dy[turn], weight_NK),
+        "down": lambda turn: down(case.x[turn], weave),
+        "up": lambda turn: up(s, None, None, torch.empty_like(case.dy[turn]), weave),
+        "up in place": lambda turn: up(s, case.dy[turn], None, case.dy[turn], weave),
+        "ds, dB": lambda turn: ds_db(case.dy[turn], s, weave),
+        "dA, dx": lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=True),
+        "dA": lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=False),
+        "add gradients": lambda turn: add_gradients(partial_da, partial_db, weave),
+        **_fused_steps(case, s, ds),
+        "copy of x": lambda turn: torch.empty_like(case.x[turn]).copy_(case.x[turn]),
+    }
+    return microseconds(steps, case.turns)
+
+
+def _fused_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:
+    """The products that have the adapters in them, and the same with nobody aboard."""
+    if Order.fused not in orders_for(case.weight_NK, case.group, s.device):
+        return {}
+    weave, nobody, weight_NK = case.weave(Order.fused), case.nobody(), case.weight_NK
+    return {
+        "y fused": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, weave),
+        "y fused, nobody": lambda turn: fused_y(case.x[turn], weight_NK, None, None, s, nobody),
+        "dx fused": lambda turn: fused_dx(case.dy[turn], weight_NK, ds, weave),
+        "dx fused, nobody": lambda turn: fused_dx(case.dy[turn], weight_NK, ds, nobody),
+    }
+
+
+def rates(case: SiteCase) -> dict[str, float]:
+    """The device at its best here: operations a second of the frozen product, bytes a second of a copy."""
+    taken = microseconds(
+        {
+            "product": lambda turn: case.x[turn] @ case.weight_NK.T,
+            "copy": lambda turn: torch.empty_like(case.x[turn]).copy_(case.x[turn]),
+        },
+        case.turns,
+    )
+    x = case.x[0]
+    operations = 2 * x.numel() * case.weight_NK.shape[0]
+    copied = 2 * x.numel() * x.element_size()
+    return {
+        "tera-operations/s": operations / taken["product"] / 1e6,
+        "terabytes/s": copied / taken["copy"] / 1e6,
+    }
+
+
+def line(name: str, taken: dict[str, float]) -> str:
+    frozen = taken["frozen"]
+    others = "  ".join(f"{key} {taken[key] / frozen:5.3f}" for key in taken if key != "frozen")
+    return f"{name:24} frozen {frozen:7.1f} us   {others}"
+
+
+def report(companies: list[Company], wants_breakdown: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for features, outputs in SHAPES:
+        for company in companies:
+            gc.collect()
+            torch.cuda.empty_cache()
+            case = site_case(company, features, outputs)
+            shape = f"{features} -> {outputs}"
+            if company is companies[0]:
+                found[shape] = {"rates": rates(case)}
+                print(f"\n{shape}   " + "   ".join(f"{v:.2f} {k}" for k, v in found[shape]["rates"].items()))
+            found[shape][company.name] = taken = compare(case)
+            print(line(company.name, taken), flush=True)
+            if wants_breakdown:
+                taken["launches"] = parts = breakdown(case)  # type: ignore[assignment]
+                print("    " + "   ".join(f"{name} {time:.1f}" for name, time in parts.items()), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", default="", help="only companies whose name has this in it")
+    parser.add_argument("--breakdown", action="store_true", help="time every launch by itself")
+    parser.add_argument("--sweep", action="store_true", help="try blocks, warps and stages of every kernel")
+    parser.add_argument("--seconds", type=float, default=90.0, help="how long a sweep may take")
+    asked = parser.parse_args()
+    assert torch.cuda.is_available(), "this benchmark needs a CUDA device"
+    companies = [company for company in COMPANIES if asked.only in company.name]
+    if asked.sweep:
+        finish(sweep(companies[0], SHAPES, asked.seconds), asked.json)
+    else:
+        finish(report(companies, asked.breakdown), asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""PEFT as its best tuned users run it: Liger's kernels, torch.compile, and batches without padding.
+
+Shapes: T tokens of all samples of a job, end to end in one row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.baselines import Work, adamw, peft_model
+from benchmarks.llama import random_ids
+from benchmarks.processes import Task, alone, first_line
+from benchmarks.timing import Measured, Place, fresh, measure, repeated
+
+
+def peft_with_liger(task: Task) -> Measured:
+    """One job's step, times the jobs, in a process of its own: Liger changes the classes of transformers."""
+    if lacking := missing(task.place):
+        return Measured(None, None, lacking)
+    return alone(_measured, task)
+
+
+def missing(place: Place) -> str:
+    """Why it cannot run here; empty where it can."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger_kernel is not installed"
+    if place.device.type != "cuda":
+        return "liger_kernel needs a GPU"
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return "no C compiler, which torch.compile and Triton need"
+    return ""
+
+
+def _measured(task: Task) -> Measured:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+    try:
+        return padding_free(task, compiled=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        note = f"without torch.compile, which failed: {first_line(error)}"
+    torch.compiler.reset()
+    fresh(task.place.device)
+    return replace(padding_free(task, compiled=False), note=note)
+
+
+def padding_free(task: Task, compiled: bool) -> Measured:
+    model = peft_model(task.size, task.work.rank, task.place, wide=False)
+    if compiled:
+        compile_layers(model)
+    one = measure(repeated(packed_step(model, task)), task.place, task.pace)
+    assert one.seconds is not None
+    return Measured(one.seconds * task.work.jobs, one.peak_bytes)
+
+
+def compile_layers(model: Any, backend: str = "inductor") -> None:
+    """Layer by layer: in a graph of the whole model transformers cannot see that a row holds one sample,
+    and then gives SDPA a mask in place of its fast causal path. One compiled layer also serves all others."""
+    torch._dynamo.config.recompile_limit = 128
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend=backend)
+
+
+def packed_step(model: Any, task: Task) -> Callable[[], None]:
+    """The job's samples in one row; positions that begin anew keep them apart.
+
+    Of the attentions that transformers offers, flash_attention_2 would take such a row as it is, but wants a
+    package that is seldom there; SDPA gets a block mask, and none at all for a single sample.
+    """
+    work: Work = task.work
+    ids_1T = random_ids(task.size, 1, work.batch * work.length, task.place)
+    positions_1T = None
+    if work.batch > 1:
+        positions_1T = torch.arange(work.length, device=task.place.device).repeat(work.batch)[None]
+    optimizer = adamw(model)
+
+    def step() -> None:
+        model(input_ids=ids_1T, position_ids=positions_1T, labels=ids_1T, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -1,0 +1,119 @@
+"""Llama bases of real sizes with random weights, and the least time that a step on them can take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.timing import Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    context: int
+    rope_theta: float
+
+    @property
+    def sites(self) -> tuple[tuple[int, int], ...]:
+        """In and out features of the seven linears of a layer."""
+        kv = self.hidden // self.heads * self.kv_heads
+        return (
+            (self.hidden, self.hidden),
+            (self.hidden, kv),
+            (self.hidden, kv),
+            (self.hidden, self.hidden),
+            (self.hidden, self.intermediate),
+            (self.hidden, self.intermediate),
+            (self.intermediate, self.hidden),
+        )
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size(
+            name="8b",  # Llama-3.1-8B
+            hidden=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            intermediate=14336,
+            vocabulary=128256,
+            context=131072,
+            rope_theta=500000.0,
+        ),
+        Size(
+            name="1b",  # TinyLlama-1.1B
+            hidden=2048,
+            layers=22,
+            heads=32,
+            kv_heads=4,
+            intermediate=5632,
+            vocabulary=32000,
+            context=2048,
+            rope_theta=10000.0,
+        ),
+        Size(
+            name="toy",
+            hidden=32,
+            layers=2,
+            heads=4,
+            kv_heads=2,
+            intermediate=48,
+            vocabulary=256,
+            context=1024,
+            rope_theta=10000.0,
+        ),
+    )
+}
+
+
+def build(size: Size, place: Place) -> PreTrainedModel:
+    """Made where it will run, in the dtype it will run in: the 8B shape never passes through the host."""
+    config = LlamaConfig(
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        intermediate_size=size.intermediate,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=size.context,
+        rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(place.device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=place.dtype, attn_implementation="sdpa"
+        )
+    return model.requires_grad_(False)
+
+
+def random_ids(size: Size, rows: int, length: int, place: Place) -> Tensor:
+    return torch.randint(size.vocabulary, (rows, length), device=place.device)
+
+
+def floor_seconds(size: Size, rate: float, lengths: Sequence[int], rank: int) -> float:
+    """The arithmetic of one step over samples of these lengths, at `rate` operations a second.
+
+    Forward and dX of the frozen linears and the head; causal attention, whose backward costs 2.5 of its
+    forward; and the six products of the adapters' two factors. Rank 0 is the base alone. No recomputation.
+    """
+    tokens = sum(lengths)
+    linears = size.layers * sum(k * n for k, n in size.sites)
+    head = size.hidden * size.vocabulary
+    attention = 2 * size.layers * size.hidden * sum(length * length for length in lengths)
+    adapters = 6 * tokens * rank * size.layers * sum(k + n for k, n in size.sites)
+    return (4 * tokens * (linears + head) + 3.5 * attention + adapters) / rate

@@ -1,0 +1,163 @@
+"""Baselines that need processes of their own: many PEFT jobs at once on one device, or one that must not
+leave its traces in this process.
+
+A child says when it began and ended its steps on the clock that all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.baselines import Work, job_step, peft_model
+from benchmarks.llama import Size, random_ids
+from benchmarks.timing import Measured, Pace, Place, fresh, peak_bytes, wait
+
+PATIENCE = 150.0
+"""Seconds that processes wait for one another before the row is given up."""
+CONTEXT_BYTES = 700 << 20
+SLACK = 1.12
+"""What a process takes beside its tensors: the CUDA context, and what the allocator cannot use."""
+SHORT, WAITED = "out of memory", "another process did not come"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    size: Size
+    work: Work
+    place: Place
+    pace: Pace
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    began: float = 0.0
+    ended: float = 0.0
+    peak: int = 0
+    measured: Measured = field(default_factory=lambda: Measured(None, None))
+    problem: str = ""
+
+
+def peft_at_once(task: Task, one_peak: int | None) -> Measured:
+    """Every job in a process of its own, all at once; where memory is short, as many as fit, in turns.
+
+    `one_peak` is what one job took by itself. Weights are held by every process anew.
+    """
+    jobs = task.work.jobs
+    for count in range(min(jobs, _room(task.place, one_peak)), 0, -1):
+        answers = _in_children(_Stepping(task), count)
+        problems = [answer.problem for answer in answers if answer.problem]
+        if not problems:
+            break
+        if SHORT not in problems:
+            told = next((problem for problem in problems if problem != WAITED), WAITED)
+            return Measured(None, None, told)
+    else:
+        return Measured(None, None, "not even one process fits")
+    steps = task.pace.blocks * task.pace.steps
+    together = max(a.ended for a in answers) - min(a.began for a in answers)
+    note = "" if count == jobs else f"{count} processes fit, so {jobs} jobs take {jobs / count:.1f} turns"
+    return Measured(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
+
+
+def _room(place: Place, one_peak: int | None) -> int:
+    if place.device.type != "cuda" or one_peak is None:
+        return 1 << 30
+    fresh(place.device)
+    free, _ = torch.cuda.mem_get_info(place.device)
+    return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
+
+
+def alone(run: Callable[[Task], Measured], task: Task) -> Measured:
+    """What `run`, a function of a module, measures in a process of its own."""
+    fresh(task.place.device)
+    (answer,) = _in_children(_Alone(run, task), 1)
+    return Measured(None, None, answer.problem) if answer.problem else answer.measured
+
+
+def _in_children(act: Callable[[Any], Answer], count: int) -> list[Answer]:
+    spawn = multiprocessing.get_context("spawn")
+    barrier, answers = spawn.Barrier(count), spawn.Queue()
+    children = [spawn.Process(target=_child, args=(act, barrier, answers), daemon=True) for _ in range(count)]
+    for child in children:
+        child.start()
+    heard = _hear(answers, count)
+    for child in children:
+        child.join(10)
+        if child.is_alive():
+            child.kill()
+            child.join()
+    return heard
+
+
+def _hear(answers: Any, count: int) -> list[Answer]:
+    deadline = time.monotonic() + 2 * PATIENCE
+    heard: list[Answer] = []
+    while len(heard) < count:
+        try:
+            heard.append(answers.get(timeout=max(0.1, deadline - time.monotonic())))
+        except queue.Empty:
+            return [*heard, Answer(problem="a process gave no answer")]
+    return heard
+
+
+def _child(act: Callable[[Any], Answer], barrier: Any, answers: Any) -> None:
+    try:
+        answers.put(act(barrier))
+    except threading.BrokenBarrierError:
+        answers.put(Answer(problem=WAITED))
+    except Exception as error:
+        barrier.abort()
+        if not _is_short(error):
+            traceback.print_exc()
+        answers.put(Answer(problem=SHORT if _is_short(error) else first_line(error)))
+
+
+def _is_short(error: Exception) -> bool:
+    """Where the last bytes go, cuBLAS and the driver complain in words of their own."""
+    words = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "ALLOC_FAILED" in words
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:100]
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    run: Callable[[Task], Measured]
+    task: Task
+
+    def __call__(self, barrier: Any) -> Answer:
+        return Answer(measured=self.run(self.task))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stepping:
+    """One job among others: all begin at once."""
+
+    task: Task
+
+    def __call__(self, barrier: Any) -> Answer:
+        work, place, pace = self.task.work, self.task.place, self.task.pace
+        if place.device.type == "cpu":
+            torch.set_num_threads(1)
+        model = peft_model(self.task.size, work.rank, place, wide=False)
+        step = job_step(model, random_ids(self.task.size, work.batch, work.length, place))
+        for _ in range(pace.warmup):
+            step()
+        wait(place.device)
+        barrier.wait(PATIENCE)
+        began = time.monotonic()
+        for _ in range(pace.blocks * pace.steps):
+            step()
+        wait(place.device)
+        return Answer(began, time.monotonic(), peak_bytes(place.device) or 0)

@@ -1,0 +1,129 @@
+"""Adapters at one site, with inputs that take turns so that the cache does not help, timed in CUDA graphs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.ops.rows import Rows, Seat, step_key
+from weft.ops.table import Entry, Group, Table
+from weft.ops.tiled import backward, forward
+from weft.ops.weave import Order, Weave, tiling
+
+SLOTS = 64
+ROTATION_BYTES = 512 << 20
+"""The inputs of one rotation are together several times the cache of any GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """The adapters at the site: rows shared out evenly."""
+
+    name: str
+    ranks: tuple[int, ...]
+    dropout: float = 0.0
+    rows: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class SiteCase:
+    company: Company
+    weight_NK: Tensor
+    x: tuple[Tensor, ...]
+    """Inputs [T, K] that take turns, and gradients [T, N] beside them."""
+    dy: tuple[Tensor, ...]
+    seats: tuple[Seat, ...]
+    entries: tuple[Entry, ...]
+    group: Group
+
+    @property
+    def turns(self) -> int:
+        return len(self.x)
+
+    def weave(self, order: Order = Order.before, tile: int = 64, piece: int = 1024) -> Weave:
+        x = self.x[0]
+        rows = Rows.empty(x.shape[0], SLOTS, x.device, tile=tile, piece=piece)
+        rows.fill(self.seats, np.arange(x.shape[0], dtype=np.int32))
+        return Weave(self.group, rows, True, tiling(rows, self.group, x.shape[1], x.dtype), order)
+
+    def nobody(self) -> Weave:
+        """The fused order with no job aboard."""
+        weave = self.weave(Order.fused)
+        weave.rows.fill((), np.zeros(0, dtype=np.int32))
+        return weave
+
+    def frozen(self, turn: int) -> tuple[Tensor, Tensor]:
+        return self.x[turn] @ self.weight_NK.T, self.dy[turn] @ self.weight_NK
+
+    def tiled(self, weave: Weave, turn: int) -> Tensor | None:
+        _, s = forward(self.x[turn], self.weight_NK, None, None, weave)
+        return backward(self.dy[turn], self.x[turn], self.weight_NK, s, weave, wants_dx=True)
+
+
+def site_case(company: Company, features: int, outputs: int) -> SiteCase:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    turns = max(2, -(-ROTATION_BYTES // (2 * company.rows * (features + outputs))))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    table = Table.empty(["site"], SLOTS, device)
+    group = Group(((0, outputs),), table, max(company.ranks), company.dropout > 0)
+    length = company.rows // len(company.ranks)
+    seats, entries = [], []
+    for slot, rank in enumerate(company.ranks):
+        a, b = normal(rank, features) / features**0.5, normal(rank, outputs)
+        gradients = torch.zeros_like(a, dtype=torch.float32), torch.zeros_like(b, dtype=torch.float32)
+        entries.append(Entry(a, b, *gradients, scale=2.0, dropout=company.dropout))
+        group.write(slot, entries[-1:])
+        seats.append(Seat(slot * length, slot * length + length, slot, step_key(slot, 1)))
+    return SiteCase(
+        company,
+        normal(outputs, features) / features**0.5,
+        tuple(normal(company.rows, features) for _ in range(turns)),
+        tuple(normal(company.rows, outputs) for _ in range(turns)),
+        tuple(seats),
+        tuple(entries),
+        group,
+    )
+
+
+def captured(step: Callable[[int], object], turns: int) -> torch.cuda.CUDAGraph:
+    """All turns in one graph; warmed up first, so that nothing compiles while it is captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for turn in range(turns):
+            step(turn)
+    return graph
+
+
+def microseconds(
+    steps: Mapping[str, Callable[[int], object]], turns: int, replays: int = 30
+) -> dict[str, float]:
+    """The median time of each step; the steps alternate, so that a change of clocks meets them all."""
+    graphs = {name: captured(step, turns) for name, step in steps.items()}
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for graph in graphs.values():
+        graph.replay()
+    for _ in range(replays):
+        marks = {}
+        for name, graph in graphs.items():
+            marks[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[name][0].record()
+            graph.replay()
+            marks[name][1].record()
+        torch.cuda.synchronize()
+        for name, (began, ended) in marks.items():
+            taken[name].append(began.elapsed_time(ended) * 1000 / turns)
+    return {name: statistics.median(values) for name, values in taken.items()}

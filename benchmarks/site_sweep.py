@@ -1,0 +1,140 @@
+"""Which blocks, warps and stages are best for each kernel of the tiled route on the device at hand."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from benchmarks.site_case import Company, SiteCase, microseconds, site_case
+from weft.ops.fused import fused_dx, fused_y
+from weft.ops.tiled_kernels import da_dx, down, ds_db
+from weft.ops.weave import Launch, Order, product_blocks
+
+Step = Callable[[int], object]
+Option = tuple[str, Callable[[SiteCase], Step]]
+
+
+def sweep(company: Company, shapes: tuple[tuple[int, int], ...], seconds: float) -> dict[str, Any]:
+    """The times of each option of each kernel by shape; what the time does not allow is left out.
+
+    An option is tried on all shapes in turn: it is compiled but once for them.
+    """
+    ends = time.monotonic() + seconds
+    cases = {f"{k} -> {n}": site_case(company, k, n) for k, n in shapes}
+    found: dict[str, Any] = {shape: {kernel: {} for kernel in KERNELS} for shape in cases}
+    for index, (kernel, options) in enumerate(KERNELS.items()):
+        now = time.monotonic()
+        until = now + (ends - now) / (len(KERNELS) - index)
+        for name, step_of in options():
+            if time.monotonic() > until:
+                print(f"({kernel}: no time for {name} and what follows)")
+                break
+            for shape, case in cases.items():
+                found[shape][kernel] |= _timed(f"{kernel} {name}", name, case, step_of)
+        for shape in cases:
+            best = sorted(found[shape][kernel].items(), key=lambda item: item[1])[:3]
+            print(f"{shape:16} {kernel:6} " + "   ".join(f"{t:.1f} us {n}" for n, t in best), flush=True)
+    return {company.name: found}
+
+
+def _timed(what: str, name: str, case: SiteCase, step_of: Callable[[SiteCase], Step]) -> dict[str, float]:
+    try:
+        return microseconds({name: step_of(case)}, case.turns, replays=8)
+    except Exception as error:
+        # Blocks that do not fit the device, or that the compiler refuses, are part of the search.
+        print(f"({what}: {type(error).__name__})")
+        return {}
+
+
+def _product_options(forward: bool) -> Iterator[Option]:
+    for columns, chunks, stages, group in (
+        (256, 2, 3, 8),
+        (256, 4, 4, 8),
+        (256, 2, 3, 16),
+        (256, 2, 3, 4),
+        (128, 2, 4, 8),
+        (256, 4, 3, 8),
+        (256, 4, 4, 16),
+    ):
+        name = f"columns {columns} chunks {chunks} stages {stages} group {group}"
+        yield name, partial(_product_step, forward, columns, chunks, stages, group)
+
+
+def _product_step(forward: bool, columns: int, chunks: int, stages: int, group: int, case: SiteCase) -> Step:
+    weave = case.weave(Order.fused)
+    blocks = product_blocks(columns, case.group.rank, case.x[0].dtype, weave.tiling.y.programs)
+    blocks = replace(blocks, chunks=chunks, stages=stages, group=group)
+    weave = replace(weave, tiling=replace(weave.tiling, y=blocks, dx=blocks))
+    s = down(case.x[0], weave)
+    if forward:
+        return lambda turn: fused_y(case.x[turn], case.weight_NK, None, None, s, weave)
+    return lambda turn: fused_dx(case.dy[turn], case.weight_NK, s, weave)
+
+
+def _down_options() -> Iterator[Option]:
+    for launch, split in itertools.product((Launch(128, 4, 4), Launch(128, 8, 4), Launch(64, 8, 4)), (2, 4)):
+        yield f"{_words(launch)} split {split}", partial(_down_step, launch, split)
+
+
+def _down_step(launch: Launch, split: int, case: SiteCase) -> Step:
+    weave = case.weave()
+    weave = replace(weave, tiling=replace(weave.tiling, down=launch, split=split))
+    return lambda turn: down(case.x[turn], weave)
+
+
+def _ds_db_options() -> Iterator[Option]:
+    launches = (
+        Launch(256, 4, 4),
+        Launch(256, 8, 4),
+        Launch(256, 4, 2),
+        Launch(256, 4, 3),
+        Launch(128, 4, 4),
+        Launch(512, 8, 2),
+        Launch(256, 8, 3, rows=128),
+    )
+    for piece, launch in itertools.product((1024, 512), launches):
+        yield f"{_words(launch)} piece {piece}", partial(_ds_db_step, launch, piece)
+
+
+def _ds_db_step(launch: Launch, piece: int, case: SiteCase) -> Step:
+    weave = case.weave(piece=piece)
+    weave = replace(weave, tiling=replace(weave.tiling, ds_db=launch))
+    s = down(case.x[0], weave)
+    return lambda turn: ds_db(case.dy[turn], s, weave)
+
+
+def _da_options() -> Iterator[Option]:
+    launches = (
+        Launch(128, 8, 3),
+        Launch(128, 4, 4),
+        Launch(64, 8, 3),
+        Launch(64, 4, 4),
+        Launch(128, 8, 4),
+        Launch(256, 8, 3),
+    )
+    for piece, launch in itertools.product((1024, 512), launches):
+        yield f"{_words(launch)} piece {piece}", partial(_da_step, launch, piece)
+
+
+def _da_step(launch: Launch, piece: int, case: SiteCase) -> Step:
+    weave = case.weave(piece=piece)
+    weave = replace(weave, tiling=replace(weave.tiling, da_dx=launch))
+    ds = down(case.x[0], weave)
+    return lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=False)
+
+
+def _words(launch: Launch) -> str:
+    return f"columns {launch.columns} rows {launch.rows} warps {launch.warps} stages {launch.stages}"
+
+
+KERNELS: dict[str, Callable[[], Iterator[Option]]] = {
+    "y": partial(_product_options, True),
+    "dx": partial(_product_options, False),
+    "ds_db": _ds_db_options,
+    "down": _down_options,
+    "dA": _da_options,
+}

@@ -1,0 +1,30 @@
+"""Rows of words and numbers as an aligned table: the first and the last column to the left, others right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ABSENT = "—"
+
+
+def aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
+    last = len(titles) - 1
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            word.ljust(width) if at in (0, last) else word.rjust(width)
+            for at, (word, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(line(row) for row in (titles, *rows))
+
+
+def number(value: float | None, form: str = ",.1f", scale: float = 1.0) -> str:
+    """`value` × `scale` under a format, or a dash where there is none."""
+    return ABSENT if value is None else format(value * scale, form)
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or under is None else over / under

@@ -1,0 +1,112 @@
+"""How the GPU benchmarks measure: warmed up, the median of several blocks of steps, the device waited for."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weft.run.events import OutOfMemory
+
+Block = Callable[[int], Callable[[], object]]
+"""Prepares so many steps, outside the clock, and returns what the clock is held to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a benchmark runs, and in which dtype its base is."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Steps to warm up with, then blocks of steps; the device is waited for only between blocks."""
+
+    warmup: int = 3
+    blocks: int = 5
+    steps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One round of all jobs. No seconds: it could not be measured, and the note says why."""
+
+    seconds: float | None
+    peak_bytes: int | None
+    note: str = ""
+
+
+def here(toy: bool) -> Place | None:
+    """The GPU in bfloat16, or for a toy the CPU in float32; None where there is no GPU."""
+    if toy:
+        return Place(torch.device("cpu"), torch.float32)
+    if not torch.cuda.is_available():
+        return None
+    return Place(torch.device("cuda", 0), torch.bfloat16)
+
+
+def measure(block: Block, place: Place, pace: Pace) -> Measured:
+    """Seconds of one step, and the most memory that was held since `fresh`."""
+    block(pace.warmup)()
+    taken = []
+    for _ in range(pace.blocks):
+        run = block(pace.steps)
+        wait(place.device)
+        began = time.perf_counter()
+        run()
+        wait(place.device)
+        taken.append((time.perf_counter() - began) / pace.steps)
+    return Measured(statistics.median(taken), peak_bytes(place.device))
+
+
+def repeated(step: Callable[[], object]) -> Block:
+    def block(steps: int) -> Callable[[], object]:
+        def run() -> None:
+            for _ in range(steps):
+                step()
+
+        return run
+
+    return block
+
+
+def attempted(run: Callable[[], Measured], place: Place) -> Measured:
+    """What `run` measures with the device to itself; a lack of memory is a finding, not a crash."""
+    fresh(place.device)
+    try:
+        return run()
+    except (torch.OutOfMemoryError, OutOfMemory):
+        return Measured(None, None, "out of memory")
+
+
+def fresh(device: torch.device) -> None:
+    """Hand back what the last row left behind, and count the peak anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def gemm_rate(place: Place) -> float:
+    """Operations a second of one large product, the device's best: what every floor is reckoned with."""
+    edge = 8192 if place.device.type == "cuda" else 256
+    a = torch.randn(edge, edge, device=place.device, dtype=place.dtype)
+    b = torch.randn_like(a)
+    measured = measure(repeated(lambda: a @ b), place, Pace(warmup=5, blocks=5, steps=10))
+    assert measured.seconds is not None
+    return 2 * edge**3 / measured.seconds

@@ -1,0 +1,98 @@
+"""The scripts themselves at a toy size on the CPU: they must run the first time where a GPU is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_churn, gpu_lengths, gpu_quality, gpu_step
+from benchmarks.timing import Measured
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def toy(script: ModuleType, *words: str) -> dict[str, Any]:
+        file = tmp_path / "found.json"
+        monkeypatch.setattr(sys, "argv", [script.__name__, "--toy", "--json", str(file), *words])
+        script.main()
+        return json.loads(file.read_text())
+
+    return toy
+
+
+def test_a_step_is_measured_in_every_way_and_weft_comes_last(run: Any, capsys: pytest.CaptureFixture) -> None:
+    found = run(gpu_step, "--baselines", "frozen,peft,peft-bf16,liger")
+    names = [row["name"] for row in found["rows"]]
+    assert names[0] == gpu_step.FROZEN
+    assert names[-1] == gpu_step.WEFT
+    assert found["strongest"] in names[1:3]
+    for row in found["rows"]:
+        assert (row["seconds"] is None) == bool(row["note"])
+        assert row["seconds"] is None or row["rho"] > 0
+    last = capsys.readouterr().out.split("ms a step")[1]
+    assert all(name in last for name in names)
+
+
+def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weft() -> None:
+    rows = [
+        gpu_step.Row(gpu_step.FROZEN, Measured(1.0, 0), 1.0, adapters=False),
+        gpu_step.Row("slow", Measured(3.0, 0), 1.0, adapters=True),
+        gpu_step.Row("fast", Measured(2.0, 0), 1.0, adapters=True),
+        gpu_step.Row("absent", Measured(None, None, "not here"), 1.0, adapters=True),
+        gpu_step.Row(gpu_step.WEFT, Measured(1.5, 0), 1.0, adapters=True),
+    ]
+    best = gpu_step.strongest(rows)
+    assert best is not None
+    assert best.name == "fast"
+    assert gpu_step.strongest([rows[0], rows[-1]]) is None
+
+
+def test_real_lengths_are_drawn_alike_every_time_and_a_quarter_from_each_dataset() -> None:
+    first, again = (gpu_lengths.draw_rounds(2, 8, 4) for _ in range(2))
+    assert first == again
+    pools = list(json.loads(gpu_lengths.FILE.read_text()).values())
+    assert len(pools) == 4
+    for jobs in first:
+        for job, batch in enumerate(jobs):
+            assert set(batch) <= set(pools[job % 4])
+
+
+def test_real_lengths_are_measured_with_the_padding_of_both(run: Any) -> None:
+    found = run(gpu_lengths)
+    (batches,) = gpu_lengths.draw_rounds(1, 4, 4)
+    useful = sum(map(sum, batches))
+    peft, weft = found["rows"]
+    assert peft["padding"] == pytest.approx(1 - useful / sum(4 * max(batch) for batch in batches))
+    assert found["tokens"] == useful
+    assert 0 <= weft["padding"] < 1
+    assert weft["seconds"] > 0
+
+
+def test_joins_and_leaves_are_made_and_counted(run: Any) -> None:
+    found = run(gpu_churn)
+    assert found["joins"] + found["leaves"] == found["changes"]
+    assert found["leaves"] > 0
+    assert found["verdict"].startswith("memory ")
+
+
+@pytest.mark.skipif(not gpu_quality.MODEL.is_dir(), reason="stories15M is not here")
+def test_quality_in_float32_is_that_of_peft(run: Any) -> None:
+    found = run(gpu_quality)
+    assert len(found["apart"]) == 4
+    assert all(abs(apart) < 1e-4 for apart in found["apart"].values())
+
+
+@pytest.mark.parametrize("script", [gpu_step, gpu_lengths, gpu_churn, gpu_quality])
+def test_without_a_gpu_a_script_says_so(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [script.__name__])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert "no CUDA device" in capsys.readouterr().err

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.cli import bench as verb
+from weft.cli.bench import FROZEN, WEFT, Line, Part, Shape, line_of, parts
+from weft.errors import UserError
+
+PART = Part("8 jobs", "gpu_step")
+
+
+def weft(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    return subprocess.run(
+        [sys.executable, "-m", "weft", "bench", *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_one_sentence_and_exit_code_2() -> None:
+    done = weft("--quick")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "no CUDA device" in done.stderr
+
+
+def test_without_a_checkout_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "CHECKOUT", tmp_path)
+    with pytest.raises(UserError, match="come with a checkout"):
+        verb.bench()
+
+
+def test_a_toy_runs_through_and_ends_with_a_table_that_names_the_strongest() -> None:
+    done = weft("--quick", "--toy")
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.split("strongest other way")[1]
+    assert "8 jobs, 1×1024 tokens each" in last
+    assert "the strongest against Weft is PEFT" in last
+
+
+def test_a_part_that_fails_is_named_and_the_exit_code_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    broken = [Part("broken", "gpu_step", ("--no-such-option",))]
+    monkeypatch.setattr(verb, "parts", lambda *asked: broken)
+    with pytest.raises(Exception) as caught:
+        verb.bench(toy=True)
+    assert getattr(caught.value, "exit_code", None) == 1
+    assert "Failed: broken" in capsys.readouterr().out
+
+
+def test_a_line_compares_weft_with_the_frozen_base_and_with_the_strongest() -> None:
+    found = {
+        "strongest": "PEFT",
+        "rows": [
+            {"name": FROZEN, "seconds": 0.4, "note": ""},
+            {"name": "PEFT", "seconds": 0.8, "note": ""},
+            {"name": "Liger", "seconds": None, "note": "not installed"},
+            {"name": WEFT, "seconds": 0.5, "note": ""},
+        ],
+    }
+    assert line_of(PART, found) == Line("8 jobs", 500.0, 1.25, "PEFT", 1.6)
+
+
+def test_a_line_without_times_says_why() -> None:
+    short = {"strongest": None, "rows": [{"name": WEFT, "seconds": None, "note": "out of memory"}]}
+    assert line_of(PART, short) == Line("8 jobs", verdict="out of memory")
+    assert line_of(PART, {"verdict": "memory +0.1%"}) == Line("8 jobs", verdict="memory +0.1%")
+
+
+def test_every_part_is_a_script_of_the_checkout_and_quick_is_only_the_first() -> None:
+    whole = parts(Shape.SMALL, quick=False, model=Path("stories"))
+    assert [part.title for part in parts(Shape.SMALL, quick=True, model=None)] == [whole[0].title]
+    for part in whole:
+        assert (verb.CHECKOUT / "benchmarks" / f"{part.module}.py").is_file()
