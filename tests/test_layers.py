@@ -1,5 +1,7 @@
 """Fused decoder layers and the tiled route, in Triton's interpreter, against the plain path."""
 
+import math
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from weft.batch import IGNORED, Microbatch
 from weft.ops.lora import Route
 from weft.plan.memory import NOTHING, Recompute
 from weft.plan.planner import plan_window
-from weft.run.events import Stepped
+from weft.run.events import Failed, Stepped
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -102,6 +104,24 @@ def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
     assert again[0] == kept[0]
     for name in JOBS:
         assert torch.equal(again[1][name], kept[1][name]), name
+
+
+def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
+    """The sick job's weights turn NaN before the first pass; the healthy one trains as if it were not there."""
+    base = one_layer("llama")
+    jobs = jobs_for(base)
+    masters = []
+    for sick in (False, True):
+        executor = woven(base, jobs, Route.tiled, monkeypatch)
+        if sick:
+            executor.banks.write("dropping", torch.full_like(executor.aboard["dropping"].master, math.nan))
+        program = plan_window([job.course(0, 1, False) for job in jobs], CAPACITY, ladder=True)
+        assert program.shared() > 0
+        events = list(aboard.events(executor, program, jobs))
+        executor.unweave()
+        assert [event.job for event in events if isinstance(event, Failed)] == ["dropping"] * sick
+        masters.append(executor.aboard["values-only"].master)
+    assert torch.equal(*masters)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])

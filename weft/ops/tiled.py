@@ -20,7 +20,7 @@ from weft.ops.fused import fused_dx, fused_y
 from weft.ops.rows import Rows
 from weft.ops.table import Group
 from weft.ops.tiled_kernels import add_gradients, da_dx, down, ds_db, up
-from weft.ops.weave import Order, Weave, orders_for, tiling
+from weft.ops.weave import Order, Weave, contestants, tiling
 
 
 def woven_linear(
@@ -41,7 +41,7 @@ def woven_linear(
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
     chosen = tiling(rows, group, x_TK.shape[1], x_TK.dtype)
-    orders = orders_for(weight_NK, group, x_TK.device)
+    orders = contestants(weight_NK, group, x_TK.device)
     order = choices.order(x_TK, weight_NK, residual_TN, group, rows, orders) if choices else orders[0]
     weave = Weave(group, rows, training, chosen, order)
     return _Woven.apply(x_TK, weight_NK, bias_N, residual_TN, anchor, weave)

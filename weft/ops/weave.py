@@ -142,8 +142,7 @@ def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tilin
 
 
 def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
-    """The orders that a case allows; the first needs no trial to be a good choice."""
-    always = Order.before, Order.after
+    """The orders that a case allows."""
     starts = [low for low, _ in group.columns]
     allowed = (
         weight_NK.dtype.itemsize == 2
@@ -152,7 +151,16 @@ def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[O
         and _in_whole_rows(weight_NK)
         and _has_copy_engines(device)
     )
+    always = Order.before, Order.after
     return (*always, Order.fused) if allowed else always
+
+
+def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
+    """The orders that can win; the first needs no trial to be a good choice.
+
+    `after` was behind `before` at every shape that was measured (docs/benchmarks.md).
+    """
+    return tuple(order for order in orders_for(weight_NK, group, device) if order is not Order.after)
 
 
 def _in_whole_rows(weight_NK: Tensor) -> bool:
