@@ -57,6 +57,10 @@ class AdapterError(UserError):
     """An adapter folder cannot be read, or does not fit the base."""
 
 
+class PlanError(UserError):
+    """No plan can serve these jobs on these devices; the sentence names the job and the number."""
+
+
 class MissingPackage(UserError):
     """An optional package is needed; the sentence carries the command that installs it."""
 

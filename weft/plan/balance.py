@@ -1,0 +1,109 @@
+"""Latencies into a given number of buckets whose sums vary as little as can be.
+
+The mean of the sums is given, so the least variance is the least sum of squares. It is found exactly for few
+latencies, and for many by placing the longest first, then moving and swapping until nothing helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+EXACT = 10
+"""Up to so many latencies every distribution is looked at: at most 10^5 of them."""
+SMALLEST_GAIN = 1e-12
+"""As a share of the sum of squares: less is rounding, and could go round in circles."""
+
+Buckets = tuple[tuple[int, ...], ...]
+"""Indices of the latencies in each bucket."""
+
+
+def balance(latencies: Sequence[float], count: int) -> Buckets:
+    """Every latency in one of `count` buckets, none of them empty."""
+    assert 1 <= count <= len(latencies), "every bucket needs a latency"
+    buckets = level(longest_first(latencies, count), latencies)
+    return _Search(latencies, buckets).best if len(latencies) <= EXACT else buckets
+
+
+def variance(buckets: Buckets, latencies: Sequence[float]) -> float:
+    return float(np.var(sums(buckets, latencies)))
+
+
+def sums(buckets: Buckets, latencies: Sequence[float]) -> list[float]:
+    return [sum(latencies[index] for index in bucket) for bucket in buckets]
+
+
+def longest_first(latencies: Sequence[float], count: int) -> Buckets:
+    """The longest latency that is left goes to the bucket that has the least."""
+    buckets: list[list[int]] = [[] for _ in range(count)]
+    filled = [0.0] * count
+    for index in _descending(latencies):
+        chosen = min(range(count), key=lambda number: (filled[number], len(buckets[number])))
+        buckets[chosen].append(index)
+        filled[chosen] += latencies[index]
+    return tuple(map(tuple, buckets))
+
+
+def level(buckets: Buckets, latencies: Sequence[float]) -> Buckets:
+    """Make the move or swap that lessens the sum of squares most, until none does."""
+    each = np.array(latencies, dtype=float)
+    home = np.empty(len(each), dtype=int)
+    for number, bucket in enumerate(buckets):
+        home[list(bucket)] = number
+    while change := _best_change(each, home, len(buckets)):
+        for index, number in change.items():
+            home[index] = number
+    return tuple(tuple(np.flatnonzero(home == number).tolist()) for number in range(len(buckets)))
+
+
+def _best_change(each: NDArray[np.float64], home: NDArray[np.int_], count: int) -> dict[int, int]:
+    """The new bucket of one latency, or of two that change places; empty if nothing helps."""
+    held = np.bincount(home, weights=each, minlength=count)
+    # Where d leaves a sum A for a sum B, the squares change by 2d(B − A + d).
+    moves = 2 * each[:, None] * (held[None, :] - held[home][:, None] + each[:, None])
+    moves[np.bincount(home, minlength=count)[home] == 1] = np.inf
+    apart = each[:, None] - each[None, :]
+    swaps = 2 * apart * (held[home][None, :] - held[home][:, None] + apart)
+    if min(moves.min(), swaps.min()) >= -SMALLEST_GAIN * float(held @ held):
+        return {}
+    if moves.min() <= swaps.min():
+        index, number = divmod(int(moves.argmin()), count)
+        return {index: number}
+    one, other = divmod(int(swaps.argmin()), len(each))
+    return {one: int(home[other]), other: int(home[one])}
+
+
+class _Search:
+    """Every distribution over as many buckets as a given one has, cut off where it is already no better."""
+
+    def __init__(self, latencies: Sequence[float], known: Buckets) -> None:
+        self.latencies = latencies
+        self.order = _descending(latencies)
+        self.count = len(known)
+        self.best = known
+        self.squares = sum(total * total for total in sums(known, latencies)) * (1 - SMALLEST_GAIN)
+        self._place(0, [], [], 0.0)
+
+    def _place(self, position: int, buckets: list[list[int]], held: list[float], squares: float) -> None:
+        if squares >= self.squares or len(self.order) - position < self.count - len(buckets):
+            return
+        if position == len(self.order):
+            self.best, self.squares = tuple(map(tuple, buckets)), squares
+            return
+        index = self.order[position]
+        latency = self.latencies[index]
+        for number, bucket in enumerate(buckets):
+            before = held[number]
+            bucket.append(index)
+            held[number] += latency
+            self._place(position + 1, buckets, held, squares + latency * (2 * before + latency))
+            bucket.pop()
+            held[number] = before
+        if len(buckets) < self.count:
+            self._place(position + 1, [*buckets, [index]], [*held, latency], squares + latency * latency)
+
+
+def _descending(latencies: Sequence[float]) -> list[int]:
+    return sorted(range(len(latencies)), key=lambda index: -latencies[index])

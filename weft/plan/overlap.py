@@ -1,0 +1,208 @@
+"""In which order a stage launches the operators of the fusion groups in one bucket (MuxTune's algorithm 1).
+
+Each group's operators are a graph, cut into subgraphs; those of all graphs are launched so that one group
+computes while another communicates. Depth first to last, as printed, keeps all groups in step, so that a
+communication that follows little compute stays bare; a second rule lets them drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    compute = "compute"
+    communication = "communication"
+    adapter = "adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    name: str
+    kind: Kind
+    seconds: float
+    needs: tuple[str, ...] = ()
+    """Names of the operators, earlier in the same graph, whose results it takes."""
+
+
+Graph = tuple[Operator, ...]
+"""The operators of one fusion group on one stage, in an order in which they could run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subgraph:
+    """What is launched together: a run of compute with the communication it feeds, or adapters apart."""
+
+    graph: int
+    number: int
+    depth: int
+    """The longest way to it in subgraphs; all it needs is shallower."""
+    operators: tuple[Operator, ...]
+    needs: tuple[int, ...]
+    """Numbers of the subgraphs, in the same graph, that come before it."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(operator.seconds for operator in self.operators)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    graph: int
+    operator: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """An order of subgraphs, and when their operators then run on the stage's two lanes."""
+
+    order: tuple[Subgraph, ...]
+    compute: tuple[Span, ...]
+    communication: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max((lane[-1].stop for lane in (self.compute, self.communication) if lane), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    one_by_one: Launch
+    """Each graph whole before the next."""
+    by_depth: Launch
+    """Algorithm 1: the shallowest first, and of those the longest."""
+    by_start: Launch
+    """Whatever can start soonest, a graph going on until it has to wait."""
+
+    @property
+    def best(self) -> Launch:
+        return min(self.one_by_one, self.by_depth, self.by_start, key=lambda launch: launch.seconds)
+
+
+class _Lanes:
+    """The stage's two lanes; each runs its operators in the order of launch, when what they need is there."""
+
+    def __init__(self) -> None:
+        self.compute: list[Span] = []
+        self.communication: list[Span] = []
+        self.ended: dict[tuple[int, str], float] = {}
+        self.last = -1
+        """The graph that was launched from last."""
+
+    def start(self, operator: Operator, graph: int) -> float:
+        """When it would start if it were launched next."""
+        lane = self._lane(operator)
+        free = lane[-1].stop if lane else 0.0
+        return max([free, *(self.ended[graph, need] for need in operator.needs)])
+
+    def launch(self, subgraph: Subgraph) -> None:
+        self.last = subgraph.graph
+        for operator in subgraph.operators:
+            start = self.start(operator, subgraph.graph)
+            span = Span(subgraph.graph, operator.name, start, start + operator.seconds)
+            self._lane(operator).append(span)
+            self.ended[subgraph.graph, operator.name] = span.stop
+
+    def _lane(self, operator: Operator) -> list[Span]:
+        return self.communication if operator.kind is Kind.communication else self.compute
+
+
+_Rule = Callable[[Subgraph, _Lanes], tuple[float, ...]]
+"""What is least for the subgraph to launch next; the same for no two of them."""
+
+
+def overlap(graphs: Sequence[Graph]) -> Overlap:
+    cut = [subgraphs(graph, number) for number, graph in enumerate(graphs)]
+    return Overlap(_launch(cut, _one_by_one), _launch(cut, _by_depth), _launch(cut, _by_start))
+
+
+def _one_by_one(one: Subgraph, lanes: _Lanes) -> tuple[float, ...]:
+    return (one.graph, one.number)
+
+
+def _by_depth(one: Subgraph, lanes: _Lanes) -> tuple[float, ...]:
+    return (one.depth, -one.seconds, one.graph, one.number)
+
+
+def _by_start(one: Subgraph, lanes: _Lanes) -> tuple[float, ...]:
+    start = lanes.start(one.operators[0], one.graph)
+    return (start, one.graph != lanes.last, one.depth, one.graph, one.number)
+
+
+def subgraphs(graph: Graph, number: int = 0) -> tuple[Subgraph, ...]:
+    """A graph cut wherever compute meets an adapter and after every communication, shallow ones first.
+
+    An adapter that itself feeds a communication goes with it.
+    """
+    depth = _depths(graph)
+    root = _runs(graph, depth)
+    members: dict[str, list[Operator]] = {}
+    for operator in sorted(graph, key=lambda one: depth[one.name]):
+        members.setdefault(root[operator.name], []).append(operator)
+    numbers = {run: index for index, run in enumerate(members)}
+    return tuple(
+        Subgraph(
+            number,
+            numbers[run],
+            depth[run],
+            tuple(operators),
+            tuple(sorted({numbers[root[need]] for one in operators for need in one.needs} - {numbers[run]})),
+        )
+        for run, operators in members.items()
+    )
+
+
+def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
+    """Kahn's algorithm over several graphs at once: of the subgraphs that may start, the least by `rule`."""
+    lanes = _Lanes()
+    order: list[Subgraph] = []
+    unmet = {(one.graph, one.number): len(one.needs) for graph in graphs for one in graph}
+    ready = [one for graph in graphs for one in graph if not one.needs]
+    while ready:
+        chosen = min(ready, key=lambda one: rule(one, lanes))
+        ready.remove(chosen)
+        lanes.launch(chosen)
+        order.append(chosen)
+        for one in graphs[chosen.graph]:
+            if chosen.number in one.needs:
+                unmet[one.graph, one.number] -= 1
+                if not unmet[one.graph, one.number]:
+                    ready.append(one)
+    return Launch(tuple(order), tuple(lanes.compute), tuple(lanes.communication))
+
+
+def _parts(before: Kind, after: Kind) -> bool:
+    """Whether an operator belongs to another subgraph than the one whose result it takes."""
+    return before is Kind.communication or (before is not after and after is not Kind.communication)
+
+
+def _depths(graph: Graph) -> dict[str, int]:
+    """How many times the longest way to each operator is cut: the depth of its subgraph."""
+    kinds: dict[str, Kind] = {}
+    depth: dict[str, int] = {}
+    for operator in graph:
+        assert all(need in depth for need in operator.needs), f"{operator.name} comes before what it needs"
+        steps = (depth[need] + _parts(kinds[need], operator.kind) for need in operator.needs)
+        depth[operator.name] = max(steps, default=0)
+        kinds[operator.name] = operator.kind
+    return depth
+
+
+def _runs(graph: Graph, depth: dict[str, int]) -> dict[str, str]:
+    """For each operator the first one of its subgraph: operators of one depth that feed one another.
+
+    Ways from one depth to the next always go down, so subgraphs can never wait for each other in a circle.
+    """
+    root: dict[str, str] = {}
+    for operator in graph:
+        fed = {root[need] for need in operator.needs if depth[need] == depth[operator.name]}
+        chosen = min(fed, key=list(root).index, default=operator.name)
+        root[operator.name] = chosen
+        for name, run in root.items():
+            if run in fed:
+                root[name] = chosen
+    return root
