@@ -3,7 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.pack import pack
+from tests.plan.packings import assert_legal, instances
+from weft.plan.instance import instance
+from weft.plan.pack import pack, pack_padded
 
 
 @settings(max_examples=300, deadline=None)
@@ -19,3 +21,14 @@ def test_every_sample_is_packed_once_within_the_capacity(lengths, capacity):
 
 def test_packing_does_not_depend_on_anything_but_the_lengths():
     assert pack([4, 4, 2, 6, 1], 8) == pack([4, 4, 2, 6, 1], 8) == [[3, 2], [0, 1], [4]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(instances())
+def test_padding_counts_against_the_capacity(case):
+    assert_legal(case, pack_padded(case))
+
+
+def test_a_sample_joins_its_own_job_where_it_fits_into_the_padding():
+    case = instance([33, 60, 31], 128, multiple=64, jobs=[0, 1, 0])
+    assert pack_padded(case) == [[1, 0, 2]]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-from weft.plan.program import MicrobatchPlan, Placed, SegmentPlan
+from weft.plan.instance import Bins, Instance, padded
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -26,45 +25,27 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def rung(tokens: int) -> int:
-    """The next size on the ladder: sixteen rungs between a power of two and the next, none below 128."""
-    step = max(128, 1 << max(0, tokens.bit_length() - 5))
-    return -(-tokens // step) * step
-
-
-def level(lengths: Sequence[int], capacity: int) -> int:
-    """The lowest rung on which as few microbatches do as at full capacity: they are then evenly full."""
-    if not lengths:
-        return capacity
-    fewest = len(pack(lengths, capacity))
-    size = rung(max(-(-sum(lengths) // fewest), *lengths))
-    while size < capacity and len(pack(lengths, size)) > fewest:
-        size = rung(size + 1)
-    return min(size, capacity)
-
-
-def pack_segments(
-    segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False
-) -> list[MicrobatchPlan]:
-    """Microbatches that share the samples of all `segments`; in each, a job's samples stay together.
-
-    With a `ladder`, each is to be padded to a rung.
-    """
-    segments = list(segments)
-    pieces = [(rank, placed) for rank, segment in enumerate(segments) for placed in segment.samples]
-    lengths = [placed.length for _, placed in pieces]
-    bins = pack(lengths, level(lengths, capacity) if ladder else capacity)
-    made = [_microbatch(segments, [pieces[index] for index in chosen]) for chosen in bins]
-    return [replace(one, rung=min(rung(one.tokens), capacity)) for one in made] if ladder else made
-
-
-def _microbatch(segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, Placed]]) -> MicrobatchPlan:
-    held: dict[int, list[Placed]] = {}
-    for rank, placed in sorted(pieces, key=lambda piece: (piece[0], piece[1].offset)):
-        held.setdefault(rank, []).append(placed)
-    return MicrobatchPlan(
-        tuple(
-            SegmentPlan(segments[rank].job, segments[rank].step, tuple(samples))
-            for rank, samples in held.items()
-        )
-    )
+def pack_padded(case: Instance) -> Bins:
+    """The same where each job's rows are padded: a sample costs a bin only the rows that it adds to it."""
+    if case.multiple == 1:
+        return pack(case.lengths, case.capacity)
+    bins: Bins = []
+    loads: list[int] = []
+    rows: list[dict[int, int]] = []  # of each bin: job -> its tokens
+    for index in sorted(range(len(case.lengths)), key=lambda i: -case.lengths[i]):
+        job, length = case.jobs[index], case.lengths[index]
+        best, best_key = len(bins), (0, 0)
+        for place, load in enumerate(loads):
+            held = rows[place].get(job, 0)
+            after = load + padded(held + length, case.multiple) - padded(held, case.multiple)
+            # The fullest afterwards; of equals the one that grows least, since padding is then used up.
+            if after <= case.capacity and (after, load) > best_key:
+                best, best_key = place, (after, load)
+        if best == len(bins):
+            bins.append([])
+            loads.append(0)
+            rows.append({})
+        bins[best].append(index)
+        rows[best][job] = rows[best].get(job, 0) + length
+        loads[best] = case.load(bins[best])
+    return bins

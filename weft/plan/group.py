@@ -1,0 +1,89 @@
+"""Jobs in groups whose rounds alternate, so that a job's batches lie far enough apart in a pipeline.
+
+With several stages a job's next batch must wait until the last microbatch of the one before has come back
+(the bubble lemma). Rounds of other groups fill that wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class JobLengths:
+    """What grouping must know of a job."""
+
+    job: str
+    mean: float
+    """Tokens of its samples, on average."""
+    tokens: int
+    """Tokens of one global batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    groups: tuple[tuple[str, ...], ...]
+    """In the order in which their rounds run."""
+    microbatches: tuple[int, ...]
+    """How many each group's round needs at least."""
+    waits: int
+    """No-ops per round of all groups."""
+
+    def why(self, stages: int) -> str:
+        """One sentence for a reader of the plan."""
+        return (
+            f"{len(self.groups)} groups take turns on {stages} stages: a round of all is "
+            f"{sum(self.microbatches)} microbatches and {self.waits} no-ops"
+        )
+
+
+def earliest(last: int, stages: int) -> int:
+    """The bubble lemma: the first microbatch for batch j+1 of a job whose batch j ends in microbatch `last`.
+
+    In plain 1F1B the first stage runs the backward of microbatch k right before the forward of k + `stages`.
+    """
+    return last + stages
+
+
+def waits(microbatches: Sequence[int], stages: int) -> int:
+    """No-ops per round where groups with so many microbatches each take turns.
+
+    Between two rounds of a group lie those of all others; the lemma wants `stages` − 1 microbatches there.
+    """
+    between = min((sum(microbatches) - own for own in microbatches), default=stages)
+    return max(0, stages - 1 - between)
+
+
+def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths, ...], ...]:
+    """`count` groups of pairs, each a job with short samples and one with long, so that all are alike."""
+    assert 1 <= count <= max(1, len(jobs)), "every group has a job"
+    ordered = sorted(jobs, key=lambda job: (job.mean, job.job))
+    groups: list[list[JobLengths]] = [[] for _ in range(count)]
+    turn = 0
+    while ordered:
+        # With more groups left than pairs, a job goes alone, so that no group stays empty.
+        alone = len(ordered) == 1 or len(ordered) <= sum(not group for group in groups)
+        pair = [ordered.pop()] if alone else [ordered.pop(0), ordered.pop()]
+        groups[turn % count] += pair
+        turn += 1
+    return tuple(tuple(group) for group in groups)
+
+
+def group(jobs: Sequence[JobLengths], capacity: int, stages: int) -> Grouping:
+    """The head-tail grouping with the fewest microbatches and no-ops in a round; of equals the fewest groups.
+
+    Fewer groups pack better; more leave less to wait for. On one stage all jobs form one group.
+    """
+    assert jobs, "there is a job to group"
+    choices = [_grouping(head_tail(jobs, count), capacity, stages) for count in range(1, len(jobs) + 1)]
+    return min(choices, key=lambda one: (sum(one.microbatches) + one.waits, len(one.groups)))
+
+
+def _grouping(groups: Sequence[Sequence[JobLengths]], capacity: int, stages: int) -> Grouping:
+    needed = tuple(-(-sum(job.tokens for job in members) // capacity) for members in groups)
+    return Grouping(
+        groups=tuple(tuple(job.job for job in members) for members in groups),
+        microbatches=needed,
+        waits=waits(needed, stages),
+    )
