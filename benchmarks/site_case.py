@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.ops.rows import Rows, Seat, step_key
+from weft.ops.dropout import step_key
+from weft.ops.rows import Rows, Seat
 from weft.ops.table import Entry, Group, Table
 from weft.ops.tiled import backward, forward
 from weft.ops.weave import Order, Weave, tiling

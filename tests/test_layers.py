@@ -107,7 +107,7 @@ def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
 
 
 def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
-    """The sick job's weights turn NaN before the first pass; the healthy one trains as if it were not there."""
+    """The sick weights turn NaN before the first pass; the healthy job trains as if it were not there."""
     base = one_layer("llama")
     jobs = jobs_for(base)
     masters = []

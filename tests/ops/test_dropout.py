@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.ops.dropout import kept_TK, key, mix, mix_without_last_fold_
+from weft.ops.dropout import kept_TK, key, mix, mix_without_last_fold_, threshold
 
 
 def fmix32(values: np.ndarray) -> np.ndarray:
@@ -82,3 +82,9 @@ def test_a_block_larger_than_the_cache_is_hashed_piece_by_piece_to_the_same_bits
     whole = kept_TK(123, torch.arange(50), 16, 0.3)
     monkeypatch.setattr("weft.ops.dropout.CHUNK", 16 * 7)
     assert torch.equal(kept_TK(123, torch.arange(50), 16, 0.3), whole)
+
+
+def test_nothing_is_dropped_at_zero_and_half_of_the_bits_reach_the_threshold_of_a_half():
+    assert threshold(0.0) == -(1 << 31)
+    assert threshold(0.5) == 0
+    assert threshold(1.0) == (1 << 31) - 1

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from weft.ops import dropout
-from weft.ops.rows import Rows, Seat, step_key
+from weft.ops.dropout import step_key
+from weft.ops.rows import Rows, Seat
 from weft.ops.table import ALIGNMENT, Entry, Group, Table
 from weft.ops.tiled import backward, forward, woven_linear
 from weft.ops.weave import Order, Weave, product_blocks, tiling

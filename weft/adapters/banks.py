@@ -22,8 +22,9 @@ from weft.adapters.kind import Frozen, Member, Parameters, Pass, SiteBank, kind_
 from weft.adapters.layout import Layout
 from weft.batch import Microbatch
 from weft.ops.choice_trial import choices_on
+from weft.ops.dropout import step_key
 from weft.ops.lora import Route
-from weft.ops.rows import Rows, Seat, step_key
+from weft.ops.rows import Rows, Seat
 from weft.shapes import SiteShape
 
 SLOTS = 64

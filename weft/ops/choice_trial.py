@@ -19,7 +19,8 @@ from torch import Tensor
 
 from weft.ops.choice import Choices, Shape
 from weft.ops.choice_file import file_for
-from weft.ops.rows import Rows, Seat, step_key
+from weft.ops.dropout import step_key
+from weft.ops.rows import Rows, Seat
 from weft.ops.table import Entry, Group, Table
 from weft.ops.tiled import backward, forward
 from weft.ops.weave import Order, Weave, tiling

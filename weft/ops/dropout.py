@@ -24,10 +24,19 @@ CHUNK = 1 << 17
 
 def key(seed: int, step: int, site: str) -> int:
     """The part of the counter that a job, a step and a site fix."""
+    return mix(step_key(seed, step) ^ zlib.crc32(site.encode()))
+
+
+def step_key(seed: int, step: int) -> int:
+    """The part of it that all sites share."""
     mixed = mix(seed & 0xFFFFFFFF)
     mixed = mix(mixed ^ (seed >> 32 & 0xFFFFFFFF))
-    mixed = mix(mixed ^ (step & 0xFFFFFFFF))
-    return mix(mixed ^ zlib.crc32(site.encode()))
+    return mix(mixed ^ (step & 0xFFFFFFFF))
+
+
+def threshold(probability: float) -> int:
+    """A value is kept if its bits, read as a signed integer, reach this."""
+    return min(round(probability * (1 << 32)), (1 << 32) - 1) - (1 << 31)
 
 
 def mix(value: int) -> int:
@@ -42,12 +51,12 @@ def mix(value: int) -> int:
 def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability: float) -> Tensor:
     """Which values survive a drop with `probability`: bool [T, K].
 
-    A value is kept if its bits, read as a signed integer, reach a threshold. The last fold of fmix32 only
-    stirs high bits into low ones, which a threshold does not see, so it is left out for the single values.
+    The last fold of fmix32 only stirs high bits into low ones, which a threshold does not see, so it is left
+    out for the single values.
     """
     row_T = _fold_(mix_without_last_fold_(token_index_T.to(torch.int32) ^ _signed(key_of_site)), 16)
     feature_K = torch.arange(features, dtype=torch.int32, device=row_T.device) * _signed(STRIDE)
-    threshold = min(round(probability * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+    least = threshold(probability)
     kept = torch.empty(len(row_T), features, dtype=torch.bool, device=row_T.device)
     rows = max(1, CHUNK // features) if row_T.device.type == "cpu" else max(1, len(row_T))
     bits_TK = torch.empty(min(rows, len(row_T)), features, dtype=torch.int32, device=row_T.device)
@@ -57,7 +66,7 @@ def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability:
         bits, spare = bits_TK[: len(chunk_T)], spare_TK[: len(chunk_T)]
         torch.add(chunk_T[:, None], feature_K, out=bits)
         mix_without_last_fold_(bits, spare)
-        torch.ge(bits, threshold, out=kept[start : start + rows])
+        torch.ge(bits, least, out=kept[start : start + rows])
     return kept
 
 

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.ops.dropout import mix
-
 BLOCK = 128
 """Rows of a program of the fused product: what a tensor core of two warp groups takes at once."""
 
@@ -31,14 +29,7 @@ class Seat:
     stop: int
     slot: int
     key: int
-    """`step_key` of the job's seed and step."""
-
-
-def step_key(seed: int, step: int) -> int:
-    """The part of a dropout key that all sites share; `mix(step_key ^ crc32(site))` is the key of a site."""
-    mixed = mix(seed & 0xFFFFFFFF)
-    mixed = mix(mixed ^ (seed >> 32 & 0xFFFFFFFF))
-    return mix(mixed ^ (step & 0xFFFFFFFF))
+    """`ops.dropout.step_key` of the job's seed and step."""
 
 
 @dataclass(frozen=True, slots=True)

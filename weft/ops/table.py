@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.ops.dropout import threshold
 from weft.ops.rows import signed, views, words
 
 ALIGNMENT = 16
@@ -97,11 +98,6 @@ class Table:
 
     def _send(self) -> None:
         self.buffer.copy_(self.host.pin_memory() if self.buffer.is_cuda else self.host, non_blocking=True)
-
-
-def threshold(dropout: float) -> int:
-    """A value is kept if its bits, as a signed integer, reach this; as `ops.dropout.kept_TK` has it."""
-    return min(round(dropout * (1 << 32)), (1 << 32) - 1) + NEVER
 
 
 def _table_shapes(parts: int, slots: int) -> list[tuple[int, ...]]:

@@ -41,10 +41,13 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Also where the end of a graph's capture has complained about what the shortage left behind."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if not isinstance(error, RuntimeError):
+        return False
+    return "can't allocate memory" in str(error) or is_out_of_memory(error.__context__)
 
 
 class Stopwatch:
