@@ -1,6 +1,7 @@
 """The executor runs a Program as it stands, whoever dies on the way."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from tests import bench
 from tests.families import tiny
 from tests.run import aboard
+from weft.errors import PlanError
 from weft.ops.lora import Route
+from weft.plan.program import Load
 from weft.ready import lay_out
 from weft.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
 
@@ -190,3 +193,17 @@ def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
     assert sum(isinstance(event, Passed) for event in seen) > 2
     assert sorted(steps) == [("a", 1), ("b", 1)]
     assert all(training.open is None for training in made.aboard.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda p: replace(p, devices=((Load(0), *p.actions),)), "holds Load"),
+        (lambda p: replace(p, devices=(p.actions, ())), "for 2 devices"),
+        (lambda p: replace(p, stages=(0, 0)), "holds 2 stages"),
+    ],
+)
+def test_a_program_with_actions_that_are_not_run_is_refused_with_a_sentence(base, change, sentence):
+    jobs = two(base)
+    with pytest.raises(PlanError, match=sentence):
+        next(aboard.events(aboard.executor(base, jobs), change(aboard.program(jobs, 1)), jobs))

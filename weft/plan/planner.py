@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from weft.plan.check import check
 from weft.plan.memory import NOTHING, Recompute
-from weft.plan.pack import pack_segments
 from weft.plan.program import (
     Action,
     Backward,
@@ -19,8 +19,8 @@ from weft.plan.program import (
     Save,
     SegmentPlan,
     Step,
-    check,
 )
+from weft.plan.segments import pack_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def plan_window(
         capacity=capacity,
         microbatches=tuple(window.microbatches),
         batches=tuple(batch for course in courses for batch in course.batches),
-        actions=tuple(window.actions),
+        devices=(tuple(window.actions),),
         recompute=recompute,
     )
     check(program, {course.job: course.step for course in courses})

@@ -18,6 +18,7 @@ from torch import Tensor
 from weft.adapters.banks import Banks
 from weft.base.model import Base
 from weft.batch import Microbatch
+from weft.errors import PlanError
 from weft.layers import Layers
 from weft.objectives import sft
 from weft.ops.logprobs import target_logprobs
@@ -35,6 +36,7 @@ from weft.run.training import OpenBatch, Training
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
 """Lays out the planned samples, of the training or (True) of the held-out rows, as tensors."""
+_RUN = Forward | Backward | Evaluate | Step | Save
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class Executor:
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run every action. Once `stop` says so, ends at the next point where no job is inside a step."""
+        _refuse_what_is_not_run(program)
         shortage = ""
         if self.layers is not None:
             self.layers.recompute = program.recompute
@@ -174,6 +177,8 @@ class Executor:
         self._timed.clear()
         self._next = None
         self.passes.abandon()
+        if self.passes.graphs is not None:
+            self.passes.graphs.clear()
         self.banks.drop_scratch()
         for training in self.aboard.values():
             training.forget_open_batch()
@@ -324,3 +329,13 @@ class Executor:
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
     """Tiled where its kernels run, else one job after another: neither lets a NaN travel."""
     return Route.tiled if device.type == "cuda" and kernels_run(device, dtype) else Route.segmented
+
+
+def _refuse_what_is_not_run(program: Program) -> None:
+    """A plan may be priced for devices and streams that this executor does not have."""
+    if len(program.devices) > 1:
+        raise PlanError(f"this plan is for {len(program.devices)} devices, and only plans for one can be run")
+    kinds = {type(action).__name__ for action in program.actions if not isinstance(action, _RUN)}
+    if kinds or len(program.stages) > 1:
+        what = ", ".join(sorted(kinds)) or f"{len(program.stages)} stages"
+        raise PlanError(f"this plan holds {what}: it can be priced and drawn, but not yet run")

@@ -1,0 +1,254 @@
+"""The checker accepts what the planner makes and refuses every way of breaking it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.works import work
+from weft.plan.check import check
+from weft.plan.pipeline import one_forward_one_backward
+from weft.plan.planner import Course, plan_window
+from weft.plan.program import (
+    Backward,
+    Evaluate,
+    Evict,
+    Forward,
+    GlobalBatch,
+    IllegalProgram,
+    Load,
+    MicrobatchPlan,
+    Placed,
+    Recv,
+    Save,
+    Send,
+    Step,
+)
+
+
+def placed(lengths):
+    offsets = [sum(lengths[:i]) for i in range(len(lengths))]
+    return tuple(
+        Placed(i, length, offset) for i, (length, offset) in enumerate(zip(lengths, offsets, strict=True))
+    )
+
+
+def course(job, batches, step=0, evaluation=(), evaluate_at=(), save_at=(), begins=False):
+    made = tuple(
+        GlobalBatch(job, step + 1 + i, placed(lengths), supervised=sum(lengths))
+        for i, lengths in enumerate(batches)
+    )
+    return Course(
+        job, step, made, placed(evaluation), frozenset(evaluate_at), frozenset(save_at), begins=begins
+    )
+
+
+def two_jobs():
+    return plan_window(
+        [
+            course(
+                "a", [[5, 9, 3], [7, 2]], evaluation=[6, 4], evaluate_at={0, 2}, save_at={0, 2}, begins=True
+            ),
+            course("b", [[8, 8], [4], [10]], step=4),
+        ],
+        capacity=20,
+    )
+
+
+def test_a_planned_window_is_legal_and_mixes_jobs():
+    program = two_jobs()
+    check(program, {"a": 0, "b": 4})
+    assert program.shared() >= 2
+    steps = [a for a in program.actions if isinstance(a, Step)]
+    assert [a for a in steps if a.job == "a"] == [Step("a", 1), Step("a", 2)]
+    assert [a for a in steps if a.job == "b"] == [Step("b", 5), Step("b", 6), Step("b", 7)]
+    assert isinstance(program.actions[0], Evaluate)
+    assert Save("a", 0) in program.actions
+    assert Save("a", 2) in program.actions
+
+
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    jobs=st.lists(
+        st.tuples(st.lists(lengths, max_size=4), lengths, st.integers(0, 9)), min_size=1, max_size=6
+    ),
+    room=st.integers(0, 100),
+    dead=st.sets(st.integers(0, 5)),
+)
+def test_every_window_is_legal_with_and_without_dead_jobs(jobs, room, dead):
+    courses = [
+        course(str(i), batches, step, held_out, {step, step + 2}, {step + 1}, begins=step == 0)
+        for i, (batches, held_out, step) in enumerate(jobs)
+    ]
+    program = plan_window(courses, 40 + room)
+    done = {c.job: c.step for c in courses}
+    for job in dead:
+        program = program.without(str(job))
+        assert str(job) not in program.jobs
+        check(program, done)
+
+
+def broken(program, how):
+    actions = list(program.actions)
+    first = next(i for i, a in enumerate(actions) if isinstance(a, Forward))
+    match how:
+        case "a Step before its Backward":
+            step = next(a for a in actions if isinstance(a, Step))
+            actions.remove(step)
+            actions.insert(first + 1, step)
+        case "a Backward without its Forward":
+            del actions[first]
+        case "a Forward twice":
+            actions.insert(first, actions[first])
+        case "a Backward left out":
+            actions.remove(next(a for a in actions if isinstance(a, Backward)))
+        case "the next batch before the Step":
+            actions.remove(Step("b", 5))
+        case "a Save of a step not made":
+            actions.insert(first, Save("a", 2))
+        case "an evaluation too early":
+            late = [a for a in actions if isinstance(a, Evaluate)][-1]
+            actions.remove(late)
+            actions.insert(first, late)
+        case "a microbatch over capacity":
+            return replace(program, capacity=5)
+        case "a sample left out":
+            number = actions[first].microbatch
+            segment = program.microbatches[number].segments[0]
+            cut = MicrobatchPlan((replace(segment, samples=segment.samples[1:]),))
+            return replace(
+                program,
+                microbatches=(*program.microbatches[:number], cut, *program.microbatches[number + 1 :]),
+            )
+        case "a wrong offset":
+            batch = program.batches[0]
+            moved = replace(batch, samples=(replace(batch.samples[0], offset=1), *batch.samples[1:]))
+            return replace(program, batches=(moved, *program.batches[1:]))
+    return replace(program, devices=(tuple(actions),))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a Step before its Backward",
+        "a Backward without its Forward",
+        "a Forward twice",
+        "a Backward left out",
+        "the next batch before the Step",
+        "a Save of a step not made",
+        "an evaluation too early",
+        "a microbatch over capacity",
+        "a sample left out",
+        "a wrong offset",
+    ],
+)
+def test_the_checker_refuses(how):
+    with pytest.raises(IllegalProgram):
+        check(broken(two_jobs(), how), {"a": 0, "b": 4})
+
+
+def test_a_job_may_not_skip_a_batch_at_the_seam():
+    with pytest.raises(IllegalProgram):
+        check(plan_window([course("a", [[3]], step=4)], 10), {"a": 3})
+
+
+def swapped(program, device, one, other):
+    """The two actions of a device change places."""
+    actions = list(program.devices[device])
+    i, j = actions.index(one), actions.index(other)
+    actions[i], actions[j] = actions[j], actions[i]
+    return with_list(program, device, actions)
+
+
+def with_list(program, device, actions):
+    return replace(
+        program, devices=(*program.devices[:device], tuple(actions), *program.devices[device + 1 :])
+    )
+
+
+def left_out(program, device, *gone):
+    return with_list(program, device, [one for one in program.devices[device] if one not in gone])
+
+
+def pipeline():
+    """Two stages, two jobs of two microbatches: job0 has 0 and 1, job1 has 2 and 3, then again."""
+    return one_forward_one_backward(work(jobs=2, steps=2, microbatches=2), 2)
+
+
+ACTIVATION = (0, 1, "activation")
+GRADIENT = (0, 0, "gradient")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "sentence"),
+    [
+        (
+            lambda p: swapped(p, 1, Recv(*ACTIVATION, 0), Forward(0, 1)),
+            "before its activation",
+        ),
+        (lambda p: swapped(p, 0, Recv(*GRADIENT, 1), Backward(0, 0)), "before its gradient"),
+        (lambda p: swapped(p, 0, Forward(0, 0), Send(*ACTIVATION, 1)), "before what it sends"),
+        (lambda p: swapped(p, 0, Send(0, 1, "activation", 1), Send(1, 1, "activation", 1)), "before what"),
+        (lambda p: left_out(p, 1, Recv(*ACTIVATION, 0), Forward(0, 1)), "no Forward before it"),
+        (lambda p: left_out(p, 0, Send(*ACTIVATION, 1)), "differ in their order|waits forever"),
+        (lambda p: left_out(p, 0, Send(7, 1, "activation", 1)), "waits forever"),
+        (lambda p: left_out(p, 1, Step("job0", 1)), "only at step"),
+        (lambda p: left_out(p, 1, Step("job1", 2)), "left over"),
+        (lambda p: replace(p, devices=(*p.devices, (Forward(0, 1),))), "does not live on device 2"),
+        (
+            lambda p: left_out(p, 1, *(a for a in p.devices[1] if getattr(a, "microbatch", 0) == 7)),
+            "Backward",
+        ),
+        (lambda p: with_list(p, 0, (*p.devices[0], Recv(0, 0, "gradient", 1))), "never used"),
+        (lambda p: with_list(p, 0, (*p.devices[0], Send(*ACTIVATION, 1))), "second time"),
+        (lambda p: with_list(p, 0, (Evict(0), *p.devices[0])), "not loaded"),
+        (lambda p: with_list(p, 0, (*p.devices[0], Evict(0))), "other stages than it began"),
+        (lambda p: with_list(p, 0, (Load(0), *p.devices[0])), "other stages than it began"),
+        (lambda p: with_list(p, 0, (*p.devices[0], Evict(0), Evict(0))), "not there"),
+        (lambda p: with_list(p, 1, (Load(0), *p.devices[1])), "does not live on device 1"),
+    ],
+)
+def test_the_checker_refuses_in_a_pipeline(break_it, sentence):
+    program = pipeline()
+    check(program)
+    with pytest.raises(IllegalProgram, match=sentence):
+        check(break_it(program))
+
+
+def test_devices_that_wait_for_each_other_are_refused():
+    """Device 0 would send the last activation only after a gradient that device 1 makes from it."""
+    program = one_forward_one_backward(work(jobs=1, steps=1, microbatches=1), 2)
+    forward, send, receive, backward, step = program.devices[0]
+    with pytest.raises(IllegalProgram, match="waits forever"):
+        check(with_list(program, 0, (forward, receive, backward, send, step)))
+
+
+def test_arrivals_in_another_order_than_they_were_sent_are_refused():
+    program = pipeline()
+    other = swapped(program, 1, Recv(2, 1, "activation", 0), Recv(3, 1, "activation", 0))
+    other = swapped(other, 1, Forward(2, 1), Forward(3, 1))
+    other = swapped(other, 1, Backward(2, 1), Backward(3, 1))
+    other = swapped(other, 1, Send(2, 0, "gradient", 0), Send(3, 0, "gradient", 0))
+    with pytest.raises(IllegalProgram, match="differ in their order"):
+        check(other)
+
+
+def test_a_streamed_stage_is_used_between_its_load_and_its_evict():
+    program = plan_window([course("a", [[3, 4]])], 10)
+    forward, backward, step = program.actions
+    streamed = (Load(0), forward, Evict(0), Load(0), backward, Evict(0), step)
+    check(replace(program, devices=(streamed,)))
+    for missing in (0, 3):
+        without = tuple(one for place, one in enumerate(streamed) if place != missing)
+        with pytest.raises(IllegalProgram):
+            check(replace(program, devices=(without,)))
+
+
+def test_a_stage_that_was_there_before_may_be_evicted_if_it_returns():
+    program = plan_window([course("a", [[3, 4]])], 10)
+    forward, backward, step = program.actions
+    check(replace(program, devices=((forward, Evict(0), Load(0), backward, step),)))

@@ -1,0 +1,16 @@
+"""Work for pipelines: jobs whose microbatches each hold one sample."""
+
+from weft.plan.pipeline import Work
+from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+
+
+def batch(job: str, step: int, microbatches: int) -> tuple[GlobalBatch, tuple[MicrobatchPlan, ...]]:
+    samples = tuple(Placed(i, 1, i) for i in range(microbatches))
+    held = tuple(MicrobatchPlan((SegmentPlan(job, step, (one,)),)) for one in samples)
+    return GlobalBatch(job, step, samples, microbatches), held
+
+
+def work(jobs: int, steps: int, microbatches: int) -> Work:
+    """Round after round, every job sends one batch of so many microbatches."""
+    made = [batch(f"job{job}", step, microbatches) for step in range(1, steps + 1) for job in range(jobs)]
+    return Work(8, tuple(one for _, held in made for one in held), tuple(one for one, _ in made))

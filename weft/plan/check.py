@@ -1,0 +1,257 @@
+"""The proof that a Program may run: the rules of training on every device, and that none waits forever."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from weft.plan.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Evict,
+    Forward,
+    IllegalProgram,
+    Load,
+    Placed,
+    Program,
+    Recv,
+    Save,
+    Send,
+    Step,
+    What,
+)
+
+
+def check(program: Program, done: dict[str, int] | None = None) -> None:
+    """Raise IllegalProgram unless every rule of training holds; `done` is each job's last executed step.
+
+    The rules: every sample of a global batch is trained exactly once, at its own offset; a microbatch keeps
+    to the capacity and holds each job's rows in one segment. On every device: Forward follows what it takes
+    from the stage before, Backward its Forward and what comes back from the stage after; Step follows every
+    Backward of its batch; a job's batches come in order, the next Forward only after the Step before it;
+    Evaluate and Save look at a step that has just been made; a streamed stage is used between its Load and
+    its Evict. Every Send has its Recv, in one order per pair of devices. Nothing is left over at the seam.
+    """
+    _check_microbatches(program)
+    _check_samples(program)
+    for number in range(len(program.devices)):
+        _DeviceCheck(program, number, done or {}).run()
+    _check_coverage(program)
+    _check_transport(program)
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise IllegalProgram(sentence)
+
+
+def _check_microbatches(program: Program) -> None:
+    for index, microbatch in enumerate(program.microbatches):
+        _require(
+            len(set(microbatch.jobs)) == len(microbatch.jobs),
+            f"microbatch {index} holds two segments of one job: {microbatch.jobs}",
+        )
+        _require(
+            microbatch.rows <= program.capacity,
+            f"microbatch {index} has {microbatch.rows} rows, more than {program.capacity}",
+        )
+
+
+def _check_samples(program: Program) -> None:
+    trained: dict[tuple[str, int], list[Placed]] = {}
+    for action, microbatch in program.compute():
+        if isinstance(action, Forward):
+            for segment in microbatch.segments:
+                trained.setdefault((segment.job, segment.step), []).extend(segment.samples)
+    planned = {(batch.job, batch.step): batch for batch in program.batches}
+    _require(trained.keys() == planned.keys(), "the batches trained are not the batches planned")
+    for key, batch in planned.items():
+        by_offset = sorted(trained[key], key=lambda placed: placed.offset)
+        _require(tuple(by_offset) == batch.samples, f"the samples of {key} are not trained exactly once each")
+        offset = 0
+        for placed in batch.samples:
+            _require(placed.offset == offset, f"sample {placed.sample} of {key} has the wrong offset")
+            offset += placed.length
+
+
+class _DeviceCheck:
+    """One device's list, action by action, with what has happened on it so far."""
+
+    def __init__(self, program: Program, device: int, done: dict[str, int]) -> None:
+        self.program = program
+        self.device = device
+        self.mine = {stage for stage, where in enumerate(program.stages) if where == device}
+        self.left = {(one.job, one.step): len(one.samples) * len(self.mine) for one in program.batches}
+        self.stepped = dict(done)
+        self.open_rows: dict[tuple[str, int], int] = {}
+        self.in_flight: set[tuple[int, int]] = set()
+        self.passed: set[tuple[int, int]] = set()
+        self.returned: set[tuple[int, int]] = set()
+        self.arrived: set[Recv] = set()
+        self.sent: set[Send] = set()
+        self.loaded = self._loaded_at_start()
+        self.found = set(self.loaded)
+
+    def run(self) -> None:
+        for action in self.program.devices[self.device]:
+            match action:
+                case Step() | Save():
+                    self._of_a_job(action)
+                case Load() | Evict():
+                    self._stream(action)
+                case Send():
+                    self._send(action)
+                case Recv():
+                    self._receive(action)
+                case Forward() | Evaluate():
+                    self._pass(action)
+                case Backward():
+                    self._return(action)
+        _require(not self.in_flight and not self.open_rows, "work is left over at the end of the window")
+        _require(not self.arrived, f"device {self.device} received what it never used")
+        _require(self.loaded == self.found, f"device {self.device} ends with other stages than it began with")
+
+    def _loaded_at_start(self) -> set[int]:
+        """Stages that are not streamed, and those that are given up before they are ever loaded."""
+        absent: set[int] = set()
+        seen: set[int] = set()
+        for action in self.program.devices[self.device]:
+            if isinstance(action, Load | Evict) and action.stage not in seen:
+                seen.add(action.stage)
+                if isinstance(action, Load):
+                    absent.add(action.stage)
+        return self.mine - absent
+
+    def _pass(self, action: Forward | Evaluate) -> None:
+        number, stage = self._used(action)
+        _require((number, stage) not in self.passed, f"{action} runs a microbatch a second time")
+        if stage > 0:
+            came = (number, stage - 1) in self.passed or self._take(number, stage, "activation", stage - 1)
+            _require(came, f"{action} comes before its activation")
+        self.passed.add((number, stage))
+        for segment in self.program.microbatches[number].segments:
+            if isinstance(action, Evaluate):
+                now = self.stepped.setdefault(segment.job, segment.step)
+                _require(segment.step == now, f"{action}: {segment.job} is at step {now}")
+                continue
+            before = self.stepped.setdefault(segment.job, segment.step - 1)
+            _require(segment.step == before + 1, f"{action}: {segment.job} is only at step {before}")
+            self.open_rows.setdefault((segment.job, segment.step), 0)
+        if isinstance(action, Forward):
+            self.in_flight.add((number, stage))
+
+    def _return(self, action: Backward) -> None:
+        number, stage = self._used(action)
+        _require((number, stage) in self.in_flight, f"{action} has no Forward before it")
+        if stage + 1 < len(self.program.stages):
+            came = (number, stage + 1) in self.returned or self._take(number, stage, "gradient", stage + 1)
+            _require(came, f"{action} comes before its gradient")
+        self.in_flight.remove((number, stage))
+        self.returned.add((number, stage))
+        for segment in self.program.microbatches[number].segments:
+            self.open_rows[segment.job, segment.step] += len(segment.samples)
+
+    def _of_a_job(self, action: Step | Save) -> None:
+        job, step = action.job, action.step
+        if isinstance(action, Save):
+            now = self.stepped.setdefault(job, step)
+            _require(now == step, f"{action}: {job} is at step {now}")
+            return
+        rows = self.open_rows.pop((job, step), None)
+        _require(rows == self.left.get((job, step)), f"{action} comes before the last Backward of its batch")
+        self.stepped[job] = step
+
+    def _stream(self, action: Load | Evict) -> None:
+        self._mine(action, action.stage)
+        if isinstance(action, Load):
+            _require(action.stage not in self.loaded, f"{action} brings a stage that is already there")
+            self.loaded.add(action.stage)
+        else:
+            _require(action.stage in self.loaded, f"{action} gives up a stage that is not there")
+            self.loaded.remove(action.stage)
+
+    def _send(self, action: Send) -> None:
+        forth = action.what == "activation"
+        maker = action.stage - 1 if forth else action.stage + 1
+        made = self.passed if forth else self.returned
+        _require((action.microbatch, maker) in made, f"{action} comes before what it sends is computed")
+        _require(action.peer == self._home(action.stage), f"{action} goes to a device without that stage")
+        _require(action.peer != self.device, f"{action} goes to its own device")
+        _require(action not in self.sent, f"{action} is sent a second time")
+        self.sent.add(action)
+
+    def _receive(self, action: Recv) -> None:
+        self._mine(action, action.stage)
+        maker = action.stage - 1 if action.what == "activation" else action.stage + 1
+        _require(
+            action.peer == self._home(maker), f"{action} comes from a device without the stage before it"
+        )
+        _require(action not in self.arrived, f"{action} is received a second time")
+        self.arrived.add(action)
+
+    def _take(self, number: int, stage: int, what: What, maker: int) -> bool:
+        wanted = Recv(number, stage, what, self.program.stages[maker])
+        here = wanted in self.arrived
+        self.arrived.discard(wanted)
+        return here
+
+    def _used(self, action: Forward | Backward | Evaluate) -> tuple[int, int]:
+        self._mine(action, action.stage)
+        _require(action.stage in self.loaded, f"{action} uses a stage that is not loaded")
+        return action.microbatch, action.stage
+
+    def _mine(self, action: Action, stage: int) -> None:
+        _require(stage in self.mine, f"{action} is of a stage that does not live on device {self.device}")
+
+    def _home(self, stage: int) -> int | None:
+        return self.program.stages[stage] if 0 <= stage < len(self.program.stages) else None
+
+
+def _check_coverage(program: Program) -> None:
+    """Every stage passes every microbatch that holds rows."""
+    filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
+    passed: list[set[int]] = [set() for _ in program.stages]
+    for action in _all(program):
+        if isinstance(action, Forward | Evaluate):
+            passed[action.stage].add(action.microbatch)
+    _require(all(one == filled for one in passed), "a microbatch is never run")
+
+
+def _all(program: Program) -> Iterator[Action]:
+    for actions in program.devices:
+        yield from actions
+
+
+def _check_transport(program: Program) -> None:
+    """Let every device go on as far as it can: at the end all are through and nothing is under way."""
+    under_way: dict[tuple[int, int], deque[Send]] = {}
+    reached = [0] * len(program.devices)
+    moved = True
+    while moved:
+        moved = False
+        for device in range(len(program.devices)):
+            before = reached[device]
+            reached[device] = _advance(program, device, before, under_way)
+            moved = moved or reached[device] > before
+    for device, actions in enumerate(program.devices):
+        if reached[device] < len(actions):
+            raise IllegalProgram(f"device {device} waits forever at {actions[reached[device]]}")
+    _require(not any(under_way.values()), "something is sent and never received")
+
+
+def _advance(program: Program, device: int, at: int, under_way: dict[tuple[int, int], deque[Send]]) -> int:
+    actions = program.devices[device]
+    while at < len(actions):
+        action = actions[at]
+        if isinstance(action, Send):
+            under_way.setdefault((device, action.peer), deque()).append(action)
+        elif isinstance(action, Recv):
+            coming = under_way.get((action.peer, device))
+            if not coming:
+                break
+            sent = coming.popleft()
+            same = (sent.microbatch, sent.stage, sent.what) == (action.microbatch, action.stage, action.what)
+            _require(same, f"{action} meets {sent}: devices {action.peer} and {device} differ in their order")
+        at += 1
+    return at

@@ -1,0 +1,159 @@
+"""Orders for a pipeline of one stage per device: GPipe, 1F1B, and the multi-job 1F1B of mLoRA.
+
+The first two follow from the list of microbatches alone. In the last every device takes what is ready, as
+the prices foresee it, so that microbatches of independent jobs fill each other's waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weft.plan.check import check
+from weft.plan.dispatch import Dispatch, Rules, rows_left
+from weft.plan.price import Prices
+from weft.plan.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Forward,
+    GlobalBatch,
+    MicrobatchPlan,
+    Program,
+    Recv,
+    Send,
+    Step,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a window trains, its microbatches in the order in which they would like to run."""
+
+    capacity: int
+    microbatches: tuple[MicrobatchPlan, ...]
+    batches: tuple[GlobalBatch, ...]
+
+    @property
+    def filled(self) -> list[int]:
+        """The microbatches that hold rows; the others only keep a place free."""
+        return [number for number, one in enumerate(self.microbatches) if one.segments]
+
+
+def gpipe(work: Work, stages: int) -> Program:
+    """All forwards of a round, then all its backwards; a round ends where a job begins its next batch."""
+    lists: list[list[Action]] = [[] for _ in range(stages)]
+    for number in rounds(work):
+        for stage, actions in enumerate(lists):
+            actions += [Forward(one, stage) for one in number]
+            actions += [Backward(one, stage) for one in number]
+    return assemble(work, lists)
+
+
+def one_forward_one_backward(work: Work, stages: int) -> Program:
+    """1F1B: stage s has up to `stages` − s microbatches in flight, and forwards go first until then.
+
+    Where a microbatch needs a Step that is not made yet, the backwards that lead to it go first. With one
+    job that drains the pipeline after every batch; where the bubble lemma holds it never does.
+    """
+    lists = [_alternate(work, stage, stages - stage) for stage in range(stages)]
+    return assemble(work, lists)
+
+
+def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Program:
+    """mLoRA's order: the first device prefers forwards, all others backwards, within what 1F1B has in flight.
+
+    A job whose Step is due lets the next ready microbatch pass, whosever it is. `spare` more may be in flight
+    on all stages but the last: with `stages` − 1, hops no longer than a pass are hidden behind compute.
+    """
+    last = stages - 1
+    rules = Rules(
+        flights=tuple(stages - stage + (spare if stage < last else 0) for stage in range(stages)),
+        forward_first=tuple(stage == 0 and stages > 1 for stage in range(stages)),
+    )
+    return assemble(work, Dispatch(work.microbatches, work.filled, prices, rules).run())
+
+
+def rounds(work: Work) -> list[list[int]]:
+    """Consecutive microbatches in which no job has two batches."""
+    found: list[list[int]] = []
+    steps: dict[str, int] = {}
+    for number in work.filled:
+        segments = work.microbatches[number].segments
+        if not found or any(steps.get(segment.job, segment.step) != segment.step for segment in segments):
+            found.append([])
+            steps = {}
+        found[-1].append(number)
+        steps |= {segment.job: segment.step for segment in segments}
+    return found
+
+
+def assemble(work: Work, lists: Sequence[Iterable[Action]]) -> Program:
+    """A checked Program from the passes of every device: Steps, Sends and Recvs are put where they belong."""
+    stages = len(lists)
+    program = Program(
+        capacity=work.capacity,
+        microbatches=work.microbatches,
+        batches=work.batches,
+        devices=tuple(tuple(_transported(_stepped(work, actions), stages)) for actions in lists),
+        stages=tuple(range(stages)),
+    )
+    check(program)
+    return program
+
+
+def _alternate(work: Work, stage: int, most: int) -> list[Action]:
+    waiting = work.filled[::-1]
+    flying: list[int] = []
+    left = rows_left(work.microbatches)
+    actions: list[Action] = []
+    back = 0
+
+    def blocked(number: int) -> bool:
+        segments = work.microbatches[number].segments
+        return any(left[segment.job, segment.step - 1] > 0 for segment in segments)
+
+    while waiting or back < len(flying):
+        if waiting and len(flying) - back < most and not blocked(waiting[-1]):
+            flying.append(waiting.pop())
+            actions.append(Forward(flying[-1], stage))
+            continue
+        assert back < len(flying), "a microbatch waits for a batch that comes after it"
+        actions.append(Backward(flying[back], stage))
+        for segment in work.microbatches[flying[back]].segments:
+            left[segment.job, segment.step] -= len(segment.samples)
+        back += 1
+    return actions
+
+
+def _stepped(work: Work, actions: Iterable[Action]) -> Iterable[Action]:
+    """A job's Step right behind the last Backward of its batch."""
+    left = rows_left(work.microbatches)
+    for action in actions:
+        yield action
+        if isinstance(action, Backward):
+            for segment in work.microbatches[action.microbatch].segments:
+                key = segment.job, segment.step
+                left[key] -= len(segment.samples)
+                if not left[key]:
+                    yield Step(*key)
+
+
+def _transported(actions: Iterable[Action], stages: int) -> Iterable[Action]:
+    """Stage s is on device s: what a neighbour made is received right before use, and sent once made."""
+    for action in actions:
+        match action:
+            case Forward(number, stage) | Evaluate(number, stage):
+                if stage > 0:
+                    yield Recv(number, stage, "activation", stage - 1)
+                yield action
+                if stage + 1 < stages:
+                    yield Send(number, stage + 1, "activation", stage + 1)
+            case Backward(number, stage):
+                if stage + 1 < stages:
+                    yield Recv(number, stage, "gradient", stage + 1)
+                yield action
+                if stage > 0:
+                    yield Send(number, stage - 1, "gradient", stage - 1)
+            case _:
+                yield action
