@@ -12,6 +12,7 @@ from weft.cli.bench import bench
 from weft.cli.doctor import doctor
 from weft.cli.export import export
 from weft.cli.generate import generate
+from weft.cli.plan import plan
 from weft.cli.preview import preview
 from weft.cli.report import report
 from weft.cli.train import train
@@ -20,7 +21,7 @@ from weft.errors import UserError
 MISTAKE = 2
 """The exit code of a user's mistake, as typer's own for a wrong option."""
 
-VERBS = (train, preview, generate, export, report, doctor, bench)
+VERBS = (train, preview, plan, generate, export, report, doctor, bench)
 
 app = typer.Typer(
     name="weft",

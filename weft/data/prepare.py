@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.build import Built, Rules, build
+from weft.data.build import Built, Rules, build, find_format
+from weft.data.cache import META
 from weft.data.encode import Encoder
 from weft.data.formats import check_columns
 from weft.data.read import open_path, open_rows
@@ -68,6 +69,16 @@ def prepare(
         return Prepared(train, measure, notes)
     measured = _everything(held, [1.0] * len(held)) if held else None
     return Prepared(_everything(trained, weights), measured, notes)
+
+
+def is_prepared(
+    data: DataSpec, evaluation: EvalSpec | None, tokenizer: Any, cache: Path, *, context: int | None = None
+) -> bool:
+    """Whether `prepare` would find everything in the cache."""
+    _check(data, evaluation)
+    rules = _rules(data, tokenizer, context)
+    tables = [part.table for part in [*_open_training(data), *_open_evaluation(data, evaluation)]]
+    return all((cache / rules.key(table, find_format(table, data)) / META).is_file() for table in tables)
 
 
 def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:

@@ -1,0 +1,45 @@
+"""A base of 8 billion parameters and jobs on it, as the outlook takes them."""
+
+from __future__ import annotations
+
+import random
+
+from weft.plan.architecture import model_shape
+from weft.plan.cluster import parse_cluster
+from weft.plan.estimate import JobOutline
+from weft.plan.fit import Ground, make_ground
+from weft.shapes import JobShape
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+SHAPE = model_shape(CONFIG, "8b", 2)
+PARAMETERS = 8_030_261_248
+
+
+def ground(cluster: str) -> Ground:
+    return make_ground(SHAPE, parse_cluster(cluster))
+
+
+def outline(name: str, mean: int, batch: int = 8, rank: int = 16, rounds: int = 2) -> JobOutline:
+    """Lengths spread around `mean`, the same at every call."""
+    dice = random.Random(name)
+    batches = tuple(
+        tuple(max(8, min(2048, int(dice.lognormvariate(0, 0.5) * mean))) for _ in range(batch))
+        for _ in range(rounds)
+    )
+    trainable = sum(rank * (site.in_features + site.out_features) for site in SHAPE.sites)
+    longest = max((max(lengths, default=0) for lengths in batches), default=0)
+    ranks = {site.name: rank for site in SHAPE.sites}
+    return JobOutline(JobShape(name, 0, 0, trainable, longest), ranks, batches)
+
+
+def outlines(count: int) -> list[JobOutline]:
+    return [outline(f"job{number}", 200 * (number + 1)) for number in range(count)]

@@ -1,0 +1,84 @@
+"""From a jobs file's jobs to what the outlook must know of them, without weights and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.data.order import Order
+from weft.data.prepare import Prepared, is_prepared, prepare
+from weft.errors import DataError, Mistake
+from weft.jobs.spec import JobSpec
+from weft.paths import cache_folder
+from weft.plan.estimate import JobOutline
+from weft.shapes import JobShape, ModelShape
+
+ROUNDS = 4
+"""Global batches of each job that the outlook looks at, as many as a window has."""
+FEW_ROUNDS, MANY_JOBS = 2, 12
+"""With more jobs than these fewer global batches do: their samples are many, and seconds must suffice."""
+SAMPLED_ROWS = 2000
+"""Of a dataset that is not tokenised yet, so many rows stand for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlined:
+    job: JobOutline
+    sampled: bool
+    """Whether its lengths are those of the first rows only."""
+
+
+def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> list[Outlined]:
+    """Every job's outline, or the mistakes of all of them at once."""
+    outlined: list[Outlined] = []
+    mistakes: list[Mistake] = []
+    rounds = ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
+    for place, job in enumerate(jobs):
+        try:
+            outlined.append(_outline(job, place, tokenizer, shape, rounds))
+        except DataError as error:
+            mistakes += [_named(job.name, mistake) for mistake in error.mistakes]
+    if mistakes:
+        raise DataError(mistakes)
+    return outlined
+
+
+def _outline(job: JobSpec, place: int, tokenizer: Any, shape: ModelShape, most: int) -> Outlined:
+    data, sampled = _samples(job, tokenizer, shape.context)
+    train = data.train
+    if not len(train):
+        raise DataError("it has 0 samples to train on")
+    order = Order(len(train), job.batch_size, job.seed, train.weights)
+    rounds = min(most, job.total_steps(order.steps_per_epoch))
+    held_out = 0 if data.evaluation is None else int(data.evaluation.lengths.max())
+    adapter = job.adapter
+    sites = [site for site in shape.sites if adapter.targets_site(site.name)]
+    return Outlined(
+        JobOutline(
+            shape=JobShape(
+                name=job.name,
+                priority=job.priority,
+                order=place,
+                trainable=sum(adapter.parameters_at(site) for site in sites),
+                longest=max(int(train.lengths.max()), held_out),
+            ),
+            ranks={site.name: adapter.rank_at(site.name) for site in sites},
+            batches=tuple(tuple(train.lengths[order.batch(step)].tolist()) for step in range(1, rounds + 1)),
+        ),
+        sampled,
+    )
+
+
+def _samples(job: JobSpec, tokenizer: Any, context: int) -> tuple[Prepared, bool]:
+    """From the token cache if all is there, else from the first rows."""
+    cache = cache_folder() / "tokens"
+    data = job.data
+    sampled = not is_prepared(data, job.eval, tokenizer, cache, context=context)
+    if sampled:
+        data = replace(data, limit=min(data.limit or SAMPLED_ROWS, SAMPLED_ROWS))
+    return prepare(data, job.eval, tokenizer, cache, context=context), sampled
+
+
+def _named(job: str, mistake: Mistake) -> Mistake:
+    return replace(mistake, place=f"job {job}: {mistake.place}" if mistake.place else f"job {job}")
