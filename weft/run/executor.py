@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -165,9 +165,19 @@ class Executor:
                         if job not in self.dead:
                             yield SaveDue(job, step)
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        """A captured pass must not run on the default stream, nor wait for it."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """A captured pass must not run on the default stream. Each waits for what the other has begun."""
+        if self._stream is None:
+            yield
+            return
+        before = torch.cuda.current_stream(self.base.device)
+        self._stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            before.wait_stream(self._stream)
 
     def _inside_a_step(self) -> bool:
         return any(training.open is not None for training in self.aboard.values())
