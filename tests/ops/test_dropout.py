@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.ops.dropout import kept_TK, key, mix, mix_without_last_fold_, threshold
+from weft.ops.dropout import kept_TK, key, mix, odd, threshold
 
 
 def fmix32(values: np.ndarray) -> np.ndarray:
@@ -24,15 +24,14 @@ def signed(values: np.ndarray) -> torch.Tensor:
 def test_the_hash_is_murmur3s_finaliser():
     values = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
     assert [mix(int(v)) for v in values[:100]] == fmix32(values)[:100].tolist()
-    unfolded = mix_without_last_fold_(signed(values)).numpy().view(np.uint32)
-    assert (unfolded ^ unfolded >> np.uint32(16) == fmix32(values)).all()
+    assert (odd(signed(values)).numpy().view(np.uint32) == fmix32(values) | 1).all()
 
 
 def test_a_value_is_kept_if_its_bits_reach_the_threshold():
     """The rule written once more, from the definition: a kernel elsewhere must draw the same."""
-    rows = fmix32(np.array([3, 4, 50000]) ^ 1234)
-    bits = rows[:, None] + np.arange(40, dtype=np.uint32) * np.uint32(0x9E3779B9)
-    high = fmix32(bits) >> np.uint32(16)
+    rows = fmix32(np.array([3, 4, 50000]) ^ 1234) | 1
+    features = fmix32(np.arange(1, 41, dtype=np.uint32) * np.uint32(0x9E3779B9) ^ np.uint32(1234)) | 1
+    high = rows[:, None] * features >> np.uint32(16)
     kept = kept_TK(1234, torch.tensor([3, 4, 50000]), 40, 0.25).numpy()
     # Read as signed, the smallest quarter of all integers is 0x8000… to 0xBFFF….
     dropped = (high >= 0x8000) & (high < 0xC000)
@@ -44,9 +43,9 @@ def test_known_bits():
     assert key(7, 3, "model.layers.0.self_attn.q_proj") == 0x79D80F5
     kept = kept_TK(0x79D80F5, torch.tensor([0, 1, 70000]), 8, 0.5)
     assert kept.int().tolist() == [
-        [0, 1, 0, 1, 1, 1, 1, 1],
-        [0, 0, 1, 0, 1, 1, 0, 0],
-        [1, 1, 0, 1, 0, 0, 0, 1],
+        [0, 0, 1, 0, 0, 0, 1, 1],
+        [0, 1, 0, 1, 0, 1, 1, 1],
+        [0, 1, 0, 0, 0, 0, 1, 1],
     ]
 
 
@@ -70,6 +69,17 @@ def test_neighbouring_counters_are_uncorrelated():
         assert abs((first[:, 1:] * first[:, :-1]).mean() * 4) < 6e-3
         for second in masks[:i]:
             assert abs((first * second).mean() * 4) < 6e-3
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_no_two_rows_and_no_two_features_share_more_than_chance_gives(probability):
+    """All pairs: a product of hashes must not make rows or features alike, as a weaker mix of both does."""
+    kept = kept_TK(key(0, 1, "site"), torch.arange(1500), 1500, probability).double()
+    even = (kept - 1 + probability) / (probability * (1 - probability)) ** 0.5
+    for values in (even, even.T):
+        pairs = (values @ values.T / 1500**0.5)[tuple(torch.triu_indices(1500, 1500, 1))]
+        assert abs(pairs.var() - 1) < 0.02
+        assert pairs.abs().max() < 7.5
 
 
 def test_a_row_keeps_its_mask_wherever_it_is_packed():

@@ -1,8 +1,9 @@
 """Dropout as a pure function of (job seed, step, site, token index, feature).
 
-The bits come from the 32-bit finaliser of MurmurHash3 (fmix32), so neither company, packing, splitting
-nor recomputation can change them, and a GPU kernel can draw the same ones. int32 arithmetic wraps, which is
-what the hash wants; shifts are made logical with a mask.
+Row and feature are each hashed by the 32-bit finaliser of MurmurHash3 (fmix32) to an odd number, and the bits
+of a value are the product of the two: one multiplication, where a hash of its own would take a dozen passes.
+Neither company, packing, splitting nor recomputation can change them, and a GPU kernel can draw them.
+int32 arithmetic wraps, which is what the hash wants; shifts are made logical with a mask.
 
 Shapes: T rows, K features.
 """
@@ -19,7 +20,7 @@ SECOND = 0xC2B2AE35
 STRIDE = 0x9E3779B9
 """2³² over the golden ratio: consecutive features land far apart before they are mixed."""
 CHUNK = 1 << 17
-"""Values hashed at a time on a CPU, so that the dozen passes of the hash stay in its cache."""
+"""Values drawn at a time on a CPU, so that their products stay in its cache."""
 
 
 def key(seed: int, step: int, site: str) -> int:
@@ -51,40 +52,32 @@ def mix(value: int) -> int:
 def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability: float) -> Tensor:
     """Which values survive a drop with `probability`: bool [T, K].
 
-    The last fold of fmix32 only stirs high bits into low ones, which a threshold does not see, so it is left
-    out for the single values.
+    The features' factors hang on the key too, so that no two features are alike at every step.
     """
-    row_T = _fold_(mix_without_last_fold_(token_index_T.to(torch.int32) ^ _signed(key_of_site)), 16)
-    feature_K = torch.arange(features, dtype=torch.int32, device=row_T.device) * _signed(STRIDE)
+    row_T = odd(token_index_T.to(torch.int32) ^ _signed(key_of_site))
+    count_K = torch.arange(1, features + 1, dtype=torch.int32, device=row_T.device)
+    feature_K = odd(count_K * _signed(STRIDE) ^ _signed(key_of_site))
     least = threshold(probability)
     kept = torch.empty(len(row_T), features, dtype=torch.bool, device=row_T.device)
     rows = max(1, CHUNK // features) if row_T.device.type == "cpu" else max(1, len(row_T))
     bits_TK = torch.empty(min(rows, len(row_T)), features, dtype=torch.int32, device=row_T.device)
-    spare_TK = torch.empty_like(bits_TK)
     for start in range(0, len(row_T), rows):
         chunk_T = row_T[start : start + rows]
-        bits, spare = bits_TK[: len(chunk_T)], spare_TK[: len(chunk_T)]
-        torch.add(chunk_T[:, None], feature_K, out=bits)
-        mix_without_last_fold_(bits, spare)
+        bits = torch.mul(chunk_T[:, None], feature_K, out=bits_TK[: len(chunk_T)])
         torch.ge(bits, least, out=kept[start : start + rows])
     return kept
 
 
-def mix_without_last_fold_(value: Tensor, spare: Tensor | None = None) -> Tensor:
-    """fmix32 but for its last line on an int32 tensor, in place; `spare` is room for one more of its size."""
-    _fold_(value, 16, spare)
-    value *= _signed(FIRST)
-    _fold_(value, 13, spare)
-    value *= _signed(SECOND)
-    return value
+def odd(value: Tensor) -> Tensor:
+    """fmix32 of an int32 tensor with its lowest bit set: a factor that loses nothing of the other one."""
+    value = _folded(value, 16) * _signed(FIRST)
+    value = _folded(value, 13) * _signed(SECOND)
+    return _folded(value, 16) | 1
 
 
-def _fold_(value: Tensor, places: int, spare: Tensor | None = None) -> Tensor:
-    """value ^= value >>> places. torch shifts int32 arithmetically: the copied sign bits are masked off."""
-    spare = torch.bitwise_right_shift(value, places, out=spare)
-    spare &= (1 << 32 - places) - 1
-    value ^= spare
-    return value
+def _folded(value: Tensor, places: int) -> Tensor:
+    """value ^ value >>> places. torch shifts int32 arithmetically: the copied sign bits are masked off."""
+    return value ^ ((value >> places) & (1 << 32 - places) - 1)
 
 
 def _signed(value: int) -> int:

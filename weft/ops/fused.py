@@ -73,7 +73,8 @@ def _launch(
         rows,
         outputs,
         left.shape[1],
-        COLUMNS=(0, outputs) if backward else weave.columns,
+        # Of one part the kernel takes the width as a number: so sites of other widths share it.
+        COLUMNS=() if backward or weave.parts == 1 else weave.columns,
         BACKWARD=backward,
         S=weave.slots,
         P=weave.parts,

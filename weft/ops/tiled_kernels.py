@@ -36,6 +36,7 @@ def down(x_TK: Tensor, weave: Weave) -> Tensor:
         table.rank_PS,
         table.threshold_PS,
         table.crc_P,
+        int(not weave.training),
         rows,
         features,
         S=weave.slots,
@@ -44,8 +45,7 @@ def down(x_TK: Tensor, weave: Weave) -> Tensor:
         R=ranks,
         M=weave.rows.tile,
         C=tiling.down.columns,
-        SPLIT=tiling.split,
-        EVALUATING=int(not weave.training),
+        SPLIT=tiling.split > 1,
         DROPS=weave.group.drops and weave.training,
         ALIGNMENT=alignment(x_TK, weave),
         PRECISION=precision(x_TK),
@@ -68,13 +68,13 @@ def _sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weav
         weave.rows.tiles_G3,
         weave.group.table.factor_PS2,
         weave.group.table.rank_PS,
+        int(not weave.training),
         s_TPR.shape[0],
         S=weave.slots,
         P=weave.parts,
         R=weave.ranks,
         M=step,
         SHARES=tuple(sum(shares[:part]) for part in range(weave.parts + 1)),
-        EVALUATING=int(not weave.training),
         num_warps=4,
     )
 
@@ -156,6 +156,7 @@ def _ds_alone(dy_TN: Tensor, ds_TPR: Tensor, weave: Weave) -> None:
         table.address_PS4,
         table.factor_PS2,
         table.rank_PS,
+        int(not weave.training),
         dy_TN.shape[1],
         COLUMNS=weave.columns,
         S=weave.slots,
@@ -163,7 +164,6 @@ def _ds_alone(dy_TN: Tensor, ds_TPR: Tensor, weave: Weave) -> None:
         R=weave.ranks,
         M=weave.rows.tile,
         C=launch.columns,
-        EVALUATING=int(not weave.training),
         ALIGNMENT=alignment(dy_TN, weave),
         PRECISION=precision(dy_TN),
         num_warps=launch.warps,
@@ -196,7 +196,10 @@ def _launch_da_dx(
     from weft.ops.triton import site_gradients
 
     launch, table = weave.tiling.da_dx, weave.group.table
-    blocks = -(-x_TK.shape[1] // launch.columns)
+    drops = weave.group.drops and weave.training
+    # Three masks and dx do not fit the registers beside each other.
+    columns = min(64, launch.columns) if drops and dx_TK is not None and together > 2 else launch.columns
+    blocks = -(-x_TK.shape[1] // columns)
     site_gradients.da_dx[(blocks, len(weave.rows.pieces_Q4), weave.parts // together)](
         x_TK,
         ds_TPR,
@@ -215,10 +218,10 @@ def _launch_da_dx(
         TOGETHER=together,
         R=weave.ranks,
         M=launch.rows,
-        C=launch.columns,
+        C=columns,
         DA=partial_da_QPRK is not None,
         DX=dx_TK is not None,
-        DROPS=weave.group.drops and weave.training,
+        DROPS=drops,
         ALIGNMENT=alignment(x_TK, weave),
         PRECISION=precision(x_TK),
         num_warps=launch.warps,

@@ -138,7 +138,16 @@ def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tilin
         chosen = _lean(chosen)
     tiles = -(-count // rows.tile)
     split = max(1, min(PROGRAMS // tiles, features // (4 * chosen.down.columns)))
-    return replace(chosen, split=split)
+    if dtype.itemsize == 2 and _crowded(rows, group, chosen.ds_db, device):
+        chosen = replace(chosen, ds_db=replace(chosen.ds_db, stages=2))
+    # A power of two, so that few kernels are compiled.
+    return replace(chosen, split=1 << split.bit_length() - 1)
+
+
+def _crowded(rows: Rows, group: Group, launch: Launch, device: torch.device) -> bool:
+    """Whether there are more programs than multiprocessors: then two share one, with less loaded ahead."""
+    blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
+    return blocks * -(-len(rows.token_index_T) // rows.piece) > _programs(device)
 
 
 def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:

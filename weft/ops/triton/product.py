@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.slots import kept, matrix, row_bits, site_key
+from weft.ops.triton.slots import column_factor, kept, matrix, row_factor, site_key
 
 
 @triton.jit
@@ -28,11 +28,11 @@ def place(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def part_of(column, COLUMNS: tl.constexpr, P: tl.constexpr):
-    """(part, its first column, its end) of a column."""
+def part_of(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
+    """(part, its first column, its end) of a column; of one part only the width is known."""
     part = 0
     low = 0
-    high = COLUMNS[1]
+    high = N if P == 1 else COLUMNS[1]
     for p in tl.static_range(1, P):
         here = column >= COLUMNS[2 * p]
         part = tl.where(here, p, part)
@@ -103,13 +103,14 @@ def added(
     added_MH = product_by_warps(s_MR, weight_RH, PRECISION)
     if DROPS:
         token_M = tl.load(token_index + row_M, mask=row_M < T, other=0)
-        bits_M = row_bits(token_M, site_key(key, crc, slot, part))
-        kept_MH = kept(column_H[None, :], bits_M[:, None], tl.load(threshold + entry))
+        drawn = site_key(key, crc, slot, part)
+        row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(column_H, drawn)[None, :]
+        kept_MH = kept(row_M1, column_1H, tl.load(threshold + entry))
         added_MH = tl.where(kept_MH, added_MH, 0.0)
     return added_MH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def product(
     left,
     right,
@@ -174,7 +175,7 @@ def product(
                 y_MH += residual.load([row_block * M, column]).to(tl.float32)
             if bias is not None:
                 y_MH += tl.load(bias + n_H, mask=n_H < N, other=0.0).to(tl.float32)[None, :]
-            part, low, high = part_of(column, COLUMNS, PARTED)
+            part, low, high = part_of(column, N, COLUMNS, PARTED)
             turn = first
             # Not a for loop: that would be made one with the outer loop.
             while turn < end:

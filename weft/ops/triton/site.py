@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.slots import column_block, kept, matrix, row_bits, site_key
+from weft.ops.triton.slots import column_block, column_factor, kept, matrix, row_factor, site_key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["evaluating", "T"])
 def down(
     x,
     s,
@@ -28,6 +28,7 @@ def down(
     rank,
     threshold,
     crc,
+    evaluating,
     T,
     K,
     S: tl.constexpr,
@@ -37,14 +38,13 @@ def down(
     M: tl.constexpr,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
-    EVALUATING: tl.constexpr,
     DROPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, x read once; with SPLIT > 1 a share of the sum."""
+    """s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, x read once; with SPLIT a share of the sum."""
     tile = tl.program_id(0)
-    split = tl.program_id(1)
+    split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * TOGETHER
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
@@ -56,21 +56,23 @@ def down(
     r_R = tl.arange(0, R)
     zero_MR = tl.full((M, R), 0.0, tl.float32)
     if slot < 0:
-        if SPLIT == 1:
+        if not SPLIT:
             for i in tl.static_range(TOGETHER):
                 at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
                 tl.store(s + at_MR, zero_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
         return
     weights = ()
-    bits = ()
+    keys = ()
+    row_factors = ()
     for i in tl.static_range(TOGETHER):
         entry = (first + i) * S + slot
         a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
         weights = weights + (a + r_R[:, None] * K,)  # noqa: RUF005
         if DROPS:
             token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
-            bits = bits + (row_bits(token_M, site_key(key, crc, slot, first + i)),)  # noqa: RUF005
-    share = (K + SPLIT * C - 1) // (SPLIT * C) * C
+            keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
+            row_factors = row_factors + (row_factor(token_M, keys[i]),)  # noqa: RUF005
+    share = (K + splits * C - 1) // (splits * C) * C
     low = split * share
     x_M = x + row_M.to(tl.int64) * K
     sums = (zero_MR,) * TOGETHER
@@ -85,38 +87,38 @@ def down(
             a_RC = tl.load(weights[i] + k_C[None, :], mask=owned_R[:, None] & inside_C[None, :], other=0.0)
             dropped_MC = x_MC
             if DROPS:
-                dropped_MC = tl.where(
-                    kept(k_C[None, :], bits[i][:, None], tl.load(threshold + entry)), x_MC, 0.0
-                )
+                column_C = column_factor(k_C, keys[i])
+                kept_MC = kept(row_factors[i][:, None], column_C[None, :], tl.load(threshold + entry))
+                dropped_MC = tl.where(kept_MC, x_MC, 0.0)
             sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)
             longer = longer + (sum_MR,)  # noqa: RUF005
         sums = longer
     for i in tl.static_range(TOGETHER):
         entry = (first + i) * S + slot
-        if SPLIT == 1:
+        if not SPLIT:
             owned_R = r_R < tl.load(rank + entry)
-            s_MR = tl.where(owned_R[None, :], sums[i] * tl.load(factor + entry * 2 + EVALUATING), 0.0)
+            s_MR = tl.where(owned_R[None, :], sums[i] * tl.load(factor + entry * 2 + evaluating), 0.0)
             at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
             tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
         else:
-            share_M = ((first + i) * SPLIT + split).to(tl.int64) * T + row_M
+            share_M = ((first + i) * splits + split).to(tl.int64) * T + row_M
             tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=inside_M[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["evaluating", "T"])
 def sum_rows(
     partial,
     s,
     tiles,
     factor,
     rank,
+    evaluating,
     T,
     S: tl.constexpr,
     P: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     SHARES: tl.constexpr,
-    EVALUATING: tl.constexpr,
 ):
     """s (or ds) of some rows = factor · the sum of its shares: part p has SHARES[p] up to SHARES[p + 1]."""
     tile = tl.program_id(0)
@@ -138,7 +140,7 @@ def sum_rows(
                 at_MR = (row_M + share * T)[:, None] * R + r_R[None, :]
                 s_MR += tl.load(partial + at_MR, mask=inside_M1, other=0.0)
             owned_R = r_R < tl.load(rank + entry)
-            s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + EVALUATING), 0.0)
+            s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
         at_MR = row_M[:, None] * (P * R) + p * R + r_R[None, :]
         tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M1)
 

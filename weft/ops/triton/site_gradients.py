@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.slots import column_block, kept, matrix, row_bits, site_key
+from weft.ops.triton.slots import column_block, column_factor, kept, matrix, row_factor, site_key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def ds_db(
     dy,
     s,
@@ -84,7 +84,7 @@ def ds_db(
         tl.store(partial_db + at_RC, db_RC, mask=owned_RC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["evaluating"])
 def ds_alone(
     dy,
     ds,
@@ -92,6 +92,7 @@ def ds_alone(
     address,
     factor,
     rank,
+    evaluating,
     N,
     COLUMNS: tl.constexpr,
     S: tl.constexpr,
@@ -99,7 +100,6 @@ def ds_alone(
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    EVALUATING: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -134,7 +134,7 @@ def ds_alone(
             )
             b_RC = tl.load(b_R[:, None] + n_C[None, :], mask=owned_R[:, None] & inside_C[None, :], other=0.0)
             ds_MR = tl.dot(dy_MC, tl.trans(b_RC), ds_MR, input_precision=PRECISION)
-        ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + EVALUATING), 0.0)
+        ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
     at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
     tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
 
@@ -219,8 +219,10 @@ def da_dx(
             ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
             ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
             if DROPS:
-                bits_M = row_bits(token_M, keys[i])
-                kept_CM = kept(k_C[:, None], bits_M[None, :], thresholds[i])
+                drawn_M = row_factor(token_M, keys[i])
+                # Made anew for every M rows, since registers are short.
+                column_C = column_factor(k_C, keys[i])
+                kept_CM = kept(drawn_M[None, :], column_C[:, None], thresholds[i])
             if DA:
                 dropped_CM = x_CM
                 if DROPS:

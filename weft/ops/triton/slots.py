@@ -17,17 +17,12 @@ STRIDE = tl.constexpr(0x9E3779B9)
 
 
 @triton.jit
-def mixed(value):
-    """fmix32 but for its last fold; `ops.dropout` is its twin."""
+def folded(value):
+    """fmix32; `ops.dropout` has its twin."""
     value = value ^ (value >> 16)
     value = value * FIRST
     value = value ^ (value >> 13)
-    return value * SECOND
-
-
-@triton.jit
-def folded(value):
-    value = mixed(value)
+    value = value * SECOND
     return value ^ (value >> 16)
 
 
@@ -38,16 +33,21 @@ def site_key(key, crc, slot, part):
 
 
 @triton.jit
-def row_bits(token_M, site_key):
-    """What the dropout counter of a row starts from at one site."""
-    return folded(token_M.to(tl.uint32, bitcast=True) ^ site_key)
+def row_factor(token_M, site_key):
+    """What the rows of a site put into the bits of their values."""
+    return folded(token_M.to(tl.uint32, bitcast=True) ^ site_key) | 1
 
 
 @triton.jit
-def kept(column, bits, threshold):
-    """Which values survive, of columns and `row_bits` that broadcast: those of `ops.dropout.kept_TK`."""
-    value = mixed(bits + column.to(tl.uint32) * STRIDE)
-    return value.to(tl.int32, bitcast=True) >= threshold
+def column_factor(column_C, site_key):
+    """What the columns of a site's input put into the bits of their values."""
+    return folded((column_C + 1).to(tl.uint32) * STRIDE ^ site_key) | 1
+
+
+@triton.jit
+def kept(row, column, threshold):
+    """Which values survive, of factors that broadcast: those of `ops.dropout.kept_TK`."""
+    return (row * column).to(tl.int32, bitcast=True) >= threshold
 
 
 @triton.jit
