@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from weft.jobs.files import json_text, replace_file
 from weft.jobs.states import State
 from weft.jobs.store import Store
-from weft.plan.cost import CostModel, PassTime
+from weft.plan.cost import CostModel, Sizes
+from weft.plan.learned import Outcome, Promise
 from weft.plan.program import Program
 from weft.ready import Ready
 from weft.report.terminal import JobRow
 from weft.run.events import Evaluated, Stepped
 from weft.run.training import Progress
+
+LEARNED = "learned.json"
+"""The models that plans are made by, as the run has learned them."""
 
 Log = Callable[[Mapping[str, Any]], None]
 
@@ -30,18 +36,38 @@ class Window:
     """An executed window: what was promised beside what happened."""
 
     program: Program
-    passes: Sequence[PassTime]
-    seconds: float
-    predicted_seconds: float | None
+    promise: Promise
+    outcome: Outcome
     cost: CostModel
     """Fitted with this window's passes."""
-    peak_bytes: int
-    predicted_peak_bytes: int
+    sizes: Sizes
 
     def saved_seconds(self) -> float:
         """What its jobs would have taken longer one after another, as the time model says."""
-        alone = self.cost.alone_seconds(self.program.batches, self.program.capacity)
-        return 0.0 if alone is None else alone - sum(one.seconds for one in self.passes if one.training)
+        alone = self.cost.alone_seconds(self.program.batches, self.program.capacity, self.sizes)
+        trained = sum(one.seconds for one in self.outcome.passes if one.training)
+        return 0.0 if alone is None else alone - trained
+
+    def line(self) -> dict[str, Any]:
+        """For windows.jsonl."""
+        program, promise, outcome = self.program, self.promise, self.outcome
+        return {
+            "capacity": program.capacity,
+            "tokens": sum(one.tokens for one in outcome.passes if one.training),
+            "microbatches": len(outcome.passes),
+            "shared": program.shared(),
+            "jobs": len(program.jobs),
+            "changed": promise.changed,
+            "unsettled": sum(not one.settled for one in outcome.passes),
+            "seconds": outcome.seconds,
+            "predicted_seconds": promise.seconds,
+            "peak_bytes": outcome.peak_bytes,
+            "predicted_peak_bytes": promise.peak_bytes,
+            "peak_error_bytes": promise.error_bytes,
+            "profile": promise.version,
+            "source": promise.source,
+            "time": time.time(),
+        }
 
 
 class Journal:
@@ -53,6 +79,7 @@ class Journal:
         self._windows = 0
         self._seconds_before = store.status.seconds
         self._saved = (store.status.solo_seconds or store.status.seconds) - store.status.seconds
+        self._peak = store.status.peak_bytes or 0
         self._began = time.monotonic()
 
     def step(self, event: Stepped, job: Ready, progress: Progress) -> None:
@@ -88,27 +115,23 @@ class Journal:
         self.show(event.job, eval_loss=event.loss)
 
     def window(self, window: Window) -> None:
-        program = window.program
         self._saved += window.saved_seconds()
-        self.store.append_window(
-            {
-                "window": self._windows,
-                "capacity": program.capacity,
-                "tokens": sum(one.tokens for one in window.passes if one.training),
-                "microbatches": len(window.passes),
-                "shared": program.shared(),
-                "jobs": len(program.jobs),
-                "seconds": window.seconds,
-                "predicted_seconds": window.predicted_seconds,
-                "peak_bytes": window.peak_bytes,
-                "predicted_peak_bytes": window.predicted_peak_bytes,
-                "time": time.time(),
-            }
-        )
+        self.store.append_window({"window": self._windows, **window.line()})
         self._windows += 1
         seconds = self._seconds_before + time.monotonic() - self._began
-        self.store.measure(seconds, seconds + self._saved, window.peak_bytes)
+        self._peak = max(self._peak, window.outcome.peak_bytes)
+        self.store.measure(seconds, seconds + self._saved, self._peak)
         self.store.write_status()
+
+    def learned(self) -> Any:
+        """What `keep_learned` was last given in this output; None if there is nothing that can be read."""
+        try:
+            return json.loads((self.store.output / LEARNED).read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def keep_learned(self, record: Mapping[str, Any]) -> None:
+        replace_file(self.store.output / LEARNED, json_text(record, indent=1).encode())
 
     def move(self, name: str, state: State, reason: str = "") -> None:
         self.store.move_job(name, state, reason)

@@ -6,7 +6,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,24 @@ from weft.jobs.scheduler import admit
 from weft.jobs.states import State
 from weft.jobs.store import Store
 from weft.journal import Journal, Window
-from weft.plan.cost import PassTime, fit
+from weft.plan.cost import CostModel, PassTime, StateTime
+from weft.plan.learned import Learned, Outcome, sizes_of
 from weft.plan.memory import MemoryModel, Recompute, longest
 from weft.plan.planner import plan_window
+from weft.plan.prior import arithmetic
 from weft.plan.program import MicrobatchPlan, Program
 from weft.ready import Ready, lay_out
 from weft.report.words import plural
 from weft.results import CHECKPOINTS, describe, write_job_file, write_result
 from weft.run import checkpoint
-from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
+from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weft.run.executor import Executor
-from weft.run.measure import peak_bytes, release
+from weft.run.measure import begin_peak, peak_bytes, release
 from weft.run.training import Training, new_training
 from weft.shapes import JobShape
 
 ROUNDS = 4
 """Global batches of each job in a window."""
-REMEMBERED_PASSES = 400
-"""Passes that the time model is fitted to."""
 
 Callback = Callable[[Stepped | Evaluated], None]
 
@@ -60,6 +61,17 @@ class Ahead:
         return room == self.room and cursors.items() <= self.cursors.items()
 
 
+@dataclass(slots=True)
+class Timed:
+    """What was measured in the window that runs."""
+
+    passes: list[PassTime] = field(default_factory=list)
+    steps: list[StateTime] = field(default_factory=list)
+    saves: list[StateTime] = field(default_factory=list)
+    callback: float = 0.0
+    """Seconds that the caller took to hear of steps: no part of the window."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     state: State
@@ -75,6 +87,7 @@ class Loop:
         memory: MemoryModel,
         most: int,
         journal: Journal,
+        cost: CostModel | None = None,
     ) -> None:
         self.base = base
         self.tokenizer = tokenizer
@@ -83,13 +96,18 @@ class Loop:
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
         self.executor = Executor(base)
-        self.memory = replace(memory, fused=self.executor.fused)
+        self.learned = Learned(
+            known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)
+        )
+        with suppress(ValueError):
+            self.learned.resume(journal.learned())
         self.jobs: dict[str, Ready] = {}
         self.waiting: dict[str, Ready] = {}
         self.programs_run: list[Program] | None = None
         """Every executed Program, where a test or a benchmark asks for them by setting a list."""
         self._endings: dict[str, Ending] = {}
-        self._passes: list[PassTime] = []
+        self._timed = Timed()
+        self._promised_peak = 0
         self._crowd: int | None = None
 
     # -- jobs come ---------------------------------------------------------------------------------------
@@ -119,7 +137,7 @@ class Loop:
                 if not self.store.job(name).reason:
                     self.store.explain_job(name, "it waits until another job has left: memory was short")
             return
-        decision = admit([job.shape for job in self.waiting.values()], aboard, self.memory.why_not)
+        decision = admit([job.shape for job in self.waiting.values()], aboard, self.learned.why_not)
         for name, reason in decision.too_large.items():
             del self.waiting[name]
             advice = "lower data.max_length, rank or the base's dtype, or give more memory"
@@ -199,15 +217,18 @@ class Loop:
 
     def _room(self) -> Room:
         shapes = self._shapes(self.executor.aboard)
-        recompute = self.memory.recompute(shapes, self.most)
-        return Room(self.memory.capacity(shapes, self.most, recompute), recompute)
+        memory = self.learned.memory
+        recompute = memory.recompute(shapes, self.most)
+        return Room(memory.capacity(shapes, self.most, recompute), recompute)
 
     def _shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
-        began, before = time.monotonic(), len(self._passes)
-        predicted = fit(self._passes).program_seconds(program)
+        company = {name: self.jobs[name].shape for name in self.executor.aboard}
+        promise = self.learned.promise(program, company)
+        self._timed = Timed()
+        own_peak, began = begin_peak(self.base.device), time.monotonic()
         fitted = True
         try:
             for event in self.executor.run(program, self._fetch, stop):
@@ -219,19 +240,24 @@ class Loop:
             return
         if self.programs_run is not None:
             self.programs_run.append(program)
-        passes = self._passes[before:]
-        self._passes = self._passes[-REMEMBERED_PASSES:]
+        timed = self._timed
+        seconds = time.monotonic() - began - timed.callback
+        peak = peak_bytes(self.base.device)
+        outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
+        self.learned.learn(program, company, outcome)
+        if self.learned.adopt():
+            self.journal.keep_learned(self.learned.recorded())
+        if not own_peak:
+            # What is measured is the highest peak so far, so that is what can be compared.
+            self._promised_peak = max(self._promised_peak, promise.peak_bytes)
+            promise = replace(promise, peak_bytes=self._promised_peak)
         self.journal.window(
             Window(
                 program=program,
-                passes=passes,
-                seconds=time.monotonic() - began,
-                predicted_seconds=predicted,
-                cost=fit(self._passes),
-                peak_bytes=peak_bytes(self.base.device),
-                predicted_peak_bytes=self.memory.peak_bytes(
-                    self._shapes(program.jobs), program.capacity, program.recompute
-                ),
+                promise=promise,
+                outcome=outcome,
+                cost=self.learned.cost,
+                sizes=sizes_of(company),
             )
         )
 
@@ -265,7 +291,9 @@ class Loop:
     def _handle(self, event: Event, callback: Callback | None) -> None:
         match event:
             case Passed():
-                self._passes.append(event.time)
+                self._timed.passes.append(event.time)
+            case StepsMade():
+                self._timed.steps.append(event.time)
             case Stepped(job):
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
             case Evaluated():
@@ -275,7 +303,9 @@ class Loop:
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
         if callback is not None and isinstance(event, Stepped | Evaluated):
+            began = time.monotonic()
             callback(event)
+            self._timed.callback += time.monotonic() - began
 
     def _on_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
@@ -289,10 +319,12 @@ class Loop:
             self._end(event.job, Ending(State.SUCCEEDED, reason))
 
     def _save(self, training: Training) -> None:
+        began = time.monotonic()
         try:
             checkpoint.save(self._checkpoints(training.job), training)
         except OSError as error:
             self._end(training.job, Ending(State.FAILED, f"its checkpoint cannot be written: {error}"))
+        self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
 
     # -- jobs go -----------------------------------------------------------------------------------------
 
@@ -313,6 +345,9 @@ class Loop:
             self.journal.move(name, ending.state, ending.reason)
             if ending.state is State.SUCCEEDED:
                 shutil.rmtree(self._checkpoints(name), ignore_errors=True)
+        if self._endings and self.base.device.type == "cpu":
+            # Else the heap keeps what they held, and nobody sees that later windows take less.
+            release(self.base.device)
         self._endings.clear()
 
     def _deliver(self, training: Training, ending: Ending) -> Ending:

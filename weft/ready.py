@@ -130,7 +130,8 @@ def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> 
 def _placed(samples: Samples, chosen: np.ndarray) -> tuple[Placed, ...]:
     lengths = samples.lengths[chosen].tolist()
     offsets = np.cumsum([0, *lengths[:-1]]).tolist()
-    return tuple(Placed(*item) for item in zip(chosen.tolist(), lengths, offsets, strict=True))
+    supervised = samples.supervised[chosen].tolist()
+    return tuple(Placed(*item) for item in zip(chosen.tolist(), lengths, offsets, supervised, strict=True))
 
 
 def _every(every: float | None, steps: int) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from weft.journal import Journal, View
 from weft.loop import Callback, Loop
 from weft.paths import cache_folder
 from weft.plan.memory import MemoryModel
+from weft.plan.profile import Profile, find_profile, read_profile
+from weft.plan.profile_cost import cost_of, memory_of
 from weft.ready import Ready, make_ready
 from weft.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weft.report.loggers import open_loggers
@@ -35,6 +37,7 @@ from weft.report.terminal import JobRow
 from weft.results import CHECKPOINTS, describe, refuse_changes
 from weft.run import checkpoint
 from weft.run.measure import budget_bytes, taken_bytes
+from weft.run.profile import key_here
 from weft.run.training import Progress
 from weft.shapes import ModelShape
 
@@ -64,6 +67,8 @@ class Options:
     """Bytes the run may take; None: most of what is free."""
     capacity: int | None = None
     """At most so many tokens in a microbatch; None: by device and memory."""
+    profile: Path | None = None
+    """A file that `weft doctor --profile` has written; None: the one in the cache, if there is any."""
 
 
 class Quiet:
@@ -228,7 +233,20 @@ class Trainer:
 
     def _loop(self, store: Store, base: Base, memory: MemoryModel, journal: Journal) -> Loop:
         most = self.options.capacity or MOST_TOKENS.get(base.device.type, 1024)
-        return Loop(base, self.tokenizer, store, memory, most, journal)
+        profile = self._profile(base)
+        if profile is None:
+            return Loop(base, self.tokenizer, store, memory, most, journal)
+        memory = replace(memory, fit=memory_of(profile, memory))
+        return Loop(base, self.tokenizer, store, memory, most, journal, cost_of(profile, base.shape))
+
+    def _profile(self, base: Base) -> Profile | None:
+        key, path = key_here(base.shape, base.device), self.options.profile
+        profile = find_profile(key) if path is None else read_profile(path, key)
+        if profile is None and path is not None:
+            raise UserError(
+                f"{path} is no profile of {self.spec.model} on this device; weft doctor --profile makes one"
+            )
+        return profile
 
     def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
         """Metrics beyond a job's newest checkpoint will be written again."""

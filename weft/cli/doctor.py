@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,8 +43,22 @@ class Check:
     """The command, or the sentence, that gets what is missing."""
 
 
-def doctor() -> None:
+def doctor(
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Measure this device's passes over a base, for predictions.")
+    ] = False,
+    base: Annotated[str, typer.Option(help="With --profile: the base, as a jobs file names it.")] = "demo",
+    device: Annotated[str | None, typer.Option(help="With --profile: cuda or cpu; else the best.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With --profile: the file to write; else one in the cache.")
+    ] = None,
+) -> None:
     """Show what this machine can do, what is missing and how to get it."""
+    if profile:
+        from weft.cli.profile import make_profile
+
+        make_profile(base, device, output)
+        return
     checks = list(all_checks())
     draw(checks)
     raise typer.Exit(exit_code(checks))

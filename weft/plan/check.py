@@ -31,7 +31,8 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     from the stage before, Backward its Forward and what comes back from the stage after; Step follows every
     Backward of its batch; a job's batches come in order, the next Forward only after the Step before it;
     Evaluate and Save look at a step that has just been made; a streamed stage is used between its Load and
-    its Evict. Every Send has its Recv, in one order per pair of devices. Nothing is left over at the seam.
+    its Evict; the chunks of a sample go forth in order and back in the opposite one. Every Send has its
+    Recv, in one order per pair of devices. Nothing is left over at the seam.
     """
     _check_microbatches(program)
     _check_samples(program)
@@ -39,22 +40,30 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
         _DeviceCheck(program, number, done or {}).run()
     _check_coverage(program)
     _check_transport(program)
+    if program.chunk:
+        _check_chunks(program)
 
 
-def _require(condition: bool, sentence: str) -> None:
+def _require(condition: bool, sentence: str, *named: object) -> None:
+    """Words are put into `sentence` only when it is said: writing out every action takes longest of all."""
     if not condition:
-        raise IllegalProgram(sentence)
+        raise IllegalProgram(sentence.format(*named))
 
 
 def _check_microbatches(program: Program) -> None:
     for index, microbatch in enumerate(program.microbatches):
         _require(
             len(set(microbatch.jobs)) == len(microbatch.jobs),
-            f"microbatch {index} holds two segments of one job: {microbatch.jobs}",
+            "microbatch {} holds two segments of one job: {}",
+            index,
+            microbatch.jobs,
         )
         _require(
             microbatch.rows <= program.capacity,
-            f"microbatch {index} has {microbatch.rows} rows, more than {program.capacity}",
+            "microbatch {} has {} rows, more than {}",
+            index,
+            microbatch.rows,
+            program.capacity,
         )
 
 
@@ -68,10 +77,12 @@ def _check_samples(program: Program) -> None:
     _require(trained.keys() == planned.keys(), "the batches trained are not the batches planned")
     for key, batch in planned.items():
         by_offset = sorted(trained[key], key=lambda placed: placed.offset)
-        _require(tuple(by_offset) == batch.samples, f"the samples of {key} are not trained exactly once each")
+        _require(
+            tuple(by_offset) == batch.samples, "the samples of {} are not trained exactly once each", key
+        )
         offset = 0
         for placed in batch.samples:
-            _require(placed.offset == offset, f"sample {placed.sample} of {key} has the wrong offset")
+            _require(placed.offset == offset, "sample {} of {} has the wrong offset", placed.sample, key)
             offset += placed.length
 
 
@@ -109,8 +120,10 @@ class _DeviceCheck:
                 case Backward():
                     self._return(action)
         _require(not self.in_flight and not self.open_rows, "work is left over at the end of the window")
-        _require(not self.arrived, f"device {self.device} received what it never used")
-        _require(self.loaded == self.found, f"device {self.device} ends with other stages than it began with")
+        _require(not self.arrived, "device {} received what it never used", self.device)
+        _require(
+            self.loaded == self.found, "device {} ends with other stages than it began with", self.device
+        )
 
     def _loaded_at_start(self) -> set[int]:
         """Stages that are not streamed, and those that are given up before they are ever loaded."""
@@ -125,28 +138,28 @@ class _DeviceCheck:
 
     def _pass(self, action: Forward | Evaluate) -> None:
         number, stage = self._used(action)
-        _require((number, stage) not in self.passed, f"{action} runs a microbatch a second time")
+        _require((number, stage) not in self.passed, "{} runs a microbatch a second time", action)
         if stage > 0:
             came = (number, stage - 1) in self.passed or self._take(number, stage, "activation", stage - 1)
-            _require(came, f"{action} comes before its activation")
+            _require(came, "{} comes before its activation", action)
         self.passed.add((number, stage))
         for segment in self.program.microbatches[number].segments:
             if isinstance(action, Evaluate):
                 now = self.stepped.setdefault(segment.job, segment.step)
-                _require(segment.step == now, f"{action}: {segment.job} is at step {now}")
+                _require(segment.step == now, "{}: {} is at step {}", action, segment.job, now)
                 continue
             before = self.stepped.setdefault(segment.job, segment.step - 1)
-            _require(segment.step == before + 1, f"{action}: {segment.job} is only at step {before}")
+            _require(segment.step == before + 1, "{}: {} is only at step {}", action, segment.job, before)
             self.open_rows.setdefault((segment.job, segment.step), 0)
         if isinstance(action, Forward):
             self.in_flight.add((number, stage))
 
     def _return(self, action: Backward) -> None:
         number, stage = self._used(action)
-        _require((number, stage) in self.in_flight, f"{action} has no Forward before it")
+        _require((number, stage) in self.in_flight, "{} has no Forward before it", action)
         if stage + 1 < len(self.program.stages):
             came = (number, stage + 1) in self.returned or self._take(number, stage, "gradient", stage + 1)
-            _require(came, f"{action} comes before its gradient")
+            _require(came, "{} comes before its gradient", action)
         self.in_flight.remove((number, stage))
         self.returned.add((number, stage))
         for segment in self.program.microbatches[number].segments:
@@ -156,38 +169,38 @@ class _DeviceCheck:
         job, step = action.job, action.step
         if isinstance(action, Save):
             now = self.stepped.setdefault(job, step)
-            _require(now == step, f"{action}: {job} is at step {now}")
+            _require(now == step, "{}: {} is at step {}", action, job, now)
             return
         rows = self.open_rows.pop((job, step), None)
-        _require(rows == self.left.get((job, step)), f"{action} comes before the last Backward of its batch")
+        _require(rows == self.left.get((job, step)), "{} comes before the last Backward of its batch", action)
         self.stepped[job] = step
 
     def _stream(self, action: Load | Evict) -> None:
         self._mine(action, action.stage)
         if isinstance(action, Load):
-            _require(action.stage not in self.loaded, f"{action} brings a stage that is already there")
+            _require(action.stage not in self.loaded, "{} brings a stage that is already there", action)
             self.loaded.add(action.stage)
         else:
-            _require(action.stage in self.loaded, f"{action} gives up a stage that is not there")
+            _require(action.stage in self.loaded, "{} gives up a stage that is not there", action)
             self.loaded.remove(action.stage)
 
     def _send(self, action: Send) -> None:
         forth = action.what == "activation"
         maker = action.stage - 1 if forth else action.stage + 1
         made = self.passed if forth else self.returned
-        _require((action.microbatch, maker) in made, f"{action} comes before what it sends is computed")
-        _require(action.peer == self._home(action.stage), f"{action} goes to a device without that stage")
-        _require(action.peer != self.device, f"{action} goes to its own device")
-        _require(action not in self.sent, f"{action} is sent a second time")
+        _require((action.microbatch, maker) in made, "{} comes before what it sends is computed", action)
+        _require(action.peer == self._home(action.stage), "{} goes to a device without that stage", action)
+        _require(action.peer != self.device, "{} goes to its own device", action)
+        _require(action not in self.sent, "{} is sent a second time", action)
         self.sent.add(action)
 
     def _receive(self, action: Recv) -> None:
         self._mine(action, action.stage)
         maker = action.stage - 1 if action.what == "activation" else action.stage + 1
         _require(
-            action.peer == self._home(maker), f"{action} comes from a device without the stage before it"
+            action.peer == self._home(maker), "{} comes from a device without the stage before it", action
         )
-        _require(action not in self.arrived, f"{action} is received a second time")
+        _require(action not in self.arrived, "{} is received a second time", action)
         self.arrived.add(action)
 
     def _take(self, number: int, stage: int, what: What, maker: int) -> bool:
@@ -198,11 +211,11 @@ class _DeviceCheck:
 
     def _used(self, action: Forward | Backward | Evaluate) -> tuple[int, int]:
         self._mine(action, action.stage)
-        _require(action.stage in self.loaded, f"{action} uses a stage that is not loaded")
+        _require(action.stage in self.loaded, "{} uses a stage that is not loaded", action)
         return action.microbatch, action.stage
 
     def _mine(self, action: Action, stage: int) -> None:
-        _require(stage in self.mine, f"{action} is of a stage that does not live on device {self.device}")
+        _require(stage in self.mine, "{} is of a stage that does not live on device {}", action, self.device)
 
     def _home(self, stage: int) -> int | None:
         return self.program.stages[stage] if 0 <= stage < len(self.program.stages) else None
@@ -216,6 +229,21 @@ def _check_coverage(program: Program) -> None:
         if isinstance(action, Forward | Evaluate):
             passed[action.stage].add(action.microbatch)
     _require(all(one == filled for one in passed), "a microbatch is never run")
+
+
+def _check_chunks(program: Program) -> None:
+    """A chunk's forward reads what those before it left, and their backwards take what its own leaves."""
+    reached: dict[tuple[bool, int, str, int, int], int] = {}
+    for action in _all(program):
+        if isinstance(action, Forward | Backward):
+            forth = isinstance(action, Forward)
+            for segment in program.microbatches[action.microbatch].segments:
+                for placed in segment.samples:
+                    key = forth, action.stage, segment.job, segment.step, placed.sample
+                    before = reached.setdefault(key, placed.offset)
+                    ordered = before <= placed.offset if forth else before >= placed.offset
+                    _require(ordered, "{} runs a chunk of sample {} out of order", action, placed.sample)
+                    reached[key] = placed.offset
 
 
 def _all(program: Program) -> Iterator[Action]:
@@ -252,6 +280,13 @@ def _advance(program: Program, device: int, at: int, under_way: dict[tuple[int, 
                 break
             sent = coming.popleft()
             same = (sent.microbatch, sent.stage, sent.what) == (action.microbatch, action.stage, action.what)
-            _require(same, f"{action} meets {sent}: devices {action.peer} and {device} differ in their order")
+            _require(
+                same,
+                "{} meets {}: devices {} and {} differ in their order",
+                action,
+                sent,
+                action.peer,
+                device,
+            )
         at += 1
     return at

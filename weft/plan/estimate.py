@@ -38,6 +38,8 @@ class Speed:
     launch: float
     source: str
     """Where these numbers come from, for the reader."""
+    attention_flops: float = 0.0
+    """Of attention's products; 0 where they are as fast as the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def base_line(layers: Sequence[BaseLayer], speed: Speed) -> Line:
 
 def square_seconds(layers: Sequence[BaseLayer], speed: Speed) -> float:
     """A forward's attention for each squared token."""
-    return sum(layer.square_flops for layer in layers) / speed.flops
+    return sum(layer.square_flops for layer in layers) / (speed.attention_flops or speed.flops)
 
 
 def adapter_seconds(layers: Sequence[BaseLayer], job: JobOutline, speed: Speed) -> float:

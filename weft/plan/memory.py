@@ -2,7 +2,7 @@
 
 peak = process + base + state of every adapter aboard + activations of one microbatch + slack. The bytes of
 activation per token come from the sites: what a layer keeps for its backward is proportional to the widths of
-its linears. Every prediction is logged beside the measured peak.
+its linears. Every prediction is logged beside the measured peak, and `memory_fit.py` learns from both.
 """
 
 from __future__ import annotations
@@ -37,6 +37,35 @@ class Recompute:
 NOTHING = Recompute()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFit:
+    """What measured peaks say of the model's parts, as factors of them."""
+
+    state: float = 1.0
+    activations: float = 1.0
+    slack: float = 1.0
+    error: int = 0
+    """Bytes by which a prediction may be too low: whoever must fit, fits with so much more."""
+
+
+UNFITTED = MemoryFit()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes by what takes them, before any fit."""
+
+    resident: int
+    """The process and the base."""
+    state: int
+    activations: int
+    slack: int
+
+    def total(self, fit: MemoryFit) -> int:
+        fitted = fit.state * self.state + fit.activations * self.activations + fit.slack * self.slack
+        return self.resident + int(fitted)
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
     shape: ModelShape
@@ -47,6 +76,7 @@ class MemoryModel:
 
     fused: bool = False
     """Whether layers run as fused ops, which keep less and can recompute."""
+    fit: MemoryFit = UNFITTED
 
     def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
         widths = sum(site.in_features + site.out_features for site in self.shape.sites)
@@ -67,10 +97,18 @@ class MemoryModel:
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
         return sum(job.trainable for job in jobs) * self.bytes_per_parameter
 
+    def need(self, jobs: Iterable[JobShape], tokens: float, recompute: Recompute = NOTHING) -> Need:
+        """With microbatches of so many tokens."""
+        return Need(
+            resident=self.taken + self.shape.base_bytes,
+            state=self.state_bytes(jobs),
+            activations=int(tokens * self.bytes_per_token(recompute)),
+            slack=FUSED_SLACK_BYTES if self.fused else SLACK_BYTES,
+        )
+
     def peak_bytes(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
-        slack = FUSED_SLACK_BYTES if self.fused else SLACK_BYTES
-        resident = self.taken + self.shape.base_bytes + slack + self.state_bytes(jobs)
-        return resident + capacity * self.bytes_per_token(recompute)
+        """As predicted; what must fit is `error` more."""
+        return self.need(jobs, capacity, recompute).total(self.fit)
 
     def recompute(self, jobs: Sequence[JobShape], most: int) -> Recompute:
         """The least that lets microbatches of `most` tokens fit; all there is if nothing does."""
@@ -84,7 +122,7 @@ class MemoryModel:
 
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:
         """A sentence that says why these jobs do not fit together, or None if they do."""
-        need = self.peak_bytes(jobs, longest(jobs), self._choices()[-1])
+        need = self.peak_bytes(jobs, longest(jobs), self._choices()[-1]) + self.fit.error
         if need <= self.budget:
             return None
         return (
@@ -100,8 +138,8 @@ class MemoryModel:
         return [NOTHING, Recompute(outputs=True), *layers]
 
     def _room(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
-        free = self.budget - self.peak_bytes(jobs, 0, recompute)
-        return free // self.bytes_per_token(recompute)
+        free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error
+        return int(free / (self.fit.activations * self.bytes_per_token(recompute)))
 
 
 def longest(jobs: Iterable[JobShape]) -> int:

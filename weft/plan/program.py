@@ -19,6 +19,8 @@ class Placed:
     sample: int
     length: int
     offset: int
+    supervised: int = 0
+    """Of its tokens, those that count in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,8 @@ class Program:
     stages: tuple[int, ...] = (0,)
     """For each stage the device that it lives on."""
     recompute: Recompute = NOTHING
+    chunk: int = 0
+    """Where samples are cut into chunks, the rows of one: a batch's `samples` are then parts of them."""
 
     @property
     def actions(self) -> tuple[Action, ...]:

@@ -9,23 +9,26 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.report.compare import best_jobs, by_result, first_loss, first_validation, kept_validation, last_loss
+from weft.report.promises import sentences
 from weft.report.read import JobRecord, Run
 from weft.report.terminal import STATE_STYLES
 from weft.report.words import NOTHING, change_text, loss_text, printable
 
 
 def final_table(run: Run, width: int = 80) -> Group:
-    """Every job, best result first: what it reached and where it lies; below, why some did not.
+    """Every job, best result first: what it reached and where it lies; below, why some did not, and how far
+    the time and memory of windows were from what was predicted.
 
     Paths that would not fit beside the numbers in `width` columns stand in lines of their own.
     """
     jobs = by_result(run.jobs)
     reasons = [Text(printable(f"{job.name}: {job.reason}")) for job in jobs if job.reason]
+    promises = [Text(printable(sentence), style="dim") for sentence in sentences(run.windows)]
     whole = _table(run, jobs, with_paths=True)
     if Console(width=10_000).measure(whole).maximum <= width:
-        return Group(whole, *reasons)
+        return Group(whole, *reasons, *promises)
     paths = [Text(_place(run.output, job)) for job in jobs if job.spec]
-    return Group(_table(run, jobs, with_paths=False), *reasons, *paths)
+    return Group(_table(run, jobs, with_paths=False), *reasons, *paths, *promises)
 
 
 def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:

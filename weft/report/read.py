@@ -44,6 +44,13 @@ class WindowLine:
     predicted_seconds: float | None
     peak_bytes: float | None
     predicted_peak_bytes: float | None
+    jobs: int = 0
+    changed: bool = True
+    """Whether its company or the lengths of its samples differ from the window before."""
+    unsettled: int = 0
+    """Passes in which kernels were compiled or a graph captured."""
+    source: str = ""
+    """Where the predicted time comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +239,10 @@ def _window(line: Mapping[str, Any]) -> WindowLine:
         predicted_seconds=_number(line.get("predicted_seconds")),
         peak_bytes=_number(line.get("peak_bytes")),
         predicted_peak_bytes=_number(line.get("predicted_peak_bytes")),
+        jobs=_count(line.get("jobs")),
+        changed=line.get("changed") is not False,
+        unsettled=_count(line.get("unsettled")),
+        source=_text(line.get("source")),
     )
 
 

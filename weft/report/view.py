@@ -17,7 +17,8 @@ from weft.report.compare import (
     last_loss,
     value_text,
 )
-from weft.report.read import JobRecord, Run
+from weft.report.promises import COLUMNS, rows, sentences
+from weft.report.read import JobRecord, Run, WindowLine
 from weft.report.snippets import generate_command, load_snippet
 from weft.report.words import (
     NOTHING,
@@ -31,6 +32,7 @@ from weft.report.words import (
 )
 
 _LONGEST_VALUE = 36
+_MOST_WINDOWS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,15 @@ class JobView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromiseView:
+    """Predicted beside measured, window by window."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageView:
     """The whole page."""
 
@@ -86,6 +97,7 @@ class PageView:
     table_words: str
     notes: tuple[str, ...]
     charts: tuple[Chart, ...]
+    promises: PromiseView
 
 
 def page_view(run: Run, jobs: Sequence[JobRecord], charts: tuple[Chart, ...]) -> PageView:
@@ -108,6 +120,17 @@ def page_view(run: Run, jobs: Sequence[JobRecord], charts: tuple[Chart, ...]) ->
         table_words=_table_words(jobs, keys, best),
         notes=run.notes,
         charts=charts,
+        promises=_promises(run.windows),
+    )
+
+
+def _promises(windows: Sequence[WindowLine]) -> PromiseView:
+    left_out = len(windows) - _MOST_WINDOWS
+    cut = [f"The first {_MOST_WINDOWS} of {len(windows):,} windows are shown."] if left_out > 0 else []
+    return PromiseView(
+        columns=COLUMNS,
+        rows=tuple(rows(windows[:_MOST_WINDOWS])),
+        words=(*sentences(windows), *cut),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.plan.cost import PassTime
+from weft.plan.cost import PassTime, StateTime
 from weft.plan.program import MicrobatchPlan
 from weft.run.training import StepOutcome
 
@@ -53,7 +53,14 @@ class Passed:
     time: PassTime
 
 
-Event = Stepped | Evaluated | SaveDue | Failed | Passed
+@dataclass(frozen=True, slots=True)
+class StepsMade:
+    """Steps that were made together: of how many jobs and parameters, and how long they took."""
+
+    time: StateTime
+
+
+Event = Stepped | Evaluated | SaveDue | Failed | Passed | StepsMade
 
 
 class OutOfMemory(RuntimeError):

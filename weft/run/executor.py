@@ -24,9 +24,9 @@ from weft.objectives import sft
 from weft.ops.logprobs import target_logprobs
 from weft.ops.lora import Route
 from weft.ops.triton.at_hand import kernels_run
-from weft.plan.cost import PassTime
+from weft.plan.cost import PassTime, StateTime, work_of
 from weft.plan.program import Backward, Evaluate, Forward, MicrobatchPlan, Program, Save, Step
-from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
+from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weft.run.graphs import Graphs
 from weft.run.lay import Laid, lay
 from weft.run.measure import Stopwatch, is_out_of_memory
@@ -49,6 +49,16 @@ class _Flight:
     losses: list[Tensor]
     hits: list[Tensor]
     watch: Stopwatch
+    settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A pass that the device has yet to finish: it holds no tensors of it."""
+
+    plan: MicrobatchPlan
+    watch: Stopwatch
+    settled: bool
 
 
 @dataclass(slots=True)
@@ -80,7 +90,9 @@ class Executor:
         self._head = base.head()
         self._flights: dict[int, _Flight] = {}
         self._next: tuple[MicrobatchPlan, Laid] | None = None
-        self._timed: list[tuple[MicrobatchPlan, Stopwatch]] = []
+        self._timed: list[_Timed] = []
+        self._made: set[str] = set()
+        """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
 
     @property
     def fused(self) -> bool:
@@ -198,8 +210,9 @@ class Executor:
     def _start(self, number: int, program: Program, fetch: Fetch) -> None:
         plan = program.microbatches[number].without(self.dead)
         if plan.segments:
+            watch = Stopwatch(self.base.device)
             laid = self._laid(plan, fetch)
-            self._flights[number] = self._forward(plan, laid, program, self.route)
+            self._flights[number] = self._forward(plan, laid, program, self.route, watch)
 
     def _laid(self, plan: MicrobatchPlan, fetch: Fetch) -> Laid:
         if self._next is not None and self._next[0] == plan:
@@ -214,16 +227,28 @@ class Executor:
             if plan.segments and Forward(number + 1) in program.actions:
                 self._next = plan, lay(fetch(plan, False), plan.rows, self.base.device)
 
-    def _forward(self, plan: MicrobatchPlan, laid: Laid, program: Program, route: Route) -> _Flight:
-        watch = Stopwatch(self.base.device)
+    def _forward(
+        self, plan: MicrobatchPlan, laid: Laid, program: Program, route: Route, watch: Stopwatch
+    ) -> _Flight:
+        captures = self.captures
         h_TD = self.passes.forward(laid, route)
+        settled = self._again("pass") and (
+            captures is None or (self.passes.replays and captures == self.captures)
+        )
         logprobs, hits = self._logprobs(h_TD, laid)
         losses = [
             sft.loss(part_S, program.batch(segment.job, segment.step).supervised)
             for segment, part_S in zip(laid.microbatch.segments, logprobs, strict=True)
         ]
         hit_counts = [part_S.sum() for part_S in hits]
-        return _Flight(plan, laid, h_TD, losses, hit_counts, watch)
+        watch.mark()
+        return _Flight(plan, laid, h_TD, losses, hit_counts, watch, settled)
+
+    def _again(self, kind: str) -> bool:
+        """Whether something of this kind has been made before."""
+        before = kind in self._made
+        self._made.add(kind)
+        return before
 
     def _logprobs(self, h_TD: Tensor, laid: Laid) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities of the supervised targets, and which were the likeliest, segment by segment."""
@@ -242,21 +267,34 @@ class Executor:
                 # A NaN of one job may have reached another's gradient. Segmented, every job's gradient comes
                 # from its own rows and weights alone.
                 self.banks.drop_scratch()
-                flight = self._forward(flight.plan, flight.laid, program, Route.segmented)
+                flight = self._forward(flight.plan, flight.laid, program, Route.segmented, flight.watch)
                 self._backward(flight)
             self.banks.keep_scratch()
         self._collect(flight)
-        flight.watch.stop()
-        self._timed.append((flight.plan, flight.watch))
+        flight.watch.mark()
+        self._timed.append(_Timed(flight.plan, flight.watch, flight.settled))
         self._lay_ahead(number, program, fetch)
         if self._stream is None:
             yield from self._passed()
 
     def _passed(self) -> Iterator[Event]:
         """Report the passes so far; the device must have done them."""
-        for plan, watch in self._timed:
-            yield Passed(plan, PassTime(plan.rows, watch.seconds(), training=True))
+        for timed in self._timed:
+            forward, *backward = timed.watch.laps()
+            time = PassTime(
+                work=work_of(timed.plan, self._sizes()),
+                forward=forward,
+                backward=sum(backward),
+                training=True,
+                # A pass that was replayed segmented has more laps.
+                settled=timed.settled and len(backward) == 1,
+            )
+            yield Passed(timed.plan, time)
         self._timed.clear()
+
+    def _sizes(self) -> dict[str, int]:
+        """Job → adapter parameters."""
+        return {job: training.layout.size for job, training in self.aboard.items()}
 
     def _backward(self, flight: _Flight) -> None:
         torch.stack(flight.losses).sum().backward()
@@ -284,8 +322,13 @@ class Executor:
         if not jobs:
             return
         due = [Due(self.aboard[step.job], program.batch(step.job, step.step).supervised) for step in jobs]
+        settled, watch = self._again("step"), Stopwatch(self.base.device)
         outcomes = take_steps(due)
+        watch.mark()
         yield from self._passed()
+        if settled:
+            parameters = sum(one.training.layout.size for one in due)
+            yield StepsMade(StateTime(len(due), parameters, sum(watch.laps())))
         for one, outcome in zip(due, outcomes, strict=True):
             job = one.training.job
             if isinstance(outcome, NoStep):
@@ -320,8 +363,15 @@ class Executor:
         watch = Stopwatch(self.base.device)
         microbatch = fetch(alive, True)
         sums = self._look(lay(microbatch, microbatch.rows, self.base.device))
-        watch.stop()
-        yield Passed(alive, PassTime(microbatch.rows, watch.seconds(), training=False))
+        watch.mark()
+        time = PassTime(
+            work=work_of(alive, self._sizes()),
+            forward=sum(watch.laps()),
+            backward=0.0,
+            training=False,
+            settled=self._again("look"),
+        )
+        yield Passed(alive, time)
         for segment, loss, hits, tokens in zip(microbatch.segments, *sums, strict=True):
             if segment.job in self.dead:
                 continue
@@ -345,6 +395,8 @@ def _refuse_what_is_not_run(program: Program) -> None:
     """A plan may be priced for devices and streams that this executor does not have."""
     if len(program.devices) > 1:
         raise PlanError(f"this plan is for {len(program.devices)} devices, and only plans for one can be run")
+    if program.chunk:
+        raise PlanError(f"this plan cuts samples into chunks of {program.chunk} rows, which cannot yet be run")
     kinds = {type(action).__name__ for action in program.actions if not isinstance(action, _RUN)}
     if kinds or len(program.stages) > 1:
         what = ", ".join(sorted(kinds)) or f"{len(program.stages)} stages"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 import time
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import torch
@@ -16,7 +20,14 @@ GPU_SHARE = 0.92
 
 def taken_bytes(device: torch.device) -> int:
     """What this process holds before the base is loaded."""
-    return 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+    return 0 if device.type == "cuda" else resident_bytes(device)
+
+
+def resident_bytes(device: torch.device) -> int:
+    """What is taken now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 def budget_bytes(device: torch.device) -> int:
@@ -27,8 +38,22 @@ def budget_bytes(device: torch.device) -> int:
     return taken_bytes(device) + int(psutil.virtual_memory().available * CPU_SHARE)
 
 
+def begin_peak(device: torch.device) -> bool:
+    """From here on `peak_bytes` speaks of the time since; False where it cannot be made to.
+
+    On a GPU it never is: what a captured pass takes was counted when it was captured.
+    """
+    if device.type == "cuda":
+        return False
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def peak_bytes(device: torch.device) -> int:
-    """The most that was ever taken."""
+    """The most that was taken, ever or since `begin_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -36,9 +61,12 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Hand cached memory back after a pass did not fit."""
+    """Hand back memory that is held but not used."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -51,24 +79,25 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 class Stopwatch:
-    """Seconds on a device from its making to `stop`; on a GPU they are known only when it has got there."""
+    """Seconds on a device between marks; on a GPU they are known only when it has got there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in "ab"] if device.type == "cuda" else []
-        self._times = [0.0, 0.0]
-        self._mark(0)
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self.mark()
 
-    def stop(self) -> None:
-        self._mark(1)
-
-    def seconds(self) -> float:
-        if self._events:
-            self._events[1].synchronize()
-            return self._events[0].elapsed_time(self._events[1]) / 1000
-        return self._times[1] - self._times[0]
-
-    def _mark(self, which: int) -> None:
-        if self._events:
-            self._events[which].record()
+    def mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
         else:
-            self._times[which] = time.perf_counter()
+            self._times.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """From each mark to the next."""
+        if self._on_gpu:
+            self._events[-1].synchronize()
+            return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+        return [after - before for before, after in pairwise(self._times)]

@@ -17,7 +17,7 @@ from weft.adapters.banks import Banks
 from weft.base.model import Base
 from weft.ops.lora import Route
 from weft.ops.rows import Rows
-from weft.run.graphs import Graphs
+from weft.run.graphs import Graph, Graphs
 from weft.run.lay import Laid
 
 
@@ -51,6 +51,11 @@ class Passes:
         assert self._open is not None, "no pass is open"
         self._open.backward(dh_TD)
         self._open = None
+
+    @property
+    def replays(self) -> bool:
+        """Whether the open pass is a captured one."""
+        return isinstance(self._open, Graph)
 
     def abandon(self) -> None:
         self._open = None

@@ -1,0 +1,52 @@
+"""`weft doctor --profile` writes a file that training finds by itself, and says where it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.families import tiny
+from weft.base.shape import model_shape
+from weft.cli.main import app
+from weft.errors import OutputError, UserError
+from weft.plan.profile import profile_folder, profile_here, read_profile
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tiny("llama", torch.float32, 0).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_profile_lies_in_the_cache_and_is_found_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    done = CliRunner().invoke(app, ["doctor", "--profile", "--base", str(model), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    (file,) = profile_folder().iterdir()
+    assert file.name in done.output.replace("\n", "")
+    for row in ("embedding", "layers", "head and loss", "adapter", "whole pass"):
+        assert row in done.output
+    assert profile_here(model_shape(tiny("llama", torch.float32, 0), torch.float32)) == read_profile(file)
+
+
+def test_another_place_can_be_named_and_one_that_cannot_be_written_is_a_sentence(
+    model: Path, tmp_path: Path
+) -> None:
+    words = ["doctor", "--profile", "--base", str(model), "--device", "cpu", "--output"]
+    assert CliRunner().invoke(app, [*words, str(tmp_path / "mine.json")]).exit_code == 0
+    assert read_profile(tmp_path / "mine.json") is not None
+    (tmp_path / "file").write_text("")
+    failed = CliRunner().invoke(app, [*words, str(tmp_path / "file" / "mine.json")])
+    assert isinstance(failed.exception, OutputError)
+    assert "name another --output" in str(failed.exception)
+
+
+def test_a_device_that_is_not_there_is_a_sentence() -> None:
+    failed = CliRunner().invoke(app, ["doctor", "--profile", "--device", "abacus"])
+    assert isinstance(failed.exception, UserError)
+    assert "abacus is no device" in str(failed.exception)

@@ -1,0 +1,32 @@
+"""Marks are laps, and a window's peak is its own where the system can say it."""
+
+import time
+
+import pytest
+import torch
+
+from tests.bench import CPU
+from weft.run.measure import Stopwatch, begin_peak, peak_bytes, release, resident_bytes
+
+
+def test_a_stopwatch_counts_from_each_mark_to_the_next() -> None:
+    watch = Stopwatch(CPU)
+    time.sleep(0.01)
+    watch.mark()
+    time.sleep(0.03)
+    watch.mark()
+    first, second = watch.laps()
+    assert 0.01 <= first < second
+    assert second >= 0.03
+
+
+def test_a_peak_that_was_begun_forgets_what_came_before() -> None:
+    if not begin_peak(CPU):
+        pytest.skip("this system does not forget peaks")
+    large = torch.ones(64 << 20, dtype=torch.uint8)
+    assert peak_bytes(CPU) >= resident_bytes(CPU) - (1 << 20)
+    high = peak_bytes(CPU)
+    del large
+    release(CPU)
+    assert begin_peak(CPU)
+    assert peak_bytes(CPU) < high - (32 << 20)

@@ -1,0 +1,57 @@
+"""A device is measured through the executor itself, on bases of few layers."""
+
+import pytest
+import torch
+
+from tests.bench import CPU
+from tests.families import tiny
+from weft.base.shape import model_shape
+from weft.plan.profile import cpu_threads
+from weft.plan.profile_cost import cost_of
+from weft.run.profile import CASES, DEPTHS, measure_profile
+
+
+@pytest.fixture(scope="module")
+def found():
+    model = tiny("llama", torch.float32, 0)
+    shape, heard = model_shape(model, torch.float32), []
+    profile = measure_profile(
+        model.config, shape, "tiny", CPU, lambda done, total: heard.append((done, total))
+    )
+    return shape, profile, heard
+
+
+def test_every_case_is_measured_at_every_depth_and_progress_is_told(found) -> None:
+    shape, profile, heard = found
+    cases = [case for case in CASES if case.length <= shape.context]
+    assert len(profile.passes) == len(DEPTHS) * len(cases)
+    assert {one.layers for one in profile.passes} == set(DEPTHS)
+    assert heard[-1] == (len(profile.passes), len(profile.passes))
+    for one, case in zip(profile.passes, cases * len(DEPTHS), strict=True):
+        work = one.time.work
+        assert (work.tokens, work.samples, work.segments) == (
+            case.tokens,
+            case.jobs * case.samples,
+            case.jobs,
+        )
+        assert one.time.training == case.training
+        assert one.time.forward > 0
+        assert (one.time.backward > 0) == case.training
+
+
+def test_the_profile_is_of_this_device_and_gives_a_time_model(found) -> None:
+    shape, profile, _ = found
+    assert profile.key.device == "cpu"
+    assert profile.key.threads == cpu_threads()
+    assert profile.steps
+    model = cost_of(profile, shape)
+    largest = max((one.time.work for one in profile.passes), key=lambda work: work.tokens)
+    assert model.pass_seconds(largest) > 0
+
+
+def test_the_config_that_was_given_is_left_as_it_was() -> None:
+    model = tiny("llama", torch.float32, 0)
+    before = model.config.to_dict()
+    shape = model_shape(model, torch.float32)
+    measure_profile(model.config, shape, "tiny", CPU, lambda done, total: None)
+    assert model.config.to_dict() == before
