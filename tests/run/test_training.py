@@ -7,8 +7,9 @@ import torch
 from transformers import get_scheduler
 
 from tests import bench
+from tests.interpreter import interpret
 from tests.run import aboard
-from weft.run.steps import Due, NoStep, take_steps
+from weft.run.steps import Due, NoStep, begin_steps, take_steps
 from weft.run.training import OpenBatch
 
 
@@ -70,6 +71,46 @@ def test_what_is_not_finite_is_named_and_makes_no_step(base, loss, gradient, wei
     assert isinstance(outcome, NoStep)
     assert outcome.reason.startswith(sentence)
     assert training.progress.step == 0
+
+
+def test_steps_that_the_device_decides_are_those_that_the_host_decides(monkeypatch):
+    """Clipped, whole, and three that cannot be made, by one launch of the kernel."""
+    base = bench.base(dtype=torch.float32)
+    cases = [
+        (1.5, 5.0, 0.0),
+        (1.5, 1e-3, 0.0),
+        (math.nan, 1.0, 0.0),
+        (1.5, math.inf, 0.0),
+        (1.5, 1.0, math.nan),
+    ]
+
+    def opened():
+        trainings = []
+        for index, (loss, size, weight) in enumerate(cases):
+            training = aboard.training(base, aboard.ready(base, f"job{index}", clip=1.0))
+            training.master[3] += weight
+            gradient = torch.randn(training.master.shape, generator=torch.Generator().manual_seed(index))
+            open_batch(training, gradient * size / gradient.norm(), loss)
+            trainings.append(training)
+        return trainings
+
+    by_host, by_device = opened(), opened()
+    want = take_steps([Due(training, supervised=6) for training in by_host])
+    interpret(monkeypatch)
+    begun = begin_steps([Due(training, supervised=6) for training in by_device])
+    assert all(training.open is None and training.progress.step == 0 for training in by_device)
+    got = begun.outcomes()
+    for one, other in zip(got[:2], want[:2], strict=True):
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
+        assert (one.loss, one.token_accuracy, one.tokens) == (other.loss, other.token_accuracy, other.tokens)
+    assert got[2:] == want[2:]
+    for device, host in zip(by_device[:2], by_host[:2], strict=True):
+        torch.testing.assert_close(device.master, host.master, rtol=1e-6, atol=1e-7)
+        assert device.progress == host.progress
+    for device, host in zip(by_device[2:4], opened()[2:4], strict=True):
+        assert torch.equal(device.master, host.master)
+        assert not device.state.exp_avg.any()
+        assert not device.gradient.any()
 
 
 def test_patience_counts_looks_that_are_not_better_by_min_delta_and_the_best_is_the_lowest(base):

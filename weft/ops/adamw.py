@@ -61,9 +61,14 @@ def gradient_norms(states: Sequence[State]) -> Tensor:
     return squares_JB.double().sum(dim=1).sqrt()
 
 
-def update(updates: Sequence[Update]) -> Tensor:
-    """Make every step; which jobs' weights are finite after it, bool [J]."""
+def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
+    """Make every step; which jobs' weights are finite after it, bool [J].
+
+    On a GPU the factors may stay on the device: `factor_J` stands for those of the updates, and a job whose
+    factor is below 0 makes no step; only its gradient is zeroed.
+    """
     if not kernels_at_hand(updates[0].state.gradient):
+        assert factor_J is None
         return torch.stack([_update_by_torch(one) for one in updates])
     from weft.ops.triton import adamw as kernels
 
@@ -71,6 +76,8 @@ def update(updates: Sequence[Update]) -> Tensor:
     device, blocks = states[0].gradient.device, _blocks(states)
     finite_JB = torch.empty(len(states), blocks, dtype=torch.bool, device=device)
     numbers_J4 = _to_device(torch.tensor([_numbers(one) for one in updates], dtype=torch.float32), device)
+    if factor_J is not None:
+        numbers_J4[:, 0] = factor_J
     with torch.cuda.device_of(finite_JB):
         kernels.update[(blocks, len(states))](
             _table(states), numbers_J4, finite_JB, 1.0 - BETA1, BETA2, 1.0 - BETA2, EPS,

@@ -31,7 +31,7 @@ from weft.run.graphs import Graphs
 from weft.run.lay import Laid, lay
 from weft.run.measure import Stopwatch, is_out_of_memory
 from weft.run.passes import Passes
-from weft.run.steps import Due, NoStep, take_steps
+from weft.run.steps import Begun, Due, NoStep, Outcome, begin_steps, take_steps
 from weft.run.training import OpenBatch, Training
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
@@ -59,6 +59,16 @@ class _Timed:
     plan: MicrobatchPlan
     watch: Stopwatch
     settled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Steps that the device has yet to make, and the passes before them."""
+
+    begun: Begun
+    watch: Stopwatch
+    settled: bool
+    timed: list[_Timed]
 
 
 @dataclass(slots=True)
@@ -91,6 +101,7 @@ class Executor:
         self._flights: dict[int, _Flight] = {}
         self._next: tuple[MicrobatchPlan, Laid] | None = None
         self._timed: list[_Timed] = []
+        self._asked: _Asked | None = None
         self._made: set[str] = set()
         """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
 
@@ -140,12 +151,14 @@ class Executor:
         try:
             with self._on_stream():
                 yield from self._act(program, fetch, stop)
+                yield from self._made_steps()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             shortage = str(error) or "out of memory"
         if shortage:
-            # Raised out here, where no traceback holds the tensors of the pass that failed any longer.
+            # Out here, where no traceback holds the tensors of the pass that failed any longer.
+            yield from self._made_steps()
             self._abandon()
             raise OutOfMemory(shortage)
 
@@ -172,8 +185,10 @@ class Executor:
                     case Evaluate(number):
                         if stop() and not self._inside_a_step():
                             return
+                        yield from self._made_steps()
                         yield from self._evaluate(program.microbatches[number], fetch, looks, left)
                     case Save(job, step):
+                        yield from self._made_steps()
                         if job not in self.dead:
                             yield SaveDue(job, step)
 
@@ -275,11 +290,12 @@ class Executor:
         self._timed.append(_Timed(flight.plan, flight.watch, flight.settled))
         self._lay_ahead(number, program, fetch)
         if self._stream is None:
-            yield from self._passed()
+            yield from self._passed(self._timed)
+            self._timed.clear()
 
-    def _passed(self) -> Iterator[Event]:
-        """Report the passes so far; the device must have done them."""
-        for timed in self._timed:
+    def _passed(self, passes: Sequence[_Timed]) -> Iterator[Event]:
+        """Report passes; the device must have done them."""
+        for timed in passes:
             forward, *backward = timed.watch.laps()
             time = PassTime(
                 work=work_of(timed.plan, self._sizes()),
@@ -290,7 +306,6 @@ class Executor:
                 settled=timed.settled and len(backward) == 1,
             )
             yield Passed(timed.plan, time)
-        self._timed.clear()
 
     def _sizes(self) -> dict[str, int]:
         """Job → adapter parameters."""
@@ -317,24 +332,49 @@ class Executor:
             training.open.tokens += segment.stop - segment.start
 
     def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
-        """Consecutive Steps are made together: the host waits for the device once for all of them."""
+        """Consecutive Steps are made together. Where kernels make them, the device is only asked for them:
+        while it is at them the host goes on to the next pass, and hears at the next Step what came of it."""
+        yield from self._made_steps()
         jobs = [step for step in steps if step.job not in self.dead]
         if not jobs:
             return
         due = [Due(self.aboard[step.job], program.batch(step.job, step.step).supervised) for step in jobs]
         settled, watch = self._again("step"), Stopwatch(self.base.device)
+        if kernels_run(self.base.device, due[0].training.master.dtype):
+            begun = begin_steps(due)
+            watch.mark()
+            self._asked = _Asked(begun, watch, settled, self._timed)
+            self._timed = []
+            return
         outcomes = take_steps(due)
         watch.mark()
-        yield from self._passed()
+        yield from self._passed(self._timed)
+        self._timed.clear()
+        yield from self._stepped(due, outcomes, watch, settled)
+
+    def _made_steps(self) -> Iterator[Event]:
+        """Report the Steps that the device was asked for; waits for them."""
+        if (asked := self._asked) is None:
+            return
+        self._asked = None
+        outcomes = asked.begun.outcomes()
+        yield from self._passed(asked.timed)
+        yield from self._stepped(asked.begun.due, outcomes, asked.watch, asked.settled)
+
+    def _stepped(
+        self, due: Sequence[Due], outcomes: Sequence[Outcome], watch: Stopwatch, settled: bool
+    ) -> Iterator[Event]:
         if settled:
             parameters = sum(one.training.layout.size for one in due)
             yield StepsMade(StateTime(len(due), parameters, sum(watch.laps())))
         for one, outcome in zip(due, outcomes, strict=True):
             job = one.training.job
+            if job in self.dead:
+                continue
             if isinstance(outcome, NoStep):
                 self.kill(job)
                 yield Failed(job, outcome.reason)
-            elif job not in self.dead:
+            else:
                 yield Stepped(job, one.training.progress.step, outcome)
 
     # -- evaluation --------------------------------------------------------------------------------------
@@ -396,7 +436,9 @@ def _refuse_what_is_not_run(program: Program) -> None:
     if len(program.devices) > 1:
         raise PlanError(f"this plan is for {len(program.devices)} devices, and only plans for one can be run")
     if program.chunk:
-        raise PlanError(f"this plan cuts samples into chunks of {program.chunk} rows, which cannot yet be run")
+        raise PlanError(
+            f"this plan cuts samples into chunks of {program.chunk} rows, which cannot yet be run"
+        )
     kinds = {type(action).__name__ for action in program.actions if not isinstance(action, _RUN)}
     if kinds or len(program.stages) > 1:
         what = ", ".join(sorted(kinds)) or f"{len(program.stages)} stages"

@@ -1,4 +1,10 @@
-"""One optimizer step of every job whose global batch is complete; the device is asked but twice for all."""
+"""One optimizer step of every job whose global batch is complete.
+
+On a GPU the device decides by itself what clipping leaves and whose step cannot be made, and the host need
+not wait: `begin_steps` asks for the steps, and what came of them is read when it is wanted.
+
+Shapes: J jobs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from weft.ops.adamw import Update, gradient_norms, update
 from weft.ops.triton.at_hand import kernels_at_hand
 from weft.run.measure import is_out_of_memory
-from weft.run.training import StepOutcome, Training
+from weft.run.training import LITTLE, StepOutcome, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +36,105 @@ class NoStep:
     reason: str
 
 
+Outcome = StepOutcome | NoStep
+
+
 @dataclass(frozen=True, slots=True)
 class _Sums:
     loss: float
     norm: float
     hits: float
+    tokens: int
 
 
-def take_steps(due: Sequence[Due]) -> list[StepOutcome | NoStep]:
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Steps that the device was asked for. Their outcomes must be read before the next ones are begun."""
+
+    due: tuple[Due, ...]
+    updates: tuple[Update, ...]
+    tokens: tuple[int, ...]
+    values_J4: Tensor
+    """On the host, once `read` has come to pass: loss, hits, norm, and whether the weights are finite."""
+    read: torch.cuda.Event | None
+
+    def outcomes(self) -> list[Outcome]:
+        """What came of every step. Where a NoStep comes back, the weights must not be used."""
+        if self.read is not None:
+            self.read.synchronize()
+        found: list[Outcome] = []
+        rows = zip(self.due, self.updates, self.tokens, self.values_J4.tolist(), strict=True)
+        for one, made, tokens, (loss, hits, norm, finite) in rows:
+            sums = _Sums(loss=loss, norm=norm, hits=hits, tokens=tokens)
+            reason = _not_finite(one.training, sums)
+            if reason is None and not finite:
+                reason = _spoilt(made)
+            found.append(NoStep(reason) if reason else _close(one, sums, made.learning_rate))
+        return found
+
+
+def take_steps(due: Sequence[Due]) -> list[Outcome]:
     """Clip, step and close every open batch. Where a NoStep comes back, the weights must not be used."""
-    sums = _sums([one.training for one in due])
-    reasons = [_not_finite(one.training, found) for one, found in zip(due, sums, strict=True)]
-    updates = {
-        index: one.training.update(found.norm)
-        for index, (one, found) in enumerate(zip(due, sums, strict=True))
-        if reasons[index] is None
-    }
-    for index, reason in zip(updates, _make(list(updates.values())), strict=True):
-        reasons[index] = reason
-    return [
-        _close(one, found, updates[index].learning_rate) if reason is None else NoStep(reason)
-        for index, (one, found, reason) in enumerate(zip(due, sums, reasons, strict=True))
-    ]
+    if kernels_at_hand(due[0].training.master):
+        return begin_steps(due).outcomes()
+    return [_take_alone(one) for one in due]
 
 
-def _sums(trainings: Sequence[Training]) -> list[_Sums]:
-    rows = []
+def begin_steps(due: Sequence[Due]) -> Begun:
+    """Have the device make the steps of all jobs, each only if its loss and its gradient are finite."""
+    trainings = [one.training for one in due]
+    tokens = tuple(_open_tokens(training) for training in trainings)
+    sums_J2 = torch.stack([_sums(training) for training in trainings])
+    norm_J = gradient_norms([training.state for training in trainings])
+    clips = [training.recipe.clip or math.inf for training in trainings]
+    clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
+    factor_J = (clip_J / (norm_J + LITTLE)).clamp(max=1.0)
+    good_J = sums_J2[:, 0].isfinite() & norm_J.isfinite()
+    updates = tuple(training.update() for training in trainings)
+    finite_J = update(updates, torch.where(good_J, factor_J, -1.0).float())
+    values_J4 = torch.cat([sums_J2, norm_J[:, None], finite_J[:, None].double()], dim=1)
     for training in trainings:
-        assert training.open is not None, "a step needs an open batch"
-        rows += [training.open.loss, training.open.hits]
-    norms_J = gradient_norms([training.state for training in trainings])
-    sums_J2 = torch.stack([row.double() for row in rows]).view(-1, 2)
-    values = torch.cat([sums_J2, norms_J[:, None]], dim=1).tolist()
-    return [_Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
+        training.open = None
+    if not values_J4.is_cuda:
+        return Begun(tuple(due), updates, tokens, values_J4, None)
+    host_J4 = torch.empty_like(values_J4, device="cpu", pin_memory=True)
+    host_J4.copy_(values_J4, non_blocking=True)
+    read = torch.cuda.Event()
+    read.record()
+    return Begun(tuple(due), updates, tokens, host_J4, read)
+
+
+def _take_alone(due: Due) -> Outcome:
+    training = due.training
+    tokens = _open_tokens(training)
+    loss, hits = _sums(training).tolist()
+    norm = gradient_norms([training.state]).item()
+    sums = _Sums(loss=loss, norm=norm, hits=hits, tokens=tokens)
+    if reason := _not_finite(training, sums):
+        return NoStep(reason)
+    made = training.update(norm)
+    try:
+        finite = bool(update([made]))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # Half a step cannot be replayed.
+        return NoStep(f"out of memory inside its optimizer step {made.step}")
+    if not finite:
+        return NoStep(_spoilt(made))
+    training.open = None
+    return _close(due, sums, made.learning_rate)
+
+
+def _open_tokens(training: Training) -> int:
+    assert training.open is not None, "a step needs an open batch"
+    return training.open.tokens
+
+
+def _sums(training: Training) -> Tensor:
+    """Loss and hits of the open batch, in float64 [2]."""
+    assert training.open is not None
+    return torch.stack([training.open.loss.double(), training.open.hits.double()])
 
 
 def _not_finite(training: Training, sums: _Sums) -> str | None:
@@ -73,40 +146,18 @@ def _not_finite(training: Training, sums: _Sums) -> str | None:
     return None
 
 
-def _make(updates: Sequence[Update]) -> list[str | None]:
-    """Make the updates; for each, why its weights must not be used, or None."""
-    if updates and kernels_at_hand(updates[0].state.master):
-        finite = update(updates).tolist()
-    else:
-        finite = [_make_alone(one) for one in updates]
-    reasons: list[str | None] = []
-    for one, good in zip(updates, finite, strict=True):
-        reason = None if good else f"its weights after step {one.step} are not finite"
-        reasons.append(f"out of memory inside its optimizer step {one.step}" if good is None else reason)
-    return reasons
-
-
-def _make_alone(one: Update) -> bool | None:
-    """Whether the weights are finite; None if memory was short, since half a step cannot be replayed."""
-    try:
-        return bool(update([one]))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
+def _spoilt(made: Update) -> str:
+    return f"its weights after step {made.step} are not finite"
 
 
 def _close(due: Due, sums: _Sums, rate: float) -> StepOutcome:
     training = due.training
-    assert training.open is not None
-    outcome = StepOutcome(
+    training.progress.step += 1
+    training.progress.trained_tokens += sums.tokens
+    return StepOutcome(
         loss=sums.loss,
         grad_norm=sums.norm,
         learning_rate=rate,
         token_accuracy=sums.hits / due.supervised,
-        tokens=training.open.tokens,
+        tokens=sums.tokens,
     )
-    training.progress.step += 1
-    training.progress.trained_tokens += outcome.tokens
-    training.open = None
-    return outcome

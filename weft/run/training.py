@@ -16,6 +16,9 @@ from weft.ops.adamw import State, Update
 from weft.run.schedule import Recipe, learning_rate
 from weft.shapes import SiteShape
 
+LITTLE = 1e-6
+"""Added to a norm before anything is divided by it, as torch does."""
+
 
 @dataclass(slots=True)
 class Progress:
@@ -73,7 +76,7 @@ class Training:
     def gradient(self) -> Tensor:
         return self.state.gradient
 
-    def update(self, norm: float) -> Update:
+    def update(self, norm: float = 0.0) -> Update:
         """The next step, for a gradient of that norm."""
         step = self.progress.step + 1
         clip = self.recipe.clip
@@ -82,7 +85,7 @@ class Training:
             step=step,
             learning_rate=learning_rate(self.recipe, step),
             weight_decay=self.recipe.weight_decay,
-            factor=min(1.0, clip / (norm + 1e-6)) if clip else 1.0,
+            factor=min(1.0, clip / (norm + LITTLE)) if clip else 1.0,
         )
 
     def forget_open_batch(self) -> None:

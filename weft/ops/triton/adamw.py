@@ -14,7 +14,8 @@ import triton.language as tl
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, SIZE = (tl.constexpr(n) for n in range(6))
 """Columns of the table of addresses."""
 FACTOR, KEPT, RATE, ROOT = (tl.constexpr(n) for n in range(4))
-"""Columns of the table of numbers: what clipping leaves, what decay leaves, lr / (1 − β₁ⁿ), √(1 − β₂ⁿ)."""
+"""Columns of the table of numbers: what clipping leaves (below 0: no step is made), what decay leaves,
+lr / (1 − β₁ⁿ), √(1 − β₂ⁿ)."""
 
 
 @triton.jit
@@ -65,7 +66,12 @@ def update(
     exp_avg_sq = tl.multiple_of(tl.load(table_J6 + EXP_AVG_SQ).to(float_ptr), 16) + at_B
     gradient = tl.multiple_of(tl.load(table_J6 + GRADIENT).to(float_ptr), 16) + at_B
     weights = tl.multiple_of(tl.load(table_J6 + WEIGHTS).to(tl.pointer_type(WEIGHT)), 16) + at_B
-    g_B = tl.load(gradient, mask=inside_B, other=0.0) * tl.load(numbers_J4 + FACTOR)
+    factor = tl.load(numbers_J4 + FACTOR)
+    if factor < 0.0:
+        tl.store(gradient, tl.zeros((BLOCK,), tl.float32), mask=inside_B)
+        tl.store(finite_JB + job * tl.num_programs(0) + block, True)
+        return
+    g_B = tl.load(gradient, mask=inside_B, other=0.0) * factor
     m_B = tl.load(exp_avg, mask=inside_B, other=0.0)
     v_B = tl.load(exp_avg_sq, mask=inside_B, other=0.0)
     w_B = tl.load(master, mask=inside_B, other=0.0)
