@@ -169,8 +169,9 @@ class Lora:
                 continue
             generator = torch.Generator().manual_seed(zlib.crc32(site.encode()) << 32 ^ member.seed)
             bound = value.shape[1] ** -0.5
-            drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64)
-            value.copy_((2 * drawn - 1) * bound)
+            # In float64, so that a base of any dtype starts from the same numbers.
+            drawn = torch.empty(value.shape, dtype=torch.float64)
+            value.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> LoraBank:
         return LoraBank(sites, slots)
