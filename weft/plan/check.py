@@ -33,7 +33,7 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     Backward of its batch and, where there are several devices, its Reduce; a job's batches come in order, the
     next Forward only after the Step before it; Evaluate and Save look at a step that has just been made; a
     streamed stage is used between its Load and its Evict. Every Send has its Recv, in one order per pair of
-    devices; a Reduce waits for the next device's, a Step for the one's before. Nothing is left over at the end.
+    devices; a Reduce waits for the next device's, a Step for the one's before. Nothing is left over.
     """
     _check_microbatches(program)
     _check_samples(program)

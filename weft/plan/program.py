@@ -95,8 +95,8 @@ class Evaluate:
 @dataclass(frozen=True, slots=True)
 class Reduce:
     """In a pipeline, behind the last Backward of a job's batch: what the batch came to here (losses, hits,
-    the squared norm of this device's slice of the gradient), added to what the next device says, goes to the one
-    before. The first device decides, and its word goes back down to every Step."""
+    the squared norm of this device's slice of the gradient), added to what the next device says, goes to the
+    one before. The first device decides, and its word goes back down to every Step."""
 
     job: str
     step: int

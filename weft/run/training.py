@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.adapters.kind import Member, kind_named
 from weft.adapters.layout import Layout
+from weft.batch import Segment
 from weft.ops.adamw import State, Update
 from weft.run.schedule import Recipe, learning_rate
 from weft.shapes import SiteShape
@@ -84,6 +85,14 @@ class Training:
             weight_decay=self.recipe.weight_decay,
             factor=min(1.0, clip / (norm + 1e-6)) if clip else 1.0,
         )
+
+    def collect(self, segment: Segment, loss: Tensor, hits: Tensor) -> None:
+        """Add what a microbatch came to to the open global batch."""
+        if self.open is None:
+            self.open = OpenBatch(torch.zeros_like(loss), torch.zeros_like(hits))
+        self.open.loss += loss.detach()
+        self.open.hits += hits
+        self.open.tokens += segment.stop - segment.start
 
     def forget_open_batch(self) -> None:
         """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
