@@ -103,6 +103,11 @@ def assemble(work: Work, lists: Sequence[Iterable[Action]]) -> Program:
     return program
 
 
+def evaluated(numbers: Iterable[int], stage: int, stages: int) -> list[Action]:
+    """Microbatches of held-out samples on one stage: forwards only, with what passes between neighbours."""
+    return list(_transported((Evaluate(number, stage) for number in numbers), stages))
+
+
 def placed(work: Work, passes: Iterable[Action], device: int, stages: int) -> list[Action]:
     """One device's list: its passes with the Steps, Reduces, Sends and Recvs that belong to them."""
     stepped = _stepped(work, passes) if stages == 1 else _reduced(work, passes, device)

@@ -30,7 +30,9 @@ class NoStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class Sums:
+    """What a job's global batch came to."""
+
     loss: float
     norm: float
     hits: float
@@ -38,22 +40,22 @@ class _Sums:
 
 def take_steps(due: Sequence[Due]) -> list[StepOutcome | NoStep]:
     """Clip, step and close every open batch. Where a NoStep comes back, the weights must not be used."""
-    sums = _sums([one.training for one in due])
-    reasons = [_not_finite(one.training, found) for one, found in zip(due, sums, strict=True)]
+    sums = batch_sums([one.training for one in due])
+    reasons = [why_no_step(one.training, found) for one, found in zip(due, sums, strict=True)]
     updates = {
         index: one.training.update(found.norm)
         for index, (one, found) in enumerate(zip(due, sums, strict=True))
         if reasons[index] is None
     }
-    for index, reason in zip(updates, _make(list(updates.values())), strict=True):
+    for index, reason in zip(updates, make_updates(list(updates.values())), strict=True):
         reasons[index] = reason
     return [
-        _close(one, found, updates[index].learning_rate) if reason is None else NoStep(reason)
+        close_batch(one, found, updates[index].learning_rate) if reason is None else NoStep(reason)
         for index, (one, found, reason) in enumerate(zip(due, sums, reasons, strict=True))
     ]
 
 
-def _sums(trainings: Sequence[Training]) -> list[_Sums]:
+def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
     rows = []
     for training in trainings:
         assert training.open is not None, "a step needs an open batch"
@@ -61,10 +63,11 @@ def _sums(trainings: Sequence[Training]) -> list[_Sums]:
     norms_J = gradient_norms([training.state for training in trainings])
     sums_J2 = torch.stack([row.double() for row in rows]).view(-1, 2)
     values = torch.cat([sums_J2, norms_J[:, None]], dim=1).tolist()
-    return [_Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
+    return [Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
 
 
-def _not_finite(training: Training, sums: _Sums) -> str | None:
+def why_no_step(training: Training, sums: Sums) -> str | None:
+    """Why the job must not make its next step, or None."""
     step = training.progress.step + 1
     if not math.isfinite(sums.loss):
         return f"its loss at step {step} is {sums.loss}"
@@ -73,7 +76,7 @@ def _not_finite(training: Training, sums: _Sums) -> str | None:
     return None
 
 
-def _make(updates: Sequence[Update]) -> list[str | None]:
+def make_updates(updates: Sequence[Update]) -> list[str | None]:
     """Make the updates; for each, why its weights must not be used, or None."""
     if updates and kernels_at_hand(updates[0].state.master):
         finite = update(updates).tolist()
@@ -96,7 +99,8 @@ def _make_alone(one: Update) -> bool | None:
         return None
 
 
-def _close(due: Due, sums: _Sums, rate: float) -> StepOutcome:
+def close_batch(due: Due, sums: Sums, rate: float) -> StepOutcome:
+    """Count the step that was made."""
     training = due.training
     assert training.open is not None
     outcome = StepOutcome(
