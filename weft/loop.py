@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from weft.jobs.store import Store
 from weft.journal import Journal, Window
 from weft.plan.cost import PassTime, fit
 from weft.plan.memory import MemoryModel, Recompute, longest
-from weft.plan.planner import plan_window
+from weft.plan.planner import Course, plan_window
 from weft.plan.program import MicrobatchPlan, Program
 from weft.ready import Ready, lay_out
 from weft.report.words import plural
@@ -29,6 +29,7 @@ from weft.run import checkpoint
 from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
 from weft.run.executor import Executor
 from weft.run.measure import peak_bytes, release
+from weft.run.pipeline import Pipeline
 from weft.run.training import Training, new_training
 from weft.shapes import JobShape
 
@@ -75,6 +76,7 @@ class Loop:
         memory: MemoryModel,
         most: int,
         journal: Journal,
+        executor: Executor | Pipeline | None = None,
     ) -> None:
         self.base = base
         self.tokenizer = tokenizer
@@ -82,7 +84,8 @@ class Loop:
         self.journal = journal
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
-        self.executor = Executor(base)
+        self.executor: Executor | Pipeline = executor or Executor(base)
+        self.rounds = ROUNDS
         self.memory = replace(memory, fused=self.executor.fused)
         self.jobs: dict[str, Ready] = {}
         self.waiting: dict[str, Ready] = {}
@@ -135,7 +138,12 @@ class Loop:
         member = Member(spec.name, spec.adapter, spec.seed)
         try:
             training = new_training(
-                member, job.recipe, self.base.shape.sites, self.base.dtype, self.base.device
+                member,
+                job.recipe,
+                self.base.shape.sites,
+                self.base.dtype,
+                self.base.device,
+                self.base.whole_sites,
             )
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
@@ -185,9 +193,19 @@ class Loop:
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
     def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
-        courses = [self.jobs[name].course(step, ROUNDS, name in beginners) for name, step in cursors.items()]
+        rounds = self.rounds
+        courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
+        return self._window(courses, room)
+
+    def _window(self, courses: Sequence[Course], room: Room) -> Program:
         ladder = self.executor.captures is not None
         return plan_window(courses, room.capacity, ladder, room.recompute)
+
+    def _predicted_seconds(self, program: Program) -> float | None:
+        return fit(self._passes).program_seconds(program)
+
+    def _peak_bytes(self) -> int:
+        return peak_bytes(self.base.device)
 
     def _plan_ahead(self, planner: ThreadPoolExecutor, program: Program) -> Ahead:
         cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
@@ -207,7 +225,7 @@ class Loop:
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         began, before = time.monotonic(), len(self._passes)
-        predicted = fit(self._passes).program_seconds(program)
+        predicted = self._predicted_seconds(program)
         fitted = True
         try:
             for event in self.executor.run(program, self._fetch, stop):
@@ -228,7 +246,7 @@ class Loop:
                 seconds=time.monotonic() - began,
                 predicted_seconds=predicted,
                 cost=fit(self._passes),
-                peak_bytes=peak_bytes(self.base.device),
+                peak_bytes=self._peak_bytes(),
                 predicted_peak_bytes=self.memory.peak_bytes(
                     self._shapes(program.jobs), program.capacity, program.recompute
                 ),
@@ -271,7 +289,7 @@ class Loop:
             case Evaluated():
                 self._on_evaluation(event)
             case SaveDue(job):
-                self._save(self.executor.aboard[job])
+                self._save(job, self.executor.save)
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
         if callback is not None and isinstance(event, Stepped | Evaluated):
@@ -280,7 +298,7 @@ class Loop:
     def _on_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
         min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
-        training.note_evaluation(event.loss, spec.keep == "best", min_delta)
+        self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta)
         progress = training.progress
         self.journal.evaluation(event, progress)
         if spec.early_stop and progress.stale >= spec.early_stop.patience:
@@ -288,11 +306,11 @@ class Loop:
             reason = f"stopped early at step {event.step}: no better validation loss in {looks}"
             self._end(event.job, Ending(State.SUCCEEDED, reason))
 
-    def _save(self, training: Training) -> None:
+    def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
         try:
-            checkpoint.save(self._checkpoints(training.job), training)
+            save(name, self._checkpoints(name))
         except OSError as error:
-            self._end(training.job, Ending(State.FAILED, f"its checkpoint cannot be written: {error}"))
+            self._end(name, Ending(State.FAILED, f"its checkpoint cannot be written: {error}"))
 
     # -- jobs go -----------------------------------------------------------------------------------------
 
@@ -323,7 +341,7 @@ class Loop:
         folder = self.store.output / job.name
         try:
             write_result(
-                folder, job, training.layout, weights, self.base.shape.sites, self.base.spec, self.tokenizer
+                folder, job, training.layout, weights, self.base.whole_sites, self.base.spec, self.tokenizer
             )
         except OSError as error:
             return Ending(State.FAILED, f"its adapter cannot be written: {error}")
@@ -331,7 +349,7 @@ class Loop:
 
     def _send_back(self, name: str, reason: str) -> None:
         """Preempt a job: its state is saved and it waits for its turn again."""
-        self._save(self.executor.aboard[name])
+        self._save(name, self.executor.save_now)
         if name in self._endings:
             return
         self.executor.detach(name)

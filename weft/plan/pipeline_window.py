@@ -78,6 +78,11 @@ def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
     return program
 
 
+def seconds_of(program: Program, paces: Sequence[StagePace]) -> float:
+    """What the simulator says a window takes, links not counted."""
+    return _seconds(program, _prices(program.microbatches, paces))
+
+
 def _evaluates(course: Course, step: int) -> bool:
     return bool(course.evaluation) and step in course.evaluate_at
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from weft.objectives import sft
 from weft.ops.lora import Route
 from weft.plan.cost import PassTime
 from weft.plan.program import Backward, Evaluate, Forward, MicrobatchPlan, Program, Save, Step
+from weft.run import checkpoint
 from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
@@ -60,6 +62,17 @@ class Executor(Woven):
         self._flights: dict[int, _Flight] = {}
         self._next: tuple[MicrobatchPlan, Laid] | None = None
         self._timed: list[tuple[MicrobatchPlan, Stopwatch]] = []
+
+    def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
+        self.aboard[job].note_evaluation(loss, keep_best, min_delta)
+
+    def save(self, job: str, folder: Path) -> None:
+        """Write a checkpoint of where the job stands."""
+        checkpoint.save(folder, self.aboard[job])
+
+    def save_now(self, job: str, folder: Path) -> None:
+        """The same between windows; where one process holds all, there is no difference."""
+        self.save(job, folder)
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run every action. Once `stop` says so, ends at the next point where no job is inside a step."""

@@ -113,14 +113,25 @@ class Training:
 
 
 def new_training(
-    member: Member, recipe: Recipe, sites: tuple[SiteShape, ...], dtype: torch.dtype, device: torch.device
+    member: Member,
+    recipe: Recipe,
+    sites: tuple[SiteShape, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    whole_sites: tuple[SiteShape, ...] | None = None,
 ) -> Training:
-    """A job at step 0, its weights drawn from its own seed or read from its `init_from`."""
+    """A job at step 0, its weights drawn from its own seed or read from its `init_from`.
+
+    Where `sites` are those of one stage, `whole_sites` are those of the base: the whole adapter is made, and
+    the stage's slice of it kept.
+    """
     kind = kind_named(member.spec.kind)
     layout = kind.layout(member.spec, sites)
-    flat = torch.zeros(layout.size, dtype=master_dtype(dtype))
-    kind.initialise(member, sites, layout.views(flat))
-    master = flat.to(device)
+    all_sites = whole_sites or sites
+    all_layout = kind.layout(member.spec, all_sites)
+    whole = torch.zeros(all_layout.size, dtype=master_dtype(dtype))
+    kind.initialise(member, all_sites, all_layout.views(whole))
+    master = layout.slice_of(all_layout, whole).to(device)
     state = State(
         master=master,
         exp_avg=torch.zeros_like(master),

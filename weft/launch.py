@@ -1,0 +1,239 @@
+"""The processes of a pipeline on this machine: start them, watch them, and start them again when one is lost.
+
+Ranks are told who they are by the environment, in torchrun's words, so that it does not matter who started
+them. They are forked from a server that has imported what training needs: a restart costs no imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import typer
+
+from weft.errors import UserError
+from weft.jobs.store import RANKS
+from weft.run.commands import dismiss
+from weft.run.heartbeat import LOST, Heartbeat, store_here
+from weft.run.transport import PeerLost
+from weft.run.wires import Place, Wires, connect, own_gpus
+from weft.run.worker import serve
+
+RESTARTS = 3
+"""How often all ranks are started again after one was lost."""
+CRASHED = 70
+"""The exit code of a rank that met a bug of ours."""
+GRACE = 15.0
+"""Seconds that the other ranks have to end after the first."""
+PRELOADED = ["weft.launch", "weft.trainer", "weft.cli.main", "peft", "datasets", "plotly.graph_objects"]
+
+
+# -- one rank -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """This rank, connected with the others."""
+
+    wires: Wires
+    device: torch.device
+
+    def serve(self) -> None:
+        serve(self.wires, self.device)
+
+
+@contextmanager
+def joined(place: Place, device: str | None) -> Iterator[Company]:
+    """Meet the other ranks; what happens to any of them inside is noticed by all."""
+    if place.rank > 0:
+        # Only the first rank hears of an interruption; the others end when it says so.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    heartbeat = Heartbeat(place, store_here())
+    heartbeat.start()
+    try:
+        company = Company(*_connected(place, device))
+        try:
+            yield company
+        except (UserError, typer.Exit):
+            _leave(company)
+            raise
+        _leave(company)
+    except PeerLost as lost:
+        print(f"weft: {lost}", file=sys.stderr, flush=True)
+        os._exit(LOST)
+    heartbeat.stop()
+
+
+def _connected(place: Place, device: str | None) -> tuple[Wires, torch.device]:
+    from weft.base.load import device_named
+
+    found = device_named(device)
+    if own_gpus(place, found):
+        found = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(found)
+    return connect(place, found), found
+
+
+def _leave(company: Company) -> None:
+    if company.wires.place.rank == 0:
+        dismiss(company.wires)
+
+
+# -- all ranks ------------------------------------------------------------------------------------------
+
+
+def launch(first: Sequence[str], again: Sequence[str], ranks: int, output: Path) -> int:
+    """Run `weft FIRST` in `ranks` processes, and `weft AGAIN` after a loss. The first rank's exit code."""
+    for attempt in range(RESTARTS + 1):
+        ended = _run_once(first if attempt == 0 else again, ranks, output)
+        if isinstance(ended, int):
+            return ended
+        last = attempt == RESTARTS
+        what = (
+            "giving up"
+            if last
+            else f"starting all ranks again from the last checkpoints ({attempt + 1} of {RESTARTS})"
+        )
+        print(f"weft: {ended.sentence}; {what}.", file=sys.stderr, flush=True)
+    return LOST
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A rank ended as none should."""
+
+    sentence: str
+
+
+def _run_once(words: Sequence[str], ranks: int, output: Path) -> int | Loss:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    logs = _log_folder(output)
+    processes = []
+    for rank in range(ranks):
+        environment = _environment(rank, ranks, store.port)
+        log = None if rank == 0 else logs / f"rank-{rank}.log" if logs else Path(os.devnull)
+        process = context.Process(target=be_rank, args=(list(words), environment, log), name=f"rank {rank}")
+        process.start()
+        processes.append(process)
+    with _signals_to(processes[0]):
+        ended = _watch(processes)
+    for process in processes:
+        process.kill()
+        process.join()
+    return ended
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """As torchrun would set it, with the store in the launcher."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _log_folder(output: Path) -> Path | None:
+    """None where nothing can be written; the first rank will say so better."""
+    try:
+        (output / RANKS).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return (output / RANKS).absolute()
+
+
+def _watch(processes: Sequence[Any]) -> int | Loss:
+    """Wait for the first rank to end, or for any to be lost."""
+    first = processes[0]
+    while True:
+        wait([process.sentinel for process in processes if process.exitcode is None])
+        for rank, process in enumerate(processes):
+            code = process.exitcode
+            if code is not None and (code < 0 or code in (LOST, CRASHED) or (rank > 0 and code != 0)):
+                return Loss(f"rank {rank} {_how(code)}")
+        if first.exitcode is not None:
+            for process in processes[1:]:
+                process.join(GRACE)
+            return int(first.exitcode)
+
+
+def _how(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+@contextmanager
+def _signals_to(process: Any) -> Iterator[None]:
+    """Hand Ctrl-C and SIGTERM on to the first rank, which finishes its window and saves."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        if process.exitcode is None:
+            os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def be_rank(words: list[str], environment: dict[str, str], log: Path | None) -> None:
+    """In the new process: what `python -m weft WORDS` does there."""
+    # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
+    os.setpgrp()
+    os.environ.update(environment)
+    if log is not None:
+        _write_to(log)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"])))
+    sys.argv = ["weft", *words]
+    from weft.cli.main import main
+
+    code = _exit_code(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of the transport may still hold a connection to a rank that has gone.
+    os._exit(code)
+
+
+def _exit_code(main: Callable[[], None]) -> int:
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        return CRASHED
+    return 0
+
+
+def _write_to(log: Path) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)

@@ -1,0 +1,56 @@
+"""How fast each stage of a pipeline was, as lines over rows that the planner can use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from weft.plan.cost import Line, PassTime, fit
+from weft.plan.pipeline_window import StagePace, seconds_of
+from weft.plan.program import Backward, Evaluate, Forward, Program
+from weft.run.stage_executor import RankReport
+
+REMEMBERED = 200
+BACKWARD_GUESS = 1.5
+"""A backward over a forward, until one was measured."""
+
+
+class Paces:
+    def __init__(self, layers: Sequence[int]) -> None:
+        """`layers` of each stage: what times are guessed from until there are any."""
+        self._guess = tuple(layers)
+        self._forwards: list[deque[PassTime]] = [deque(maxlen=REMEMBERED) for _ in layers]
+        self._backwards: list[deque[PassTime]] = [deque(maxlen=REMEMBERED) for _ in layers]
+
+    @property
+    def measured(self) -> bool:
+        return all((*self._forwards, *self._backwards))
+
+    def learn(self, program: Program, reports: Sequence[RankReport]) -> None:
+        for stage, report in enumerate(reports):
+            for one in report.times:
+                if not isinstance(one.action, Forward | Backward | Evaluate):
+                    continue
+                rows = program.microbatches[one.action.microbatch].rows
+                forth = not isinstance(one.action, Backward)
+                into = self._forwards if forth else self._backwards
+                into[stage].append(PassTime(rows, one.stop - one.start, training=True))
+
+    def stages(self) -> tuple[StagePace, ...]:
+        if not self.measured:
+            guesses = (Line(0.0, float(count)) for count in self._guess)
+            return tuple(StagePace(line, Line(0.0, BACKWARD_GUESS * line.per_token)) for line in guesses)
+        return tuple(
+            StagePace(_line(forwards), _line(backwards))
+            for forwards, backwards in zip(self._forwards, self._backwards, strict=True)
+        )
+
+    def predicted_seconds(self, program: Program) -> float | None:
+        """The simulated time of a window, or None while nothing has been measured."""
+        return seconds_of(program, self.stages()) if self.measured else None
+
+
+def _line(passes: Sequence[PassTime]) -> Line:
+    line = fit(list(passes)).training
+    assert line is not None
+    return line

@@ -1,0 +1,62 @@
+"""What every rank of a pipeline did and when, as Chrome's trace viewer and Perfetto read it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.plan.program import Action, Backward, Evaluate, Forward, Program, Recv, Send
+from weft.run.stage_executor import RankReport
+
+KEPT = 200_000
+"""Actions; of a longer run the last are kept."""
+
+
+class Trace:
+    def __init__(self) -> None:
+        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._ranks = 0
+
+    def add(self, program: Program, reports: Sequence[RankReport]) -> None:
+        """The window that has just run."""
+        self._ranks = max(self._ranks, len(reports))
+        for rank, report in enumerate(reports):
+            for one in report.times:
+                self._events.append(
+                    {
+                        "name": _name(one.action),
+                        "cat": type(one.action).__name__,
+                        "ph": "X",
+                        "pid": 0,
+                        "tid": rank,
+                        "ts": round(one.start * 1e6),
+                        "dur": round((one.stop - one.start) * 1e6),
+                        "args": _about(one.action, program),
+                    }
+                )
+
+    def write(self, path: Path) -> None:
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in range(self._ranks)
+        ]
+        path.write_text(json.dumps({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}))
+
+
+def _name(action: Action) -> str:
+    match action:
+        case Forward(number) | Backward(number) | Evaluate(number):
+            return f"{type(action).__name__} {number}"
+        case Send(number, _, what) | Recv(number, _, what):
+            return f"{type(action).__name__} {what} {number}"
+    return str(action)
+
+
+def _about(action: Action, program: Program) -> dict[str, Any]:
+    if isinstance(action, Forward | Backward | Evaluate | Send | Recv):
+        plan = program.microbatches[action.microbatch]
+        return {"rows": plan.rows, "jobs": {one.job: one.tokens for one in plan.segments}}
+    return {}
