@@ -24,6 +24,7 @@ import torch
 import typer
 
 from weft.errors import UserError
+from weft.jobs.files import replace_file
 from weft.jobs.store import RANKS
 from weft.run.commands import dismiss
 from weft.run.heartbeat import LOST, Heartbeat, store_here
@@ -37,6 +38,8 @@ CRASHED = 70
 """The exit code of a rank that met a bug of ours."""
 GRACE = 15.0
 """Seconds that the other ranks have to end after the first."""
+PIDS = "pids"
+"""The file beside the logs that says which process is which rank."""
 PRELOADED = ["weft.launch", "weft.trainer", "weft.cli.main", "peft", "datasets", "plotly.graph_objects"]
 
 
@@ -132,6 +135,9 @@ def _run_once(words: Sequence[str], ranks: int, output: Path) -> int | Loss:
         process = context.Process(target=be_rank, args=(list(words), environment, log), name=f"rank {rank}")
         process.start()
         processes.append(process)
+    if logs:
+        pids = "".join(f"{rank} {one.pid}\n" for rank, one in enumerate(processes))
+        replace_file(logs / PIDS, pids.encode())
     with _signals_to(processes[0]):
         ended = _watch(processes)
     for process in processes:

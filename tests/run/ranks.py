@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-PRELOADED = ["torch.distributed", "peft", "datasets", "weft.trainer", "tests.bench", "tests.run.aboard"]
+from weft.launch import PRELOADED
+
+MODULES = [*PRELOADED, "tests.bench", "tests.run.aboard", "transformers.models.opt.modeling_opt"]
 
 
 def context() -> Any:
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(PRELOADED)
+    made.set_forkserver_preload(MODULES)
     return made
 
 
@@ -87,10 +88,3 @@ def _be_rank(
     except BaseException:
         connection.send(Broken(traceback.format_exc()))
     dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

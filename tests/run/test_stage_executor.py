@@ -8,7 +8,9 @@ import torch
 
 from tests import bench
 from tests.run import aboard
+from tests.run.models import deep
 from tests.run.ranks import run_ranks
+from weft.base.model import Base
 from weft.base.spec import BaseSpec
 from weft.base.stages import cut_base
 from weft.plan.cost import Line
@@ -42,21 +44,7 @@ def make_jobs(base):
     ]
 
 
-def deep(family, dtype):
-    """Four layers, so that four ranks have one each."""
-    from tests.families import config, randomised, with_exact_norms
-
-    settings = config(family)
-    settings.num_hidden_layers = 4
-    if getattr(settings, "layer_types", None):
-        settings.layer_types = ["sliding_attention", "full_attention"] * 2
-    model = randomised(settings, dtype)
-    return with_exact_norms(model) if dtype is torch.float64 else model
-
-
 def whole_base(family, dtype):
-    from weft.base.model import Base
-
     return Base.from_model(deep(family, dtype), BaseSpec(model=f"tiny/{family}"), bench.CPU)
 
 

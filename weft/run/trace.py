@@ -8,7 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.plan.program import Action, Backward, Evaluate, Forward, Program, Recv, Send
+from weft.plan.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Forward,
+    OfJob,
+    Program,
+    Recv,
+    Reduce,
+    Save,
+    Send,
+    Step,
+)
 from weft.run.stage_executor import RankReport
 
 KEPT = 200_000
@@ -52,11 +64,15 @@ def _name(action: Action) -> str:
             return f"{type(action).__name__} {number}"
         case Send(number, _, what) | Recv(number, _, what):
             return f"{type(action).__name__} {what} {number}"
-    return str(action)
+        case Reduce(job, step) | Step(job, step) | Save(job, step):
+            return f"{type(action).__name__} {job} {step}"
+    return type(action).__name__
 
 
 def _about(action: Action, program: Program) -> dict[str, Any]:
     if isinstance(action, Forward | Backward | Evaluate | Send | Recv):
         plan = program.microbatches[action.microbatch]
         return {"rows": plan.rows, "jobs": {one.job: one.tokens for one in plan.segments}}
+    if isinstance(action, OfJob):
+        return {"job": action.job, "step": action.step}
     return {}
