@@ -54,6 +54,8 @@ class PipelineRules:
     order: PipelineOrder | None = None
     """None: the one that the simulator finds fastest."""
     recompute: Recompute = NOTHING
+    spare: int = 0
+    """Microbatches in flight on all stages but the last beyond what 1F1B has: they hide slow links."""
 
     @property
     def stages(self) -> int:
@@ -127,7 +129,7 @@ def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: P
         shift = rules.order is not PipelineOrder.template
         work = replace(_work(batches, groups, room, rules.stages, shift), capacity=rules.capacity)
         prices = _prices(work.microbatches, rules.paces)
-        found = [_ordered(order, work, prices, groups, rules.stages) for order in orders]
+        found = [_ordered(order, work, prices, groups, rules) for order in orders]
         candidates = [_Candidate(one, _seconds(one, prices)) for one in found]
         fastest = min(candidates, key=lambda one: one.seconds)
         if best is not None and fastest.seconds >= best.seconds:
@@ -201,14 +203,17 @@ def _prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) 
     )
 
 
-def _ordered(order: PipelineOrder, work: Work, prices: Prices, groups: Groups, stages: int) -> Program:
+def _ordered(
+    order: PipelineOrder, work: Work, prices: Prices, groups: Groups, rules: PipelineRules
+) -> Program:
+    stages = rules.stages
     match order:
         case PipelineOrder.gpipe:
             return gpipe(work, stages)
         case PipelineOrder.alternating:
             return one_forward_one_backward(work, stages)
         case PipelineOrder.multi_job:
-            return multi_job(work, stages, prices)
+            return multi_job(work, stages, prices, rules.spare)
         case PipelineOrder.template:
             return template(work, _queues(work, prices, groups, stages)).program
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from weft.plan.program import (
     Send,
     Step,
 )
+from weft.plan.timeline import Event, Lane, Timeline
 from weft.run.stage_executor import RankReport
 
 KEPT = 200_000
@@ -56,6 +58,19 @@ class Trace:
             for rank in range(self._ranks)
         ]
         path.write_text(json.dumps({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}))
+
+
+def timeline_of(reports: Sequence[RankReport]) -> Timeline:
+    """What was measured, in the simulator's own terms. A rank counts as busy in its passes only."""
+    passes = [
+        Event(rank, Lane.compute, one.action, one.start, one.stop)
+        for rank, report in enumerate(reports)
+        for one in report.times
+        if isinstance(one.action, Forward | Backward | Evaluate)
+    ]
+    begin = min((one.start for one in passes), default=0.0)
+    moved = (replace(one, start=one.start - begin, stop=one.stop - begin) for one in passes)
+    return Timeline(len(reports), tuple(sorted(moved, key=lambda one: one.stop)), ((),) * len(reports))
 
 
 def _name(action: Action) -> str:
