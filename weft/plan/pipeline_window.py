@@ -23,6 +23,7 @@ from weft.plan.program import Action, GlobalBatch, MicrobatchPlan, Program, Save
 from weft.plan.segments import QUICK, pack_segments
 from weft.plan.simulate import simulate
 from weft.plan.template import Queue, template
+from weft.plan.timeline import Timeline
 
 Groups = tuple[tuple[str, ...], ...]
 MOST_SPLITS = 4
@@ -80,9 +81,10 @@ def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
     return program
 
 
-def seconds_of(program: Program, paces: Sequence[StagePace]) -> float:
-    """What the simulator says a window takes, links not counted."""
-    return _seconds(program, _prices(program.microbatches, paces))
+def timeline_foreseen(program: Program, paces: Sequence[StagePace]) -> Timeline:
+    """What the simulator says a window will be like, links not counted."""
+    prices = _prices(program.microbatches, paces)
+    return simulate(program, prices, free_cluster(len(program.devices)))
 
 
 def _evaluates(course: Course, step: int) -> bool:

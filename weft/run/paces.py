@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from weft.plan.cost import Line, PassTime, fit
-from weft.plan.pipeline_window import StagePace, seconds_of
+from weft.plan.pipeline_window import StagePace, timeline_foreseen
 from weft.plan.program import Backward, Evaluate, Forward, Program
 from weft.run.stage_executor import RankReport
 
@@ -47,7 +47,7 @@ class Paces:
 
     def predicted_seconds(self, program: Program) -> float | None:
         """The simulated time of a window, or None while nothing has been measured."""
-        return seconds_of(program, self.stages()) if self.measured else None
+        return timeline_foreseen(program, self.stages()).makespan if self.measured else None
 
 
 def _line(passes: Sequence[PassTime]) -> Line:
