@@ -3,7 +3,7 @@
 A random Llama is cut into stages, a process each. Every job trains batches of equally long samples, so many
 microbatches a batch. One job runs in plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. The
 first window of each case teaches the planner how fast the stages are; those after it are measured. A rank is
-busy in its passes only; bubbles are those of the steady part, between filling and draining.
+busy in its passes and its Steps; bubbles are those of the steady part, between filling and draining.
 
     python -m benchmarks.pipeline_bubbles [--stages N] [--threads N] [--delay SECONDS] [--toy] [--json FILE]
 """
@@ -32,7 +32,7 @@ from weft.plan.cut import cut_layers
 from weft.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline, timeline_foreseen
 from weft.plan.planner import Course
 from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed
-from weft.run.commands import dismiss
+from weft.run.commands import Staff
 from weft.run.pipeline import Pipeline, open_pipeline
 from weft.run.schedule import Recipe
 from weft.run.trace import timeline_of
@@ -134,13 +134,13 @@ def measure(setting: Setting) -> list[Found]:
         spec = write_model(Path(folder), setting)
         place = place_here()
         assert place is not None
-        wires = connect(place, CPU)
+        staff = Staff(connect(place, CPU))
         held = cut_layers(inspect(spec, CPU), setting.stages)
         pipeline = open_pipeline(
-            wires, spec, CPU, held, lambda job: Path(folder) / "checkpoints" / job, setting.delay
+            staff, spec, CPU, held, lambda job: Path(folder) / "checkpoints" / job, setting.delay
         )
         found = [run_case(pipeline, setting, case) for case in cases]
-        dismiss(wires)
+        staff.dismiss()
         torch.distributed.destroy_process_group()
     return found
 

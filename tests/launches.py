@@ -16,6 +16,7 @@ import torch
 from tests.outputs import jobs_folder
 from tests.run.models import deep
 from tests.run.ranks import context
+from weft.cli.main import main
 from weft.launch import launch
 
 
@@ -43,7 +44,7 @@ class Launch:
         self._thread.start()
 
     def _run(self, first: list[str], again: list[str], ranks: int) -> None:
-        self.code = launch(first, again, ranks, self.output)
+        self.code = launch(main, first, again, ranks, self.output)
 
     def wait(self) -> int:
         self._thread.join()

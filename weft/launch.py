@@ -26,7 +26,7 @@ import typer
 from weft.errors import UserError
 from weft.jobs.files import replace_file
 from weft.jobs.store import RANKS
-from weft.run.commands import dismiss
+from weft.run.commands import Staff
 from weft.run.heartbeat import LOST, Heartbeat, store_here
 from weft.run.transport import PeerLost
 from weft.run.wires import Place, Wires, connect, own_gpus
@@ -46,20 +46,9 @@ PRELOADED = ["weft.launch", "weft.trainer", "weft.cli.main", "peft", "datasets",
 # -- one rank -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Company:
-    """This rank, connected with the others."""
-
-    wires: Wires
-    device: torch.device
-
-    def serve(self) -> None:
-        serve(self.wires, self.device)
-
-
 @contextmanager
-def joined(place: Place, device: str | None) -> Iterator[Company]:
-    """Meet the other ranks; what happens to any of them inside is noticed by all."""
+def joined(place: Place, device: str | None) -> Iterator[Staff | None]:
+    """Meet the other ranks. The first gets them as its staff; any other has obeyed when this is entered."""
     if place.rank > 0:
         # Only the first rank hears of an interruption; the others end when it says so.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -67,17 +56,35 @@ def joined(place: Place, device: str | None) -> Iterator[Company]:
     heartbeat = Heartbeat(place, store_here())
     heartbeat.start()
     try:
-        company = Company(*_connected(place, device))
-        try:
-            yield company
-        except (UserError, typer.Exit):
-            _leave(company)
-            raise
-        _leave(company)
+        wires, found = _connected(place, device)
+        if place.rank > 0:
+            serve(wires, found)
+            yield None
+        else:
+            yield from _leading(Staff(wires))
     except PeerLost as lost:
         print(f"weft: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)
+    except (UserError, typer.Exit):
+        _part(heartbeat)
+        raise
+    _part(heartbeat)
+
+
+def _part(heartbeat: Heartbeat) -> None:
     heartbeat.stop()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _leading(staff: Staff) -> Iterator[Staff]:
+    """However the run ends, unless by a bug or by force, the others are sent home."""
+    try:
+        yield staff
+    except (UserError, typer.Exit):
+        staff.dismiss()
+        raise
+    staff.dismiss()
 
 
 def _connected(place: Place, device: str | None) -> tuple[Wires, torch.device]:
@@ -90,18 +97,17 @@ def _connected(place: Place, device: str | None) -> tuple[Wires, torch.device]:
     return connect(place, found), found
 
 
-def _leave(company: Company) -> None:
-    if company.wires.place.rank == 0:
-        dismiss(company.wires)
-
-
 # -- all ranks ------------------------------------------------------------------------------------------
 
 
-def launch(first: Sequence[str], again: Sequence[str], ranks: int, output: Path) -> int:
+Main = Callable[[], None]
+"""What a rank runs, with its command line in `sys.argv`."""
+
+
+def launch(main: Main, first: Sequence[str], again: Sequence[str], ranks: int, output: Path) -> int:
     """Run `weft FIRST` in `ranks` processes, and `weft AGAIN` after a loss. The first rank's exit code."""
     for attempt in range(RESTARTS + 1):
-        ended = _run_once(first if attempt == 0 else again, ranks, output)
+        ended = _run_once(main, first if attempt == 0 else again, ranks, output)
         if isinstance(ended, int):
             return ended
         last = attempt == RESTARTS
@@ -121,7 +127,7 @@ class Loss:
     sentence: str
 
 
-def _run_once(words: Sequence[str], ranks: int, output: Path) -> int | Loss:
+def _run_once(main: Main, words: Sequence[str], ranks: int, output: Path) -> int | Loss:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -132,7 +138,9 @@ def _run_once(words: Sequence[str], ranks: int, output: Path) -> int | Loss:
     for rank in range(ranks):
         environment = _environment(rank, ranks, store.port)
         log = None if rank == 0 else logs / f"rank-{rank}.log" if logs else Path(os.devnull)
-        process = context.Process(target=be_rank, args=(list(words), environment, log), name=f"rank {rank}")
+        process = context.Process(
+            target=be_rank, args=(main, list(words), environment, log), name=f"rank {rank}"
+        )
         process.start()
         processes.append(process)
     if logs:
@@ -206,7 +214,7 @@ def _signals_to(process: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def be_rank(words: list[str], environment: dict[str, str], log: Path | None) -> None:
+def be_rank(main: Main, words: list[str], environment: dict[str, str], log: Path | None) -> None:
     """In the new process: what `python -m weft WORDS` does there."""
     # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
     os.setpgrp()
@@ -216,8 +224,6 @@ def be_rank(words: list[str], environment: dict[str, str], log: Path | None) -> 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"])))
     sys.argv = ["weft", *words]
-    from weft.cli.main import main
-
     code = _exit_code(main)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -225,7 +231,7 @@ def be_rank(words: list[str], environment: dict[str, str], log: Path | None) -> 
     os._exit(code)
 
 
-def _exit_code(main: Callable[[], None]) -> int:
+def _exit_code(main: Main) -> int:
     try:
         main()
     except SystemExit as end:

@@ -36,10 +36,11 @@ from weft.report.read import read_run as read_records
 from weft.report.terminal import JobRow
 from weft.results import CHECKPOINTS, describe, refuse_changes
 from weft.run import checkpoint
+from weft.run.commands import Staff
 from weft.run.measure import budget_bytes, taken_bytes
 from weft.run.pipeline import Pipeline, open_pipeline
 from weft.run.training import Progress
-from weft.run.wires import Wires, own_gpus
+from weft.run.wires import own_gpus
 from weft.shapes import ModelShape
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -68,8 +69,8 @@ class Options:
     """Bytes the run may take; None: most of what is free."""
     capacity: int | None = None
     """At most so many tokens in a microbatch; None: by device and memory."""
-    wires: Wires | None = None
-    """To the other ranks, where the base is cut into stages; this process is the first of them."""
+    staff: Staff | None = None
+    """The other ranks, where the base is cut into stages; this process is the first of them."""
 
 
 class Quiet:
@@ -221,25 +222,26 @@ class Trainer:
 
     def _memory(self, device: torch.device, shape: ModelShape) -> MemoryModel:
         """Made before the base is loaded: it counts what the process holds without it."""
-        wires, budget = self.options.wires, self.options.memory or budget_bytes(device)
-        if wires is None:
+        staff, budget = self.options.staff, self.options.memory or budget_bytes(device)
+        if staff is None:
             return MemoryModel(shape, budget, taken_bytes(device))
-        ranks = wires.place.ranks
+        place = staff.wires.place
+        ranks = place.ranks
         heaviest = max(
             (stage_shape(shape, held) for held in cut_layers(shape, ranks)), key=lambda one: one.parameters
         )
-        shared = 1 if own_gpus(wires.place, device) else wires.place.local_ranks
+        shared = 1 if own_gpus(place, device) else place.local_ranks
         return MemoryModel(heaviest, budget // shared, taken_bytes(device), in_flight=ranks)
 
     def _load(self, device: torch.device) -> Base:
         return self.base if isinstance(self.base, Base) else load_base(self.spec, device)
 
     def _pipeline(self, device: torch.device, shape: ModelShape) -> Pipeline | None:
-        wires = self.options.wires
-        if wires is None:
+        staff = self.options.staff
+        if staff is None:
             return None
-        held = cut_layers(shape, wires.place.ranks)
-        return open_pipeline(wires, self.spec, device, held, self._checkpoints)
+        held = cut_layers(shape, staff.wires.place.ranks)
+        return open_pipeline(staff, self.spec, device, held, self._checkpoints)
 
     def _checkpoints(self, name: str) -> Path:
         return self.output.absolute() / name / CHECKPOINTS

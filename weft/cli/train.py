@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from weft.run.wires import Place, Wires
+    from weft.run.commands import Staff
+    from weft.run.wires import Place
 
 SOME_FAILED, INTERRUPTED = 1, 130
 
@@ -75,6 +76,7 @@ class Asked:
 def _launch(asked: Asked, ranks: int) -> int:
     """Start a process for every stage and wait for them."""
     from weft.base.load import inspect
+    from weft.cli.main import main
     from weft.jobs.read import read_run
     from weft.launch import launch
     from weft.plan.cut import cut_layers
@@ -84,21 +86,19 @@ def _launch(asked: Asked, ranks: int) -> int:
     again = Asked(
         asked.jobs, asked.output, asked.device, asked.max_steps, asked.memory, resume=True, restart=()
     )
-    return launch(asked.words(), again.words(), ranks, asked.output or Path(run.output))
+    return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
 
 
 def _join(asked: Asked, place: Place) -> None:
     """Be one rank of a pipeline: the first trains, the others obey."""
     from weft.launch import joined
 
-    with joined(place, asked.device) as company:
-        if place.rank == 0:
-            _train(asked, company.wires)
-        else:
-            company.serve()
+    with joined(place, asked.device) as staff:
+        if staff is not None:
+            _train(asked, staff)
 
 
-def _train(asked: Asked, wires: Wires | None) -> None:
+def _train(asked: Asked, staff: Staff | None) -> None:
     from rich.console import Console
 
     from weft.base.load import shape_at_hand
@@ -112,11 +112,11 @@ def _train(asked: Asked, wires: Wires | None) -> None:
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console()
-    stages = f", in {wires.place.ranks} stages" if wires else ""
+    stages = f", in {staff.wires.place.ranks} stages" if staff else ""
     console.print(f"Weft: {plural(len(run.jobs), 'job')} on {run.base.model}{stages}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
     options = Options(
-        device=asked.device, resume=asked.resume, restart=asked.restart, memory=most, wires=wires
+        device=asked.device, resume=asked.resume, restart=asked.restart, memory=most, staff=staff
     )
     with LiveView(console, []) as view:
         trainer = trainer_for(run, output=asked.output, max_steps=asked.max_steps, options=options, view=view)

@@ -39,10 +39,12 @@ class PipelineOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StagePace:
-    """How long a microbatch takes on one stage, by its rows."""
+    """How long a microbatch takes on one stage, by its rows, and a Step."""
 
     forward: Line
     backward: Line
+    step: float = 0.0
+    """Seconds of one job's Step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,8 @@ def _prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) 
                 for pace in paces
             )
             for one in microbatches
-        )
+        ),
+        step=sum(pace.step for pace in paces) / len(paces),
     )
 
 

@@ -118,7 +118,12 @@ class Refused:
     sentence: str
 
 
-Answer = Begun | Saved | Through | HandedOver | Refused
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last that is heard of a rank that was sent home."""
+
+
+Answer = Begun | Saved | Through | HandedOver | Refused | Ended
 
 
 class Orders:
@@ -140,18 +145,27 @@ class Staff:
     """The first rank's side: a thread for every worker hears its answers, so that nobody waits for them."""
 
     def __init__(self, wires: Wires) -> None:
+        self.wires = wires
         self.ranks = tuple(wires.commands)
-        self._commands = wires.commands
         self._heard: queue.Queue[tuple[int, Answer | PeerLost]] = queue.Queue()
-        for rank, group in wires.reports.items():
-            threading.Thread(target=self._listen, args=(rank, group), daemon=True).start()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.ranks
+        ]
+        for listener in self._listeners:
+            listener.start()
 
     def command(self, rank: int, command: Command) -> None:
-        send_object(command, self._commands[rank], rank)
+        send_object(command, self.wires.commands[rank], rank)
 
     def command_all(self, command: Command) -> None:
         for rank in self.ranks:
             self.command(rank, command)
+
+    def dismiss(self) -> None:
+        """Send all workers home, and hear of it."""
+        self.command_all(End())
+        for listener in self._listeners:
+            listener.join()
 
     def heard(self) -> tuple[int, Answer] | None:
         """The next answer if there is one; never waits."""
@@ -168,18 +182,15 @@ class Staff:
             raise answer
         return rank, answer
 
-    def _listen(self, rank: int, group: Any) -> None:
-        try:
-            while True:
-                self._heard.put((rank, receive_object(group, rank)))
-        except PeerLost as lost:
-            self._heard.put((rank, lost))
-
-
-def dismiss(wires: Wires) -> None:
-    """Send all workers home."""
-    for rank, group in wires.commands.items():
-        send_object(End(), group, rank)
+    def _listen(self, rank: int) -> None:
+        answer: Answer | PeerLost | None = None
+        while not isinstance(answer, Ended | PeerLost):
+            try:
+                answer = receive_object(self.wires.reports[rank], rank)
+            except PeerLost as lost:
+                answer = lost
+            assert answer is not None
+            self._heard.put((rank, answer))
 
 
 def send_object(value: object, group: Any, peer: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weft.plan.cost import Line, PassTime, fit
 from weft.plan.pipeline_window import StagePace, timeline_foreseen
-from weft.plan.program import Backward, Evaluate, Forward, Program
+from weft.plan.program import Backward, Evaluate, Forward, Program, Step
 from weft.run.stage_executor import RankReport
 
 REMEMBERED = 200
@@ -21,6 +21,7 @@ class Paces:
         self._guess = tuple(layers)
         self._forwards: list[deque[PassTime]] = [deque(maxlen=REMEMBERED) for _ in layers]
         self._backwards: list[deque[PassTime]] = [deque(maxlen=REMEMBERED) for _ in layers]
+        self._steps: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in layers]
 
     @property
     def measured(self) -> bool:
@@ -29,6 +30,8 @@ class Paces:
     def learn(self, program: Program, reports: Sequence[RankReport]) -> None:
         for stage, report in enumerate(reports):
             for one in report.times:
+                if isinstance(one.action, Step):
+                    self._steps[stage].append(one.stop - one.start)
                 if not isinstance(one.action, Forward | Backward | Evaluate):
                     continue
                 rows = program.microbatches[one.action.microbatch].rows
@@ -41,8 +44,8 @@ class Paces:
             guesses = (Line(0.0, float(count)) for count in self._guess)
             return tuple(StagePace(line, Line(0.0, BACKWARD_GUESS * line.per_token)) for line in guesses)
         return tuple(
-            StagePace(_line(forwards), _line(backwards))
-            for forwards, backwards in zip(self._forwards, self._backwards, strict=True)
+            StagePace(_line(forwards), _line(backwards), sum(steps) / max(1, len(steps)))
+            for forwards, backwards, steps in zip(self._forwards, self._backwards, self._steps, strict=True)
         )
 
     def predicted_seconds(self, program: Program) -> float | None:

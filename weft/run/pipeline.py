@@ -45,7 +45,6 @@ from weft.run.slices import Slice, drop_partial, finish, write_slice
 from weft.run.stage_executor import LookSums, RankReport, StageExecutor
 from weft.run.training import Progress, Training
 from weft.run.transport import Transport
-from weft.run.wires import Wires
 from weft.shapes import LayerRange
 
 
@@ -61,9 +60,8 @@ class _Pending:
 class Pipeline:
     def __init__(
         self,
-        wires: Wires,
-        base: Base,
         staff: Staff,
+        base: Base,
         held: Sequence[LayerRange],
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
@@ -71,6 +69,7 @@ class Pipeline:
         """`checkpoints` says where each job's are, for every rank alike."""
         self.base = base
         self.staff = staff
+        wires = staff.wires
         self.ranks = wires.place.ranks
         self.paces = Paces([one.stop - one.start for one in held])
         self.reports: list[RankReport] = []
@@ -104,6 +103,7 @@ class Pipeline:
 
     def unweave(self) -> None:
         self._stage.unweave()
+        self._transport.close()
 
     def attach(self, training: Training) -> None:
         """Take a job aboard on every rank; `training` is the first stage's slice, as it goes on."""
@@ -252,7 +252,7 @@ class Pipeline:
 
 
 def open_pipeline(
-    wires: Wires,
+    staff: Staff,
     spec: BaseSpec,
     device: torch.device,
     held: Sequence[LayerRange],
@@ -260,7 +260,6 @@ def open_pipeline(
     delay: float = 0.0,
 ) -> Pipeline:
     """Load every rank's stage and wait until all are there."""
-    staff = Staff(wires)
     for rank in staff.ranks:
         staff.command(rank, Begin(spec, held[rank], delay))
     base = load_stage(spec, device, held[0])
@@ -269,7 +268,7 @@ def open_pipeline(
         if isinstance(answer, Refused):
             raise UserError(answer.sentence)
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"
-    return Pipeline(wires, base, staff, held, checkpoints, delay)
+    return Pipeline(staff, base, held, checkpoints, delay)
 
 
 def _whole(own: Training, parts: Sequence[HandedOver], layout: Layout) -> Training:

@@ -47,7 +47,8 @@ DEAD = math.nan
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An action, and when it ran on its rank, in seconds of the machine's clock."""
+    """An action, and when it ran on its rank, in seconds of the machine's clock; a Reduce or a Step begins
+    when it has what it waits for."""
 
     action: Action
     start: float
@@ -105,6 +106,8 @@ class StageExecutor(Woven):
         self._made: dict[tuple[int, str], Tensor] = {}
         self._sums: dict[tuple[str, int], Tensor] = {}
         self._words: dict[int, float] = {}
+        self._began = 0.0
+        """When the action that runs began; what it waited for others is not counted."""
         self._zero = torch.zeros((), dtype=base.dtype, device=base.device)
 
     def run(self, program: Program, microbatches: Mapping[int, Microbatch]) -> Iterator[RankEvent]:
@@ -119,9 +122,9 @@ class StageExecutor(Woven):
         self.transport.expect(program, actions)
         with self._on_stream():
             for action in actions:
-                start = time.time()
+                self._began = time.time()
                 yield from self._act(action)
-                self.report.times.append(Timed(action, start, time.time()))
+                self.report.times.append(Timed(action, self._began, time.time()))
         assert not self._flights, "a microbatch is still in flight at the window's end"
         assert not self._arrived, "something arrived that nobody used"
         assert not self._words, "a word was given that no Step took"
@@ -227,6 +230,7 @@ class StageExecutor(Woven):
             (own,) = batch_sums([self.aboard[job]])
             sums = torch.tensor([own.loss, own.hits, own.norm**2], dtype=torch.float64)
         beyond = self.transport.sums_from_next()
+        self._began = time.time()
         if beyond is not None:
             sums += beyond
         self.transport.sums_to_before(sums)
@@ -260,6 +264,7 @@ class StageExecutor(Woven):
             number, norm, _ = self.transport.word_from_before().tolist()
             self._words[int(number)] = norm
         norm = self._words.pop(at)
+        self._began = time.time()
         if job in self.dead:
             return
         if math.isnan(norm):

@@ -61,12 +61,12 @@ class Trace:
 
 
 def timeline_of(reports: Sequence[RankReport]) -> Timeline:
-    """What was measured, in the simulator's own terms. A rank counts as busy in its passes only."""
+    """What was measured, in the simulator's own terms: a rank is busy in its passes and its Steps."""
     passes = [
         Event(rank, Lane.compute, one.action, one.start, one.stop)
         for rank, report in enumerate(reports)
         for one in report.times
-        if isinstance(one.action, Forward | Backward | Evaluate)
+        if isinstance(one.action, Forward | Backward | Evaluate | Step)
     ]
     begin = min((one.start for one in passes), default=0.0)
     moved = (replace(one, start=one.start - begin, stop=one.stop - begin) for one in passes)

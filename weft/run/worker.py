@@ -15,6 +15,7 @@ from weft.run.commands import (
     Begun,
     Detach,
     End,
+    Ended,
     HandedOver,
     KeepBest,
     Orders,
@@ -37,13 +38,16 @@ def serve(wires: Wires, device: torch.device) -> None:
     orders = Orders(wires)
     first = orders.take()
     if isinstance(first, End):
+        orders.answer(Ended())
         return
     assert isinstance(first, Begin), f"the first command is to begin, not {first}"
     try:
         worker = Worker(wires, orders, first, device)
     except UserError as error:
         orders.answer(Refused(f"rank {wires.place.rank}: {error}"))
-        orders.take()
+        last = orders.take()
+        assert isinstance(last, End), f"who refused is sent home, not told {last}"
+        orders.answer(Ended())
         return
     orders.answer(Begun())
     worker.obey()
@@ -75,6 +79,7 @@ class Worker:
                     self._detach(job)
                 case End():
                     self.transport.close()
+                    self.orders.answer(Ended())
                     return
                 case other:
                     raise AssertionError(f"a worker does not know {other}")
