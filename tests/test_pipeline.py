@@ -52,8 +52,9 @@ def test_every_window_stands_beside_its_prediction(place):
     if not (output / "windows.jsonl").exists():
         assert Launch(place, fresh(place, "out"), 4).wait() == 0
     windows = [json.loads(line) for line in (output / "windows.jsonl").read_text().splitlines()]
-    trained = [one for one in windows if one["seconds"] > 0]
+    trained = [one for one in windows if one["tokens"] > 0]
     assert len(trained) >= 4
+    assert all(one["microbatches"] > 0 for one in trained)
     assert any(one["predicted_seconds"] for one in trained[1:])
 
 

@@ -27,15 +27,19 @@ from weft.errors import UserError
 from weft.jobs.files import replace_file
 from weft.jobs.store import RANKS
 from weft.run.commands import Staff
-from weft.run.heartbeat import LOST, Heartbeat, store_here
+from weft.run.heartbeat import LOST, Heartbeat
+from weft.run.stage_executor import RankFull
 from weft.run.transport import PeerLost
-from weft.run.wires import Place, Wires, connect, own_gpus
+from weft.run.wires import Place, Wires, connect, own_gpus, store_here
 from weft.run.worker import serve
 
 RESTARTS = 3
 """How often all ranks are started again after one was lost."""
 CRASHED = 70
 """The exit code of a rank that met a bug of ours."""
+FULL = 71
+"""The exit code of a rank that ran out of memory, as it would again."""
+FAILED = 1
 GRACE = 15.0
 """Seconds that the other ranks have to end after the first."""
 PIDS = "pids"
@@ -53,7 +57,7 @@ def joined(place: Place, device: str | None) -> Iterator[Staff | None]:
         # Only the first rank hears of an interruption; the others end when it says so.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    heartbeat = Heartbeat(place, store_here())
+    heartbeat = Heartbeat(place, store_here(place))
     heartbeat.start()
     try:
         wires, found = _connected(place, device)
@@ -65,6 +69,9 @@ def joined(place: Place, device: str | None) -> Iterator[Staff | None]:
     except PeerLost as lost:
         print(f"weft: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)
+    except RankFull as full:
+        print(f"weft: {full}", file=sys.stderr, flush=True)
+        os._exit(FULL)
     except (UserError, typer.Exit):
         _part(heartbeat)
         raise
@@ -110,14 +117,13 @@ def launch(main: Main, first: Sequence[str], again: Sequence[str], ranks: int, o
         ended = _run_once(main, first if attempt == 0 else again, ranks, output)
         if isinstance(ended, int):
             return ended
-        last = attempt == RESTARTS
-        what = (
-            "giving up"
-            if last
-            else f"starting all ranks again from the last checkpoints ({attempt + 1} of {RESTARTS})"
-        )
+        goes_on = ended.passes and attempt < RESTARTS
+        again_text = f"starting all ranks again from the last checkpoints ({attempt + 1} of {RESTARTS})"
+        what = again_text if goes_on else "giving up; go on with --resume"
         print(f"weft: {ended.sentence}; {what}.", file=sys.stderr, flush=True)
-    return LOST
+        if not goes_on:
+            break
+    return LOST if isinstance(ended, Loss) and ended.passes else FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,8 @@ class Loss:
     """A rank ended as none should."""
 
     sentence: str
+    passes: bool = True
+    """Whether another try may fare better."""
 
 
 def _run_once(main: Main, words: Sequence[str], ranks: int, output: Path) -> int | Loss:
@@ -183,6 +191,9 @@ def _watch(processes: Sequence[Any]) -> int | Loss:
         wait([process.sentinel for process in processes if process.exitcode is None])
         for rank, process in enumerate(processes):
             code = process.exitcode
+            if code == FULL:
+                advice = "lower data.max_length or the ranks of the adapters, or use more stages"
+                return Loss(f"rank {rank} ran out of memory: {advice}", passes=False)
             if code is not None and (code < 0 or code in (LOST, CRASHED) or (rank > 0 and code != 0)):
                 return Loss(f"rank {rank} {_how(code)}")
         if first.exitcode is not None:
@@ -192,7 +203,9 @@ def _watch(processes: Sequence[Any]) -> int | Loss:
 
 
 def _how(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return "lost another rank" if code == LOST else f"ended with code {code}"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +31,7 @@ def train(
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
     from weft.errors import UserError
-    from weft.run.wires import place_here
+    from weft.run.wires import attempt, place_here
 
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
@@ -44,6 +44,9 @@ def train(
         return
     if pipeline not in (None, place.ranks):
         raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
+    if attempt() > 0:
+        # torchrun has started all ranks again, with the words of the first time.
+        asked = replace(asked, resume=True, restart=())
     _join(asked, place)
 
 
@@ -83,9 +86,7 @@ def _launch(asked: Asked, ranks: int) -> int:
 
     run = read_run(asked.jobs)
     cut_layers(inspect(run.base), ranks)
-    again = Asked(
-        asked.jobs, asked.output, asked.device, asked.max_steps, asked.memory, resume=True, restart=()
-    )
+    again = replace(asked, resume=True, restart=())
     return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
 
 

@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 
 from torch.distributed import DistStoreError, TCPStore
 
-from weft.run.wires import Place
+from weft.run.wires import Place, attempt
 
 EVERY = 1.0
 LOST_AFTER = 7.0
@@ -31,7 +30,7 @@ class Heartbeat:
         self._store = store
         self._on_loss = on_loss or leave
         # torchrun keeps its store when it starts all ranks again.
-        self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._attempt = attempt()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -83,9 +82,3 @@ def leave(sentence: str) -> None:
     """End this process from whatever it is doing: its main thread may wait for a rank that is gone."""
     print(f"weft: {sentence}", file=sys.stderr, flush=True)
     os._exit(LOST)
-
-
-def store_here() -> TCPStore:
-    """A connection of its own to the store at the address in the environment: others may be busy waiting."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))

@@ -21,7 +21,8 @@ from weft.base.spec import BaseSpec
 from weft.base.stages import load_stage
 from weft.errors import UserError
 from weft.ops.adamw import State
-from weft.plan.program import Evaluate, Program
+from weft.plan.cost import PassTime
+from weft.plan.program import Backward, Evaluate, Forward, Program
 from weft.run import checkpoint
 from weft.run.commands import (
     Answer,
@@ -38,7 +39,7 @@ from weft.run.commands import (
     Staff,
     Through,
 )
-from weft.run.events import Evaluated, Event, Failed
+from weft.run.events import Evaluated, Event, Failed, Passed
 from weft.run.executor import Fetch
 from weft.run.paces import Paces
 from weft.run.slices import Slice, drop_partial, finish, write_slice
@@ -170,6 +171,7 @@ class Pipeline:
         self.reports = [self._stage.report, *(one.report for one in ordered)]
         self.peaks = [one.peak_bytes for one in ordered]
         self.paces.learn(program, self.reports)
+        yield from passed(program, self.reports)
         yield from self._late_failures()
         yield from self._evaluations(self.reports[-1].looks)
         self._awaited.clear()
@@ -269,6 +271,19 @@ def open_pipeline(
             raise UserError(answer.sentence)
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"
     return Pipeline(staff, base, held, checkpoints, delay)
+
+
+def passed(program: Program, reports: Sequence[RankReport]) -> Iterator[Passed]:
+    """Every microbatch's pass over the base, with its share of the ranks' time."""
+    seconds: dict[int, float] = {}
+    for report in reports:
+        for one in report.times:
+            if isinstance(one.action, Forward | Backward | Evaluate):
+                number = one.action.microbatch
+                seconds[number] = seconds.get(number, 0.0) + (one.stop - one.start) / len(reports)
+    for action, plan in program.compute():
+        training = isinstance(action, Forward)
+        yield Passed(plan, PassTime(plan.rows, seconds[action.microbatch], training))
 
 
 def _whole(own: Training, parts: Sequence[HandedOver], layout: Layout) -> Training:

@@ -35,12 +35,19 @@ from weft.plan.program import (
 from weft.run.events import Failed, SaveDue, Stepped
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
+from weft.run.measure import is_out_of_memory
 from weft.run.passes import Plain
 from weft.run.steps import Due, Sums, batch_sums, close_batch, make_updates, why_no_step
 from weft.run.transport import Transport
 from weft.run.woven import Woven
 
 RankEvent = Stepped | Failed | SaveDue
+
+
+class RankFull(RuntimeError):
+    """A pass did not fit. The other ranks are in the middle of theirs, so that the run cannot go on."""
+
+
 DEAD = math.nan
 """The word on the step of a job that makes none from here on."""
 
@@ -120,11 +127,16 @@ class StageExecutor(Woven):
         self._batches = {(one.job, one.step): (at, one) for at, one in enumerate(program.batches)}
         self.report = RankReport()
         self.transport.expect(program, actions)
-        with self._on_stream():
-            for action in actions:
-                self._began = time.time()
-                yield from self._act(action)
-                self.report.times.append(Timed(action, self._began, time.time()))
+        try:
+            with self._on_stream():
+                for action in actions:
+                    self._began = time.time()
+                    yield from self._act(action)
+                    self.report.times.append(Timed(action, self._began, time.time()))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RankFull(f"rank {self.rank} is out of memory: {error}") from error
         assert not self._flights, "a microbatch is still in flight at the window's end"
         assert not self._arrived, "something arrived that nobody used"
         assert not self._words, "a word was given that no Step took"

@@ -18,6 +18,10 @@ FOREVER = timedelta(days=30)
 """Nobody is given up for being slow: who is gone is found by the heartbeat."""
 
 
+PATIENCE = timedelta(minutes=5)
+"""How long a rank waits for the store to be there, or for another rank to come."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Which process of a pipeline this is."""
@@ -38,6 +42,11 @@ def place_here() -> Place | None:
     return Place(int(os.environ["RANK"]), ranks, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def attempt() -> int:
+    """How often torchrun has started all ranks again; our own launcher says so with the command line."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 @dataclass(frozen=True, slots=True)
 class Wires:
     place: Place
@@ -50,10 +59,24 @@ class Wires:
 
 def connect(place: Place, device: torch.device) -> Wires:
     """Meet the other ranks at the address in the environment, and lay all wires."""
-    dist.init_process_group(
-        "gloo", init_method="env://", rank=place.rank, world_size=place.ranks, timeout=FOREVER
-    )
+    # Not by `env://`: torchrun may keep its store over a restart, with addresses of ranks that are gone.
+    store = dist.PrefixStore(f"weft/meet/{attempt()}", store_here(place))
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=FOREVER)
     return lay_wires(place, device)
+
+
+def store_here(place: Place) -> dist.TCPStore:
+    """A connection to the store at the address in the environment, the launcher's or the first rank's own.
+    Everybody who may wait in it needs one for itself."""
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=place.rank == 0 and not launchers,
+        wait_for_workers=False,
+        multi_tenant=True,
+        timeout=PATIENCE,
+    )
 
 
 def lay_wires(place: Place, device: torch.device) -> Wires:
