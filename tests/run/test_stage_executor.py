@@ -61,8 +61,11 @@ def pipeline_program(jobs, stages, order, rounds=5):
     )
 
 
-def as_rank(wires, family, dtype, cuts, order, poison):
-    """Train the jobs on this rank; what happened here, and this rank's slices."""
+def as_rank(wires, family, dtype, cuts, order, poison, cancelled=None):
+    """Train the jobs on this rank; what happened here, and this rank's slices.
+
+    The weights of `poison` are NaN; `cancelled` is ended by the first rank after its first step.
+    """
     jobs = make_jobs(whole_base(family, dtype))
     base = cut(family, dtype, wires.place, cuts)
     transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
@@ -76,7 +79,11 @@ def as_rank(wires, family, dtype, cuts, order, poison):
     microbatches = {
         n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
     }
-    events = list(executor.run(program, microbatches))
+    events = []
+    for event in executor.run(program, microbatches):
+        events.append(event)
+        if isinstance(event, Stepped) and event.job == cancelled:
+            executor.kill(cancelled)
     transport.settle()
     steps = {name: training.progress.step for name, training in executor.aboard.items()}
     return events, views(executor.aboard), steps
@@ -151,3 +158,12 @@ def test_a_nan_kills_its_job_on_every_rank_and_the_others_equal_a_run_without_it
     assert all(steps == {"a": 0, "b": 3, "c": 4} for _, _, steps in answers)
     weights = {key: value for _, s, _ in answers for key, value in s.items() if key[0] != "a"}
     assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
+
+
+def test_a_job_that_the_first_rank_ends_makes_no_more_steps_anywhere():
+    answers = run_ranks(2, as_rank, "llama", torch.float64, CUTS[2], None, None, "a")
+    losses = losses_of(answers[0][0])
+    assert len(losses.pop("a")) == 1
+    assert all(steps == {"a": 1, "b": 3, "c": 4} for _, _, steps in answers)
+    weights = {key: value for _, s, _ in answers for key, value in s.items() if key[0] != "a"}
+    assert_equal((losses, weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
