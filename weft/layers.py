@@ -40,9 +40,13 @@ class Layers:
         self._decoder = cast(Any, base.model.base_model)
         self._config: Any = base.model.config
         known = self._config.model_type in FAMILIES and self._config.hidden_act == "silu"
-        self.modules: list[Any] = list(self._decoder.layers) if known else []
+        held = base.held
+        here = range(base.shape.layers) if held is None else range(held.start, held.stop)
+        self.modules: list[Any] = [self._decoder.layers[index] for index in here] if known else []
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
-        self.paths = [f"{path}.layers.{index}" for index in range(len(self.modules))]
+        self.paths = [f"{path}.layers.{index}" for index in here] if known else []
+        self._norms = base.last
+        """Whether the final norm is here too."""
         heads = [module.self_attn.head_dim for module in self.modules]
         self.capturable = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
         """Whether a pass asks the device nothing: layers are known, and attention finds samples itself."""
@@ -57,7 +61,7 @@ class Layers:
     def fuse(self, banks: Banks) -> None:
         for index in range(len(self.modules)):
             self.modules[index].forward = FusedLayer(self, index, banks, self._config)
-        if self.modules:
+        if self.modules and self._norms:
             norm = self._decoder.norm
             norm.forward = partial(_norm, norm.weight, norm.variance_epsilon)
 
@@ -65,7 +69,7 @@ class Layers:
         """Give every layer its own forward back."""
         for module in self.modules:
             module.__dict__.pop("forward", None)
-        if self.modules:
+        if self.modules and self._norms:
             self._decoder.norm.__dict__.pop("forward", None)
 
 

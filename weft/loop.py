@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,9 +20,9 @@ from weft.jobs.states import State
 from weft.jobs.store import Store
 from weft.journal import Journal, Window
 from weft.plan.cost import CostModel, PassTime, StateTime
-from weft.plan.learned import Learned, Outcome, sizes_of
+from weft.plan.learned import Company, Learned, Outcome, Promise, sizes_of
 from weft.plan.memory import MemoryModel, Recompute, longest
-from weft.plan.planner import plan_window
+from weft.plan.planner import Course, plan_window
 from weft.plan.prior import arithmetic
 from weft.plan.program import MicrobatchPlan, Program
 from weft.ready import Ready, lay_out
@@ -32,6 +32,7 @@ from weft.run import checkpoint
 from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weft.run.executor import Executor
 from weft.run.measure import begin_peak, peak_bytes, release
+from weft.run.pipeline import Pipeline
 from weft.run.training import Training, new_training
 from weft.shapes import JobShape
 
@@ -88,6 +89,7 @@ class Loop:
         most: int,
         journal: Journal,
         cost: CostModel | None = None,
+        executor: Executor | Pipeline | None = None,
     ) -> None:
         self.base = base
         self.tokenizer = tokenizer
@@ -95,7 +97,8 @@ class Loop:
         self.journal = journal
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
-        self.executor = Executor(base)
+        self.executor: Executor | Pipeline = executor or Executor(base)
+        self.rounds = ROUNDS
         self.learned = Learned(
             known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)
         )
@@ -153,7 +156,12 @@ class Loop:
         member = Member(spec.name, spec.adapter, spec.seed)
         try:
             training = new_training(
-                member, job.recipe, self.base.shape.sites, self.base.dtype, self.base.device
+                member,
+                job.recipe,
+                self.base.shape.sites,
+                self.base.dtype,
+                self.base.device,
+                self.base.whole_sites,
             )
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
@@ -203,9 +211,19 @@ class Loop:
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
     def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
-        courses = [self.jobs[name].course(step, ROUNDS, name in beginners) for name, step in cursors.items()]
+        rounds = self.rounds
+        courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
+        return self._window(courses, room)
+
+    def _window(self, courses: Sequence[Course], room: Room) -> Program:
         ladder = self.executor.captures is not None
         return plan_window(courses, room.capacity, ladder, room.recompute)
+
+    def _promise(self, program: Program, company: Company) -> Promise:
+        return self.learned.promise(program, company)
+
+    def _peak_bytes(self) -> int:
+        return peak_bytes(self.base.device)
 
     def _plan_ahead(self, planner: ThreadPoolExecutor, program: Program) -> Ahead:
         cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
@@ -226,7 +244,7 @@ class Loop:
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         company = {name: self.jobs[name].shape for name in self.executor.aboard}
-        promise = self.learned.promise(program, company)
+        promise = self._promise(program, company)
         self._timed = Timed()
         own_peak, began = begin_peak(self.base.device), time.monotonic()
         fitted = True
@@ -242,7 +260,7 @@ class Loop:
             self.programs_run.append(program)
         timed = self._timed
         seconds = time.monotonic() - began - timed.callback
-        peak = peak_bytes(self.base.device)
+        peak = self._peak_bytes()
         outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
         self.learned.learn(program, company, outcome)
         if self.learned.adopt():
@@ -299,7 +317,7 @@ class Loop:
             case Evaluated():
                 self._on_evaluation(event)
             case SaveDue(job):
-                self._save(self.executor.aboard[job])
+                self._save(job, self.executor.save)
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
         if callback is not None and isinstance(event, Stepped | Evaluated):
@@ -310,7 +328,7 @@ class Loop:
     def _on_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
         min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
-        training.note_evaluation(event.loss, spec.keep == "best", min_delta)
+        self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta)
         progress = training.progress
         self.journal.evaluation(event, progress)
         if spec.early_stop and progress.stale >= spec.early_stop.patience:
@@ -318,13 +336,14 @@ class Loop:
             reason = f"stopped early at step {event.step}: no better validation loss in {looks}"
             self._end(event.job, Ending(State.SUCCEEDED, reason))
 
-    def _save(self, training: Training) -> None:
+    def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
         began = time.monotonic()
         try:
-            checkpoint.save(self._checkpoints(training.job), training)
+            save(name, self._checkpoints(name))
         except OSError as error:
-            self._end(training.job, Ending(State.FAILED, f"its checkpoint cannot be written: {error}"))
-        self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
+            self._end(name, Ending(State.FAILED, f"its checkpoint cannot be written: {error}"))
+        parameters = self.executor.aboard[name].layout.size
+        self._timed.saves.append(StateTime(1, parameters, time.monotonic() - began))
 
     # -- jobs go -----------------------------------------------------------------------------------------
 
@@ -358,7 +377,7 @@ class Loop:
         folder = self.store.output / job.name
         try:
             write_result(
-                folder, job, training.layout, weights, self.base.shape.sites, self.base.spec, self.tokenizer
+                folder, job, training.layout, weights, self.base.whole_sites, self.base.spec, self.tokenizer
             )
         except OSError as error:
             return Ending(State.FAILED, f"its adapter cannot be written: {error}")
@@ -366,7 +385,7 @@ class Loop:
 
     def _send_back(self, name: str, reason: str) -> None:
         """Preempt a job: its state is saved and it waits for its turn again."""
-        self._save(self.executor.aboard[name])
+        self._save(name, self.executor.save_now)
         if name in self._endings:
             return
         self.executor.detach(name)

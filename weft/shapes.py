@@ -38,6 +38,23 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRange:
+    """The layers of one stage: `start` to `stop` of the base's `of` layers."""
+
+    start: int
+    stop: int
+    of: int
+
+    @property
+    def first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.of
+
+
+@dataclass(frozen=True, slots=True)
 class JobShape:
     """What the scheduler must know of a job to say whether it fits."""
 

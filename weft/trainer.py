@@ -24,6 +24,8 @@ from weft.jobs.store import Store, open_store
 from weft.journal import Journal, View
 from weft.loop import Callback, Loop
 from weft.paths import cache_folder
+from weft.pipelined import PipelinedLoop
+from weft.plan.cut import cut_layers, stage_shape
 from weft.plan.memory import MemoryModel
 from weft.plan.profile import Profile, find_profile, read_profile
 from weft.plan.profile_cost import cost_of, memory_of
@@ -36,9 +38,12 @@ from weft.report.read import read_run as read_records
 from weft.report.terminal import JobRow
 from weft.results import CHECKPOINTS, describe, refuse_changes
 from weft.run import checkpoint
+from weft.run.commands import Staff
 from weft.run.measure import budget_bytes, taken_bytes
+from weft.run.pipeline import Pipeline, open_pipeline
 from weft.run.profile import key_here
 from weft.run.training import Progress
+from weft.run.wires import own_gpus
 from weft.shapes import ModelShape
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -69,6 +74,8 @@ class Options:
     """At most so many tokens in a microbatch; None: by device and memory."""
     profile: Path | None = None
     """A file that `weft doctor --profile` has written; None: the one in the cache, if there is any."""
+    staff: Staff | None = None
+    """The other ranks, where the base is cut into stages; this process is the first of them."""
 
 
 class Quiet:
@@ -148,13 +155,14 @@ class Trainer:
             stop = stack.enter_context(interrupts(self._announce_stop))
             if ready:
                 memory = self._memory(device, shape)
-                base = self.base if isinstance(self.base, Base) else load_base(self.spec, device)
+                pipeline = self._pipeline(device, shape)
+                base = pipeline.base if pipeline else self._load(device)
                 self._take_over(store, base, ready)
                 loggers = open_loggers(
                     self.report_to, self.output, {name: resolved(job) for name, job in self.jobs.items()}
                 )
                 stack.callback(loggers.close)
-                self.loop = self._loop(store, base, memory, Journal(store, self.view, loggers.log))
+                self.loop = self._loop(store, base, memory, Journal(store, self.view, loggers.log), pipeline)
                 stack.callback(self._leave_loop)
                 for job in ready:
                     self.loop.enter(job)
@@ -219,7 +227,29 @@ class Trainer:
 
     def _memory(self, device: torch.device, shape: ModelShape) -> MemoryModel:
         """Made before the base is loaded: it counts what the process holds without it."""
-        return MemoryModel(shape, self.options.memory or budget_bytes(device), taken_bytes(device))
+        staff, budget = self.options.staff, self.options.memory or budget_bytes(device)
+        if staff is None:
+            return MemoryModel(shape, budget, taken_bytes(device))
+        place = staff.wires.place
+        ranks = place.ranks
+        heaviest = max(
+            (stage_shape(shape, held) for held in cut_layers(shape, ranks)), key=lambda one: one.parameters
+        )
+        shared = 1 if own_gpus(place, device) else place.local_ranks
+        return MemoryModel(heaviest, budget // shared, taken_bytes(device), in_flight=ranks)
+
+    def _load(self, device: torch.device) -> Base:
+        return self.base if isinstance(self.base, Base) else load_base(self.spec, device)
+
+    def _pipeline(self, device: torch.device, shape: ModelShape) -> Pipeline | None:
+        staff = self.options.staff
+        if staff is None:
+            return None
+        held = cut_layers(shape, staff.wires.place.ranks)
+        return open_pipeline(staff, self.spec, device, held, self._checkpoints)
+
+    def _checkpoints(self, name: str) -> Path:
+        return self.output.absolute() / name / CHECKPOINTS
 
     def _take_over(self, store: Store, base: Base, ready: Sequence[Ready]) -> None:
         """From here on the output holds a run: killed at any later moment, it can be resumed."""
@@ -231,8 +261,17 @@ class Trainer:
         for name in self.options.restart:
             self._clear(name)
 
-    def _loop(self, store: Store, base: Base, memory: MemoryModel, journal: Journal) -> Loop:
+    def _loop(
+        self,
+        store: Store,
+        base: Base,
+        memory: MemoryModel,
+        journal: Journal,
+        pipeline: Pipeline | None = None,
+    ) -> Loop:
         most = self.options.capacity or MOST_TOKENS.get(base.device.type, 1024)
+        if pipeline is not None:
+            return PipelinedLoop(pipeline, self.tokenizer, store, memory, most, journal)
         profile = self._profile(base)
         if profile is None:
             return Loop(base, self.tokenizer, store, memory, most, journal)

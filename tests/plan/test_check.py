@@ -21,6 +21,7 @@ from weft.plan.program import (
     MicrobatchPlan,
     Placed,
     Recv,
+    Reduce,
     Save,
     Send,
     Step,
@@ -174,6 +175,12 @@ def left_out(program, device, *gone):
     return with_list(program, device, [one for one in program.devices[device] if one not in gone])
 
 
+def moved_before(program, device, one, other):
+    actions = [action for action in program.devices[device] if action != one]
+    actions.insert(actions.index(other), one)
+    return with_list(program, device, actions)
+
+
 def pipeline():
     """Two stages, two jobs of two microbatches: job0 has 0 and 1, job1 has 2 and 3, then again."""
     return one_forward_one_backward(work(jobs=2, steps=2, microbatches=2), 2)
@@ -222,9 +229,46 @@ def test_the_checker_refuses_in_a_pipeline(break_it, sentence):
 def test_devices_that_wait_for_each_other_are_refused():
     """Device 0 would send the last activation only after a gradient that device 1 makes from it."""
     program = one_forward_one_backward(work(jobs=1, steps=1, microbatches=1), 2)
-    forward, send, receive, backward, step = program.devices[0]
+    forward, send, receive, backward, *rest = program.devices[0]
     with pytest.raises(IllegalProgram, match="waits forever"):
-        check(with_list(program, 0, (forward, receive, backward, send, step)))
+        check(with_list(program, 0, (forward, receive, backward, send, *rest)))
+
+
+def test_the_first_device_steps_at_once_and_the_others_right_before_the_next_forward():
+    program = pipeline()
+    for device, actions in enumerate(program.devices):
+        for place, action in enumerate(actions):
+            if isinstance(action, Step):
+                before, after = actions[place - 1], (*actions, None)[place + 1]
+                if device == 0:
+                    assert before == Reduce(action.job, action.step)
+                else:
+                    assert after is None or isinstance(after, Step | Recv | Forward)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "sentence"),
+    [
+        (lambda p: left_out(p, 0, Reduce("job0", 1)), "comes before its Reduce"),
+        (lambda p: left_out(p, 1, Reduce("job0", 1)), "comes before its Reduce"),
+        (lambda p: with_list(p, 1, (Reduce("job0", 1), *p.devices[1])), "before the last Backward"),
+        (lambda p: with_list(p, 1, (*p.devices[1], Reduce("job1", 2))), "a second time"),
+        (lambda p: moved_before(p, 0, Reduce("job0", 1), Backward(1, 0)), "before the last Backward"),
+    ],
+)
+def test_the_checker_refuses_what_breaks_the_word_between_devices(break_it, sentence):
+    program = pipeline()
+    check(program)
+    with pytest.raises(IllegalProgram, match=sentence):
+        check(break_it(program))
+
+
+def test_a_step_that_holds_up_what_it_waits_for_is_refused():
+    """Device 1 would send the gradient only after a Step for which device 0 needs that gradient."""
+    program = one_forward_one_backward(work(jobs=1, steps=1, microbatches=1), 2)
+    receive, forward, backward, send, reduce, step = program.devices[1]
+    with pytest.raises(IllegalProgram, match="waits forever"):
+        check(with_list(program, 1, (receive, forward, backward, reduce, step, send)))
 
 
 def test_arrivals_in_another_order_than_they_were_sent_are_refused():

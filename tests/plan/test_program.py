@@ -25,7 +25,8 @@ def test_without_a_dead_job_a_pipeline_is_still_legal_and_keeps_its_loads():
     check(left)
     assert left.jobs == {"job0", "job2"}
     gone = sum(len(actions) for actions in program.devices) - sum(len(actions) for actions in left.devices)
-    # Four microbatches: a pass either way on three stages, two hops either way with both ends; two Steps.
-    assert gone == 4 * (6 + 8) + 2 * 3
+    # Four microbatches: a pass either way on three stages, two hops either way with both ends; two Steps,
+    # each with its Reduce.
+    assert gone == 4 * (6 + 8) + 2 * 2 * 3
     streamed = type(left)(left.capacity, left.microbatches, left.batches, ((Load(0),), (), ()), (0, 1, 2))
     assert streamed.without("job0").devices[0] == (Load(0),)

@@ -17,7 +17,7 @@ from weft.plan.price import (
     even_prices,
     free_cluster,
 )
-from weft.plan.program import Backward, Evict, Forward, Load, Program, Recv, Send, Step
+from weft.plan.program import Backward, Evict, Forward, Load, Program, Recv, Reduce, Send, Step
 from weft.plan.simulate import simulate
 from weft.plan.timeline import Lane, Level, Span
 
@@ -28,7 +28,7 @@ def start_and_stop(timeline, action):
     return [(one.start, one.stop) for one in timeline.events if one.action == action]
 
 
-def test_one_microbatch_pays_every_pass_every_hop_and_the_step():
+def test_one_microbatch_pays_every_pass_every_hop_and_the_word_for_the_step():
     price = PassPrice(2.0, 3.0, activation_bytes=100, gradient_bytes=50)
     cluster = PricedCluster((ROOM, ROOM), Link(bandwidth=100.0, latency=0.25))
     timeline = simulate(
@@ -38,8 +38,9 @@ def test_one_microbatch_pays_every_pass_every_hop_and_the_step():
     assert start_and_stop(timeline, Recv(0, 1, "activation", 0)) == [(2.0, 3.25)]
     assert start_and_stop(timeline, Backward(0, 1)) == [(5.25, 8.25)]
     assert start_and_stop(timeline, Send(0, 0, "gradient", 0)) == [(8.25, 9.0)]
-    assert timeline.makespan == 2.0 + 1.25 + 2.0 + 3.0 + 0.75 + 3.0 + 0.5
-    assert timeline.busy() == (5.5 / 12.5, 5.5 / 12.5)
+    assert start_and_stop(timeline, Step("job0", 1)) == [(12.0, 12.5), (12.25, 12.75)]
+    assert timeline.makespan == 2.0 + 1.25 + 2.0 + 3.0 + 0.75 + 3.0 + 0.25 + 0.5
+    assert timeline.busy() == (5.5 / 12.75, 5.5 / 12.75)
     assert timeline.bubbles(Span(0.0, 4.0)) == (0.5, 1 - 0.75 / 4.0)
 
 
@@ -160,3 +161,15 @@ def test_eight_devices_and_two_thousand_microbatches_take_seconds():
     timeline = simulate(program, prices, free_cluster(8))
     assert perf_counter() - began < 10
     assert timeline.makespan == pytest.approx(2 * 2000 + 2 * 7)
+
+
+def test_a_step_waits_for_the_word_of_every_device_and_a_word_takes_the_links_latency():
+    """Two stages, one microbatch of 1 s each way: the reduction goes up one link, the word back down it."""
+    plan = work(jobs=1, steps=1, microbatches=1)
+    cluster = PricedCluster((ROOM, ROOM), Link(latency=0.25))
+    timeline = simulate(one_forward_one_backward(plan, 2), even_prices(1, 2), cluster)
+    at = {(one.device, type(one.action)): one.stop for one in timeline.of(0)}
+    at |= {(one.device, type(one.action)): one.stop for one in timeline.of(1)}
+    assert at[1, Reduce] == at[1, Backward] == 3.25
+    assert at[0, Reduce] == at[0, Step] == at[0, Backward] == 4.5
+    assert at[1, Step] == 4.75

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -37,3 +38,11 @@ class Layout:
             (parameter.site, parameter.name): piece.view(parameter.shape)
             for parameter, piece in zip(self.parameters, pieces, strict=True)
         }
+
+    def slice_of(self, other: Layout, flat: Tensor) -> Tensor:
+        """The values of this layout's parameters out of the vector `flat` of another that holds them all."""
+        if other == self:
+            return flat
+        views = other.views(flat)
+        pieces = [views[parameter.site, parameter.name].flatten() for parameter in self.parameters]
+        return torch.cat(pieces) if pieces else flat.new_zeros(0)

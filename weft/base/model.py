@@ -1,4 +1,4 @@
-"""The frozen base: packed samples in, last hidden states out.
+"""The frozen base, or one stage of it: packed samples in, last hidden states out.
 
 Shapes: T rows of the pack, D width of the last hidden state.
 """
@@ -20,7 +20,7 @@ from weft.base.spec import BaseSpec
 from weft.batch import Microbatch
 from weft.errors import BaseModelError
 from weft.head import Head
-from weft.shapes import ModelShape
+from weft.shapes import LayerRange, ModelShape, SiteShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +32,24 @@ class Base:
     shape: ModelShape
     device: torch.device
     dtype: torch.dtype
+    held: LayerRange | None = None
+    """Which layers are here, where not all are; `shape` then counts only what is here."""
+    all_sites: tuple[SiteShape, ...] = ()
+    """The sites of all stages, where not all layers are here."""
+
+    @property
+    def first(self) -> bool:
+        """Whether it takes tokens; a later stage takes what the one before it made of them."""
+        return self.held is None or self.held.first
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head."""
+        return self.held is None or self.held.last
+
+    @property
+    def whole_sites(self) -> tuple[SiteShape, ...]:
+        return self.shape.sites if self.held is None else self.all_sites
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, spec: BaseSpec, device: torch.device) -> Base:
@@ -54,16 +72,21 @@ class Base:
         """Every linear that can carry an adapter, by module path, in the model's own order."""
         return linears(self.model)
 
-    def hidden(self, microbatch: Microbatch, pack: attention.Pack | None = None) -> Tensor:
-        """The last hidden states h_TD, final norm applied; what the head multiplies.
+    def hidden(
+        self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None
+    ) -> Tensor:
+        """The last hidden states h_TD; on the last stage the final norm is applied: what the head multiplies.
 
-        A `pack` that is given stands for the microbatch's own sample lengths.
+        A `pack` that is given stands for the microbatch's own sample lengths. `given_TD` is what the stage
+        before hands over; the first has none and takes the tokens.
         """
+        assert (given_TD is None) == self.first, "the first stage takes tokens, every other hidden states"
         pack = pack or attention.pack(microbatch.sample_lengths, self.device)
         assert pack.longest <= self.shape.context, "a sample is longer than the base has positions for"
         decoder = self.model.base_model
         output = decoder(
-            input_ids=microbatch.tokens_T[None],
+            input_ids=microbatch.tokens_T[None] if given_TD is None else None,
+            inputs_embeds=None if given_TD is None else given_TD[None],
             position_ids=microbatch.positions_T[None],
             use_cache=False,
             weft_pack=pack,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from weft.run.commands import Staff
+    from weft.run.wires import Place
 
 SOME_FAILED, INTERRUPTED = 1, 130
 
@@ -20,12 +25,84 @@ def train(
     restart: Annotated[
         list[str] | None, typer.Option(metavar="JOB", help="With --resume: train this job anew.")
     ] = None,
+    pipeline: Annotated[
+        int | None, typer.Option(min=2, help="Cut the base into so many stages, a process for each.")
+    ] = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
+    from weft.errors import UserError
+    from weft.run.wires import attempt, place_here
+
+    if restart and not resume:
+        raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
+    asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()))
+    place = place_here()
+    if place is None and pipeline is not None:
+        raise typer.Exit(_launch(asked, pipeline))
+    if place is None:
+        _train(asked, None)
+        return
+    if pipeline not in (None, place.ranks):
+        raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
+    if attempt() > 0:
+        # torchrun has started all ranks again, with the words of the first time.
+        asked = replace(asked, resume=True, restart=())
+    _join(asked, place)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says."""
+
+    jobs: Path
+    output: Path | None
+    device: str | None
+    max_steps: int | None
+    memory: str | None
+    resume: bool
+    restart: tuple[str, ...]
+
+    def words(self) -> list[str]:
+        """The same as a command line, which ranks of a pipeline are started with."""
+        options = {
+            "--output": self.output,
+            "--device": self.device,
+            "--max-steps": self.max_steps,
+            "--memory": self.memory,
+        }
+        words = ["train", str(self.jobs)]
+        words += [word for key, value in options.items() if value is not None for word in (key, str(value))]
+        words += ["--resume"] if self.resume else []
+        return [*words, *(word for job in self.restart for word in ("--restart", job))]
+
+
+def _launch(asked: Asked, ranks: int) -> int:
+    """Start a process for every stage and wait for them."""
+    from weft.base.load import inspect
+    from weft.cli.main import main
+    from weft.jobs.read import read_run
+    from weft.launch import launch
+    from weft.plan.cut import cut_layers
+
+    run = read_run(asked.jobs)
+    cut_layers(inspect(run.base), ranks)
+    again = replace(asked, resume=True, restart=())
+    return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
+
+
+def _join(asked: Asked, place: Place) -> None:
+    """Be one rank of a pipeline: the first trains, the others obey."""
+    from weft.launch import joined
+
+    with joined(place, asked.device) as staff:
+        if staff is not None:
+            _train(asked, staff)
+
+
+def _train(asked: Asked, staff: Staff | None) -> None:
     from rich.console import Console
 
     from weft.base.load import shape_at_hand
-    from weft.errors import UserError
     from weft.jobs.read import read_run
     from weft.jobs.states import State
     from weft.report.ending import final_table
@@ -34,15 +111,16 @@ def train(
     from weft.report.words import plural
     from weft.trainer import Options, trainer_for
 
-    if restart and not resume:
-        raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
-    run = read_run(jobs, shape_at_hand)
+    run = read_run(asked.jobs, shape_at_hand)
     console = Console()
-    console.print(f"Weft: {plural(len(run.jobs), 'job')} on {run.base.model}", highlight=False)
-    most = bytes_of(memory) if memory else None
-    options = Options(device=device, resume=resume, restart=tuple(restart or ()), memory=most)
+    stages = f", in {staff.wires.place.ranks} stages" if staff else ""
+    console.print(f"Weft: {plural(len(run.jobs), 'job')} on {run.base.model}{stages}", highlight=False)
+    most = bytes_of(asked.memory) if asked.memory else None
+    options = Options(
+        device=asked.device, resume=asked.resume, restart=asked.restart, memory=most, staff=staff
+    )
     with LiveView(console, []) as view:
-        trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
+        trainer = trainer_for(run, output=asked.output, max_steps=asked.max_steps, options=options, view=view)
         results = trainer.run()
     folder = trainer.output
     console.print(final_table(read_records(folder), console.width))

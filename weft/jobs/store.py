@@ -16,6 +16,8 @@ from weft.jobs.states import State, move
 from weft.jobs.status import JobStatus, RunStatus, from_json, to_json
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
+RANKS = "ranks"
+"""The folder of the logs of a pipeline's other ranks, which begin before the run does."""
 
 
 def open_store(output: Path, resume: bool) -> Store:
@@ -53,7 +55,7 @@ def _lock(output: Path) -> int:
 
 
 def _status_of(output: Path, resume: bool) -> RunStatus:
-    left_over = {LOCK, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
+    left_over = {LOCK, RANKS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
     is_empty = all(entry.name in left_over for entry in output.iterdir())
     if is_empty:
         return RunStatus(started=time.time())

@@ -16,6 +16,7 @@ from weft.plan.program import (
     Placed,
     Program,
     Recv,
+    Reduce,
     Save,
     Send,
     Step,
@@ -29,10 +30,11 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     The rules: every sample of a global batch is trained exactly once, at its own offset; a microbatch keeps
     to the capacity and holds each job's rows in one segment. On every device: Forward follows what it takes
     from the stage before, Backward its Forward and what comes back from the stage after; Step follows every
-    Backward of its batch; a job's batches come in order, the next Forward only after the Step before it;
-    Evaluate and Save look at a step that has just been made; a streamed stage is used between its Load and
-    its Evict; the chunks of a sample go forth in order and back in the opposite one. Every Send has its
-    Recv, in one order per pair of devices. Nothing is left over at the seam.
+    Backward of its batch and, where there are several devices, its Reduce; a job's batches come in order, the
+    next Forward only after the Step before it; Evaluate and Save look at a step that has just been made; a
+    streamed stage is used between its Load and its Evict; the chunks of a sample go forth in order and back
+    in the opposite one. Every Send has its Recv, in one order per pair of devices; a Reduce waits for that of
+    the next device, a Step for that of the one before. Nothing is left over at the seam.
     """
     _check_microbatches(program)
     _check_samples(program)
@@ -96,6 +98,7 @@ class _DeviceCheck:
         self.left = {(one.job, one.step): len(one.samples) * len(self.mine) for one in program.batches}
         self.stepped = dict(done)
         self.open_rows: dict[tuple[str, int], int] = {}
+        self.reduced: set[tuple[str, int]] = set()
         self.in_flight: set[tuple[int, int]] = set()
         self.passed: set[tuple[int, int]] = set()
         self.returned: set[tuple[int, int]] = set()
@@ -107,6 +110,8 @@ class _DeviceCheck:
     def run(self) -> None:
         for action in self.program.devices[self.device]:
             match action:
+                case Reduce():
+                    self._reduce(action)
                 case Step() | Save():
                     self._of_a_job(action)
                 case Load() | Evict():
@@ -173,7 +178,16 @@ class _DeviceCheck:
             return
         rows = self.open_rows.pop((job, step), None)
         _require(rows == self.left.get((job, step)), "{} comes before the last Backward of its batch", action)
+        alone = len(self.program.devices) == 1
+        _require(alone or (job, step) in self.reduced, "{} comes before its Reduce", action)
         self.stepped[job] = step
+
+    def _reduce(self, action: Reduce) -> None:
+        key = action.job, action.step
+        _require(key not in self.reduced, "{} comes a second time", action)
+        rows = self.open_rows.get(key)
+        _require(rows == self.left.get(key), "{} comes before the last Backward of its batch", action)
+        self.reduced.add(key)
 
     def _stream(self, action: Load | Evict) -> None:
         self._mine(action, action.stage)
@@ -253,40 +267,56 @@ def _all(program: Program) -> Iterator[Action]:
 
 def _check_transport(program: Program) -> None:
     """Let every device go on as far as it can: at the end all are through and nothing is under way."""
-    under_way: dict[tuple[int, int], deque[Send]] = {}
-    reached = [0] * len(program.devices)
-    moved = True
-    while moved:
-        moved = False
-        for device in range(len(program.devices)):
-            before = reached[device]
-            reached[device] = _advance(program, device, before, under_way)
-            moved = moved or reached[device] > before
+    walk = _Walk(program)
+    while walk.advance():
+        pass
     for device, actions in enumerate(program.devices):
-        if reached[device] < len(actions):
-            raise IllegalProgram(f"device {device} waits forever at {actions[reached[device]]}")
-    _require(not any(under_way.values()), "something is sent and never received")
+        if walk.reached[device] < len(actions):
+            raise IllegalProgram(f"device {device} waits forever at {actions[walk.reached[device]]}")
+    _require(not any(walk.under_way.values()), "something is sent and never received")
 
 
-def _advance(program: Program, device: int, at: int, under_way: dict[tuple[int, int], deque[Send]]) -> int:
-    actions = program.devices[device]
-    while at < len(actions):
-        action = actions[at]
-        if isinstance(action, Send):
-            under_way.setdefault((device, action.peer), deque()).append(action)
-        elif isinstance(action, Recv):
-            coming = under_way.get((action.peer, device))
-            if not coming:
-                break
-            sent = coming.popleft()
-            same = (sent.microbatch, sent.stage, sent.what) == (action.microbatch, action.stage, action.what)
-            _require(
-                same,
-                "{} meets {}: devices {} and {} differ in their order",
-                action,
-                sent,
-                action.peer,
-                device,
-            )
-        at += 1
-    return at
+class _Walk:
+    """How far every device has come, what is under way between them, and whose Reduce and Step are made."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.reached = [0] * len(program.devices)
+        self.under_way: dict[tuple[int, int], deque[Send]] = {}
+        self.made: set[tuple[int, Reduce | Step]] = set()
+
+    def advance(self) -> bool:
+        """Whether any device came further."""
+        before = list(self.reached)
+        for device, actions in enumerate(self.program.devices):
+            while self.reached[device] < len(actions) and self._passes(device, actions[self.reached[device]]):
+                self.reached[device] += 1
+        return self.reached != before
+
+    def _passes(self, device: int, action: Action) -> bool:
+        """Note what the action does for others; False if it still waits for one of them."""
+        last = len(self.program.devices) - 1
+        match action:
+            case Send():
+                self.under_way.setdefault((device, action.peer), deque()).append(action)
+            case Recv():
+                return self._receives(device, action)
+            case Reduce():
+                if device < last and (device + 1, action) not in self.made:
+                    return False
+                self.made.add((device, action))
+            case Step():
+                if device > 0 and (device - 1, action) not in self.made:
+                    return False
+                self.made.add((device, action))
+        return True
+
+    def _receives(self, device: int, action: Recv) -> bool:
+        coming = self.under_way.get((action.peer, device))
+        if not coming:
+            return False
+        sent = coming.popleft()
+        same = (sent.microbatch, sent.stage, sent.what) == (action.microbatch, action.stage, action.what)
+        differ = "{} meets {}: devices {} and {} differ in their order"
+        _require(same, differ, action, sent, action.peer, device)
+        return True

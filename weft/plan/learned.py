@@ -6,7 +6,7 @@ which changes at few windows and is recorded: a resumed run plans with the versi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -91,15 +91,18 @@ class Learned:
         self.memory = replace(self.memory, fit=fit)
         self.fitted = self.memory
 
-    def promise(self, program: Program, company: Company) -> Promise:
+    def promise(
+        self, program: Program, company: Company, price: Callable[[Program], float | None] | None = None
+    ) -> Promise:
+        """`price` stands for the time model, where several devices share a window."""
         content = _content(program)
         changed, self._before = content != self._before, content
         need = window_need(self.fitted, list(company.values()), program)
         return Promise(
-            seconds=self.cost.program_seconds(program, sizes_of(company)),
+            seconds=price(program) if price else self.cost.program_seconds(program, sizes_of(company)),
             peak_bytes=need.total(self.fitted.fit),
             error_bytes=self.fitted.fit.error,
-            source=self.cost.source,
+            source="each stage's own passes" if price else self.cost.source,
             version=self.version,
             changed=changed,
         )

@@ -78,6 +78,9 @@ class MemoryModel:
     """Whether layers run as fused ops, which keep less and can recompute."""
     fit: MemoryFit = UNFITTED
 
+    in_flight: int = 1
+    """Microbatches that hold activations at once: as many as stages, on the first stage of a pipeline."""
+
     def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
         widths = sum(site.in_features + site.out_features for site in self.shape.sites)
         factor = ACTIVATION_FACTOR
@@ -87,7 +90,7 @@ class MemoryModel:
         # Of layers made again, one is held whole at a time, and of each its input.
         whole = min(layers, layers - recompute.layers + (1 if recompute.layers else 0))
         values = factor * widths * whole / layers + recompute.layers * self.shape.hidden
-        return int(values * self.shape.bytes_per_value)
+        return int(values * self.shape.bytes_per_value) * self.in_flight
 
     @property
     def bytes_per_parameter(self) -> int:

@@ -21,6 +21,7 @@ from weft.plan.program import (
     MicrobatchPlan,
     Program,
     Recv,
+    Reduce,
     Send,
     Step,
 )
@@ -95,11 +96,22 @@ def assemble(work: Work, lists: Sequence[Iterable[Action]]) -> Program:
         capacity=work.capacity,
         microbatches=work.microbatches,
         batches=work.batches,
-        devices=tuple(tuple(_transported(_stepped(work, actions), stages)) for actions in lists),
+        devices=tuple(tuple(placed(work, actions, device, stages)) for device, actions in enumerate(lists)),
         stages=tuple(range(stages)),
     )
     check(program)
     return program
+
+
+def evaluated(numbers: Iterable[int], stage: int, stages: int) -> list[Action]:
+    """Microbatches of held-out samples on one stage: forwards only, with what passes between neighbours."""
+    return list(_transported((Evaluate(number, stage) for number in numbers), stages))
+
+
+def placed(work: Work, passes: Iterable[Action], device: int, stages: int) -> list[Action]:
+    """One device's list: its passes with the Steps, Reduces, Sends and Recvs that belong to them."""
+    stepped = _stepped(work, passes) if stages == 1 else _reduced(work, passes, device)
+    return list(_transported(stepped, stages))
 
 
 def _alternate(work: Work, stage: int, most: int) -> list[Action]:
@@ -137,6 +149,33 @@ def _stepped(work: Work, actions: Iterable[Action]) -> Iterable[Action]:
                 left[key] -= len(segment.samples)
                 if not left[key]:
                     yield Step(*key)
+
+
+def _reduced(work: Work, actions: Iterable[Action], device: int) -> Iterable[Action]:
+    """A job's Reduce right behind the last Backward of its batch, and there on the first device its Step too.
+
+    On the others the Step comes as late as it may, before the job's next Forward or at the end: until then
+    the first device's word is on its way, and nobody waits for it.
+    """
+    left = rows_left(work.microbatches)
+    due: dict[str, Step] = {}
+    for action in actions:
+        if isinstance(action, Forward):
+            for job in work.microbatches[action.microbatch].jobs:
+                if job in due:
+                    yield due.pop(job)
+        yield action
+        if isinstance(action, Backward):
+            for segment in work.microbatches[action.microbatch].segments:
+                key = segment.job, segment.step
+                left[key] -= len(segment.samples)
+                if not left[key]:
+                    yield Reduce(*key)
+                    due[segment.job] = Step(*key)
+            if device == 0:
+                yield from due.values()
+                due.clear()
+    yield from due.values()
 
 
 def _transported(actions: Iterable[Action], stages: int) -> Iterable[Action]:

@@ -95,6 +95,16 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
+class Reduce:
+    """In a pipeline, behind the last Backward of a job's batch: what the batch came to here (losses, hits,
+    the squared norm of this device's slice of the gradient), added to what the next device says, goes to the
+    one before. The first device decides, and its word goes back down to every Step."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     job: str
     step: int
@@ -144,7 +154,8 @@ class Evict:
 Compute = Forward | Backward | Evaluate
 Transport = Send | Recv
 Streaming = Load | Evict
-Action = Compute | Transport | Streaming | Step | Save
+OfJob = Reduce | Step | Save
+Action = Compute | Transport | Streaming | OfJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +201,7 @@ class Program:
         microbatches = tuple(microbatch.without({job}) for microbatch in self.microbatches)
 
         def lives(action: Action) -> bool:
-            if isinstance(action, Step | Save):
+            if isinstance(action, OfJob):
                 return action.job != job
             return isinstance(action, Streaming) or bool(microbatches[action.microbatch].segments)
 

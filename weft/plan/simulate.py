@@ -2,7 +2,9 @@
 
 Each device has four lanes that overlap: compute, send, receive, load. Compute, send and load keep the order
 of the device's list. A pass waits for its Recv and its stage's Load, a Send for its pass and for both lanes;
-what arrives waits in memory. A Load begins once the compute action before it in the list has begun.
+what arrives waits in memory. A Load begins once the compute action before it in the list has begun. A Reduce
+waits for that of the device after it, a Step for that of the device before it: small messages, which take the
+link's latency and no lane.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from weft.plan.program import (
     Load,
     Program,
     Recv,
+    Reduce,
     Save,
     Send,
     Step,
@@ -71,6 +74,8 @@ class _Lanes:
     arrived: set[Arrival] = field(default_factory=set)
     made: set[Arrival] = field(default_factory=set)
     """Computed here and still to be sent."""
+    words: set[Reduce | Step] = field(default_factory=set)
+    """Reduces of the device after and Steps of the device before that this one has heard of."""
     waiting: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for the receive lane here."""
     changes: list[Level] = field(default_factory=list)
@@ -151,6 +156,9 @@ class _Run:
     def _ready(self, lanes: _Lanes, queued: _Queued, device: int) -> bool:
         if lanes.loaded < queued.after:
             return False
+        if isinstance(queued.action, Reduce | Step):
+            maker = self._teller(queued.action, device)
+            return maker is None or queued.action in lanes.words
         if not isinstance(queued.action, Forward | Backward | Evaluate):
             return True
         wanted = self._arrival(queued.action, device)
@@ -163,6 +171,21 @@ class _Run:
         if not 0 <= maker < len(self.program.stages) or self.program.stages[maker] == device:
             return None
         return action.microbatch, action.stage, "gradient" if back else "activation"
+
+    def _teller(self, action: Reduce | Step, device: int) -> int | None:
+        """Whose word a Reduce or a Step waits for."""
+        teller = device + 1 if isinstance(action, Reduce) else device - 1
+        return teller if 0 <= teller < len(self.lanes) else None
+
+    def _tell(self, action: Reduce | Step, device: int) -> None:
+        listener = device - 1 if isinstance(action, Reduce) else device + 1
+        if 0 <= listener < len(self.lanes):
+            link = self.pairs.get((device, listener), self.cluster.link)
+            self._at(self.now + link.latency, lambda: self._heard(action, listener))
+
+    def _heard(self, action: Reduce | Step, device: int) -> None:
+        self.lanes[device].words.add(action)
+        self._compute(device)
 
     def _seconds(self, action: Action) -> float:
         match action:
@@ -184,10 +207,14 @@ class _Run:
                     self._hold(device, -self._size(wanted))  # what is kept holds it from here on
             case Evict(stage):
                 self._hold(device, -self._weight(stage))
+            case Step():
+                self._tell(action, device)  # the word goes on before the step is made
 
     def _computed(self, device: int, action: Action, start: float) -> None:
         self.lanes[device].computing = False
         self._note(device, Lane.compute, action, start)
+        if isinstance(action, Reduce):
+            self._tell(action, device)
         if isinstance(action, Backward | Evaluate):
             self._hold(device, -self.prices.passes[action.microbatch][action.stage].kept_bytes)
         if isinstance(action, Backward) and (wanted := self._arrival(action, device)) is not None:
@@ -316,6 +343,6 @@ def _lanes(actions: tuple[Action, ...]) -> _Lanes:
                 brought[stage] = len(lanes.loads)
             case Forward() | Backward() | Evaluate() | Evict():
                 lanes.compute.append(_Queued(action, brought.get(action.stage, 0)))
-            case Step() | Save():
+            case Reduce() | Step() | Save():
                 lanes.compute.append(_Queued(action, 0))
     return lanes

@@ -8,31 +8,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weft.adapters.banks import Banks
 from weft.base.model import Base
 from weft.batch import Microbatch
 from weft.errors import PlanError
-from weft.layers import Layers
 from weft.objectives import sft
-from weft.ops.logprobs import target_logprobs
 from weft.ops.lora import Route
 from weft.ops.triton.at_hand import kernels_run
 from weft.plan.cost import PassTime, StateTime, work_of
 from weft.plan.program import Backward, Evaluate, Forward, MicrobatchPlan, Program, Save, Step
+from weft.run import checkpoint
 from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
-from weft.run.graphs import Graphs
 from weft.run.lay import Laid, lay
+from weft.run.logprobs import segment_logprobs
 from weft.run.measure import Stopwatch, is_out_of_memory
-from weft.run.passes import Passes
 from weft.run.steps import Begun, Due, NoStep, Outcome, begin_steps, take_steps
-from weft.run.training import OpenBatch, Training
+from weft.run.woven import Woven
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
 """Lays out the planned samples, of the training or (True) of the held-out rows, as tensors."""
@@ -80,24 +77,9 @@ class _Look:
     tokens: int = 0
 
 
-class Executor:
+class Executor(Woven):
     def __init__(self, base: Base, route: Route | None = None, graphs: bool = True) -> None:
-        self.base = base
-        self.route = route or best_route(base.device, base.dtype)
-        self.aboard: dict[str, Training] = {}
-        self.dead: set[str] = set()
-        self._stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
-        with self._on_stream():
-            self.layers = Layers(base) if self.route is Route.tiled else None
-            like = next(base.model.parameters())
-            groups = self.layers.groups if self.layers else ()
-            self.banks = Banks(base.sites(), base.shape.sites, like, groups)
-            self.passes = Passes(base, self.banks, None)
-            if self.layers is not None:
-                self.layers.fuse(self.banks)
-                if graphs and self.layers.capturable:
-                    self.passes.graphs = Graphs(base, self.banks, self.layers)
-        self._head = base.head()
+        super().__init__(base, route, graphs)
         self._flights: dict[int, _Flight] = {}
         self._next: tuple[MicrobatchPlan, Laid] | None = None
         self._timed: list[_Timed] = []
@@ -105,42 +87,16 @@ class Executor:
         self._made: set[str] = set()
         """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
 
-    @property
-    def fused(self) -> bool:
-        """Whether the base's layers run as fused ops."""
-        return self.layers is not None and bool(self.layers.modules)
+    def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
+        self.aboard[job].note_evaluation(loss, keep_best, min_delta)
 
-    @property
-    def captures(self) -> int | None:
-        """How many CUDA graphs were captured so far; None where passes are not captured."""
-        return None if self.passes.graphs is None else self.passes.graphs.captures
+    def save(self, job: str, folder: Path) -> None:
+        """Write a checkpoint of where the job stands."""
+        checkpoint.save(folder, self.aboard[job])
 
-    def unweave(self) -> None:
-        """Leave the base as it was found."""
-        if self.layers is not None:
-            self.layers.unfuse()
-        if self.passes.graphs is not None:
-            self.passes.graphs.clear()
-        self.banks.unweave()
-
-    def attach(self, training: Training) -> None:
-        with self._on_stream():
-            state = training.state
-            self.banks.attach(training.member, training.layout, state.weights, state.gradient)
-        self.aboard[training.job] = training
-
-    def detach(self, job: str) -> Training:
-        with self._on_stream():
-            self.banks.detach(job)
-        self.dead.discard(job)
-        return self.aboard.pop(job)
-
-    def kill(self, job: str) -> None:
-        """From here on the job's rows and actions are skipped; the Program stands for the others."""
-        self.dead.add(job)
-        with self._on_stream():
-            self.banks.zero(job)
-            self.aboard[job].forget_open_batch()
+    def save_now(self, job: str, folder: Path) -> None:
+        """The same between windows; where one process holds all, there is no difference."""
+        self.save(job, folder)
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run every action. Once `stop` says so, ends at the next point where no job is inside a step."""
@@ -192,20 +148,6 @@ class Executor:
                         if job not in self.dead:
                             yield SaveDue(job, step)
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """A captured pass must not run on the default stream. Each waits for what the other has begun."""
-        if self._stream is None:
-            yield
-            return
-        before = torch.cuda.current_stream(self.base.device)
-        self._stream.wait_stream(before)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            before.wait_stream(self._stream)
-
     def _inside_a_step(self) -> bool:
         return any(training.open is not None for training in self.aboard.values())
 
@@ -250,7 +192,7 @@ class Executor:
         settled = self._again("pass") and (
             captures is None or (self.passes.replays and captures == self.captures)
         )
-        logprobs, hits = self._logprobs(h_TD, laid)
+        logprobs, hits = segment_logprobs(h_TD, laid, self._head)
         losses = [
             sft.loss(part_S, program.batch(segment.job, segment.step).supervised)
             for segment, part_S in zip(laid.microbatch.segments, logprobs, strict=True)
@@ -264,13 +206,6 @@ class Executor:
         before = kind in self._made
         self._made.add(kind)
         return before
-
-    def _logprobs(self, h_TD: Tensor, laid: Laid) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probabilities of the supervised targets, and which were the likeliest, segment by segment."""
-        h_SD = h_TD.index_select(0, laid.rows_S)
-        targets_S = laid.microbatch.targets_T.index_select(0, laid.rows_S)
-        logprobs_S, hits_S = target_logprobs(h_SD, targets_S, self._head)
-        return list(logprobs_S.tensor_split(laid.sections)), list(hits_S.tensor_split(laid.sections))
 
     def _finish(self, number: int, program: Program, fetch: Fetch) -> Iterator[Event]:
         flight = self._flights.pop(number, None)
@@ -324,12 +259,7 @@ class Executor:
         for segment, loss, hits in zip(
             flight.laid.microbatch.segments, flight.losses, flight.hits, strict=True
         ):
-            training = self.aboard[segment.job]
-            if training.open is None:
-                training.open = OpenBatch(torch.zeros_like(loss), torch.zeros_like(hits))
-            training.open.loss += loss.detach()
-            training.open.hits += hits
-            training.open.tokens += segment.stop - segment.start
+            self.aboard[segment.job].collect(segment, loss, hits)
 
     def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
         """Consecutive Steps are made together. Where kernels make them, the device is only asked for them:
@@ -382,10 +312,10 @@ class Executor:
     @torch.no_grad()
     def _look(self, laid: Laid) -> tuple[list[float], list[int], list[int]]:
         """Per segment: summed loss, hits, supervised tokens."""
-        logprobs, hits = self._logprobs(self.passes.look(laid, self.route), laid)
+        logprobs, hits = segment_logprobs(self.passes.look(laid, self.route), laid, self._head)
         sums = torch.stack([-part_S.sum() for part_S in logprobs])
         if self.route.mixes_rows and not bool(sums.isfinite().all()):
-            logprobs, hits = self._logprobs(self.passes.look(laid, Route.segmented), laid)
+            logprobs, hits = segment_logprobs(self.passes.look(laid, Route.segmented), laid, self._head)
             sums = torch.stack([-part_S.sum() for part_S in logprobs])
         return sums.tolist(), torch.stack([part_S.sum() for part_S in hits]).tolist(), [len(p) for p in hits]
 
@@ -424,11 +354,6 @@ class Executor:
             elif left[key] == 0:
                 mean, accuracy = look.loss / look.tokens, look.hits / look.tokens
                 yield Evaluated(segment.job, segment.step, mean, look.tokens, accuracy)
-
-
-def best_route(device: torch.device, dtype: torch.dtype) -> Route:
-    """Tiled where its kernels run, else one job after another: neither lets a NaN travel."""
-    return Route.tiled if device.type == "cuda" and kernels_run(device, dtype) else Route.segmented
 
 
 def _refuse_what_is_not_run(program: Program) -> None:

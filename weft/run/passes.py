@@ -41,7 +41,7 @@ class Passes:
             h_TD = graph.forward(laid)
             self._open = graph
         else:
-            plain = _Plain(self.base, self.banks, laid, route)
+            plain = Plain(self.base, self.banks, laid, route)
             h_TD = plain.forward()
             self._open = plain
         return h_TD.detach().requires_grad_()
@@ -63,15 +63,20 @@ class Passes:
     @torch.no_grad()
     def look(self, laid: Laid, route: Route) -> Tensor:
         """The last hidden states without dropout and without a way back."""
-        return _Plain(self.base, self.banks, laid, route).forward(training=False)
+        return Plain(self.base, self.banks, laid, route).forward(training=False)
 
 
-class _Plain:
-    def __init__(self, base: Base, banks: Banks, laid: Laid, route: Route) -> None:
+class Plain:
+    """One microbatch through the base, or through a stage of it that is given what the stage before made."""
+
+    def __init__(
+        self, base: Base, banks: Banks, laid: Laid, route: Route, given_TD: Tensor | None = None
+    ) -> None:
         self.base = base
         self.banks = banks
         self.laid = laid
         self.route = route
+        self._given_TD = given_TD
         self._h_TD: Tensor | None = None
         self._rows: Rows | None = None
         if route is Route.tiled:
@@ -79,12 +84,23 @@ class _Plain:
             self._rows.fill(banks.seats(laid.microbatch), laid.token_index)
 
     def forward(self, training: bool = True) -> Tensor:
+        if training and self._given_TD is not None:
+            self._given_TD.requires_grad_()
         with self.banks.bound(self.laid.microbatch, self.route, training, self._rows):
-            self._h_TD = self.base.hidden(self.laid.microbatch)
+            self._h_TD = self.base.hidden(self.laid.microbatch, given_TD=self._given_TD)
         return self._h_TD
 
     def backward(self, dh_TD: Tensor) -> None:
         assert self._h_TD is not None
+        if not self._h_TD.requires_grad:
+            return  # a first stage on which nobody has an adapter
         # A layer that is recomputed must see the adapters of its own microbatch.
         with self.banks.bound(self.laid.microbatch, self.route, True, self._rows):
             self._h_TD.backward(dh_TD)
+
+    @property
+    def dgiven_TD(self) -> Tensor:
+        """What goes back to the stage before, once `backward` has run."""
+        assert self._given_TD is not None
+        assert self._given_TD.grad is not None
+        return self._given_TD.grad

@@ -40,11 +40,12 @@ Outcome = StepOutcome | NoStep
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class Sums:
+    """What a job's global batch came to."""
+
     loss: float
     norm: float
     hits: float
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,11 @@ class Begun:
         found: list[Outcome] = []
         rows = zip(self.due, self.updates, self.tokens, self.values_J4.tolist(), strict=True)
         for one, made, tokens, (loss, hits, norm, finite) in rows:
-            sums = _Sums(loss=loss, norm=norm, hits=hits, tokens=tokens)
-            reason = _not_finite(one.training, sums)
+            sums = Sums(loss=loss, norm=norm, hits=hits)
+            reason = why_no_step(one.training, sums)
             if reason is None and not finite:
                 reason = _spoilt(made)
-            found.append(NoStep(reason) if reason else _close(one, sums, made.learning_rate))
+            found.append(NoStep(reason) if reason else _counted(one, sums, made.learning_rate, tokens))
         return found
 
 
@@ -105,25 +106,68 @@ def begin_steps(due: Sequence[Due]) -> Begun:
 
 
 def _take_alone(due: Due) -> Outcome:
-    training = due.training
-    tokens = _open_tokens(training)
-    loss, hits = _sums(training).tolist()
-    norm = gradient_norms([training.state]).item()
-    sums = _Sums(loss=loss, norm=norm, hits=hits, tokens=tokens)
-    if reason := _not_finite(training, sums):
+    (sums,) = batch_sums([due.training])
+    if reason := why_no_step(due.training, sums):
         return NoStep(reason)
-    made = training.update(norm)
+    made = due.training.update(sums.norm)
+    (reason,) = make_updates([made])
+    return NoStep(reason) if reason else close_batch(due, sums, made.learning_rate)
+
+
+def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
+    """What the open batches came to; waits for the device once."""
+    sums_J2 = torch.stack([_sums(training) for training in trainings])
+    norm_J = gradient_norms([training.state for training in trainings])
+    values = torch.cat([sums_J2, norm_J[:, None]], dim=1).tolist()
+    return [Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
+
+
+def why_no_step(training: Training, sums: Sums) -> str | None:
+    """Why the job must not make its next step, or None."""
+    step = training.progress.step + 1
+    if not math.isfinite(sums.loss):
+        return f"its loss at step {step} is {sums.loss}"
+    if not math.isfinite(sums.norm):
+        return f"its gradient norm at step {step} is {sums.norm}"
+    return None
+
+
+def make_updates(updates: Sequence[Update]) -> list[str | None]:
+    """Make the updates; for each, why its weights must not be used, or None."""
+    if updates and kernels_at_hand(updates[0].state.master):
+        finite = update(updates).tolist()
+        return [None if good else _spoilt(one) for one, good in zip(updates, finite, strict=True)]
+    return [_make_alone(one) for one in updates]
+
+
+def _make_alone(one: Update) -> str | None:
     try:
-        finite = bool(update([made]))
+        return None if bool(update([one])) else _spoilt(one)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         # Half a step cannot be replayed.
-        return NoStep(f"out of memory inside its optimizer step {made.step}")
-    if not finite:
-        return NoStep(_spoilt(made))
-    training.open = None
-    return _close(due, sums, made.learning_rate)
+        return f"out of memory inside its optimizer step {one.step}"
+
+
+def close_batch(due: Due, sums: Sums, rate: float) -> StepOutcome:
+    """Count the step that was made."""
+    tokens = _open_tokens(due.training)
+    due.training.open = None
+    return _counted(due, sums, rate, tokens)
+
+
+def _counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
+    progress = due.training.progress
+    progress.step += 1
+    progress.trained_tokens += tokens
+    return StepOutcome(
+        loss=sums.loss,
+        grad_norm=sums.norm,
+        learning_rate=rate,
+        token_accuracy=sums.hits / due.supervised,
+        tokens=tokens,
+    )
 
 
 def _open_tokens(training: Training) -> int:
@@ -133,31 +177,9 @@ def _open_tokens(training: Training) -> int:
 
 def _sums(training: Training) -> Tensor:
     """Loss and hits of the open batch, in float64 [2]."""
-    assert training.open is not None
+    assert training.open is not None, "a step needs an open batch"
     return torch.stack([training.open.loss.double(), training.open.hits.double()])
-
-
-def _not_finite(training: Training, sums: _Sums) -> str | None:
-    step = training.progress.step + 1
-    if not math.isfinite(sums.loss):
-        return f"its loss at step {step} is {sums.loss}"
-    if not math.isfinite(sums.norm):
-        return f"its gradient norm at step {step} is {sums.norm}"
-    return None
 
 
 def _spoilt(made: Update) -> str:
     return f"its weights after step {made.step} are not finite"
-
-
-def _close(due: Due, sums: _Sums, rate: float) -> StepOutcome:
-    training = due.training
-    training.progress.step += 1
-    training.progress.trained_tokens += sums.tokens
-    return StepOutcome(
-        loss=sums.loss,
-        grad_norm=sums.norm,
-        learning_rate=rate,
-        token_accuracy=sums.hits / due.supervised,
-        tokens=sums.tokens,
-    )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.adapters.kind import Member, kind_named
 from weft.adapters.layout import Layout
+from weft.batch import Segment
 from weft.ops.adamw import State, Update
 from weft.run.schedule import Recipe, learning_rate
 from weft.shapes import SiteShape
@@ -88,6 +89,14 @@ class Training:
             factor=min(1.0, clip / (norm + LITTLE)) if clip else 1.0,
         )
 
+    def collect(self, segment: Segment, loss: Tensor, hits: Tensor) -> None:
+        """Add what a microbatch came to to the open global batch."""
+        if self.open is None:
+            self.open = OpenBatch(torch.zeros_like(loss), torch.zeros_like(hits))
+        self.open.loss += loss.detach()
+        self.open.hits += hits
+        self.open.tokens += segment.stop - segment.start
+
     def forget_open_batch(self) -> None:
         """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
         self.gradient.zero_()
@@ -107,14 +116,25 @@ class Training:
 
 
 def new_training(
-    member: Member, recipe: Recipe, sites: tuple[SiteShape, ...], dtype: torch.dtype, device: torch.device
+    member: Member,
+    recipe: Recipe,
+    sites: tuple[SiteShape, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    whole_sites: tuple[SiteShape, ...] | None = None,
 ) -> Training:
-    """A job at step 0, its weights drawn from its own seed or read from its `init_from`."""
+    """A job at step 0, its weights drawn from its own seed or read from its `init_from`.
+
+    Where `sites` are those of one stage, `whole_sites` are those of the base: the whole adapter is made, and
+    the stage's slice of it kept.
+    """
     kind = kind_named(member.spec.kind)
     layout = kind.layout(member.spec, sites)
-    flat = torch.zeros(layout.size, dtype=master_dtype(dtype))
-    kind.initialise(member, sites, layout.views(flat))
-    master = flat.to(device)
+    all_sites = whole_sites or sites
+    all_layout = kind.layout(member.spec, all_sites)
+    whole = torch.zeros(all_layout.size, dtype=master_dtype(dtype))
+    kind.initialise(member, all_sites, all_layout.views(whole))
+    master = layout.slice_of(all_layout, whole).to(device)
     state = State(
         master=master,
         exp_avg=torch.zeros_like(master),

@@ -1,0 +1,268 @@
+"""Bubbles of a real pipeline on CPU processes, rank by rank, beside the simulator's prediction.
+
+A random Llama is cut into stages, a process each. Every job trains batches of equally long samples, so many
+microbatches a batch. One job runs in plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. The
+first window of each case teaches the planner how fast the stages are; those after it are measured. A rank is
+busy in its passes and its Steps; bubbles are those of the steady part, between filling and draining.
+
+    python -m benchmarks.pipeline_bubbles [--stages N] [--threads N] [--delay SECONDS] [--toy] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.result import arguments, finish
+from benchmarks.table import aligned
+from weft.adapters.kind import Member
+from weft.adapters.lora.spec import LoraSpec
+from weft.base.load import inspect
+from weft.base.spec import BaseSpec
+from weft.batch import Microbatch, Segment
+from weft.plan.cut import cut_layers
+from weft.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline, timeline_foreseen
+from weft.plan.planner import Course
+from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed
+from weft.run.commands import Staff
+from weft.run.pipeline import Pipeline, open_pipeline
+from weft.run.schedule import Recipe
+from weft.run.trace import timeline_of
+from weft.run.training import new_training
+from weft.run.wires import connect, place_here
+from weft.run.worker import serve
+
+CPU = torch.device("cpu")
+JOBS = (1, 2, 4, 8)
+RANKS = (8, 16, 4, 32)
+"""Of the adapters, in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is trained, and on how many processes."""
+
+    stages: int = 4
+    threads: int = 4
+    delay: float = 0.0
+    layers: int = 8
+    hidden: int = 512
+    vocabulary: int = 2048
+    length: int = 128
+    """Tokens of a sample."""
+    samples: int = 4
+    """Of a microbatch."""
+    microbatches: int = 4
+    """Of a job's global batch."""
+    steps: int = 8
+    """Of every job in a window."""
+    windows: int = 2
+
+    @property
+    def rows(self) -> int:
+        return self.length * self.samples
+
+
+TOY = Setting(2, 1, 0.0, 2, 32, 64, 8, 2, 2, 2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    jobs: int
+    order: PipelineOrder | None
+
+    @property
+    def name(self) -> str:
+        return "1 job, 1F1B" if self.order else f"{self.jobs} job{'s' if self.jobs > 1 else ''}, ours"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A case: shares of the steady time in which each rank waits, and what the whole window came to."""
+
+    name: str
+    measured: tuple[float, ...]
+    predicted: tuple[float, ...]
+    tokens_per_second: float
+    predicted_seconds: float
+    seconds: float
+
+
+def main() -> None:
+    parser = arguments("Bubbles of a real pipeline, beside the simulator's prediction.")
+    parser.add_argument("--stages", type=int, default=Setting.stages)
+    parser.add_argument("--threads", type=int, default=Setting.threads, help="of each process")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds that every message takes more")
+    parser.add_argument("--toy", action="store_true", help="tiny, to see that it runs")
+    asked = parser.parse_args()
+    asked_for = replace(Setting(), stages=asked.stages, threads=asked.threads, delay=asked.delay)
+    setting = TOY if asked.toy else asked_for
+    found = measure(setting)
+    print(table(found))
+    first = found[0].tokens_per_second
+    for one in found[1:]:
+        print(f"{one.name}: {one.tokens_per_second / first:.2f} × the tokens per second of 1F1B job by job")
+    finish({"setting": asdict(setting), "cases": [asdict(one) for one in found]}, asked.json)
+
+
+def table(found: Sequence[Found]) -> str:
+    titles = ["case", "rank", "measured", "predicted", "tokens/s", "seconds", "predicted"]
+    rows = []
+    for one in found:
+        for rank, (measured, predicted) in enumerate(zip(one.measured, one.predicted, strict=True)):
+            whole = [f"{one.tokens_per_second:.0f}", f"{one.seconds:.2f}", f"{one.predicted_seconds:.2f}"]
+            shown = whole if rank == 0 else ["", "", ""]
+            rows.append(
+                [one.name if rank == 0 else "", str(rank), f"{measured:.1%}", f"{predicted:.1%}", *shown]
+            )
+    return aligned(titles, rows)
+
+
+def measure(setting: Setting) -> list[Found]:
+    """Every case in one pipeline, whose first rank is this process."""
+    cases = [Case(1, PipelineOrder.alternating), *(Case(jobs, None) for jobs in JOBS)]
+    with tempfile.TemporaryDirectory() as folder, others(setting):
+        torch.set_num_threads(setting.threads)
+        spec = write_model(Path(folder), setting)
+        place = place_here()
+        assert place is not None
+        staff = Staff(connect(place, CPU))
+        held = cut_layers(inspect(spec, CPU), setting.stages)
+        pipeline = open_pipeline(
+            staff, spec, CPU, held, lambda job: Path(folder) / "checkpoints" / job, setting.delay
+        )
+        found = [run_case(pipeline, setting, case) for case in cases]
+        staff.dismiss()
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def write_model(folder: Path, setting: Setting) -> BaseSpec:
+    config = LlamaConfig(
+        vocab_size=setting.vocabulary,
+        hidden_size=setting.hidden,
+        intermediate_size=setting.hidden * 11 // 4,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=max(1, setting.hidden // 64),
+        num_key_value_heads=max(1, setting.hidden // 64),
+        max_position_embeddings=setting.length,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return BaseSpec(model=str(folder), dtype="float32")
+
+
+def run_case(pipeline: Pipeline, setting: Setting, case: Case) -> Found:
+    names = [f"job{number}" for number in range(case.jobs)]
+    base = pipeline.base
+    for number, name in enumerate(names):
+        member = Member(name, LoraSpec(rank=RANKS[number % len(RANKS)], dropout=0.05), number)
+        recipe = Recipe(steps=1000)
+        training = new_training(member, recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
+        pipeline.attach(training)
+    shares, foreseen, seconds, predicted = [], [], 0.0, 0.0
+    for window in range(setting.windows + 1):
+        courses = [course(name, window * setting.steps, setting) for name in names]
+        paces = pipeline.paces.stages()
+        program = plan_pipeline(courses, PipelineRules(setting.rows, paces, case.order))
+        for _ in pipeline.run(program, fetch, lambda: False):
+            pass
+        if window == 0:
+            continue
+        measured, simulated = timeline_of(pipeline.reports), timeline_foreseen(program, paces)
+        shares.append(measured.bubbles(measured.steady()))
+        foreseen.append(simulated.bubbles(simulated.steady()))
+        seconds, predicted = seconds + measured.makespan, predicted + simulated.makespan
+    for name in names:
+        pipeline.detach(name)
+    tokens = setting.windows * setting.steps * setting.microbatches * setting.rows * case.jobs
+    return Found(case.name, means(shares), means(foreseen), tokens / seconds, predicted, seconds)
+
+
+def means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
+
+
+def course(job: str, step: int, setting: Setting) -> Course:
+    count = setting.samples * setting.microbatches
+    samples = tuple(Placed(i, setting.length, i * setting.length) for i in range(count))
+    numbers = range(step + 1, step + setting.steps + 1)
+    batches = tuple(GlobalBatch(job, number, samples, count * (setting.length - 1)) for number in numbers)
+    return Course(job, step, batches, (), frozenset(), frozenset())
+
+
+def fetch(plan: MicrobatchPlan, _held_out: bool) -> Microbatch:
+    """Random tokens, all of them supervised."""
+    lengths = [placed.length for segment in plan.segments for placed in segment.samples]
+    offsets = [placed.offset for segment in plan.segments for placed in segment.samples]
+    positions = [torch.arange(length) for length in lengths]
+    tokens_T = torch.randint(0, 64, (sum(lengths),))
+    segments, start = [], 0
+    for segment in plan.segments:
+        segments.append(Segment(segment.job, segment.step, start, start + segment.tokens))
+        start += segment.tokens
+    return Microbatch(
+        tokens_T=tokens_T,
+        positions_T=torch.cat(positions),
+        targets_T=tokens_T.roll(-1),
+        token_index_T=torch.cat([offset + p for offset, p in zip(offsets, positions, strict=True)]),
+        sample_lengths=tuple(lengths),
+        segments=tuple(segments),
+    )
+
+
+@contextmanager
+def others(setting: Setting) -> Iterator[None]:
+    """The processes of all ranks but the first, which this process becomes."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    environments = [environment(rank, setting.stages, store.port) for rank in range(setting.stages)]
+    processes = [
+        context.Process(target=be_rank, args=(one, setting.threads), daemon=True) for one in environments[1:]
+    ]
+    before = dict(os.environ)
+    for process in processes:
+        process.start()
+    os.environ.update(environments[0])
+    try:
+        yield
+        for process in processes:
+            process.join(30)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for process in processes:
+            process.kill()
+
+
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def be_rank(variables: dict[str, str], threads: int) -> None:
+    os.environ.update(variables)
+    torch.set_num_threads(threads)
+    place = place_here()
+    assert place is not None
+    serve(connect(place, CPU), CPU)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Real processes for a pipeline's ranks, forked from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from weft.launch import PRELOADED
+
+MODULES = [*PRELOADED, "tests.bench", "tests.run.aboard", "transformers.models.opt.modeling_opt"]
+
+
+def context() -> Any:
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(MODULES)
+    return made
+
+
+def run_ranks(ranks: int, target: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `target(wires, *arguments)` returns on every rank."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = context()
+    started = []
+    for rank in range(ranks):
+        mine, theirs = made.Pipe(duplex=False)
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+            "WEFT_CACHE": os.environ.get("WEFT_CACHE", ""),
+        }
+        process = made.Process(target=_be_rank, args=(environment, theirs, target, arguments))
+        process.start()
+        theirs.close()
+        started.append((process, mine))
+    answers = [_answer(connection) for _, connection in started]
+    for process, _ in started:
+        process.join(30)
+        assert process.exitcode == 0
+    broken = [str(answer) for answer in answers if isinstance(answer, Broken)]
+    assert not broken, "\n".join(broken)
+    return answers
+
+
+class Broken(str):
+    """The traceback of a rank that failed."""
+
+    __slots__ = ()
+
+
+def _answer(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return Broken("a rank died without a word")
+
+
+def _be_rank(
+    environment: dict[str, str],
+    connection: Connection,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment)
+    import torch
+    import torch.distributed as dist
+
+    from weft.run.wires import connect, place_here
+
+    torch.set_num_threads(1)
+    try:
+        place = place_here()
+        assert place is not None
+        wires = connect(place, torch.device("cpu"))
+        connection.send(target(wires, *arguments))
+        dist.barrier()
+    except BaseException:
+        connection.send(Broken(traceback.format_exc()))
+    dist.destroy_process_group()

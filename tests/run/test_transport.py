@@ -1,0 +1,83 @@
+"""What passes between ranks moves while they compute: a step takes the longer of the two, not their sum."""
+
+import time
+
+import pytest
+import torch
+
+from tests import bench
+from tests.run import aboard
+from tests.run.ranks import run_ranks
+from tests.run.test_stage_executor import CAPACITY, CUTS, PACE, cut, make_jobs, whole_base
+from weft.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline
+from weft.plan.program import Forward, Send
+from weft.ready import lay_out
+from weft.run.stage_executor import StageExecutor
+from weft.run.transport import Inbox, Transport
+
+COMPUTE = 0.03
+"""Seconds of a forward, slept through: a device that is busy without taking a core from the other rank."""
+
+
+def timed_window(wires, delay):
+    """Seconds of a window whose links take `delay` per message, and how many microbatches it had."""
+    base = cut("llama", torch.float32, wires.place, CUTS[2])
+    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
+    executor = StageExecutor(base, transport, wires.place.rank)
+    jobs = make_jobs(whole_base("llama", torch.float32))
+    for job in jobs:
+        executor.attach(aboard.training(base, job))
+    base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(COMPUTE))
+    rules = PipelineRules(CAPACITY, (PACE, PACE), PipelineOrder.multi_job, spare=4)
+    program = plan_pipeline([job.course(0, 5, False) for job in jobs], rules)
+    by_name = {job.name: job for job in jobs}
+    filled = [(number, plan) for number, plan in enumerate(program.microbatches) if plan.segments]
+    list(executor.run(program, {number: lay_out(plan, False, by_name) for number, plan in filled}))
+    transport.settle()
+    times = executor.report.times
+    passes = sum(isinstance(one.action, Forward) for one in times)
+    return times[-1].stop - times[0].start, passes
+
+
+@pytest.fixture(scope="module")
+def without_delay():
+    return run_ranks(2, timed_window, 0.0)[0]
+
+
+def test_a_link_faster_than_the_compute_costs_next_to_nothing(without_delay):
+    base_seconds, passes = without_delay
+    delay = COMPUTE / 2
+    seconds, _ = run_ranks(2, timed_window, delay)[0]
+    one_after_another = base_seconds + 2 * passes * delay
+    print(f"{passes} passes: {base_seconds:.2f} s, with {delay} s links {seconds:.2f} s, "
+          f"their sum would be {one_after_another:.2f} s")  # fmt: skip
+    assert seconds < base_seconds + 0.25 * (one_after_another - base_seconds)
+
+
+def test_a_link_slower_than_the_compute_sets_the_pace_by_itself(without_delay):
+    base_seconds, passes = without_delay
+    delay = 3 * COMPUTE
+    seconds, _ = run_ranks(2, timed_window, delay)[0]
+    print(f"{passes} passes: links alone {passes * delay:.2f} s, measured {seconds:.2f} s")
+    assert passes * delay <= seconds < 0.85 * (passes * delay + base_seconds)
+
+
+def test_a_transport_keeps_what_it_sends_until_the_peer_has_it():
+    got = run_ranks(2, exchange)
+    assert got == [None, [float(number) for number in range(20)]]
+
+
+def exchange(wires):
+    """Rank 0 sends many tensors and lets go of each at once; rank 1 takes them late."""
+    transport = Transport(wires.lanes, 1000, torch.float64, bench.CPU)
+    if wires.place.rank == 0:
+        for number in range(20):
+            transport.send(Send(number, 1, "activation", 1), torch.full((50, 1000), float(number)).double())
+        transport.settle()
+        return None
+    time.sleep(0.3)
+    inbox = Inbox(wires.lanes.activation_in, torch.float64, bench.CPU)
+    inbox.expect([(50, 1000)] * 20)
+    taken = [inbox.take() for _ in range(20)]
+    assert all(bool((one == one[0, 0]).all()) for one in taken)
+    return [one[0, 0].item() for one in taken]

@@ -1,0 +1,139 @@
+"""A base cut into stages trains every job to what one process makes of it, whoever comes, goes or resumes."""
+
+import json
+import signal
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.launches import Launch, deep_folder, fresh
+from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines, numbers, states, status
+from tests.run.models import deep
+from weft import JobSpec
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forks):
+    """A folder whose `undisturbed` is the output of one process."""
+    folder = deep_folder(tmp_path_factory.mktemp("pipeline"), FOUR_JOBS)
+    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert status(folder / "undisturbed")["jobs"]["stops"]["reason"].startswith("stopped early")
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_losses_evaluations_and_adapters_equal_one_process(place, ranks):
+    output = place / fresh(place, "out")
+    assert Launch(place, "out", ranks).wait() == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_the_trace_has_a_line_for_every_rank_and_an_event_for_every_action(place):
+    output = place / "out"
+    if not (output / "trace.json").exists():
+        assert Launch(place, fresh(place, "out"), 4).wait() == 0
+    events = json.loads((output / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"rank 0", "rank 1", "rank 2", "rank 3"}
+    done = [event for event in events if event["ph"] == "X"]
+    for kind in ("Forward", "Backward", "Evaluate", "Reduce", "Step", "Save"):
+        counts = [sum(e["cat"] == kind and e["tid"] == rank for e in done) for rank in range(4)]
+        assert min(counts) == max(counts) > 0, kind
+    for rank in range(4):
+        mine = sorted((e["ts"], e["dur"]) for e in done if e["tid"] == rank)
+        assert all(a + d <= b + 2 for (a, d), (b, _) in pairwise(mine))
+
+
+def test_every_window_stands_beside_its_prediction(place):
+    output = place / "out"
+    if not (output / "windows.jsonl").exists():
+        assert Launch(place, fresh(place, "out"), 4).wait() == 0
+    windows = [json.loads(line) for line in (output / "windows.jsonl").read_text().splitlines()]
+    trained = [one for one in windows if one["tokens"] > 0]
+    assert len(trained) >= 4
+    assert all(one["microbatches"] > 0 for one in trained)
+    assert any(one["predicted_seconds"] for one in trained[1:])
+
+
+def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same_curve(place, forks):
+    output = place / fresh(place, "changing")
+    for ranks, count, more in ((4, 10, ()), (2, 25, ("--resume",))):
+        run = Launch(place, "changing", ranks, *more)
+        run.wait_for_lines(count)
+        run.signal(0, signal.SIGINT)
+        assert run.wait() == 130
+        before = lines(output)
+        assert "queued" in states(output).values()
+        newest = [max(folder.glob("step-*")) for folder in output.glob("*/checkpoints")]
+        assert newest
+        for folder in newest:
+            assert len(list(folder.glob("tensors-*.safetensors"))) == ranks
+    assert forks.weft("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
+    assert lines(output)[: len(before)] == before, "no finished step was made again"
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_interrupted_alone_it_goes_on_in_stages_to_the_same_curve(place, forks):
+    output = place / fresh(place, "growing")
+    forks.start("train", "jobs.yaml", "--output", "growing", cwd=place)
+    metrics = output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 12):
+        assert forks.running()
+    forks.signal(signal.SIGINT)
+    assert forks.wait() == 130
+    assert Launch(place, "growing", 2, "--resume").wait() == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_more_stages_than_layers_is_a_mistake_with_a_sentence(place, forks):
+    fresh(place, "never")
+    assert forks.weft("train", "jobs.yaml", "--output", "never", "--pipeline", "5", cwd=place) == 2
+    assert "--pipeline 5: the base has 4 layers, and each stage needs one" in (place / "log").read_text()
+    assert not (place / "never").exists()
+
+
+def test_a_mistake_that_the_first_rank_finds_is_exit_2_and_nobody_is_left_waiting(tmp_path, forks):
+    folder = deep_folder(tmp_path, [{"name": "a", "steps": 3, "adapter": {"init_from": "a.jsonl"}}])
+    assert forks.weft("train", "jobs.yaml", "--pipeline", "2", cwd=folder) == 2
+    log = (folder / "log").read_text()
+    assert "adapter.init_from" in log
+    assert "Traceback" not in log
+
+
+FLOAT32 = [
+    {"name": "a", "steps": 12, "adapter": {"rank": 4, "alpha": 8.0, "dropout": 0.1}, "learning_rate": 1e-3},
+    {"name": "b", "steps": 7, "adapter": {"rank": 7, "dropout": 0.1}, "data": "b.jsonl", "seed": 3},
+]
+
+
+def test_in_float32_it_is_as_near_to_float64_as_one_process_is(tmp_path, forks):
+    found = {}
+    for name, dtype in (("exact", torch.float64), ("alone", torch.float32), ("out", torch.float32)):
+        folder = deep_folder(tmp_path / str(dtype), FLOAT32, family="llama", eval=None)
+        text = (folder / "jobs.yaml").read_text()
+        (folder / "jobs.yaml").write_text(text.replace("float64", str(dtype).removeprefix("torch.")))
+        if name == "out":
+            assert Launch(folder, name, 4).wait() == 0
+        else:
+            assert forks.weft("train", "jobs.yaml", "--output", name, cwd=folder) == 0
+        found[name] = folder / name
+    for job in "ab":
+        runs = {name: trained(output, job) for name, output in found.items()}
+        oracle.assert_equal_float32(runs["out"], runs["alone"], runs["alone"], runs["exact"])
+
+
+def trained(output, job):
+    from tests import bench
+    from weft.base.model import Base
+    from weft.base.spec import BaseSpec
+
+    (given,) = (one for one in FLOAT32 if one["name"] == job)
+    spec = JobSpec(name=job, data=[{"text": "w7"}], adapter=given["adapter"], seed=given.get("seed", 0))
+    base = Base.from_model(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU)
+    losses = [loss for _, what, loss in numbers(output, job) if what == "loss"]
+    return oracle.Trained(losses, bench.start(base, spec), bench.adapter(output / job))

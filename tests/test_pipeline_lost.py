@@ -1,0 +1,87 @@
+"""A rank that dies or hangs: noticed in time, all stop and start again, and nobody's result changes."""
+
+import json
+import signal
+import time
+
+import pytest
+
+import weft.launch
+from tests.launches import Launch, deep_folder, fresh
+from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines
+from weft.run.heartbeat import LOST
+
+NOTICED = 10.0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forks):
+    folder = deep_folder(tmp_path_factory.mktemp("lost"), FOUR_JOBS)
+    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    return folder
+
+
+def strike(place, ranks, rank, number, at):
+    """Send the signal once `at` lines are written; how long it took until all ranks were started again."""
+    output = place / fresh(place, "out")
+    run = Launch(place, "out", ranks)
+    run.wait_for_lines(at)
+    before = run.pids()
+    run.signal(rank, number)
+    began = time.monotonic()
+    run.wait_until(lambda: run.pids() != before)
+    seconds = time.monotonic() - began
+    assert run.wait() == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+    return seconds
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_kill_9_of_each_rank_in_turn_ends_in_the_same_adapters(place, rank, capfd):
+    seconds = strike(place, 4, rank, signal.SIGKILL, at=8 + 6 * rank)
+    assert seconds < NOTICED
+    told = capfd.readouterr().err
+    assert "starting all ranks again from the last checkpoints (1 of 3)" in told
+    assert "Traceback" not in told
+    print(f"rank {rank} killed: all started again after {seconds:.1f} s")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_noticed_in_ten_seconds(place, rank, capfd):
+    seconds = strike(place, 2, rank, signal.SIGSTOP, at=14)
+    assert seconds < NOTICED
+    print(f"rank {rank} stopped: all started again after {seconds:.1f} s")
+
+
+def test_no_more_than_one_checkpoint_interval_is_made_again(place):
+    """A rank's first step after the restart, read from the trace, beside what had been written before it."""
+    output = place / fresh(place, "out")
+    run = Launch(place, "out", 2)
+    run.wait_for_lines(30)
+    before = run.pids()
+    run.signal(1, signal.SIGKILL)
+    run.wait_until(lambda: run.pids() != before)
+    reached = {line["job"]: line["step"] for line in lines(output) if "loss" in line}
+    assert run.wait() == 0
+    first = {}
+    for event in json.loads((output / "trace.json").read_text())["traceEvents"]:
+        if event.get("cat") == "Step" and event["tid"] == 0:
+            first.setdefault(event["args"]["job"], event["args"]["step"])
+    assert first
+    for job, step in first.items():
+        save_every = {"other": 1}.get(job, 2)
+        # The last save may have been under way on one of the ranks.
+        assert step > reached[job] - 2 * save_every, (job, step, reached[job])
+
+
+def test_after_its_restarts_it_gives_up_with_a_sentence(place, capfd, monkeypatch):
+    monkeypatch.setattr(weft.launch, "RESTARTS", 1)
+    fresh(place, "out")
+    run, before = Launch(place, "out", 2), []
+    for _ in range(2):
+        run.wait_until(lambda seen=before: (run.output / "ranks" / "pids").exists() and run.pids() != seen)
+        before = run.pids()
+        run.signal(1, signal.SIGKILL)
+    assert run.wait() == LOST
+    assert "rank 1 was ended by SIGKILL; giving up" in capfd.readouterr().err

@@ -1,0 +1,58 @@
+"""The loop over a pipeline: the same life of jobs, with windows planned for stages and a trace of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.jobs.store import Store
+from weft.journal import Journal
+from weft.loop import Callback, Loop, Room
+from weft.plan.learned import Company, Promise
+from weft.plan.memory import MemoryModel
+from weft.plan.pipeline_window import PipelineRules, plan_pipeline
+from weft.plan.planner import Course
+from weft.plan.program import Program
+from weft.run.pipeline import Pipeline
+from weft.run.trace import Trace
+
+ROUNDS = 16
+"""Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long one."""
+TRACE = "trace.json"
+
+
+class PipelinedLoop(Loop):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tokenizer: Any,
+        store: Store,
+        memory: MemoryModel,
+        most: int,
+        journal: Journal,
+    ) -> None:
+        super().__init__(pipeline.base, tokenizer, store, memory, most, journal, executor=pipeline)
+        self.pipeline = pipeline
+        self.rounds = ROUNDS
+        self.trace = Trace()
+
+    def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
+        try:
+            super().run(stop, callback)
+        finally:
+            self.trace.write(self.store.output / TRACE)
+
+    def _window(self, courses: Sequence[Course], room: Room) -> Program:
+        return plan_pipeline(
+            courses, PipelineRules(room.capacity, self.pipeline.paces.stages(), recompute=room.recompute)
+        )
+
+    def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+        super()._execute(program, stop, callback)
+        self.trace.add(program, self.pipeline.reports)
+
+    def _promise(self, program: Program, company: Company) -> Promise:
+        return self.learned.promise(program, company, self.pipeline.paces.predicted_seconds)
+
+    def _peak_bytes(self) -> int:
+        return max(super()._peak_bytes(), *self.pipeline.peaks)

@@ -1,0 +1,277 @@
+"""The next window of a pipeline: the same courses as on one device, cut, grouped and ordered for its stages.
+
+Jobs form groups whose rounds take turns, so that others fill the wait of one job's batch for its Step.
+A window ends with the round in which somebody evaluates: what follows depends on the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import count
+
+from weft.plan.check import check
+from weft.plan.cost import Line
+from weft.plan.group import JobLengths, group
+from weft.plan.memory import NOTHING, Recompute
+from weft.plan.merge import BatchSample, MergeRules, merge
+from weft.plan.pipeline import Work, evaluated, gpipe, multi_job, one_forward_one_backward
+from weft.plan.planner import Course
+from weft.plan.price import PassPrice, Prices, free_cluster
+from weft.plan.program import Action, GlobalBatch, MicrobatchPlan, Program, Save, SegmentPlan, Step
+from weft.plan.segments import QUICK, pack_segments
+from weft.plan.simulate import simulate
+from weft.plan.template import Queue, template
+from weft.plan.timeline import Timeline
+
+Groups = tuple[tuple[str, ...], ...]
+MOST_SPLITS = 4
+"""A round is cut into up to so many times the microbatches that it needs, where that fills the pipeline."""
+
+
+class PipelineOrder(StrEnum):
+    gpipe = "gpipe"
+    alternating = "1f1b"
+    multi_job = "multi-job"
+    template = "template"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePace:
+    """How long a microbatch takes on one stage, by its rows, and a Step."""
+
+    forward: Line
+    backward: Line
+    step: float = 0.0
+    """Seconds of one job's Step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRules:
+    """What the planner of a pipeline's windows is told beside the courses."""
+
+    capacity: int
+    paces: tuple[StagePace, ...]
+    """One for each stage."""
+    order: PipelineOrder | None = None
+    """None: the one that the simulator finds fastest."""
+    recompute: Recompute = NOTHING
+    spare: int = 0
+    """Microbatches in flight on all stages but the last beyond what 1F1B has: they hide slow links."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.paces)
+
+
+def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
+    """Train the courses' batches up to the first evaluation. The result is checked before it is given out."""
+    step = {course.job: course.step for course in courses}
+    beginners = [course for course in courses if course.begins]
+    looking = [course for course in beginners if _evaluates(course, course.step)]
+    # Who evaluates where it begins must know the outcome before its first batch; nobody trains meanwhile.
+    batches = [] if looking else _batches(courses)
+    program = _trained(batches, courses, rules) if batches else _empty(rules)
+    after = step | {batch.job: batch.step for batch in batches}
+    last = {batch.job: batch.step for batch in batches}
+    due = looking or [course for course in courses if _evaluates(course, last.get(course.job, -1))]
+    program = _with_evaluation(program, [_look(course, after[course.job]) for course in due], rules)
+    program = _with_saves(program, courses)
+    program = replace(program, recompute=rules.recompute)
+    check(program, step)
+    return program
+
+
+def timeline_foreseen(program: Program, paces: Sequence[StagePace]) -> Timeline:
+    """What the simulator says a window will be like, links not counted."""
+    prices = _prices(program.microbatches, paces)
+    return simulate(program, prices, free_cluster(len(program.devices)))
+
+
+def _evaluates(course: Course, step: int) -> bool:
+    return bool(course.evaluation) and step in course.evaluate_at
+
+
+def _look(course: Course, step: int) -> SegmentPlan:
+    return SegmentPlan(course.job, step, course.evaluation)
+
+
+def _batches(courses: Sequence[Course]) -> list[GlobalBatch]:
+    """Round by round, up to and with the first in which somebody evaluates."""
+    found: list[GlobalBatch] = []
+    for turn in range(max((len(course.batches) for course in courses), default=0)):
+        moving = [course for course in courses if turn < len(course.batches)]
+        found += [course.batches[turn] for course in moving]
+        if any(_evaluates(course, course.batches[turn].step) for course in moving):
+            break
+    return found
+
+
+def _empty(rules: PipelineRules) -> Program:
+    return Program(rules.capacity, (), (), ((),) * rules.stages, tuple(range(rules.stages)))
+
+
+# -- training -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    program: Program
+    seconds: float
+
+
+def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: PipelineRules) -> Program:
+    """Of a few ways the fastest, by the simulator: how finely rounds are cut, and in which order they run."""
+    longest = max(placed.length for batch in batches for placed in batch.samples)
+    orders = [PipelineOrder.alternating, PipelineOrder.multi_job] if rules.order is None else [rules.order]
+    best: _Candidate | None = None
+    for splits in range(1, MOST_SPLITS + 1):
+        room = max(longest, -(-rules.capacity // splits))
+        groups = _groups(batches, [course.job for course in courses], room, rules.stages)
+        # A bucket of the template runs in one piece, so no sample may go into another group's round.
+        shift = rules.order is not PipelineOrder.template
+        work = replace(_work(batches, groups, room, rules.stages, shift), capacity=rules.capacity)
+        prices = _prices(work.microbatches, rules.paces)
+        found = [_ordered(order, work, prices, groups, rules) for order in orders]
+        candidates = [_Candidate(one, _seconds(one, prices)) for one in found]
+        fastest = min(candidates, key=lambda one: one.seconds)
+        if best is not None and fastest.seconds >= best.seconds:
+            break
+        best = fastest
+        if room == longest:
+            break
+    assert best is not None
+    return best.program
+
+
+def _seconds(program: Program, prices: Prices) -> float:
+    return simulate(program, prices, free_cluster(len(program.devices))).makespan
+
+
+def _groups(batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, stages: int) -> Groups:
+    """Groups that take turns, from what each job's first batch of the window looks like."""
+    firsts: dict[str, GlobalBatch] = {}
+    for batch in batches:
+        firsts.setdefault(batch.job, batch)
+    lengths = [
+        JobLengths(job, firsts[job].tokens / len(firsts[job].samples), firsts[job].tokens)
+        for job in jobs
+        if job in firsts
+    ]
+    return group(lengths, capacity, stages).groups
+
+
+def _work(batches: Sequence[GlobalBatch], groups: Groups, capacity: int, stages: int, shift: bool) -> Work:
+    """Microbatches that the jobs of a group share, laid so that a job's batches are far enough apart."""
+    by_job: dict[str, list[GlobalBatch]] = {}
+    for batch in batches:
+        by_job.setdefault(batch.job, []).append(batch)
+    rounds: list[list[BatchSample]] = []
+    for turn in range(max(len(found) for found in by_job.values())):
+        for members in groups:
+            turns = [by_job[job][turn] for job in members if turn < len(by_job[job])]
+            samples = [
+                BatchSample(batch.job, batch.step, number, placed.length)
+                for batch in turns
+                for number, placed in enumerate(batch.samples)
+            ]
+            rounds += [samples] if samples else []
+    merged = merge(rounds, MergeRules(capacity, stages, limits=QUICK), shift=shift)
+    placed = {(batch.job, batch.step): batch.samples for batch in batches}
+    microbatches = []
+    for held in merged.microbatches:
+        segments: dict[tuple[str, int], list[int]] = {}
+        for one in held:
+            segments.setdefault((one.job, one.batch), []).append(one.sample)
+        microbatches.append(
+            MicrobatchPlan(
+                tuple(
+                    SegmentPlan(*key, tuple(placed[key][number] for number in sorted(chosen)))
+                    for key, chosen in segments.items()
+                )
+            )
+        )
+    return Work(capacity, tuple(microbatches), tuple(batches))
+
+
+def _prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) -> Prices:
+    return Prices(
+        tuple(
+            tuple(
+                PassPrice(pace.forward(one.rows), pace.backward(one.rows), kept_bytes=one.rows)
+                for pace in paces
+            )
+            for one in microbatches
+        ),
+        step=sum(pace.step for pace in paces) / len(paces),
+    )
+
+
+def _ordered(
+    order: PipelineOrder, work: Work, prices: Prices, groups: Groups, rules: PipelineRules
+) -> Program:
+    stages = rules.stages
+    match order:
+        case PipelineOrder.gpipe:
+            return gpipe(work, stages)
+        case PipelineOrder.alternating:
+            return one_forward_one_backward(work, stages)
+        case PipelineOrder.multi_job:
+            return multi_job(work, stages, prices, rules.spare)
+        case PipelineOrder.template:
+            return template(work, _queues(work, prices, groups, stages)).program
+
+
+def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
+    """A bucket for each group; its microbatches are priced alike, as the template wants them."""
+    home = {job: number for number, members in enumerate(groups) for job in members}
+    held: dict[int, list[int]] = {}
+    for number in work.filled:
+        held.setdefault(home[work.microbatches[number].jobs[0]], []).append(number)
+    return [
+        Queue(tuple(numbers), tuple(_mean(numbers, prices, stage) for stage in range(stages)))
+        for numbers in held.values()
+    ]
+
+
+def _mean(numbers: Sequence[int], prices: Prices, stage: int) -> PassPrice:
+    passes = [prices.passes[number][stage] for number in numbers]
+    return PassPrice(
+        sum(one.forward for one in passes) / len(passes), sum(one.backward for one in passes) / len(passes)
+    )
+
+
+# -- evaluation and checkpoints --------------------------------------------------------------------------
+
+
+def _with_evaluation(program: Program, looks: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
+    """Behind all training, forwards through all stages."""
+    packed = pack_segments(looks, rules.capacity)
+    numbers = [number for number, _ in zip(count(len(program.microbatches)), packed, strict=False)]
+    return replace(
+        program,
+        microbatches=(*program.microbatches, *packed),
+        devices=tuple(
+            (*actions, *evaluated(numbers, stage, rules.stages))
+            for stage, actions in enumerate(program.devices)
+        ),
+    )
+
+
+def _with_saves(program: Program, courses: Sequence[Course]) -> Program:
+    """A Save right behind its Step; who begins saves where it stands, before anything else."""
+    at = {course.job: course.save_at for course in courses}
+    begin = [
+        Save(course.job, course.step) for course in courses if course.begins and course.step in course.save_at
+    ]
+
+    def saved(actions: Sequence[Action]) -> tuple[Action, ...]:
+        found: list[Action] = [*begin]
+        for action in actions:
+            found.append(action)
+            if isinstance(action, Step) and action.step in at[action.job]:
+                found.append(Save(action.job, action.step))
+        return tuple(found)
+
+    return replace(program, devices=tuple(saved(actions) for actions in program.devices))

@@ -1,0 +1,293 @@
+"""Runs one rank's list of a Program: the passes of its stage, and what it exchanges with its neighbours.
+
+It decides nothing but, on the first rank, whether a job's sums allow its step; the others take its word.
+
+Shapes: T rows of a microbatch, D hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.base.model import Base
+from weft.batch import Microbatch, Segment
+from weft.objectives import sft
+from weft.ops.lora import Route
+from weft.plan.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Forward,
+    GlobalBatch,
+    Program,
+    Recv,
+    Reduce,
+    Save,
+    Send,
+    Step,
+)
+from weft.run.events import Failed, SaveDue, Stepped
+from weft.run.lay import Laid, lay
+from weft.run.logprobs import segment_logprobs
+from weft.run.measure import is_out_of_memory
+from weft.run.passes import Plain
+from weft.run.steps import Due, Sums, batch_sums, close_batch, make_updates, why_no_step
+from weft.run.transport import Transport
+from weft.run.woven import Woven
+
+RankEvent = Stepped | Failed | SaveDue
+
+
+class RankFull(RuntimeError):
+    """A pass did not fit. The other ranks are in the middle of theirs, so that the run cannot go on."""
+
+
+DEAD = math.nan
+"""The word on the step of a job that makes none from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action, and when it ran on its rank, in seconds of the machine's clock; a Reduce or a Step begins
+    when it has what it waits for."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class LookSums:
+    """What one job's evaluation after `step` came to."""
+
+    job: str
+    step: int
+    loss: float
+    hits: int
+    tokens: int
+
+    def __add__(self, other: LookSums) -> LookSums:
+        loss, hits, tokens = self.loss + other.loss, self.hits + other.hits, self.tokens + other.tokens
+        return LookSums(self.job, self.step, loss, hits, tokens)
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What only this rank knows when its list of a window is through."""
+
+    looks: list[LookSums] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Jobs that broke here after the first rank had given its word, with the reason."""
+    times: list[Timed] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch between its Forward and its Backward on this stage."""
+
+    laid: Laid
+    passed: Plain
+    h_TD: Tensor
+    losses: list[Tensor] = field(default_factory=list)
+    hits: list[Tensor] = field(default_factory=list)
+
+
+class StageExecutor(Woven):
+    def __init__(self, base: Base, transport: Transport, rank: int, route: Route | None = None) -> None:
+        super().__init__(base, route, graphs=False)
+        assert not self.route.mixes_rows, "in a pipeline no route may mix rows: nothing is replayed"
+        self.transport = transport
+        self.rank = rank
+        self.report = RankReport()
+        self._program: Program | None = None
+        self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
+        self._microbatches: Mapping[int, Microbatch] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._arrived: dict[tuple[int, str], Tensor] = {}
+        self._made: dict[tuple[int, str], Tensor] = {}
+        self._sums: dict[tuple[str, int], Tensor] = {}
+        self._words: dict[int, float] = {}
+        self._began = 0.0
+        """When the action that runs began; what it waited for others is not counted."""
+        self._zero = torch.zeros((), dtype=base.dtype, device=base.device)
+
+    def run(self, program: Program, microbatches: Mapping[int, Microbatch]) -> Iterator[RankEvent]:
+        """Run this rank's list to its end; `report` then holds what the first rank must be told."""
+        assert program.stages == tuple(range(len(program.devices))), "stage s is on rank s"
+        actions = program.devices[self.rank]
+        if self.layers is not None:
+            self.layers.recompute = program.recompute
+        self._program, self._microbatches = program, microbatches
+        self._batches = {(one.job, one.step): (at, one) for at, one in enumerate(program.batches)}
+        self.report = RankReport()
+        self.transport.expect(program, actions)
+        try:
+            with self._on_stream():
+                for action in actions:
+                    self._began = time.time()
+                    yield from self._act(action)
+                    self.report.times.append(Timed(action, self._began, time.time()))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RankFull(f"rank {self.rank} is out of memory: {error}") from error
+        assert not self._flights, "a microbatch is still in flight at the window's end"
+        assert not self._arrived, "something arrived that nobody used"
+        assert not self._words, "a word was given that no Step took"
+
+    def _act(self, action: Action) -> Iterator[RankEvent]:
+        match action:
+            case Recv(number, _, what):
+                self._arrived[number, what] = self.transport.receive(action)
+            case Send(number, _, what):
+                self.transport.send(action, self._made.pop((number, what)))
+            case Forward(number):
+                self._forward(number)
+            case Backward(number):
+                self._backward(number)
+            case Evaluate(number):
+                self._evaluate(number)
+            case Reduce(job, step):
+                self._reduce(job, step)
+            case Step(job, step):
+                if self.rank == 0:
+                    yield from self._decide(job, step)
+                else:
+                    self._obey(job, step)
+            case Save(job, step):
+                if job not in self.dead:
+                    yield SaveDue(job, step)
+            case _:
+                raise AssertionError(f"a rank does not run {action}")
+
+    # -- passes ------------------------------------------------------------------------------------------
+
+    def _pass(self, number: int) -> Plain:
+        microbatch = self._microbatches[number]
+        given_TD = None if self.base.first else self._arrived.pop((number, "activation"))
+        laid = lay(microbatch, microbatch.rows, self.base.device)
+        return Plain(self.base, self.banks, laid, self.route, given_TD)
+
+    def _forward(self, number: int) -> None:
+        passed = self._pass(number)
+        h_TD = passed.forward()
+        if not self.base.last:
+            self._made[number, "activation"] = h_TD
+            self._flights[number] = _Flight(passed.laid, passed, h_TD)
+            return
+        leaf_TD = h_TD.detach().requires_grad_()
+        logprobs, hits = segment_logprobs(leaf_TD, passed.laid, self._head)
+        losses = [
+            sft.loss(part_S, self._batches[segment.job, segment.step][1].supervised)
+            for segment, part_S in zip(passed.laid.microbatch.segments, logprobs, strict=True)
+        ]
+        self._flights[number] = _Flight(
+            passed.laid, passed, leaf_TD, losses, [part_S.sum() for part_S in hits]
+        )
+
+    def _backward(self, number: int) -> None:
+        flight = self._flights.pop(number)
+        dh_TD = self._loss_gradient(flight) if self.base.last else self._arrived.pop((number, "gradient"))
+        flight.passed.backward(dh_TD)
+        if not self.base.first:
+            self._made[number, "gradient"] = flight.passed.dgiven_TD
+        for index, segment in enumerate(flight.laid.microbatch.segments):
+            if segment.job not in self.dead:
+                self._collect(segment, flight, index)
+
+    def _collect(self, segment: Segment, flight: _Flight, index: int) -> None:
+        loss = flight.losses[index] if self.base.last else self._zero
+        hits = flight.hits[index] if self.base.last else self._zero.long()
+        self.aboard[segment.job].collect(segment, loss, hits)
+
+    def _loss_gradient(self, flight: _Flight) -> Tensor:
+        """With respect to the last hidden states; the rows of dead jobs weigh nothing."""
+        segments = flight.laid.microbatch.segments
+        alive = [
+            loss
+            for segment, loss in zip(segments, flight.losses, strict=True)
+            if segment.job not in self.dead
+        ]
+        if not alive:
+            return torch.zeros_like(flight.h_TD)
+        torch.stack(alive).sum().backward()
+        assert flight.h_TD.grad is not None
+        return flight.h_TD.grad
+
+    @torch.no_grad()
+    def _evaluate(self, number: int) -> None:
+        passed = self._pass(number)
+        h_TD = passed.forward(training=False)
+        if not self.base.last:
+            self._made[number, "activation"] = h_TD
+            return
+        logprobs, hits = segment_logprobs(h_TD, passed.laid, self._head)
+        for segment, part_S, hit_S in zip(passed.laid.microbatch.segments, logprobs, hits, strict=True):
+            sums = -part_S.sum().item(), int(hit_S.sum()), len(hit_S)
+            self.report.looks.append(LookSums(segment.job, segment.step, *sums))
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def _reduce(self, job: str, step: int) -> None:
+        """Add this rank's part of what the batch came to, and hand it on to the first rank."""
+        if job in self.dead:
+            sums = torch.full((3,), DEAD, dtype=torch.float64)
+        else:
+            (own,) = batch_sums([self.aboard[job]])
+            sums = torch.tensor([own.loss, own.hits, own.norm**2], dtype=torch.float64)
+        beyond = self.transport.sums_from_next()
+        self._began = time.time()
+        if beyond is not None:
+            sums += beyond
+        self.transport.sums_to_before(sums)
+        if self.rank == 0:
+            self._sums[job, step] = sums
+
+    def _decide(self, job: str, step: int) -> Iterator[RankEvent]:
+        """On the first rank: give the word, then make the step or let the job die."""
+        at, batch = self._batches[job, step]
+        loss, hits, squares = self._sums.pop((job, step)).tolist()
+        if job in self.dead:
+            self._give_word(at, DEAD)
+            return
+        training = self.aboard[job]
+        sums = Sums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, hits=hits)
+        reason = why_no_step(training, sums)
+        self._give_word(at, DEAD if reason else sums.norm)
+        update = training.update(sums.norm)
+        reason = reason or make_updates([update])[0]
+        if reason is not None:
+            self.kill(job)
+            yield Failed(job, reason)
+            return
+        outcome = close_batch(Due(training, batch.supervised), sums, update.learning_rate)
+        yield Stepped(job, training.progress.step, outcome)
+
+    def _obey(self, job: str, step: int) -> None:
+        """On every other rank: make the step as the first rank's word has it."""
+        at, batch = self._batches[job, step]
+        while at not in self._words:
+            number, norm, _ = self.transport.word_from_before().tolist()
+            self._words[int(number)] = norm
+        norm = self._words.pop(at)
+        self._began = time.time()
+        if job in self.dead:
+            return
+        if math.isnan(norm):
+            self.kill(job)
+            return
+        (reason,) = make_updates([self.aboard[job].update(norm)])
+        if reason is not None:
+            self.report.failures[job] = reason
+            self.kill(job)
+            return
+        close_batch(Due(self.aboard[job], batch.supervised), Sums(0.0, norm, 0.0), 0.0)
+
+    def _give_word(self, at: int, norm: float) -> None:
+        self.transport.word_to_next(torch.tensor([at, norm, 0.0], dtype=torch.float64))

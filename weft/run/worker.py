@@ -1,0 +1,120 @@
+"""Every rank of a pipeline but the first: it loads its stage and obeys, command by command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from weft.base.stages import load_stage
+from weft.errors import UserError
+from weft.run import checkpoint
+from weft.run.commands import (
+    Attach,
+    Begin,
+    Begun,
+    Detach,
+    End,
+    Ended,
+    HandedOver,
+    KeepBest,
+    Orders,
+    Refused,
+    Run,
+    Saved,
+    SaveSlice,
+    Through,
+)
+from weft.run.measure import peak_bytes
+from weft.run.slices import write_slice
+from weft.run.stage_executor import StageExecutor
+from weft.run.training import new_training
+from weft.run.transport import Transport
+from weft.run.wires import Wires
+
+
+def serve(wires: Wires, device: torch.device) -> None:
+    """Obey until the first rank says that it is over."""
+    orders = Orders(wires)
+    first = orders.take()
+    if isinstance(first, End):
+        orders.answer(Ended())
+        return
+    assert isinstance(first, Begin), f"the first command is to begin, not {first}"
+    try:
+        worker = Worker(wires, orders, first, device)
+    except UserError as error:
+        orders.answer(Refused(f"rank {wires.place.rank}: {error}"))
+        last = orders.take()
+        assert isinstance(last, End), f"who refused is sent home, not told {last}"
+        orders.answer(Ended())
+        return
+    orders.answer(Begun())
+    worker.obey()
+
+
+class Worker:
+    def __init__(self, wires: Wires, orders: Orders, begin: Begin, device: torch.device) -> None:
+        self.rank = wires.place.rank
+        self.orders = orders
+        self.base = load_stage(begin.spec, device, begin.held)
+        width, dtype = self.base.shape.hidden, self.base.dtype
+        self.transport = Transport(wires.lanes, width, dtype, device, begin.delay)
+        self.executor = StageExecutor(self.base, self.transport, self.rank)
+        self._checkpoints: dict[str, Path] = {}
+
+    def obey(self) -> None:
+        while True:
+            match self.orders.take():
+                case Attach() as attach:
+                    self._attach(attach)
+                case Run() as run:
+                    self._run(run)
+                case KeepBest(job):
+                    training = self.executor.aboard[job]
+                    training.best = training.master.clone()
+                case SaveSlice(job):
+                    self._save(job)
+                case Detach(job):
+                    self._detach(job)
+                case End():
+                    self.transport.close()
+                    self.orders.answer(Ended())
+                    return
+                case other:
+                    raise AssertionError(f"a worker does not know {other}")
+
+    def _attach(self, attach: Attach) -> None:
+        base, job = self.base, attach.member.job
+        sites = base.shape.sites
+        training = new_training(
+            attach.member, attach.recipe, sites, base.dtype, base.device, base.whole_sites
+        )
+        if attach.resumes:
+            found = checkpoint.restore(attach.checkpoints, training)
+            assert found, f"the checkpoint of {job} that the first rank found is not here"
+        self.executor.attach(training)
+        self._checkpoints[job] = attach.checkpoints
+
+    def _run(self, run: Run) -> None:
+        for event in self.executor.run(run.program, run.microbatches):
+            # Of a rank's events only these are its own business; the first rank hears of steps by itself.
+            self._save(event.job)
+        self.transport.settle()
+        self.orders.answer(Through(self.executor.report, peak_bytes(self.base.device)))
+
+    def _save(self, job: str) -> None:
+        training = self.executor.aboard[job]
+        step = training.progress.step
+        try:
+            written = write_slice(self._checkpoints[job], training, self.rank)
+        except OSError as error:
+            self.orders.answer(Saved(job, step, None, str(error)))
+            return
+        self.orders.answer(Saved(job, step, written))
+
+    def _detach(self, job: str) -> None:
+        training = self.executor.detach(job)
+        best = None if training.best is None else training.best.cpu()
+        self.orders.answer(HandedOver(job, training.layout, training.master.cpu(), best))
+        del self._checkpoints[job]
