@@ -5,7 +5,8 @@ microbatches a batch. One job runs in plain 1F1B; then 1, 2, 4 and 8 jobs run as
 first window of each case teaches the planner how fast the stages are; those after it are measured. A rank is
 busy in its passes and its Steps; bubbles are those of the steady part, between filling and draining.
 
-    python -m benchmarks.pipeline_bubbles [--stages N] [--threads N] [--delay SECONDS] [--toy] [--json FILE]
+    python -m benchmarks.pipeline_bubbles [--stages N] [--threads N] [--delay SECONDS] [--spare N]
+        [--toy] [--json FILE]
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class Setting:
     steps: int = 8
     """Of every job in a window."""
     windows: int = 2
+    spare: int = 1
+    """Microbatches in flight beyond what 1F1B has, in our orders."""
 
     @property
     def rows(self) -> int:
@@ -101,9 +104,12 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=Setting.stages)
     parser.add_argument("--threads", type=int, default=Setting.threads, help="of each process")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that every message takes more")
+    parser.add_argument("--spare", type=int, default=Setting.spare, help="more in flight than 1F1B has")
     parser.add_argument("--toy", action="store_true", help="tiny, to see that it runs")
     asked = parser.parse_args()
-    asked_for = replace(Setting(), stages=asked.stages, threads=asked.threads, delay=asked.delay)
+    asked_for = replace(
+        Setting(), stages=asked.stages, threads=asked.threads, delay=asked.delay, spare=asked.spare
+    )
     setting = TOY if asked.toy else asked_for
     found = measure(setting)
     print(table(found))
@@ -172,7 +178,7 @@ def run_case(pipeline: Pipeline, setting: Setting, case: Case) -> Found:
     for window in range(setting.windows + 1):
         courses = [course(name, window * setting.steps, setting) for name in names]
         paces = pipeline.paces.stages()
-        program = plan_pipeline(courses, PipelineRules(setting.rows, paces, case.order))
+        program = plan_pipeline(courses, PipelineRules(setting.rows, paces, case.order, spare=setting.spare))
         for _ in pipeline.run(program, fetch, lambda: False):
             pass
         if window == 0:

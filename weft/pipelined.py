@@ -18,6 +18,8 @@ from weft.run.trace import Trace
 
 ROUNDS = 16
 """Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long one."""
+SPARE = 1
+"""Microbatches in flight beyond what 1F1B has, so that a late arrival finds its stage at work."""
 TRACE = "trace.json"
 
 
@@ -43,9 +45,9 @@ class PipelinedLoop(Loop):
             self.trace.write(self.store.output / TRACE)
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        return plan_pipeline(
-            courses, PipelineRules(room.capacity, self.pipeline.paces.stages(), recompute=room.recompute)
-        )
+        paces = self.pipeline.paces.stages()
+        rules = PipelineRules(room.capacity, paces, recompute=room.recompute, spare=SPARE)
+        return plan_pipeline(courses, rules)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         super()._execute(program, stop, callback)

@@ -24,7 +24,7 @@ from weft.jobs.store import Store, open_store
 from weft.journal import Journal, View
 from weft.loop import Callback, Loop
 from weft.paths import cache_folder
-from weft.pipelined import PipelinedLoop
+from weft.pipelined import SPARE, PipelinedLoop
 from weft.plan.cut import cut_layers, stage_shape
 from weft.plan.memory import MemoryModel
 from weft.plan.profile import Profile, find_profile, read_profile
@@ -236,7 +236,7 @@ class Trainer:
             (stage_shape(shape, held) for held in cut_layers(shape, ranks)), key=lambda one: one.parameters
         )
         shared = 1 if own_gpus(place, device) else place.local_ranks
-        return MemoryModel(heaviest, budget // shared, taken_bytes(device), in_flight=ranks)
+        return MemoryModel(heaviest, budget // shared, taken_bytes(device), in_flight=ranks + SPARE)
 
     def _load(self, device: torch.device) -> Base:
         return self.base if isinstance(self.base, Base) else load_base(self.spec, device)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from weft.plan.cost import Line
-from weft.plan.nnls import non_negative
 from weft.plan.pipeline_window import StagePace, timeline_foreseen
 from weft.plan.program import Backward, Evaluate, Forward, Program, Step
 from weft.run.stage_executor import RankReport
@@ -20,52 +19,73 @@ BACKWARD_GUESS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class RowsTime:
-    """One measured pass over a stage."""
+class Measured:
+    """One pass on one stage."""
 
     rows: int
     seconds: float
 
 
+def _few() -> deque[Measured]:
+    return deque(maxlen=REMEMBERED)
+
+
+@dataclass(slots=True)
+class _Stage:
+    layers: int
+    forwards: deque[Measured] = field(default_factory=_few)
+    backwards: deque[Measured] = field(default_factory=_few)
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def learn(self, program: Program, report: RankReport) -> None:
+        for one in report.times:
+            seconds = one.stop - one.start
+            match one.action:
+                case Forward(number) | Evaluate(number):
+                    self.forwards.append(Measured(program.microbatches[number].rows, seconds))
+                case Backward(number):
+                    self.backwards.append(Measured(program.microbatches[number].rows, seconds))
+                case Step():
+                    self.steps.append(seconds)
+
+    def pace(self) -> StagePace:
+        steps = sum(self.steps) / max(1, len(self.steps))
+        return StagePace(line_through(self.forwards), line_through(self.backwards), steps)
+
+    def guess(self) -> StagePace:
+        return StagePace(Line(0.0, float(self.layers)), Line(0.0, BACKWARD_GUESS * self.layers))
+
+
 class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
         """`layers` of each stage: what times are guessed from until there are any."""
-        self._guess = tuple(layers)
-        self._forwards: list[deque[RowsTime]] = [deque(maxlen=REMEMBERED) for _ in layers]
-        self._backwards: list[deque[RowsTime]] = [deque(maxlen=REMEMBERED) for _ in layers]
-        self._steps: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in layers]
+        self._stages = [_Stage(count) for count in layers]
 
     @property
     def measured(self) -> bool:
-        return all((*self._forwards, *self._backwards))
+        return all(stage.forwards and stage.backwards for stage in self._stages)
 
     def learn(self, program: Program, reports: Sequence[RankReport]) -> None:
-        for stage, report in enumerate(reports):
-            for one in report.times:
-                if isinstance(one.action, Step):
-                    self._steps[stage].append(one.stop - one.start)
-                if not isinstance(one.action, Forward | Backward | Evaluate):
-                    continue
-                rows = program.microbatches[one.action.microbatch].rows
-                forth = not isinstance(one.action, Backward)
-                into = self._forwards if forth else self._backwards
-                into[stage].append(RowsTime(rows, one.stop - one.start))
+        for stage, report in zip(self._stages, reports, strict=True):
+            stage.learn(program, report)
 
     def stages(self) -> tuple[StagePace, ...]:
-        if not self.measured:
-            guesses = (Line(0.0, float(count)) for count in self._guess)
-            return tuple(StagePace(line, Line(0.0, BACKWARD_GUESS * line.per_token)) for line in guesses)
-        return tuple(
-            StagePace(_line(forwards), _line(backwards), sum(steps) / max(1, len(steps)))
-            for forwards, backwards, steps in zip(self._forwards, self._backwards, self._steps, strict=True)
-        )
+        known = self.measured
+        return tuple(stage.pace() if known else stage.guess() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
         """The simulated time of a window, or None while nothing has been measured."""
         return timeline_foreseen(program, self.stages()).makespan if self.measured else None
 
 
-def _line(passes: Sequence[RowsTime]) -> Line:
-    matrix = np.array([(1.0, one.rows) for one in passes])
-    fixed, per_token = non_negative(matrix, np.array([one.seconds for one in passes]))
-    return Line(float(fixed), float(per_token))
+def line_through(passes: Sequence[Measured]) -> Line:
+    """Least squares over two parameters that may not be negative."""
+    rows = np.array([one.rows for one in passes], dtype=float)
+    seconds = np.array([one.seconds for one in passes], dtype=float)
+    through_origin = Line(0.0, float(rows @ seconds / max(rows @ rows, 1.0)))
+    if np.ptp(rows) == 0:
+        return through_origin
+    per_row, fixed = np.polyfit(rows, seconds, 1)
+    if fixed < 0:
+        return through_origin
+    return Line(float(fixed), float(per_row)) if per_row >= 0 else Line(float(seconds.mean()), 0.0)

@@ -1,0 +1,43 @@
+"""A stage's times become lines over rows."""
+
+import pytest
+
+from tests.plan.works import work
+from weft.plan.cost import Line
+from weft.plan.pipeline import one_forward_one_backward
+from weft.plan.program import Backward, Forward, Step
+from weft.run.paces import BACKWARD_GUESS, Measured, Paces, line_through
+from weft.run.stage_executor import RankReport, Timed
+
+
+def test_a_line_is_found_and_never_goes_below_zero():
+    line = line_through([Measured(rows, 0.5 + 0.01 * rows) for rows in (10, 20, 40)])
+    assert (line.fixed, line.per_token) == pytest.approx((0.5, 0.01))
+    assert line_through([Measured(10, 1.0), Measured(20, 2.5)]).fixed == 0.0
+    assert line_through([Measured(10, 2.0), Measured(20, 1.0)]) == Line(1.5, 0.0)
+    assert line_through([Measured(8, 4.0), Measured(8, 4.0)]) == Line(0.0, 0.5)
+
+
+def test_until_every_stage_was_measured_its_layers_are_the_guess():
+    program = one_forward_one_backward(work(1, 1, 2), 2)
+    paces = Paces([3, 1])
+    assert [pace.forward.per_token for pace in paces.stages()] == [3.0, 1.0]
+    assert paces.stages()[0].backward.per_token == 3 * BACKWARD_GUESS
+    assert paces.predicted_seconds(program) is None
+
+
+def test_a_windows_times_predict_the_next_like_it():
+    program = one_forward_one_backward(work(1, 1, 1), 2)
+    reports = [
+        RankReport(
+            times=[
+                Timed(Forward(0, stage), 0.0, 1.0),
+                Timed(Backward(0, stage), 0.0, 2.0),
+                Timed(Step("job0", 1), 0.0, 0.25),
+            ]
+        )
+        for stage in range(2)
+    ]
+    paces = Paces([1, 1])
+    paces.learn(program, reports)
+    assert paces.predicted_seconds(program) == pytest.approx(1 + 1 + 2 + 2 + 0.25)
