@@ -182,6 +182,8 @@ class _Run:
                 self._hold(device, self.prices.passes[number][stage].kept_bytes)
                 if (wanted := self._arrival(action, device)) is not None:
                     self._hold(device, -self._size(wanted))  # what is kept holds it from here on
+            case Backward(number, stage):
+                self._hold(device, self.prices.passes[number][stage].working_bytes)
             case Evict(stage):
                 self._hold(device, -self._weight(stage))
 
@@ -190,6 +192,8 @@ class _Run:
         self._note(device, Lane.compute, action, start)
         if isinstance(action, Backward | Evaluate):
             self._hold(device, -self.prices.passes[action.microbatch][action.stage].kept_bytes)
+        if isinstance(action, Backward):
+            self._hold(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
         if isinstance(action, Backward) and (wanted := self._arrival(action, device)) is not None:
             self._hold(device, -self._size(wanted))
         if isinstance(action, Forward | Backward | Evaluate) and (made := self._product(action, device)):
@@ -275,12 +279,15 @@ class _Run:
     def _share(self, root: int) -> None:
         """Settle what has moved so far, and divide the root complex anew."""
         flows = self.flows[root]
+        moving = flows[:1] if self.cluster.queued else flows
         for flow in flows:
             flow.left -= flow.rate * (self.now - flow.since) if flow.left and self.now > flow.since else 0.0
             flow.since = self.now
             flow.version += 1
+            flow.rate = 0.0
+        for flow in moving:
             bandwidth = self.cluster.devices[flow.device].host.bandwidth
-            flow.rate = min(bandwidth, self.cluster.roots[root] / len(flows))
+            flow.rate = min(bandwidth, self.cluster.roots[root] / len(moving))
             self._at(self.now + max(0.0, flow.left) / flow.rate, self._landing(flow, root))
 
     def _landing(self, flow: _Flow, root: int) -> Callable[[], None]:
