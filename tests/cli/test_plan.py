@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from tests.data import families
 from tests.plan.outlooks import CONFIG
 from weft.cli.main import main
-from weft.cli.plan import layers_text
+from weft.cli.plan_show import layers_text
 
 WITHOUT_TORCH = """
 import sys
@@ -87,13 +88,37 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     for part in ("3 jobs on 4xA100-80G:pcie", "not measured", "one after another", "1F1B per job", "mLoRA"):
         assert part in shown.stdout
     assert "- Token capacity" in shown.stdout
-    assert "embedding and head not counted" in shown.stdout
+    for part in ("embedding and head not counted", "left out: chunks", "left out: subgraph order", "GPipe"):
+        assert part in shown.stdout
     assert "plotly" in (folder / "out.html").read_text()
     numbers = json.loads((folder / "out.json").read_text())
     assert len(numbers["stages"]) == 4
     assert sum(stage["layers"] for stage in numbers["stages"]) == 34
     fastest = numbers["forecast"]["step_seconds"]
     assert all(other["step_seconds"] >= fastest for other in numbers["alternatives"])
+
+
+@pytest.mark.slow
+def test_thirty_two_jobs_on_eight_devices_are_planned_in_ten_seconds(folder):
+    for number in range(32):
+        dice = random.Random(number)
+        rows = [{"text": " ".join(["word"] * dice.randint(20, 400))} for _ in range(2000)]
+        (folder / f"many{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [
+        f"  - {{name: many{number}, data: many{number}.jsonl, batch_size: 16, adapter: {{rank: 16}}}}"
+        for number in range(32)
+    ]
+    (folder / "many.yaml").write_text("\n".join(["base: ./base", "jobs:", *lines, ""]))
+    wanted = ["plan", "many.yaml", "--cluster", "8xA100-80G:pcie"]
+    around = {**os.environ, "WEFT_CACHE": str(folder / "cache")}
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        command = [sys.executable, "-c", WITHOUT_TORCH, *wanted]
+        shown = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=around, check=False)
+        seconds.append(time.perf_counter() - start)
+        assert "32 jobs on 8xA100-80G:pcie: they fit" in shown.stdout, shown.stderr
+    assert seconds[1] < 10, f"from the token cache; before it was there: {seconds[0]:.1f} s"
 
 
 def test_tokenised_jobs_are_planned_from_all_their_samples(folder, weft):
@@ -119,7 +144,7 @@ def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weft):
 @pytest.mark.parametrize(
     ("adapter", "cluster", "sentence"),
     [
-        ("{rank: 8}", "T4", "job short: even alone it needs"),
+        ("{rank: 40000}", "T4", "job short: even alone, with the base streamed, it needs"),
         ("{rank: 8}", "H20", "there is no device H20; did you mean H200?"),
         ("{rank: 8}", "absent.yaml", "the file cannot be read"),
         ("{rank: 8, targets: [q_pro]}", "H200", "matches no module of the base; did you mean q_proj?"),
@@ -132,10 +157,55 @@ def test_what_cannot_be_planned_gets_one_sentence_and_exit_code_2(folder, weft, 
     assert len(shown.err.splitlines()) == 1
 
 
-def test_a_timeline_is_drawn_as_a_page_only(folder, weft):
+def test_a_timeline_is_drawn_as_a_page_or_a_picture(folder, weft):
+    file = jobs_file(folder, short="{rank: 8}")
+    shown = weft(file, "--cluster", "H200", "--gantt", "out.svg")
+    assert (shown.code, ".html or .png" in shown.err) == (2, True)
+    assert not (folder / "out.svg").exists()
+    pytest.importorskip("PIL")
+    assert weft(file, "--cluster", "2xH100", "--gantt", "out.png").code == 0
+    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_the_drawing_library_a_picture_is_refused_with_what_to_install(folder, weft, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
     shown = weft(jobs_file(folder, short="{rank: 8}"), "--cluster", "H200", "--gantt", "out.png")
-    assert (shown.code, "write such as out.html" in shown.err) == (2, True)
-    assert not (folder / "out.png").exists()
+    assert (shown.code, "weft[png]" in shown.err) == (2, True)
+
+
+def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(folder, weft):
+    file = jobs_file(folder, short="{rank: 8}", long="{rank: 8}")
+    shown = weft(
+        file, "--cluster", "T4", "--explain", "--ablate", "--gantt", "out.html", "--json", "out.json"
+    )
+    assert shown.code == 0, shown.err
+    words = " ".join(shown.out.split())
+    assert "streamed from the host's memory" in words
+    assert "transfers that compute does not hide" in words
+    assert "one after another" in shown.out
+    assert "prefetch" in shown.out
+    numbers = json.loads((folder / "out.json").read_text())
+    assert numbers["streamed"]
+    assert sum(stage["layers"] for stage in numbers["stages"]) == 34
+    assert 0 <= numbers["unhidden_seconds"] < numbers["forecast"]["step_seconds"]
+
+
+def test_streamed_stages_on_two_root_complexes_are_mapped(folder, weft):
+    """Four small cards, two under each root: weights of 15 GiB pass through 10 GiB each."""
+    lines = [
+        "devices: [{name: card, count: 4, memory_gib: 6, peak_tflops: 60, bandwidth_gbs: 500}]",
+        "link: pcie",
+        "roots: [2, 2]",
+        "host: {bandwidth_gbs: 8}",
+    ]
+    (folder / "cluster.yaml").write_text("\n".join(lines))
+    file = jobs_file(folder, short="{rank: 8}")
+    shown = weft(file, "--cluster", "cluster.yaml", "--explain", "--ablate", "--json", "out.json")
+    assert shown.code == 0, shown.err
+    assert "2+2xcard" in shown.out
+    assert "- Mapping" in shown.out
+    rows = json.loads((folder / "out.json").read_text())["ablations"]
+    assert any(row["mechanism"].startswith("mapping") for row in rows)
 
 
 def test_a_job_without_rows_is_named(folder, weft):
@@ -143,6 +213,15 @@ def test_a_job_without_rows_is_named(folder, weft):
     shown = weft(jobs_file(folder, empty="{rank: 8}"), "--cluster", "H200")
     assert shown.code == 2
     assert "job empty: empty.jsonl: the dataset is empty" in shown.err
+
+
+def test_a_cluster_without_memory_is_named_with_the_number_that_does_not_fit(folder, weft):
+    card = "{name: card, memory_gib: 2, peak_tflops: 60, bandwidth_gbs: 500}"
+    (folder / "cluster.yaml").write_text(f"devices: [{card}]\nlink: pcie\n")
+    shown = weft(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
+    assert shown.code == 2
+    assert "1xcard: 1.84 GiB may be taken of a device, but 3.00 GiB are needed" in shown.err
+    assert len(shown.err.splitlines()) == 1
 
 
 def test_a_cluster_file_is_read_from_yaml(folder, weft):
@@ -160,3 +239,23 @@ def test_a_cluster_file_is_read_from_yaml(folder, weft):
 )
 def test_a_stage_is_told_by_the_layers_of_the_base(start, stop, text):
     assert layers_text(start, stop, 32) == text
+
+
+def test_a_profile_of_this_machine_takes_the_place_of_the_data_sheet(folder, weft, monkeypatch):
+    from tests.plan.costs import CONFIG as SMALL
+    from tests.plan.costs import SHAPE
+    from tests.plan.test_profile import profile
+    from weft.plan import cluster
+    from weft.plan.profile import cpu_threads, file_of, key_of, profile_folder, write_profile
+
+    monkeypatch.setattr(cluster, "_smi", lambda: "")
+    base = folder / "small"
+    families.smollm2().save_pretrained(base)
+    (base / "config.json").write_text(json.dumps(SMALL))
+    (folder / "small.yaml").write_text("base: ./small\njobs:\n  - {name: short, data: short.jsonl}\n")
+    assert "not measured" in weft("small.yaml").out
+    measured = replace(profile(), key=key_of(SHAPE, "cpu", cpu_threads()))
+    write_profile(file_of(profile_folder(), measured.key), measured)
+    shown = weft("small.yaml", "--json", "out.json")
+    assert "from the profile of this" in " ".join(shown.out.split()), shown.err
+    assert "not measured" in weft("small.yaml", "--cluster", "H200").out

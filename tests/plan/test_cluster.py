@@ -106,3 +106,15 @@ def test_a_gpu_that_is_not_in_the_table_is_named(monkeypatch):
     monkeypatch.setattr(cluster, "_smi", lambda: "Quadro K620, 2048\n")
     with pytest.raises(PlanError, match="this machine has a Quadro K620"):
         this_machine()
+
+
+def test_the_way_to_the_host_may_be_told():
+    found = cluster_from({"devices": ["2xH100"], "host": {"bandwidth_gbs": 13, "latency_us": 5}}, "c.yaml")
+    assert found.host == Link(13e9, 5e-6)
+    priced = found.priced()
+    assert priced.devices[0].host == found.host
+    assert priced.roots == (13e9,)
+    with pytest.raises(PlanError, match="host must be a mapping with bandwidth_gbs"):
+        cluster_from({"devices": ["2xH100"], "host": "pcie"}, "c.yaml")
+    with pytest.raises(PlanError, match="there is no key speed"):
+        cluster_from({"devices": ["2xH100"], "host": {"speed": 1}}, "c.yaml")

@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 
 from tests.plan.outlooks import PARAMETERS, SHAPE, ground, outline, outlines
 from weft.errors import PlanError
+from weft.plan.ablate import ablate
+from weft.plan.candidate import candidates
 from weft.plan.check import check
 from weft.plan.cluster import parse_cluster
 from weft.plan.estimate import sheet_speed
 from weft.plan.explain import explain
 from weft.plan.fit import frugal, full_rows, lay_out, make_ground, why_not
+from weft.plan.forecast import run_scheme
 from weft.plan.memory import NOTHING
-from weft.plan.outlook import ALIKE, ablate, outlook
+from weft.plan.outlook import outlook
+from weft.plan.places import ALIKE, places
+from weft.plan.rivals import rivals
+from weft.plan.scheme import Order
+from weft.plan.search import PIPELINE_ORDERS
 
 FOUR = "4xA100-80G:pcie"
 
@@ -64,8 +71,10 @@ def test_a_pipeline_beats_every_alternative_and_each_device_has_room(four):
     assert all(one.seconds >= four.forecast.seconds for one in four.alternatives)
     slowest = max(one.bubbles for one in four.alternatives)
     assert four.forecast.bubbles < 0.25 < slowest
-    assert four.forecast.fits(four.layout)
-    needs = zip(four.forecast.peaks, four.layout.need_bytes, strict=True)
+    assert four.forecast.fits
+    scheme = replace(four.scheme, order=Order.alternating)
+    alternating = run_scheme(scheme, four.jobs, four.ground, four.layout).forecast
+    needs = zip(alternating.peaks, four.layout.need_bytes, strict=True)
     assert all(peak + four.layout.beside_bytes <= need * 1.01 for peak, need in needs)
 
 
@@ -79,9 +88,18 @@ def test_the_head_is_counted_when_the_base_is_cut(four):
 def test_an_ablation_has_a_row_for_each_mechanism_and_none_of_them_gains(four):
     rows = ablate(four)
     names = [row.mechanism for row in rows]
-    assert names[:5] == ["packing", "merging", "sharing", "order", "partition"]
+    assert list(dict.fromkeys(names))[:5] == ["packing", "merging", "sharing", "order", "partition"]
+    assert {row.instead for row in rows if row.mechanism == "order"} | {four.scheme.order} == {
+        *PIPELINE_ORDERS,
+        Order.gpipe,
+    }
     assert len([name for name in names if name.startswith("groups by")]) == 4
-    costs = {row.instead: row.cost for row in rows}
+    costs = {row.instead: row.cost for row in rows if not row.added}
+    assert [row.mechanism for row in rows if row.added] == [
+        "chunks",
+        "tensor parallelism",
+        "subgraph order",
+    ]
     assert min(costs.values()) >= -ALIKE
     assert costs["embedding and head not counted"] > 0.01
     assert costs["GPipe"] > 0.01
@@ -157,6 +175,24 @@ def test_too_large_a_company_is_refused_as_a_whole():
     assert "with 7 other jobs aboard" in (why_not(place, many) or "")
     with pytest.raises(PlanError, match="do not fit together"):
         outlook(place, many)
+
+
+def test_of_many_ways_few_are_simulated():
+    """What keeps 32 jobs on 8 devices within seconds: an order that cannot win is not simulated."""
+    jobs = [outline(f"job{number}", 100 + 10 * number, batch=4, rounds=2) for number in range(32)]
+    found = outlook(ground("8xA100-80G:pcie"), jobs, compared=False)
+    proposals = {(one.mechanism, one.groups) for one in candidates(found.ground, jobs, found.layout)}
+    assert len(proposals) * len(PIPELINE_ORDERS) >= 12
+    assert 1 <= len(found.tried) <= 4
+
+
+def test_each_rival_has_the_capacity_that_suits_it_best(four):
+    where = places(four.ground, four.jobs)
+    everywhere = [one for place in where for one in rivals([place], four.jobs)]
+    for one in four.alternatives:
+        same = [other for other in everywhere if other.name == one.name and other.fits]
+        assert len(same) >= 3
+        assert one.seconds <= min(other.seconds for other in same) * 1.01
 
 
 @settings(max_examples=12, deadline=None)

@@ -117,14 +117,26 @@ def test_loads_under_one_root_complex_share_its_bandwidth_and_others_do_not():
     loaded = replace(device, devices=tuple((Load(at), *one) for at, one in enumerate(device.devices)))
     prices = Prices(((PassPrice(0.0, 0.0),) * 2,), weight_bytes=(10, 30))
 
-    def ends(*roots):
+    def ends(*roots, queued=False):
         devices = tuple(PricedDevice(1 << 40, Link(10.0), root) for root in roots)
-        timeline = simulate(loaded, prices, PricedCluster(devices, roots=(10.0, 10.0)))
+        timeline = simulate(loaded, prices, PricedCluster(devices, roots=(10.0, 10.0), queued=queued))
         return [event.stop for at in (0, 1) for event in timeline.of(at, Lane.load)]
 
     assert ends(0, 1) == [1.0, 3.0]
     # Half the bandwidth each for two seconds; then the longer one has it all for its last twenty bytes.
     assert ends(0, 0) == [2.0, 4.0]
+    # In a queue the one that came first is as fast as alone, and the other no slower than in shares.
+    assert ends(0, 0, queued=True) == [1.0, 4.0]
+
+
+def test_what_a_backward_makes_again_is_there_only_while_it_runs():
+    price = PassPrice(1.0, 1.0, kept_bytes=10, working_bytes=7)
+    plan = work(1, 1, 2)
+    timeline = simulate(
+        one_forward_one_backward(plan, 1), Prices(((price,),) * 2), PricedCluster((ROOM,), Link(1.0))
+    )
+    assert timeline.peaks == (17,)
+    assert timeline.memory[0][-1].bytes == 0
 
 
 def test_memory_holds_what_is_kept_what_has_arrived_and_what_is_to_be_sent():

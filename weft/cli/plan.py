@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,28 +11,30 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from weft.base.spec import BaseSpec
     from weft.jobs.scheduler import Admission
+    from weft.plan.ablate import Ablation
     from weft.plan.cluster import Cluster
-    from weft.plan.estimate import JobOutline
+    from weft.plan.estimate import JobOutline, Speed
     from weft.plan.fit import Ground
-    from weft.plan.forecast import Forecast
-    from weft.plan.outlook import Ablation, Outlook
+    from weft.plan.forecast import Forecast, Run
+    from weft.plan.outlook import Outlook
+    from weft.plan.stream_outlook import StreamOutlook
     from weft.shapes import ModelShape
 
 
 def plan(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")],
     cluster: Annotated[
-        str, typer.Option(help="4xA100-80G[:nvlink|pcie], a cluster file, or auto: this machine.")
+        str,
+        typer.Option(help="4xA100-80G[:nvlink|pcie], 2+2xRTX3090, a cluster file, or auto: this machine."),
     ] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="A sentence for each decision.")] = False,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="What switching each mechanism off costs.")
+        bool, typer.Option("--ablate", help="What each mechanism is worth: one off, or one added, at a time.")
     ] = False,
-    gantt: Annotated[Path | None, typer.Option(help="Draw the timeline as an HTML page.")] = None,
+    gantt: Annotated[Path | None, typer.Option(help="Draw the timeline: out.html or out.png.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
 ) -> None:
     """Say what a cluster would make of the jobs: memory, stages, groups, times. No weights are loaded."""
@@ -39,30 +42,90 @@ def plan(
 
     from weft.base.config import read_tokenizer
     from weft.cli.plan_jobs import outline_jobs
-    from weft.errors import UserError
     from weft.jobs.read import read_run
     from weft.plan.fit import make_ground
-    from weft.plan.outlook import outlook
+    from weft.plan.stream_outlook import must_stream
 
-    if gantt is not None and gantt.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--gantt {gantt}: the timeline is drawn as an HTML page; write such as out.html")
+    if gantt is not None:
+        refuse_picture(gantt)
     found = read_cluster(cluster)
     gpu = found.devices[0].is_gpu
     run = read_run(jobs, lambda base: described(base, gpu))
     shape = described(run.base, gpu)
     outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape)
-    ground = make_ground(shape, found)
-    company = [one.job for one in outlined]
-    admission = admitted(ground, company)
-    view = outlook(ground, [job for job in company if job.name in admission.admitted])
-    console = Console()
-    sampled = [one.job.name for one in outlined if one.sampled]
-    show(console, view, admission, sampled, explain)
-    ablations = show_ablations(console, view) if ablate else ()
+    speeds = measured_speeds(shape, found) if cluster == "auto" else ()
+    ground = make_ground(shape, found, speeds)
+    wanted = Wanted(
+        ground,
+        [one.job for one in outlined],
+        [one.job.name for one in outlined if one.sampled],
+        explain,
+        ablate,
+    )
+    answer = streamed if must_stream(ground, wanted.company) else resident
+    answered = answer(wanted, Console())
     if gantt is not None:
-        write_gantt(gantt, view)
+        write_gantt(gantt, answered.run, found.name)
     if json is not None:
-        write_json(json, view, admission, ablations)
+        write_json(json, answered.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be planned for, and what is to be said."""
+
+    ground: Ground
+    company: Sequence[JobOutline]
+    sampled: Sequence[str]
+    explained: bool
+    ablated: bool
+
+    def aboard(self, admission: Admission) -> list[JobOutline]:
+        return [job for job in self.company if job.name in admission.admitted]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    run: Run
+    numbers: Mapping[str, Any]
+
+
+def resident(wanted: Wanted, console: Console) -> Answered:
+    """The base lies on the devices, a stage on each."""
+    from weft.cli.plan_show import ablation_table, show, show_sentences, show_waiting
+    from weft.plan.ablate import ablate
+    from weft.plan.explain import explain
+    from weft.plan.fit import why_not
+    from weft.plan.outlook import outlook, refuse
+
+    refuse(wanted.ground, wanted.company)
+    admission = admitted(wanted, why_not)
+    found = outlook(wanted.ground, wanted.aboard(admission))
+    show(console, found, wanted.sampled)
+    show_waiting(console, admission)
+    show_sentences(console, explain(found) if wanted.explained else ())
+    ablations = ablate(found) if wanted.ablated else ()
+    if ablations:
+        console.print(ablation_table(ablations))
+    return Answered(found.run, outlook_numbers(found) | common_numbers(found, admission, ablations))
+
+
+def streamed(wanted: Wanted, console: Console) -> Answered:
+    """The base lies in the host's memory and comes in stages."""
+    from weft.cli.plan_show import ablation_table, show_sentences, show_streams, show_waiting
+    from weft.plan.stream_explain import explain_streams
+    from weft.plan.stream_outlook import ablate_streams, refuse_streamed, stream_outlook, why_not_streamed
+
+    refuse_streamed(wanted.ground, wanted.company)
+    admission = admitted(wanted, why_not_streamed)
+    found = stream_outlook(wanted.ground, wanted.aboard(admission))
+    show_streams(console, found, wanted.sampled)
+    show_waiting(console, admission)
+    show_sentences(console, explain_streams(found) if wanted.explained else ())
+    ablations = ablate_streams(found) if wanted.ablated else ()
+    if ablations:
+        console.print(ablation_table(ablations))
+    return Answered(found.run, stream_numbers(found) | common_numbers(found, admission, ablations))
 
 
 def described(base: BaseSpec, gpu: bool) -> ModelShape:
@@ -92,133 +155,105 @@ def read_cluster(text: str) -> Cluster:
     return cluster_from(values, text)
 
 
-def admitted(ground: Ground, jobs: Sequence[JobOutline]) -> Admission:
-    """Who comes aboard first, by the scheduler's own rule; a job that never fits is refused."""
+def measured_speeds(shape: ModelShape, machine: Cluster) -> Sequence[Speed]:
+    """From a profile of this machine for this base, where `weft doctor --profile` has made one."""
+    from weft.plan.cluster import gpu_here
+    from weft.plan.profile import profile_here
+    from weft.plan.profile_cost import speed_of
+
+    profile = profile_here(shape, gpu_here() if machine.devices[0].is_gpu else None)
+    return [speed_of(profile, shape)] * len(machine.devices) if profile else ()
+
+
+def admitted(wanted: Wanted, why_not: Callable[[Ground, Sequence[JobOutline]], str | None]) -> Admission:
+    """Who comes aboard first, by the scheduler's own rule."""
     from weft.jobs.scheduler import admit
-    from weft.plan.fit import why_not
-    from weft.plan.outlook import refuse
 
-    refuse(ground, jobs)
-    by_name = {job.name: job for job in jobs}
-    return admit(
-        [job.shape for job in jobs], [], lambda shapes: why_not(ground, [by_name[one.name] for one in shapes])
-    )
+    by_name = {job.name: job for job in wanted.company}
+    shapes = [job.shape for job in wanted.company]
+    return admit(shapes, [], lambda some: why_not(wanted.ground, [by_name[one.name] for one in some]))
 
 
-def show(
-    console: Console, found: Outlook, admission: Admission, sampled: Sequence[str], explained: bool
-) -> None:
-    from weft.plan.explain import explain
-    from weft.report.words import plural
+def refuse_picture(file: Path) -> None:
+    """Before anything is planned: an ending that is not drawn, or a drawing library that is not there."""
+    from weft.errors import UserError
 
-    ground = found.ground
-    console.print(
-        f"{plural(len(found.jobs), 'job')} on {ground.cluster.name}: they fit, with a token capacity of "
-        f"{found.layout.capacity:,}. Times are {found.source}.",
-        highlight=False,
-    )
-    if sampled:
-        console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
-    console.print(stage_table(found))
-    groups = "; ".join(" + ".join(group) for group in found.scheme.groups)
-    console.print(f"Fusion groups: {groups}", highlight=False, markup=False)
-    console.print(forecast_table(found))
-    for name, reason in admission.waiting.items():
-        console.print(f"{name} waits: {reason}.", highlight=False, markup=False)
-    for sentence in explain(found) if explained else ():
-        console.print(f"- {sentence}", highlight=False, markup=False)
+    ending = file.suffix.lower()
+    if ending not in (".html", ".htm", ".png"):
+        raise UserError(f"--gantt {file}: the timeline is drawn as .html or .png; write such as out.html")
+    if ending == ".png":
+        from weft.report.gantt_png import require_pillow
+
+        require_pillow()
 
 
-def stage_table(found: Outlook) -> Table:
-    from rich.table import Table
+def write_gantt(file: Path, run: Run, title: str) -> None:
+    if file.suffix.lower() == ".png":
+        from weft.report.gantt_png import gantt_png
 
-    from weft.plan.memory import gib
-
-    table = Table("device", "layers", "needs", "may take", title="Memory on every device")
-    layout = found.layout
-    for number, stage in enumerate(layout.stages):
-        table.add_row(
-            f"{number} {found.ground.cluster.devices[number].name}",
-            layers_text(stage.start, stage.stop, found.ground.shape.layers),
-            gib(layout.need_bytes[number]),
-            gib(layout.budgets[number]),
-        )
-    return table
-
-
-def layers_text(start: int, stop: int, layers: int) -> str:
-    """Places 0 and `layers` + 1 are the embedding and the head."""
-    inside = range(max(start, 1), min(stop, layers + 1))
-    parts = [
-        "embedding" if start == 0 else "",
-        f"{inside[0] - 1}–{inside[-1] - 1}" if inside else "",
-        "head" if stop == layers + 2 else "",
-    ]
-    return ", ".join(filter(None, parts))
-
-
-def forecast_table(found: Outlook) -> Table:
-    from rich.table import Table
-
-    table = Table("way", "step", "tokens/s", "bubbles", "microbatches", "takes", title="Predicted")
-    for one in (found.forecast, *found.alternatives):
-        longer = one.seconds / found.forecast.seconds
-        fits = one.fits(found.layout)
-        table.add_row(
-            one.name,
-            f"{one.step_seconds:.3g} s",
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.bubbles:.1%}",
-            f"{one.microbatches}",
-            f"{longer:.2f}×" if fits else f"{longer:.2f}×, and more memory than there is",
-        )
-    return table
-
-
-def show_ablations(console: Console, found: Outlook) -> tuple[Ablation, ...]:
-    from rich.table import Table
-
-    from weft.plan.outlook import ablate
-
-    table = Table("mechanism", "instead", "costs", "bubbles", title="What each mechanism is worth")
-    rows = ablate(found)
-    for row in rows:
-        fits = row.forecast.fits(found.layout)
-        cost = f"{row.cost:+.1%}" if fits else f"{row.cost:+.1%}, and more memory than there is"
-        table.add_row(row.mechanism, row.instead, cost, f"{row.forecast.bubbles:.1%}")
-    console.print(table)
-    return rows
-
-
-def write_gantt(file: Path, found: Outlook) -> None:
+        _write(file, gantt_png(run.timeline, title))
+        return
     from weft.report.gantt import gantt_page
 
-    _write(file, gantt_page(found.run.timeline, found.run.program, found.ground.cluster.name))
+    _write(file, gantt_page(run.timeline, run.program, title).encode())
 
 
-def write_json(file: Path, found: Outlook, admission: Admission, ablations: Sequence[Ablation]) -> None:
+def write_json(file: Path, numbers: Mapping[str, Any]) -> None:
     from json import dumps
 
-    _write(file, dumps(numbers(found, admission, ablations), indent=2) + "\n")
+    _write(file, (dumps(numbers, indent=2) + "\n").encode())
 
 
-def numbers(found: Outlook, admission: Admission, ablations: Sequence[Ablation]) -> Mapping[str, Any]:
+def outlook_numbers(found: Outlook) -> dict[str, Any]:
     layout = found.layout
     return {
-        "cluster": found.ground.cluster.name,
-        "source": found.source,
-        "capacity": layout.capacity,
+        "streamed": False,
         "stages": [
             {"layers": stage.stop - stage.start, "needs_bytes": need, "budget_bytes": budget}
-            for stage, need, budget in zip(layout.stages, layout.need_bytes, layout.budgets, strict=True)
+            for stage, need, budget in zip(layout.stages, found.need_bytes, layout.budgets, strict=True)
         ],
         "groups": found.scheme.groups,
         "order": found.scheme.order,
+    }
+
+
+def stream_numbers(found: StreamOutlook) -> dict[str, Any]:
+    chosen, steps = found.chosen, found.forecast.steps
+    return {
+        "streamed": True,
+        "stages": [
+            {"layers": stage.stop - stage.start, "device": home, "resident": stays}
+            for stage, home, stays in zip(
+                chosen.streams.stages, chosen.streams.homes, chosen.streams.resident, strict=True
+            )
+        ],
+        "needs_bytes": chosen.layout.need_bytes,
+        "budget_bytes": chosen.layout.budgets,
+        "mapping": chosen.mapping,
+        "unhidden_seconds": chosen.unhidden / steps,
+        "uploaded_bytes": chosen.uploaded_bytes // steps,
+    }
+
+
+def common_numbers(
+    found: Outlook | StreamOutlook, admission: Admission, ablations: Sequence[Ablation]
+) -> dict[str, Any]:
+    return {
+        "cluster": found.ground.cluster.name,
+        "source": found.source,
+        "capacity": found.forecast.capacity,
         "waiting": dict(admission.waiting),
         "forecast": forecast_numbers(found.forecast),
         "alternatives": [forecast_numbers(one) for one in found.alternatives],
         "ablations": [
-            {"mechanism": row.mechanism, "instead": row.instead, "cost": row.cost} for row in ablations
+            {
+                "mechanism": row.mechanism,
+                "instead": row.instead,
+                "added": row.added,
+                "cost": row.cost,
+                "step_seconds": row.forecast.step_seconds,
+            }
+            for row in ablations
         ],
     }
 
@@ -230,14 +265,16 @@ def forecast_numbers(one: Forecast) -> Mapping[str, Any]:
         "tokens_per_second": one.tokens_per_second,
         "bubbles": one.bubbles,
         "microbatches": one.microbatches,
+        "capacity": one.capacity,
         "peak_bytes": one.peaks,
+        "fits": one.fits,
     }
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, content: bytes) -> None:
     from weft.errors import OutputError
 
     try:
-        file.write_text(text, encoding="utf-8")
+        file.write_bytes(content)
     except OSError as error:
         raise OutputError(f"{file} cannot be written: {error.strerror}") from None

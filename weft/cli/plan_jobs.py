@@ -18,8 +18,9 @@ ROUNDS = 4
 """Global batches of each job that the outlook looks at, as many as a window has."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
 """With more jobs than these fewer global batches do: their samples are many, and seconds must suffice."""
-SAMPLED_ROWS = 2000
-"""Of a dataset that is not tokenised yet, so many rows stand for all."""
+SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 200, 8000
+"""Of a dataset that is not tokenised yet, so many rows stand for all: with many jobs fewer of each, since all
+are tokenised in the seconds that a plan may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,11 @@ def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> 
     outlined: list[Outlined] = []
     mistakes: list[Mistake] = []
     rounds = ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
+    rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
     for place, job in enumerate(jobs):
         try:
-            outlined.append(_outline(job, place, tokenizer, shape, rounds))
+            data, sampled = _samples(job, tokenizer, shape.context, rows)
+            outlined.append(Outlined(_outline(job, place, data, shape, rounds), sampled))
         except DataError as error:
             mistakes += [_named(job.name, mistake) for mistake in error.mistakes]
     if mistakes:
@@ -44,8 +47,7 @@ def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> 
     return outlined
 
 
-def _outline(job: JobSpec, place: int, tokenizer: Any, shape: ModelShape, most: int) -> Outlined:
-    data, sampled = _samples(job, tokenizer, shape.context)
+def _outline(job: JobSpec, place: int, data: Prepared, shape: ModelShape, most: int) -> JobOutline:
     train = data.train
     if not len(train):
         raise DataError("it has 0 samples to train on")
@@ -54,29 +56,26 @@ def _outline(job: JobSpec, place: int, tokenizer: Any, shape: ModelShape, most: 
     held_out = 0 if data.evaluation is None else int(data.evaluation.lengths.max())
     adapter = job.adapter
     sites = [site for site in shape.sites if adapter.targets_site(site.name)]
-    return Outlined(
-        JobOutline(
-            shape=JobShape(
-                name=job.name,
-                priority=job.priority,
-                order=place,
-                trainable=sum(adapter.parameters_at(site) for site in sites),
-                longest=max(int(train.lengths.max()), held_out),
-            ),
-            ranks={site.name: adapter.rank_at(site.name) for site in sites},
-            batches=tuple(tuple(train.lengths[order.batch(step)].tolist()) for step in range(1, rounds + 1)),
+    return JobOutline(
+        shape=JobShape(
+            name=job.name,
+            priority=job.priority,
+            order=place,
+            trainable=sum(adapter.parameters_at(site) for site in sites),
+            longest=max(int(train.lengths.max()), held_out),
         ),
-        sampled,
+        ranks={site.name: adapter.rank_at(site.name) for site in sites},
+        batches=tuple(tuple(train.lengths[order.batch(step)].tolist()) for step in range(1, rounds + 1)),
     )
 
 
-def _samples(job: JobSpec, tokenizer: Any, context: int) -> tuple[Prepared, bool]:
-    """From the token cache if all is there, else from the first rows."""
+def _samples(job: JobSpec, tokenizer: Any, context: int, rows: int) -> tuple[Prepared, bool]:
+    """From the token cache if all is there, else from the first `rows`."""
     cache = cache_folder() / "tokens"
     data = job.data
     sampled = not is_prepared(data, job.eval, tokenizer, cache, context=context)
     if sampled:
-        data = replace(data, limit=min(data.limit or SAMPLED_ROWS, SAMPLED_ROWS))
+        data = replace(data, limit=min(data.limit or rows, rows))
     return prepare(data, job.eval, tokenizer, cache, context=context), sampled
 
 

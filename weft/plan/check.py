@@ -30,7 +30,7 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     The rules: every sample of a global batch is trained exactly once, at its own offset; a microbatch keeps
     to the capacity and holds each job's rows in one segment. On every device: Forward follows what it takes
     from the stage before, Backward its Forward and what comes back from the stage after; Step follows every
-    Backward of its batch and, where there are several devices, its Reduce; a job's batches come in order, the
+    Backward of its batch and, in a pipeline, its Reduce; a job's batches come in order, the
     next Forward only after the Step before it; Evaluate and Save look at a step that has just been made; a
     streamed stage is used between its Load and its Evict; the chunks of a sample go forth in order and back
     in the opposite one. Every Send has its Recv, in one order per pair of devices; a Reduce waits for that of
@@ -178,8 +178,8 @@ class _DeviceCheck:
             return
         rows = self.open_rows.pop((job, step), None)
         _require(rows == self.left.get((job, step)), "{} comes before the last Backward of its batch", action)
-        alone = len(self.program.devices) == 1
-        _require(alone or (job, step) in self.reduced, "{} comes before its Reduce", action)
+        told = (job, step) in self.reduced or not self.program.pipelined
+        _require(told, "{} comes before its Reduce", action)
         self.stepped[job] = step
 
     def _reduce(self, action: Reduce) -> None:
@@ -306,7 +306,7 @@ class _Walk:
                     return False
                 self.made.add((device, action))
             case Step():
-                if device > 0 and (device - 1, action) not in self.made:
+                if self.program.pipelined and device > 0 and (device - 1, action) not in self.made:
                     return False
                 self.made.add((device, action))
         return True

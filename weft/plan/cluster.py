@@ -44,12 +44,16 @@ class Cluster:
     link_name: str
     roots: tuple[int, ...]
     """How many devices hang under each root complex, in order."""
+    host: Link = PCIE
+    """From the host's memory to a device, and through a root complex."""
 
     @property
     def name(self) -> str:
         kinds = list(dict.fromkeys(device.name for device in self.devices))
         counts = [sum(device.name == kind for device in self.devices) for kind in kinds]
         text = " + ".join(f"{count}x{kind}" for count, kind in zip(counts, kinds, strict=True))
+        if len(self.roots) > 1 and len(kinds) == 1:
+            text = f"{'+'.join(map(str, self.roots))}x{kinds[0]}"
         return text if len(self.devices) == 1 else f"{text}:{self.link_name}"
 
     def priced(self) -> PricedCluster:
@@ -57,11 +61,12 @@ class Cluster:
         homes = [root for root, size in enumerate(self.roots) for _ in range(size)]
         return PricedCluster(
             devices=tuple(
-                PricedDevice(device.memory_bytes, PCIE, home)
+                PricedDevice(device.memory_bytes, self.host, home)
                 for device, home in zip(self.devices, homes, strict=True)
             ),
             link=self.link,
-            roots=(PCIE.bandwidth,) * len(self.roots),
+            roots=(self.host.bandwidth,) * len(self.roots),
+            queued=True,
         )
 
 
@@ -91,20 +96,24 @@ DEVICES: Mapping[str, Device] = {
 CORE_PEAK = 160e9
 """FLOP/s of one CPU core in fp32: two fused multiply-adds of sixteen lanes at 2.5 GHz."""
 CPU_BANDWIDTH = 40e9
-FORM = "write such as 4xA100-80G, 4xA100-80G:pcie, a file such as cluster.yaml, or auto"
-KEYS = ("devices", "link", "roots")
+FORM = (
+    "write such as 4xA100-80G, 4xA100-80G:pcie, 2+2xRTX3090 for two root complexes, "
+    "a file such as cluster.yaml, or auto"
+)
+KEYS = ("devices", "link", "roots", "host")
 DEVICE_KEYS = ("name", "count", "memory_gib", "peak_tflops", "bandwidth_gbs", "nvlink_gbs")
 LINK_KEYS = ("bandwidth_gbs", "latency_us")
 MOST_DEVICES = 1024
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`4xA100-80G`, `4xA100-80G:pcie` or `H200`."""
-    found = re.fullmatch(r"(?:(\d+)\s*[xX×]\s*)?([^:]+?)(?::(\w+))?", text.strip())
+    """`4xA100-80G`, `4xA100-80G:pcie`, `H200`, or `2+2xRTX3090` for two root complexes."""
+    found = re.fullmatch(r"(?:(\d+(?:\+\d+)*)\s*[xX×]\s*)?([^:]+?)(?::(\w+))?", text.strip())
     if found is None:
         raise PlanError(f"--cluster {text}: {FORM}")
     count, name, link = found.groups()
-    return make_cluster([_named(name)] * _count(count or "1", "--cluster"), link)
+    roots = [_count(one, "--cluster") for one in (count or "1").split("+")]
+    return make_cluster([_named(name)] * _count(str(sum(roots)), "--cluster"), link, roots)
 
 
 def make_cluster(devices: Sequence[Device], link: str | Link | None, roots: Sequence[int] = ()) -> Cluster:
@@ -138,14 +147,23 @@ def cluster_from(values: Any, place: str) -> Cluster:
     devices = [device for one in values["devices"] for device in _devices(one, place)]
     link, roots = values.get("link"), values.get("roots") or []
     if isinstance(link, Mapping):
-        _refuse_unknown(link, LINK_KEYS, f"{place}: link")
-        rate = _number(link, "bandwidth_gbs", f"{place}: link")
-        link = Link(rate * 1e9, _number(link, "latency_us", f"{place}: link", 10.0) / 1e6)
+        link = _link(link, f"{place}: link")
     elif link is not None and not isinstance(link, str):
         raise PlanError(Mistake(place, f"link must be nvlink, pcie or a mapping with {LINK_KEYS[0]}"))
     if not isinstance(roots, list) or not all(isinstance(root, int) and root > 0 for root in roots):
         raise PlanError(Mistake(place, "roots must be a list of counts such as [2, 2]"))
-    return make_cluster(devices, link, roots)
+    cluster = make_cluster(devices, link, roots)
+    if "host" not in values:
+        return cluster
+    if not isinstance(values["host"], Mapping):
+        raise PlanError(Mistake(place, f"host must be a mapping with {LINK_KEYS[0]}"))
+    return replace(cluster, host=_link(values["host"], f"{place}: host"))
+
+
+def _link(values: Mapping[str, Any], place: str) -> Link:
+    _refuse_unknown(values, LINK_KEYS, place)
+    rate = _number(values, "bandwidth_gbs", place)
+    return Link(rate * 1e9, _number(values, "latency_us", place, 10.0) / 1e6)
 
 
 def this_machine() -> Cluster:
@@ -156,6 +174,12 @@ def this_machine() -> Cluster:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return make_cluster([Device("CPU", memory, cores * CORE_PEAK, CPU_BANDWIDTH)], None)
+
+
+def gpu_here() -> str | None:
+    """The name of this machine's first GPU, as its driver tells it."""
+    first = _smi().partition("\n")[0]
+    return first.rpartition(",")[0].strip() or None
 
 
 def _smi() -> str:

@@ -29,6 +29,8 @@ class _Stage:
     ready_backward: deque[int] = field(default_factory=deque)
     left: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Samples of each batch whose backward is still to come here."""
+    open: set[tuple[str, int]] = field(default_factory=set)
+    """The batches of which any is."""
     in_flight: int = 0
     kept: int = 0
     busy: bool = False
@@ -51,7 +53,13 @@ class Dispatch:
         self, microbatches: Sequence[MicrobatchPlan], launches: Sequence[int], prices: Prices, rules: Rules
     ) -> None:
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
-        self.stages = [_Stage(left=rows_left(microbatches)) for _ in rules.flights]
+        left = rows_left(microbatches)
+        self.stages = [_Stage(left=left.copy(), open=set(left)) for _ in rules.flights]
+        self.jobs = [frozenset(one.jobs) for one in microbatches]
+        self.before = [
+            frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
+        ]
+        """For each microbatch the batches whose Steps it waits for."""
         self.stages[0].ready_forward.extend(launches)
         self.delayed: set[int] = set()
         """Stages on which a launch had to wait for memory."""
@@ -102,13 +110,9 @@ class Dispatch:
             return None
         blocked: set[str] = set()
         for place, number in enumerate(one.ready_forward):
-            segments = self.microbatches[number].segments
-            waits = any(
-                segment.job in blocked or one.left[segment.job, segment.step - 1] > 0 for segment in segments
-            )
-            if not waits:
+            if one.open.isdisjoint(self.before[number]) and blocked.isdisjoint(self.jobs[number]):
                 return place if self._fits(stage, number) else None
-            blocked |= {segment.job for segment in segments}
+            blocked |= self.jobs[number]
         return None
 
     def _fits(self, stage: int, number: int) -> bool:
@@ -132,6 +136,9 @@ class Dispatch:
             one.in_flight -= 1
             one.kept -= self.prices.passes[action.microbatch][stage].kept_bytes
             for segment in self.microbatches[action.microbatch].segments:
-                one.left[segment.job, segment.step] -= len(segment.samples)
+                key = segment.job, segment.step
+                one.left[key] -= len(segment.samples)
+                if not one.left[key]:
+                    one.open.remove(key)
             if stage > 0:
                 self.stages[stage - 1].ready_backward.append(action.microbatch)

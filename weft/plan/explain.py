@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.plan.memory import gib
-from weft.plan.outlook import Outlook, Tried
+from weft.plan.outlook import Outlook
 
 
 def explain(found: Outlook) -> list[str]:
@@ -21,12 +21,12 @@ def explain(found: Outlook) -> list[str]:
 def _capacity(found: Outlook) -> str:
     layout = found.layout
     tight = max(
-        range(len(layout.stages)), key=lambda number: layout.need_bytes[number] / layout.budgets[number]
+        range(len(layout.stages)), key=lambda number: found.need_bytes[number] / layout.budgets[number]
     )
     which = f"device {tight}, the fullest," if len(layout.stages) > 1 else "the device"
     return (
         f"Token capacity {layout.capacity:,}{_why_smaller(found)}: {which} then needs "
-        f"{gib(layout.need_bytes[tight])} of the {gib(layout.budgets[tight])} that may be taken."
+        f"{gib(found.need_bytes[tight])} of the {gib(layout.budgets[tight])} that may be taken."
     )
 
 
@@ -77,17 +77,15 @@ def _order(found: Outlook) -> str:
     order = found.scheme.order
     if len(found.layout.stages) == 1:
         return "Order: every microbatch forward and backward at once, as one device has nothing to wait for."
-    rest = [one for one in found.tried if _key(one) != (found.candidate.mechanism, order)]
-    second = min(rest, key=lambda one: one.forecast.seconds)
-    slower = second.forecast.seconds / found.forecast.seconds - 1
+    rest = [one for one in found.tried if (one.candidate, one.scheme.order) != (found.candidate, order)]
+    if not rest:
+        return f"Order: {order}; no other way could be faster, by the least time that its stages need."
+    second = min(rest, key=lambda one: one.seconds)
+    slower = second.seconds / found.forecast.seconds - 1
     return (
-        f"Order: {order}; the next best of {len(found.tried)} ways tried at this capacity, "
-        f"{second.mechanism} with {second.order}, takes {slower:.1%} longer."
+        f"Order: {order}; the next best of {len(found.tried)} ways simulated at this capacity, "
+        f"{second.candidate.mechanism} with {second.scheme.order}, takes {slower:.1%} longer."
     )
-
-
-def _key(one: Tried) -> tuple[str, str]:
-    return one.mechanism, one.order
 
 
 def _upper(sentence: str) -> str:

@@ -72,8 +72,9 @@ def merge(
     Without `shift` no sample leaves its round. With it samples do, unless that needs more places in all: a
     round that became shorter may bring a later batch too close, which costs no-ops.
     """
-    plain = _lay(rounds, rules, before, shift=False)
-    merged = _lay(rounds, rules, before, shift=True) if shift else plain
+    alone = [_pack(samples, rules) for samples in rounds]
+    plain = _lay(rounds, alone, rules, before, shift=False)
+    merged = _lay(rounds, alone, rules, before, shift=True) if shift else plain
     best = merged if len(merged.microbatches) <= len(plain.microbatches) else plain
     verify(rounds, best.microbatches, rules, before)
     return best
@@ -107,24 +108,28 @@ def verify(
 
 
 def _lay(
-    rounds: Sequence[Sequence[BatchSample]], rules: MergeRules, before: Sequence[Microbatch], shift: bool
+    rounds: Sequence[Sequence[BatchSample]],
+    alone: Sequence[Sequence[Microbatch]],
+    rules: MergeRules,
+    before: Sequence[Microbatch],
+    shift: bool,
 ) -> Merged:
+    """`alone` are the microbatches of each round by itself."""
     line = _Line(rules, before)
-    packed = moved = 0
-    for samples in rounds:
-        alone = _pack(samples, rules)
-        packed += len(alone)
+    moved = 0
+    for samples, packed in zip(rounds, alone, strict=True):
+        laid = packed
         if shift and len(line.microbatches) > len(before):
             chosen = line.fitting(samples)
             taken = set(chosen)
             rest = _pack([one for one in samples if one not in taken], rules)
-            if chosen and len(rest) <= len(alone):
+            if chosen and len(rest) <= len(packed):
                 line.microbatches[-1] += tuple(chosen)
                 line.note(chosen)
                 moved += len(chosen)
-                alone = rest
-        line.lay(alone)
-    return Merged(tuple(line.microbatches[len(before) :]), moved, packed)
+                laid = rest
+        line.lay(laid)
+    return Merged(tuple(line.microbatches[len(before) :]), moved, sum(map(len, alone)))
 
 
 class _Line:

@@ -6,6 +6,7 @@ the prices foresee it, so that microbatches of independent jobs fill each other'
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,11 @@ from weft.plan.program import (
     Reduce,
     Send,
     Step,
+    is_pipeline,
 )
+
+Passes = list[list[Action]]
+"""For each device its passes in order: an order before Steps, Sends and Recvs are put in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +47,38 @@ class Work:
 
 
 def gpipe(work: Work, stages: int) -> Program:
+    return assemble(work, gpipe_passes(work, stages))
+
+
+def one_forward_one_backward(work: Work, stages: int) -> Program:
+    return assemble(work, alternating_passes(work, stages))
+
+
+def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Program:
+    return assemble(work, multi_job_passes(work, stages, prices, spare))
+
+
+def gpipe_passes(work: Work, stages: int) -> Passes:
     """All forwards of a round, then all its backwards; a round ends where a job begins its next batch."""
-    lists: list[list[Action]] = [[] for _ in range(stages)]
+    lists: Passes = [[] for _ in range(stages)]
     for number in rounds(work):
         for stage, actions in enumerate(lists):
             actions += [Forward(one, stage) for one in number]
             actions += [Backward(one, stage) for one in number]
-    return assemble(work, lists)
+    return lists
 
 
-def one_forward_one_backward(work: Work, stages: int) -> Program:
+def alternating_passes(work: Work, stages: int) -> Passes:
     """1F1B: stage s has up to `stages` − s microbatches in flight, and forwards go first until then.
 
     Where a microbatch needs a Step that is not made yet, the backwards that lead to it go first. With one
     job that drains the pipeline after every batch; where the bubble lemma holds it never does.
     """
-    lists = [_alternate(work, stage, stages - stage) for stage in range(stages)]
-    return assemble(work, lists)
+    left = rows_left(work.microbatches)
+    return [_alternate(work, stage, stages - stage, left.copy()) for stage in range(stages)]
 
 
-def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Program:
+def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) -> Passes:
     """mLoRA's order: the first device prefers forwards, all others backwards, within what 1F1B has in flight.
 
     A job whose Step is due lets the next ready microbatch pass, whosever it is. `spare` more may be in flight
@@ -72,7 +89,7 @@ def multi_job(work: Work, stages: int, prices: Prices, spare: int = 0) -> Progra
         flights=tuple(stages - stage + (spare if stage < last else 0) for stage in range(stages)),
         forward_first=tuple(stage == 0 and stages > 1 for stage in range(stages)),
     )
-    return assemble(work, Dispatch(work.microbatches, work.filled, prices, rules).run())
+    return Dispatch(work.microbatches, work.filled, prices, rules).run()
 
 
 def rounds(work: Work) -> list[list[int]]:
@@ -89,15 +106,21 @@ def rounds(work: Work) -> list[list[int]]:
     return found
 
 
-def assemble(work: Work, lists: Sequence[Iterable[Action]]) -> Program:
-    """A checked Program from the passes of every device: Steps, Sends and Recvs are put where they belong."""
-    stages = len(lists)
+def assemble(
+    work: Work, lists: Sequence[Iterable[Action]], homes: Sequence[int] = (), chunk: int = 0
+) -> Program:
+    """A checked Program from the passes of every device: Steps, Sends and Recvs are put where they belong.
+
+    `homes` is the device of every stage; without it stage s lives on device s. `chunk` is as in Program.
+    """
+    stages = tuple(homes) or tuple(range(len(lists)))
     program = Program(
         capacity=work.capacity,
         microbatches=work.microbatches,
         batches=work.batches,
         devices=tuple(tuple(placed(work, actions, device, stages)) for device, actions in enumerate(lists)),
-        stages=tuple(range(stages)),
+        stages=stages,
+        chunk=chunk,
     )
     check(program)
     return program
@@ -105,19 +128,23 @@ def assemble(work: Work, lists: Sequence[Iterable[Action]]) -> Program:
 
 def evaluated(numbers: Iterable[int], stage: int, stages: int) -> list[Action]:
     """Microbatches of held-out samples on one stage: forwards only, with what passes between neighbours."""
-    return list(_transported((Evaluate(number, stage) for number in numbers), stages))
+    return list(_transported((Evaluate(number, stage) for number in numbers), range(stages)))
 
 
-def placed(work: Work, passes: Iterable[Action], device: int, stages: int) -> list[Action]:
-    """One device's list: its passes with the Steps, Reduces, Sends and Recvs that belong to them."""
-    stepped = _stepped(work, passes) if stages == 1 else _reduced(work, passes, device)
-    return list(_transported(stepped, stages))
+def placed(work: Work, passes: Iterable[Action], device: int, homes: Sequence[int]) -> list[Action]:
+    """One device's list: its passes with the Steps, Reduces, Sends and Recvs that belong to them.
+
+    `homes` is the device of every stage.
+    """
+    if is_pipeline(homes):
+        return list(_transported(_reduced(work, passes, device), homes))
+    return list(_transported(_stepped(work, passes, Counter(homes)[device]), homes))
 
 
-def _alternate(work: Work, stage: int, most: int) -> list[Action]:
+def _alternate(work: Work, stage: int, most: int, left: Counter[tuple[str, int]]) -> list[Action]:
+    """`left` are the samples of each batch that are still to be trained."""
     waiting = work.filled[::-1]
     flying: list[int] = []
-    left = rows_left(work.microbatches)
     actions: list[Action] = []
     back = 0
 
@@ -138,9 +165,9 @@ def _alternate(work: Work, stage: int, most: int) -> list[Action]:
     return actions
 
 
-def _stepped(work: Work, actions: Iterable[Action]) -> Iterable[Action]:
-    """A job's Step right behind the last Backward of its batch."""
-    left = rows_left(work.microbatches)
+def _stepped(work: Work, actions: Iterable[Action], stages: int) -> Iterable[Action]:
+    """A job's Step right behind the last Backward of its batch, on a device that has so many stages."""
+    left = {key: stages * rows for key, rows in rows_left(work.microbatches).items()}
     for action in actions:
         yield action
         if isinstance(action, Backward):
@@ -178,21 +205,21 @@ def _reduced(work: Work, actions: Iterable[Action], device: int) -> Iterable[Act
     yield from due.values()
 
 
-def _transported(actions: Iterable[Action], stages: int) -> Iterable[Action]:
-    """Stage s is on device s: what a neighbour made is received right before use, and sent once made."""
+def _transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
+    """What another device made is received right before use, and sent there once made."""
     for action in actions:
         match action:
             case Forward(number, stage) | Evaluate(number, stage):
-                if stage > 0:
-                    yield Recv(number, stage, "activation", stage - 1)
+                if stage > 0 and homes[stage - 1] != homes[stage]:
+                    yield Recv(number, stage, "activation", homes[stage - 1])
                 yield action
-                if stage + 1 < stages:
-                    yield Send(number, stage + 1, "activation", stage + 1)
+                if stage + 1 < len(homes) and homes[stage + 1] != homes[stage]:
+                    yield Send(number, stage + 1, "activation", homes[stage + 1])
             case Backward(number, stage):
-                if stage + 1 < stages:
-                    yield Recv(number, stage, "gradient", stage + 1)
+                if stage + 1 < len(homes) and homes[stage + 1] != homes[stage]:
+                    yield Recv(number, stage, "gradient", homes[stage + 1])
                 yield action
-                if stage > 0:
-                    yield Send(number, stage - 1, "gradient", stage - 1)
+                if stage > 0 and homes[stage - 1] != homes[stage]:
+                    yield Send(number, stage - 1, "gradient", homes[stage - 1])
             case _:
                 yield action

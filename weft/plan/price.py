@@ -20,6 +20,8 @@ class PassPrice:
     """What the stage hands back to the one before it."""
     kept_bytes: int = 0
     """What stays on the device from the Forward to the Backward."""
+    working_bytes: int = 0
+    """What the Backward needs beside that while it runs: what it makes again of the Forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,10 @@ class PricedCluster:
     """Between any two devices that `pairs` does not name."""
     pairs: tuple[PairLink, ...] = ()
     roots: tuple[float, ...] = (math.inf,)
-    """Bytes per second through each root complex, divided among the Loads that are under way there."""
+    """Bytes per second through each root complex, for all Loads that are under way there."""
+    queued: bool = False
+    """Whether such Loads go one after another, as they came, instead of in equal shares: who comes first is
+    needed first, so a queue of copies keeps nobody waiting for what is needed later."""
 
 
 def even_prices(microbatches: int, stages: int, forward: float = 1.0, backward: float = 1.0) -> Prices:

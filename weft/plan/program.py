@@ -5,7 +5,7 @@ Steps are counted from 1; step n is the n-th global batch of a job and the optim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -180,6 +180,10 @@ class Program:
         return self.devices[0]
 
     @property
+    def pipelined(self) -> bool:
+        return is_pipeline(self.stages)
+
+    @property
     def jobs(self) -> frozenset[str]:
         return frozenset(job for microbatch in self.microbatches for job in microbatch.jobs)
 
@@ -211,6 +215,11 @@ class Program:
             batches=tuple(batch for batch in self.batches if batch.job != job),
             devices=tuple(tuple(action for action in actions if lives(action)) for actions in self.devices),
         )
+
+
+def is_pipeline(homes: Sequence[int]) -> bool:
+    """Whether several devices hold one stage each, in their order: they agree on every Step by a Reduce."""
+    return len(homes) > 1 and tuple(homes) == tuple(range(len(homes)))
 
 
 class IllegalProgram(AssertionError):

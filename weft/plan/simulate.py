@@ -175,11 +175,11 @@ class _Run:
     def _teller(self, action: Reduce | Step, device: int) -> int | None:
         """Whose word a Reduce or a Step waits for."""
         teller = device + 1 if isinstance(action, Reduce) else device - 1
-        return teller if 0 <= teller < len(self.lanes) else None
+        return teller if self.program.pipelined and 0 <= teller < len(self.lanes) else None
 
     def _tell(self, action: Reduce | Step, device: int) -> None:
         listener = device - 1 if isinstance(action, Reduce) else device + 1
-        if 0 <= listener < len(self.lanes):
+        if self.program.pipelined and 0 <= listener < len(self.lanes):
             link = self.pairs.get((device, listener), self.cluster.link)
             self._at(self.now + link.latency, lambda: self._heard(action, listener))
 
@@ -205,6 +205,8 @@ class _Run:
                 self._hold(device, self.prices.passes[number][stage].kept_bytes)
                 if (wanted := self._arrival(action, device)) is not None:
                     self._hold(device, -self._size(wanted))  # what is kept holds it from here on
+            case Backward(number, stage):
+                self._hold(device, self.prices.passes[number][stage].working_bytes)
             case Evict(stage):
                 self._hold(device, -self._weight(stage))
             case Step():
@@ -217,6 +219,8 @@ class _Run:
             self._tell(action, device)
         if isinstance(action, Backward | Evaluate):
             self._hold(device, -self.prices.passes[action.microbatch][action.stage].kept_bytes)
+        if isinstance(action, Backward):
+            self._hold(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
         if isinstance(action, Backward) and (wanted := self._arrival(action, device)) is not None:
             self._hold(device, -self._size(wanted))
         if isinstance(action, Forward | Backward | Evaluate) and (made := self._product(action, device)):
@@ -302,12 +306,15 @@ class _Run:
     def _share(self, root: int) -> None:
         """Settle what has moved so far, and divide the root complex anew."""
         flows = self.flows[root]
+        moving = flows[:1] if self.cluster.queued else flows
         for flow in flows:
             flow.left -= flow.rate * (self.now - flow.since) if flow.left and self.now > flow.since else 0.0
             flow.since = self.now
             flow.version += 1
+            flow.rate = 0.0
+        for flow in moving:
             bandwidth = self.cluster.devices[flow.device].host.bandwidth
-            flow.rate = min(bandwidth, self.cluster.roots[root] / len(flows))
+            flow.rate = min(bandwidth, self.cluster.roots[root] / len(moving))
             self._at(self.now + max(0.0, flow.left) / flow.rate, self._landing(flow, root))
 
     def _landing(self, flow: _Flow, root: int) -> Callable[[], None]:

@@ -81,7 +81,7 @@ class Bounds:
         """The prefix with one stage more, or None if that does not fit."""
         number = len(prefix.resident)
         gpu = number % self.host.gpus
-        held = stage.state_bytes + (stage.weight_bytes if resident else 0)
+        held = self.host.stage_bytes + stage.state_bytes + (stage.weight_bytes if resident else 0)
         fixed = _replaced(prefix.fixed, gpu, prefix.fixed[gpu] + held)
         passing = _replaced(prefix.passing, gpu, max(prefix.passing[gpu], passing_bytes(stage, resident)))
         room = self.host.memory_bytes - fixed[gpu]

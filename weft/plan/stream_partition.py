@@ -128,7 +128,8 @@ def _why_not(problem: _Problem) -> str:
     layer = problem.layers[tight]
     own = layer.weight_bytes + layer.kept_bytes
     return (
-        f"layer {tight} ({layer.kind}) needs {gib(own)} and {gib(need - own)} of adapter state beside it, "
+        f"layer {tight} ({layer.kind}) needs {gib(own)} and {gib(need - own)} of adapter state and "
+        f"inputs beside it, "
         f"but a GPU has {gib(problem.host.memory_bytes)}"
     )
 

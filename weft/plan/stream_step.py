@@ -23,6 +23,8 @@ class Host:
     """Of one GPU."""
     bandwidth: float
     """Bytes per second of one link."""
+    stage_bytes: int = 0
+    """What each stage holds all the time: its inputs of all microbatches, say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host
     """What is left on its GPU while each stage computes; negative if it does not fit."""
     fixed = [0] * host.gpus
     for number, stage in enumerate(stages):
-        fixed[number % host.gpus] += stage.state_bytes + resident[number] * stage.weight_bytes
+        held = host.stage_bytes + stage.state_bytes + resident[number] * stage.weight_bytes
+        fixed[number % host.gpus] += held
     return [
         host.memory_bytes - fixed[number % host.gpus] - passing_bytes(stage, resident[number])
         for number, stage in enumerate(stages)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.plan.dispatch import Dispatch, Rules
-from weft.plan.pipeline import Work, assemble
+from weft.plan.pipeline import Passes, Work, assemble
 from weft.plan.price import PassPrice, Prices
 from weft.plan.program import Program
 
@@ -56,16 +56,21 @@ def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> T
     sorted_queues = [queues[index] for index in order]
     launches = [number for queue in sorted_queues for number in queue.microbatches]
     assert sorted(launches) == work.filled, "the queues do not hold every microbatch once"
-    stages = len(queues[0].passes)
-    rules = Rules(
-        flights=(len(launches),) * stages,
-        forward_first=(False,) * stages,
-        room=tuple(room),
-    )
-    dispatch = Dispatch(work.microbatches, launches, queue_prices(work, queues), rules)
+    dispatch = _dispatch(work, launches, queue_prices(work, queues), room)
     program = assemble(work, dispatch.run())
     scarce = [f"stage {stage} has no memory for an earlier launch" for stage in sorted(dispatch.delayed)]
     return Template(program, tuple(order), (*_broken(work, sorted_queues), *scarce))
+
+
+def eager_passes(work: Work, prices: Prices, room: Sequence[int]) -> Passes:
+    """The template's launches for microbatches that are not alike, the slowest bucket first already."""
+    return _dispatch(work, work.filled, prices, room).run()
+
+
+def _dispatch(work: Work, launches: Sequence[int], prices: Prices, room: Sequence[int]) -> Dispatch:
+    stages = len(prices.passes[0])
+    rules = Rules(flights=(len(launches),) * stages, forward_first=(False,) * stages, room=tuple(room))
+    return Dispatch(work.microbatches, launches, prices, rules)
 
 
 def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:

@@ -1,0 +1,152 @@
+"""What each mechanism of the planner is worth in `weft plan`, over several clusters and companies of jobs.
+
+A base of the shape of Llama-3.1-8B; lengths are lognormal around each job's own median. A row says what a
+window takes longer (least / median / most over the cases) when one mechanism is switched off, or with one
+that the default path leaves out; below 0 it would be shorter. Then, how often each grouping and each order
+was chosen.
+
+    python -m benchmarks.plan_mechanisms [--toy] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from typing import Any
+
+from benchmarks.result import arguments, finish
+from benchmarks.table import aligned
+from weft.plan.ablate import ablate
+from weft.plan.architecture import model_shape
+from weft.plan.cluster import parse_cluster
+from weft.plan.estimate import JobOutline
+from weft.plan.fit import make_ground
+from weft.plan.outlook import outlook
+from weft.shapes import JobShape
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+SHAPE = model_shape(CONFIG, "8B", 2)
+CLUSTERS = ("H100", "2xRTX4090", "4xA100-80G:pcie", "4xA100-80G", "8xH100", "8xA100-80G:pcie")
+ROUNDS, LONGEST, SPREAD = 3, 2048, 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """Jobs by their samples' median length; all have the same batch size."""
+
+    name: str
+    medians: tuple[int, ...]
+    batch: int
+    rank: int = 16
+
+    def jobs(self) -> list[JobOutline]:
+        random = Random(self.name)
+        trainable = sum(self.rank * (site.in_features + site.out_features) for site in SHAPE.sites)
+        ranks = {site.name: self.rank for site in SHAPE.sites}
+        made = []
+        for number, middle in enumerate(self.medians):
+            batches = tuple(
+                tuple(
+                    max(16, min(LONGEST, int(middle * random.lognormvariate(0, SPREAD))))
+                    for _ in range(self.batch)
+                )
+                for _ in range(ROUNDS)
+            )
+            longest = max(map(max, batches))
+            made.append(JobOutline(JobShape(f"job{number}", 0, number, trainable, longest), ranks, batches))
+        return made
+
+
+COMPANIES = (
+    Company("one job", (600,), 16),
+    Company("4 jobs of growing length", (200, 400, 600, 800), 8),
+    Company("8 small jobs", (80,) * 8, 4),
+    Company("8 jobs, short and long", (100, 120, 150, 200, 700, 900, 1000, 1200), 8),
+    Company("16 jobs", tuple(100 + 40 * number for number in range(16)), 8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    cluster: str
+    company: str
+    order: str
+    mechanism: str
+    costs: dict[str, float]
+    """What is instead → how much longer a window takes."""
+    added: tuple[str, ...]
+
+
+def look(cluster: str, company: Company) -> Case:
+    found = outlook(make_ground(SHAPE, parse_cluster(cluster)), company.jobs(), compared=False)
+    rows = ablate(found)
+    return Case(
+        cluster,
+        company.name,
+        str(found.scheme.order),
+        found.candidate.mechanism,
+        {_name(row.mechanism, row.instead): row.cost for row in rows},
+        tuple(_name(row.mechanism, row.instead) for row in rows if row.added),
+    )
+
+
+def _name(mechanism: str, instead: str) -> str:
+    if mechanism == "chunks":
+        return "added: chunks of the size that suits best"
+    if mechanism in ("tensor parallelism", "subgraph order"):
+        return f"added: {mechanism}, {instead}"
+    return f"{mechanism.partition(' by ')[0]}: {instead}"
+
+
+def show(cases: Sequence[Case]) -> str:
+    names = list(dict.fromkeys(name for case in cases for name in case.costs))
+    lines = []
+    for name in names:
+        costs = [case.costs[name] for case in cases if name in case.costs]
+        spread = f"{min(costs):+.1%} / {median(costs):+.1%} / {max(costs):+.1%}"
+        better = sum(cost < -0.001 for cost in costs)
+        lines.append([name, spread, f"{sum(cost > 0.001 for cost in costs)}", f"{better}", f"{len(costs)}"])
+    titles = ["without, or with", "takes longer by", "slower in", "faster in", "cases"]
+    return aligned(titles, lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--toy", action="store_true", help="two clusters and two companies")
+    asked = parser.parse_args()
+    began = time.perf_counter()
+    clusters, companies = (CLUSTERS[:2], COMPANIES[:2]) if asked.toy else (CLUSTERS, COMPANIES)
+    cases = [look(cluster, company) for cluster in clusters for company in companies]
+    print(show(cases))
+    piped = [case for case in cases if case.cluster != CLUSTERS[0]]
+    for title, chosen in (
+        ("Groups by", Counter(case.mechanism for case in cases)),
+        ("Orders in pipelines", Counter(case.order for case in piped)),
+    ):
+        print(f"\n{title}: " + ", ".join(f"{name} {count}" for name, count in chosen.most_common()))
+    print(f"\n{time.perf_counter() - began:.0f} s in all")
+    numbers: dict[str, Any] = {
+        "cases": [
+            {"cluster": case.cluster, "company": case.company, "order": case.order}
+            | {"groups": case.mechanism, "costs": case.costs}
+            for case in cases
+        ]
+    }
+    finish(numbers, asked.json)
+
+
+if __name__ == "__main__":
+    main()

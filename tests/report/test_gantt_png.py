@@ -1,0 +1,41 @@
+"""The picture of a timeline, looked at pixel by pixel."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from tests.plan.outlooks import ground, outlines
+from weft.plan.outlook import outlook
+from weft.report.gantt import COLOURS, rows
+from weft.report.gantt_png import LEFT, RIGHT, ROW, TOP, WIDTH, gantt_png, require_pillow, ticks
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def written(colour: tuple[int, int, int]) -> str:
+    return "#" + "".join(f"{part:02x}" for part in colour)
+
+
+def test_every_lane_has_a_row_and_bars_have_their_kind_s_colour():
+    require_pillow()
+    timeline = outlook(ground("2xH100"), outlines(2)).run.timeline
+    picture = Image.open(io.BytesIO(gantt_png(timeline, "2xH100"))).convert("RGB")
+    lanes = rows(timeline)
+    assert picture.width == WIDTH
+    assert picture.height > TOP + ROW * len(lanes)
+    first = next(event for event in timeline.events if event.device == 0)
+    share = (first.start + (first.stop - first.start) / 8) / timeline.makespan
+    across = LEFT + (WIDTH - LEFT - RIGHT) * share
+    assert written(picture.getpixel((int(across), TOP + ROW // 2))) == COLOURS["forward"]
+    seen = {written(colour) for _, colour in picture.getcolors(1 << 16)}
+    assert {COLOURS[kind] for kind in ("forward", "backward", "send", "receive")} <= seen
+
+
+@pytest.mark.parametrize(
+    ("makespan", "marks"),
+    [(1.0, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0.0, []), (70.0, [0, 10, 20, 30, 40, 50, 60, 70])],
+)
+def test_ticks_are_round_numbers(makespan, marks):
+    assert list(ticks(makespan)) == marks

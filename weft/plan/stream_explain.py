@@ -1,0 +1,59 @@
+"""A streamed outlook in sentences: one for each decision, with the numbers that it hangs on."""
+
+from __future__ import annotations
+
+from weft.plan.memory import gib
+from weft.plan.stream_outlook import SEQUENTIAL, StreamOutlook
+
+
+def explain_streams(found: StreamOutlook) -> list[str]:
+    return [
+        f"Times are {found.source}.",
+        "Streamed, because the base does not fit the cluster with a job aboard: its layers lie in the host's "
+        "memory and come in stages when they are needed. Weft cannot run such a plan yet.",
+        _capacity(found),
+        "Every layer is made again in the backward: of a microbatch a stage keeps its input only.",
+        _cut(found),
+        _mapping(found),
+        _uploads(found),
+        f"Packing: {found.run.merged.why()}.",
+    ]
+
+
+def _capacity(found: StreamOutlook) -> str:
+    layout = found.chosen.layout
+    return (
+        f"Token capacity {found.forecast.capacity:,}: the fullest device then needs "
+        f"{gib(max(layout.need_bytes))} of the {gib(min(layout.budgets))} that may be taken."
+    )
+
+
+def _cut(found: StreamOutlook) -> str:
+    chosen = found.chosen
+    sizes = [stage.stop - stage.start for stage in chosen.streams.stages]
+    others = [one for one in found.tried if one.mapping == chosen.mapping and one.cut != chosen.cut]
+    slower = "; ".join(f"{one.cut} take {one.seconds / chosen.seconds - 1:+.1%}" for one in others)
+    return (
+        f"{len(sizes)} stages of {min(sizes)} to {max(sizes)} layers, {sum(chosen.streams.resident)} of them "
+        f"resident ({chosen.cut}){': ' + slower if slower else ''}."
+    )
+
+
+def _mapping(found: StreamOutlook) -> str:
+    chosen, roots = found.chosen, found.ground.cluster.roots
+    if len(roots) == 1:
+        return f"Mapping: stage j on device j mod {roots[0]}, as all devices hang under one root complex."
+    order = ", ".join(map(str, chosen.streams.order))
+    others = [one for one in found.tried if one.cut == chosen.cut and one.mapping != chosen.mapping]
+    slower = "; ".join(f"{one.mapping} takes {one.seconds / chosen.seconds - 1:+.1%}" for one in others)
+    why = f" ({slower})" if slower else ""
+    name = "in sequence" if chosen.mapping == SEQUENTIAL else f"by {chosen.mapping}"
+    return f"Mapping {name}: stages take turns on devices {order}{why}."
+
+
+def _uploads(found: StreamOutlook) -> str:
+    chosen, steps = found.chosen, found.forecast.steps
+    return (
+        f"Uploads: {gib(chosen.uploaded_bytes / steps)} a step, of which {chosen.unhidden / steps:.3g} s are "
+        f"not hidden behind compute ({chosen.unhidden / chosen.seconds:.1%} of the step)."
+    )
