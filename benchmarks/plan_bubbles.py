@@ -22,14 +22,25 @@ from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program, Segm
 from weft.plan.simulate import simulate
 
 DEVICES, JOBS, MICROBATCHES = range(2, 9), range(1, 11), range(1, 9)
-STEPS, FIRST, LAST = 5, 2, 4
-"""Global batches of every job, and the Steps of the first between which it is measured."""
 RATIOS = (1.0, 2.0)
 """Backward over forward."""
 EQUAL = 1e-9
 SHOWN = 6
 HOP = 0.1
 """In the table of what cannot attain the formula: a hop, and what the last stage takes more, over a pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Global batches of every job, and the Steps of the first job between which it is measured."""
+
+    steps: int
+    first: int
+    last: int
+
+
+ONE_PERIOD, LONG = Region(3, 1, 2), Region(10, 4, 9)
+"""Where passes are all alike the pattern repeats from the first Step on; with hops it takes some more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +58,11 @@ class Case:
     def gpipe(self) -> float:
         return (self.devices - 1) / (self.microbatches + self.devices - 1)
 
-    def work(self) -> Work:
+    def work(self, region: Region) -> Work:
         samples = tuple(Placed(number, 1, number) for number in range(self.microbatches))
         batches = tuple(
             GlobalBatch(f"job{job}", step, samples, len(samples))
-            for step in range(1, STEPS + 1)
+            for step in range(1, region.steps + 1)
             for job in range(self.jobs)
         )
         held = tuple(
@@ -68,11 +79,13 @@ def cases(devices: int) -> Iterator[Case]:
             yield Case(devices, jobs, microbatches)
 
 
-def steady(program: Program, prices: Prices, cluster: PricedCluster | None = None) -> list[float]:
+def steady(
+    program: Program, prices: Prices, region: Region, cluster: PricedCluster | None = None
+) -> list[float]:
     """Every device's bubbles in whole periods."""
     devices = len(program.devices)
     timeline = simulate(program, prices, cluster or free_cluster(devices))
-    spans = [timeline.between_steps(device, "job0", FIRST, LAST) for device in range(devices)]
+    spans = [timeline.between_steps(device, "job0", region.first, region.last) for device in range(devices)]
     return [1 - timeline.busy_share(device, span) for device, span in enumerate(spans)]
 
 
@@ -89,20 +102,20 @@ def formula_rows(tried: Iterable[int]) -> list[dict[str, Any]]:
             missed: list[str] = []
             equal = {"many": 0, "fixed": 0}
             for case in few:
-                work = case.work()
+                work = case.work(ONE_PERIOD)
                 prices = even_prices(len(work.microbatches), devices, 1.0, ratio)
                 orders = {
                     "many": multi_job(work, devices, prices),
                     "fixed": one_forward_one_backward(work, devices),
                 }
                 for name, program in orders.items():
-                    off = deviation(steady(program, prices), case.mlora)
+                    off = deviation(steady(program, prices, ONE_PERIOD), case.mlora)
                     apart[name] = max(apart[name], off)
                     equal[name] += off < EQUAL
                     if off >= EQUAL and name == "fixed":
                         missed.append(f"{case.jobs}x{case.microbatches}")
                 if case.jobs == 1:
-                    off = deviation(steady(gpipe(work, devices), prices), case.gpipe)
+                    off = deviation(steady(gpipe(work, devices), prices, ONE_PERIOD), case.gpipe)
                     apart["gpipe"] = max(apart["gpipe"], off)
             rows.append(
                 {"devices": devices, "ratio": ratio, "cases": len(few), "equal": equal, "apart": apart}
@@ -139,7 +152,7 @@ def unattained() -> list[dict[str, Any]]:
     rows = []
     for jobs in range(1, 9):
         case = Case(4, jobs, 2)
-        work = case.work()
+        work = case.work(LONG)
         one = PassPrice(1.0, 1.0, activation_bytes=1, gradient_bytes=1)
         slow = PassPrice(1 + HOP, 1 + HOP)
         count = len(work.microbatches)
@@ -149,9 +162,9 @@ def unattained() -> list[dict[str, Any]]:
             {
                 "jobs": jobs,
                 "formula": case.mlora,
-                "hops": max(steady(multi_job(work, 4, hops), hops, links)),
-                "spare": max(steady(multi_job(work, 4, hops, spare=3), hops, links)),
-                "last": max(steady(multi_job(work, 4, last), last)),
+                "hops": max(steady(multi_job(work, 4, hops), hops, LONG, links)),
+                "spare": max(steady(multi_job(work, 4, hops, spare=3), hops, LONG, links)),
+                "last": max(steady(multi_job(work, 4, last), last, LONG)),
             }
         )
     return rows

@@ -16,7 +16,7 @@ from weft.plan.search import PIPELINE_ORDERS
 from weft.plan.sharded import make_shards, sharded_forecast
 
 CHUNKS = (64, 128, 256, 512, 1024)
-MOST_CHUNKS = 16
+MOST_CHUNKS = 8
 """In a full microbatch: smaller ones cost more passes than they save waits."""
 SHARDS = 2
 
