@@ -1,4 +1,4 @@
-"""torchrun over two machines, here two network namespaces: the same pipeline, also when the network is cut."""
+"""torchrun over two machines, here two network namespaces: the same pipeline, also with the network cut."""
 
 import time
 

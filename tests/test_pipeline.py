@@ -12,6 +12,7 @@ from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines, numbers, states, status
 from tests.run.models import deep
 from weft import JobSpec
+from weft.report.timelines import read_timelines
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,24 @@ def test_every_window_stands_beside_its_prediction(place):
     assert len(trained) >= 4
     assert all(one["microbatches"] > 0 for one in trained)
     assert any(one["predicted_seconds"] for one in trained[1:])
+
+
+def test_the_report_shows_the_last_window_as_foreseen_and_as_measured(place):
+    output = place / "out"
+    if not (output / "timelines.json").exists():
+        assert Launch(place, fresh(place, "out"), 4).wait() == 0
+    found = read_timelines(output)
+    assert found is not None
+    for one in (found.foreseen, found.measured):
+        assert {bar.row for bar in one.bars} == {f"rank {rank}" for rank in range(4)}
+        assert all(0 <= share < 1 for share in one.bubbles)
+    passes = [
+        sum(bar.kind in ("forward", "backward") for bar in one.bars)
+        for one in (found.foreseen, found.measured)
+    ]
+    assert passes[0] == passes[1] > 0
+    page = (output / "report.html").read_text()
+    assert page.index("<h3>Foreseen</h3>") < page.index("<h3>Measured</h3>")
 
 
 def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same_curve(place, forks):
