@@ -116,6 +116,28 @@ def test_more_stages_than_layers_is_a_mistake_with_a_sentence(place, forks):
     assert not (place / "never").exists()
 
 
+def test_auto_trains_in_one_process_where_the_base_fits_and_says_so(place, forks):
+    output = place / fresh(place, "auto")
+    assert forks.weft("train", "jobs.yaml", "--output", "auto", "--pipeline", "auto", cwd=place) == 0
+    assert "--pipeline auto: one process, since the base and its passes need" in (place / "log").read_text()
+    assert not (output / "ranks").exists()
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_auto_with_a_base_that_fits_nowhere_is_a_mistake_with_a_sentence(place, forks):
+    words = ("train", "jobs.yaml", "--output", "never", "--pipeline", "auto", "--memory", "100MiB")
+    assert forks.weft(*words, cwd=place) == 2
+    told = " ".join((place / "log").read_text().split())
+    assert "the machine has 0.10 GiB for a run; use more or larger devices" in told
+    assert not (place / "never").exists()
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-3", "many", "2.5"])
+def test_a_number_of_stages_that_is_none_is_a_mistake_with_a_sentence(place, forks, text):
+    assert forks.weft("train", "jobs.yaml", "--output", "never", f"--pipeline={text}", cwd=place) == 2
+    assert f"--pipeline {text}: write auto, or how many stages: 2 or more" in (place / "log").read_text()
+
+
 def test_a_mistake_that_the_first_rank_finds_is_exit_2_and_nobody_is_left_waiting(tmp_path, forks):
     folder = deep_folder(tmp_path, [{"name": "a", "steps": 3, "adapter": {"init_from": "a.jsonl"}}])
     assert forks.weft("train", "jobs.yaml", "--pipeline", "2", cwd=folder) == 2
