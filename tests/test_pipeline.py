@@ -12,6 +12,7 @@ from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines, numbers, states, status
 from tests.run.models import deep
 from weft import JobSpec
+from weft.report.timelines import read_timelines
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,24 @@ def test_every_window_stands_beside_its_prediction(place):
     assert any(one["predicted_seconds"] for one in trained[1:])
 
 
+def test_the_report_shows_the_last_window_as_foreseen_and_as_measured(place):
+    output = place / "out"
+    if not (output / "timelines.json").exists():
+        assert Launch(place, fresh(place, "out"), 4).wait() == 0
+    found = read_timelines(output)
+    assert found is not None
+    for one in (found.foreseen, found.measured):
+        assert {bar.row for bar in one.bars} == {f"rank {rank}" for rank in range(4)}
+        assert all(0 <= share < 1 for share in one.bubbles)
+    passes = [
+        sum(bar.kind in ("forward", "backward") for bar in one.bars)
+        for one in (found.foreseen, found.measured)
+    ]
+    assert passes[0] == passes[1] > 0
+    page = (output / "report.html").read_text()
+    assert page.index("<h3>Foreseen</h3>") < page.index("<h3>Measured</h3>")
+
+
 def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same_curve(place, forks):
     output = place / fresh(place, "changing")
     for ranks, count, more in ((4, 10, ()), (2, 25, ("--resume",))):
@@ -95,6 +114,28 @@ def test_more_stages_than_layers_is_a_mistake_with_a_sentence(place, forks):
     assert forks.weft("train", "jobs.yaml", "--output", "never", "--pipeline", "5", cwd=place) == 2
     assert "--pipeline 5: the base has 4 layers, and each stage needs one" in (place / "log").read_text()
     assert not (place / "never").exists()
+
+
+def test_auto_trains_in_one_process_where_the_base_fits_and_says_so(place, forks):
+    output = place / fresh(place, "auto")
+    assert forks.weft("train", "jobs.yaml", "--output", "auto", "--pipeline", "auto", cwd=place) == 0
+    assert "--pipeline auto: one process, since the base and its passes need" in (place / "log").read_text()
+    assert not (output / "ranks").exists()
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_auto_with_a_base_that_fits_nowhere_is_a_mistake_with_a_sentence(place, forks):
+    words = ("train", "jobs.yaml", "--output", "never", "--pipeline", "auto", "--memory", "100MiB")
+    assert forks.weft(*words, cwd=place) == 2
+    told = " ".join((place / "log").read_text().split())
+    assert "the machine has 0.10 GiB for a run; use more or larger devices" in told
+    assert not (place / "never").exists()
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-3", "many", "2.5"])
+def test_a_number_of_stages_that_is_none_is_a_mistake_with_a_sentence(place, forks, text):
+    assert forks.weft("train", "jobs.yaml", "--output", "never", f"--pipeline={text}", cwd=place) == 2
+    assert f"--pipeline {text}: write auto, or how many stages: 2 or more" in (place / "log").read_text()
 
 
 def test_a_mistake_that_the_first_rank_finds_is_exit_2_and_nobody_is_left_waiting(tmp_path, forks):

@@ -28,6 +28,7 @@ from weft.jobs.files import replace_file
 from weft.jobs.store import RANKS
 from weft.run.commands import Staff
 from weft.run.heartbeat import LOST, Heartbeat
+from weft.run.network import bind_interface
 from weft.run.stage_executor import RankFull
 from weft.run.transport import PeerLost
 from weft.run.wires import Place, Wires, connect, own_gpus, store_here
@@ -57,6 +58,7 @@ def joined(place: Place, device: str | None) -> Iterator[Staff | None]:
         # Only the first rank hears of an interruption; the others end when it says so.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+    bind_interface(place)
     heartbeat = Heartbeat(place, store_here(place))
     heartbeat.start()
     try:

@@ -10,11 +10,12 @@ from weft.journal import Journal
 from weft.loop import Callback, Loop, Room
 from weft.plan.learned import Company, Promise
 from weft.plan.memory import MemoryModel
-from weft.plan.pipeline_window import PipelineRules, plan_pipeline
+from weft.plan.pipeline_window import PipelineRules, plan_pipeline, timeline_foreseen
 from weft.plan.planner import Course
 from weft.plan.program import Program
+from weft.report.timelines import Drawn, Timelines, drawn, write_timelines
 from weft.run.pipeline import Pipeline
-from weft.run.trace import Trace
+from weft.run.trace import Trace, timeline_of
 
 ROUNDS = 16
 """Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long one."""
@@ -37,12 +38,16 @@ class PipelinedLoop(Loop):
         self.pipeline = pipeline
         self.rounds = ROUNDS
         self.trace = Trace()
+        self.timelines: Timelines | None = None
+        """The last window in which jobs trained, once paces were known."""
 
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
         try:
             super().run(stop, callback)
         finally:
             self.trace.write(self.store.output / TRACE)
+            if self.timelines is not None:
+                write_timelines(self.store.output, self.timelines)
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
         paces = self.pipeline.paces.stages()
@@ -50,8 +55,19 @@ class PipelinedLoop(Loop):
         return plan_pipeline(courses, rules)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+        # Made before the window runs: afterwards the paces have learnt from it.
+        foreseen = self._foreseen(program)
         super()._execute(program, stop, callback)
         self.trace.add(program, self.pipeline.reports)
+        if foreseen is not None:
+            measured = drawn(timeline_of(self.pipeline.reports), program)
+            self.timelines = Timelines(foreseen=foreseen, measured=measured)
+
+    def _foreseen(self, program: Program) -> Drawn | None:
+        paces = self.pipeline.paces
+        if not (program.batches and paces.measured):
+            return None
+        return drawn(timeline_foreseen(program, paces.stages()), program)
 
     def _promise(self, program: Program, company: Company) -> Promise:
         return self.learned.promise(program, company, self.pipeline.paces.predicted_seconds)

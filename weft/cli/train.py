@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from weft.run.wires import Place
 
 SOME_FAILED, INTERRUPTED = 1, 130
+AUTO = 0
+"""The number of stages that stands for the planner's choice."""
 
 
 def train(
@@ -26,7 +28,8 @@ def train(
         list[str] | None, typer.Option(metavar="JOB", help="With --resume: train this job anew.")
     ] = None,
     pipeline: Annotated[
-        int | None, typer.Option(min=2, help="Cut the base into so many stages, a process for each.")
+        str | None,
+        typer.Option(metavar="N|auto", help="Cut the base into so many stages, a process for each."),
     ] = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
@@ -36,13 +39,14 @@ def train(
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
     asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()))
-    place = place_here()
-    if place is None and pipeline is not None:
-        raise typer.Exit(_launch(asked, pipeline))
+    place, stages = place_here(), None if pipeline is None else stages_of(pipeline)
     if place is None:
+        stages = _chosen(asked) if stages == AUTO else stages
+        if stages is not None and stages > 1:
+            raise typer.Exit(_launch(asked, stages))
         _train(asked, None)
         return
-    if pipeline not in (None, place.ranks):
+    if stages not in (None, AUTO, place.ranks):
         raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
     if attempt() > 0:
         # torchrun has started all ranks again, with the words of the first time.
@@ -74,6 +78,24 @@ class Asked:
         words += [word for key, value in options.items() if value is not None for word in (key, str(value))]
         words += ["--resume"] if self.resume else []
         return [*words, *(word for job in self.restart for word in ("--restart", job))]
+
+
+def _chosen(asked: Asked) -> int:
+    """As many stages as the planner finds right for this machine; says why."""
+    from rich.console import Console
+
+    from weft.base.load import device_named, inspect
+    from weft.jobs.read import read_run
+    from weft.pipelined import SPARE
+    from weft.plan.stage_count import choose_stages
+    from weft.run.devices import devices_here
+
+    device = device_named(asked.device)
+    budget = bytes_of(asked.memory) if asked.memory else None
+    shape = inspect(read_run(asked.jobs).base, device)
+    choice = choose_stages(shape, devices_here(device, budget), SPARE)
+    Console().print(f"Weft: {choice.why}", highlight=False, soft_wrap=True)
+    return choice.stages
 
 
 def _launch(asked: Asked, ranks: int) -> int:
@@ -130,6 +152,17 @@ def _train(asked: Asked, staff: Staff | None) -> None:
         raise typer.Exit(INTERRUPTED)
     if any(result.state is not State.SUCCEEDED for result in results.values()):
         raise typer.Exit(SOME_FAILED)
+
+
+def stages_of(text: str) -> int:
+    """The number that follows --pipeline, or `AUTO`."""
+    from weft.errors import UserError
+
+    if text == "auto":
+        return AUTO
+    if not text.isdecimal() or int(text) < 2:
+        raise UserError(f"--pipeline {text}: write auto, or how many stages: 2 or more")
+    return int(text)
 
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}

@@ -123,9 +123,13 @@ class MemoryModel:
         """The largest token capacity that fits, at most `most`, never below the longest sample."""
         return max(min(most, self._room(jobs, recompute)), longest(jobs))
 
+    def least_bytes(self, jobs: Sequence[JobShape]) -> int:
+        """With microbatches of the longest sample, and everything made again that can be."""
+        return self.peak_bytes(jobs, longest(jobs), self._choices()[-1]) + self.fit.error
+
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:
         """A sentence that says why these jobs do not fit together, or None if they do."""
-        need = self.peak_bytes(jobs, longest(jobs), self._choices()[-1]) + self.fit.error
+        need = self.least_bytes(jobs)
         if need <= self.budget:
             return None
         return (

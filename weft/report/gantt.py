@@ -1,11 +1,13 @@
-"""A simulated Program as a Gantt chart: a row for every device and lane, a bar for every action."""
+"""A Program's timeline as a Gantt chart: a row for every device and lane, a bar for every action."""
 
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weft.plan.program import Action, Backward, Evaluate, Forward, Load, Program, Recv, Send
+from weft.plan.program import Action, Backward, Evaluate, Forward, Load, Program, Recv, Send, Step
 from weft.plan.timeline import Lane, Timeline
 
 COLOURS = {
@@ -15,7 +17,8 @@ COLOURS = {
     "send": "#e8710a",
     "receive": "#d9a441",
     "load": "#6b7a90",
-    "other": "#dc4646",
+    "step": "#dc4646",
+    "other": "#8a94a6",
 }
 
 
@@ -28,25 +31,25 @@ def gantt_page(timeline: Timeline, program: Program, title: str) -> str:
     return page
 
 
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One action as it is drawn."""
+
+    row: str
+    kind: str
+    """One of `COLOURS`."""
+    start: float
+    stop: float
+    text: str
+    """What the pointer shows; not escaped."""
+
+
 def gantt(timeline: Timeline, program: Program, title: str) -> dict[str, Any]:
     """The figure as plain values: one trace for each kind of action, bars laid from start to stop."""
-    traces = []
-    for kind, colour in COLOURS.items():
-        events = [one for one in timeline.events if kind_of(one.action) == kind and one.stop > one.start]
-        if events:
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": kind,
-                    "marker": {"color": colour, "line": {"width": 0.5, "color": "white"}},
-                    "base": [one.start for one in events],
-                    "x": [one.stop - one.start for one in events],
-                    "y": [row(one.device, one.lane) for one in events],
-                    "hovertext": [described(one.action, program) for one in events],
-                    "hoverinfo": "text",
-                }
-            )
+    bars = [
+        Bar(row(one.device, one.lane), kind_of(one.action), one.start, one.stop, about(one.action, program))
+        for one in timeline.events
+    ]
     bubbles = ", ".join(f"{share:.1%}" for share in timeline.bubbles())
     layout = {
         "title": {"text": f"{html.escape(title)}: {timeline.makespan:.3g} s, bubbles {bubbles}"},
@@ -54,7 +57,29 @@ def gantt(timeline: Timeline, program: Program, title: str) -> dict[str, Any]:
         "xaxis": {"title": {"text": "seconds"}},
         "yaxis": {"autorange": "reversed", "categoryorder": "array", "categoryarray": rows(timeline)},
     }
-    return {"data": traces, "layout": layout}
+    return {"data": bar_traces(bars), "layout": layout}
+
+
+def bar_traces(bars: Sequence[Bar]) -> list[dict[str, Any]]:
+    """One for each kind, in the order of `COLOURS`; what takes no time is left out."""
+    traces = []
+    for kind, colour in COLOURS.items():
+        drawn = [one for one in bars if one.kind == kind and one.stop > one.start]
+        if drawn:
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": kind,
+                    "marker": {"color": colour, "line": {"width": 0.5, "color": "white"}},
+                    "base": [one.start for one in drawn],
+                    "x": [one.stop - one.start for one in drawn],
+                    "y": [one.row for one in drawn],
+                    "hovertext": [html.escape(one.text) for one in drawn],
+                    "hoverinfo": "text",
+                }
+            )
+    return traces
 
 
 def rows(timeline: Timeline) -> list[str]:
@@ -83,15 +108,15 @@ def kind_of(action: Action) -> str:
             return "receive"
         case Load():
             return "load"
+        case Step():
+            return "step"
     return "other"
 
 
-def described(action: Action, program: Program) -> str:
+def about(action: Action, program: Program) -> str:
     """What the pointer shows; names of jobs come from outside."""
     if not isinstance(action, Forward | Backward | Evaluate | Send | Recv):
-        return html.escape(str(action))
+        return str(action)
     microbatch = program.microbatches[action.microbatch]
     held = ", ".join(f"{one.job} step {one.step}: {one.tokens}" for one in microbatch.segments)
-    return html.escape(
-        f"{kind_of(action)} of microbatch {action.microbatch}, stage {action.stage} (tokens: {held})"
-    )
+    return f"{kind_of(action)} of microbatch {action.microbatch}, stage {action.stage} (tokens: {held})"

@@ -16,6 +16,7 @@ from pathlib import Path
 from weft.report.charts import draw_charts
 from weft.report.compare import by_result
 from weft.report.read import Run, read_run
+from weft.report.timelines import Timelines, read_timelines, timeline_charts
 from weft.report.view import PageView, page_view
 
 
@@ -24,19 +25,20 @@ def write_report(output: Path) -> Path:
     run = read_run(output)
     target = output / "report.html"
     draft = output / "report.html.tmp"
-    draft.write_text(render_page(run), encoding="utf-8")
+    draft.write_text(render_page(run, read_timelines(output)), encoding="utf-8")
     draft.replace(target)
     return target
 
 
-def render_page(run: Run) -> str:
+def render_page(run: Run, timelines: Timelines | None = None) -> str:
     from plotly.offline import get_plotlyjs
 
     jobs = by_result(run.jobs)
     charts = draw_charts(jobs, run.windows)
-    figures = {chart.name: chart.figure for chart in charts if chart.figure is not None}
+    drawn = (*charts, *(timeline_charts(timelines) if timelines else ()))
+    figures = {chart.name: chart.figure for chart in drawn if chart.figure is not None}
     return _fill_template(
-        page_view(run, jobs, charts),
+        page_view(run, jobs, charts, timelines),
         style=_part("page.css"),
         figures=_data_block(figures),
         scripts=(get_plotlyjs(), _part("page.js")) if figures else (_part("page.js"),),

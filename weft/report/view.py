@@ -20,6 +20,8 @@ from weft.report.compare import (
 from weft.report.promises import COLUMNS, rows, sentences
 from weft.report.read import JobRecord, Run, WindowLine
 from weft.report.snippets import generate_command, load_snippet
+from weft.report.timelines import COLUMNS as BUBBLE_COLUMNS
+from weft.report.timelines import Timelines, bubble_rows, timeline_charts
 from weft.report.words import (
     NOTHING,
     bytes_text,
@@ -86,6 +88,15 @@ class PromiseView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineView:
+    """The last window of a pipeline as foreseen and as measured."""
+
+    charts: tuple[Chart, ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageView:
     """The whole page."""
 
@@ -98,9 +109,13 @@ class PageView:
     notes: tuple[str, ...]
     charts: tuple[Chart, ...]
     promises: PromiseView
+    pipeline: PipelineView | None
+    """None where one device ran it all."""
 
 
-def page_view(run: Run, jobs: Sequence[JobRecord], charts: tuple[Chart, ...]) -> PageView:
+def page_view(
+    run: Run, jobs: Sequence[JobRecord], charts: tuple[Chart, ...], timelines: Timelines | None = None
+) -> PageView:
     """`jobs` in the order of the table."""
     keys = differing_keys(jobs)
     best = best_jobs(jobs)
@@ -121,6 +136,13 @@ def page_view(run: Run, jobs: Sequence[JobRecord], charts: tuple[Chart, ...]) ->
         notes=run.notes,
         charts=charts,
         promises=_promises(run.windows),
+        pipeline=_pipeline(timelines) if timelines else None,
+    )
+
+
+def _pipeline(timelines: Timelines) -> PipelineView:
+    return PipelineView(
+        charts=timeline_charts(timelines), columns=BUBBLE_COLUMNS, rows=tuple(bubble_rows(timelines))
     )
 
 

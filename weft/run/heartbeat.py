@@ -32,17 +32,22 @@ class Heartbeat:
         # torchrun keeps its store when it starts all ranks again.
         self._attempt = attempt()
         self._stop = threading.Event()
+        self._answered = time.monotonic()
+        """When the store last answered."""
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
         """Leave the first mark before meeting the others: who has met all can then miss each of them."""
         self._store.set(self._key(self._place.rank), "0")
+        self._answered = time.monotonic()
         self._thread.start()
+        self._watch.start()
 
     def stop(self) -> None:
         """Say that this rank ends as it should, so that nobody misses it."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(LOST_AFTER)
         # The launcher may have gone first; then nobody is left to tell.
         with suppress(DistStoreError, RuntimeError):
             self._store.set(self._key(self._place.rank), "done")
@@ -68,9 +73,17 @@ class Heartbeat:
             except (DistStoreError, RuntimeError) as error:
                 self._lose(f"the store that all ranks share is gone: {error}")
                 return
+            self._answered = time.monotonic()
             late = [rank for rank, when in seen.items() if time.monotonic() - when > LOST_AFTER]
             if late:
                 self._lose(f"rank {late[0]} has given no sign of life for {LOST_AFTER:.0f} seconds")
+                return
+
+    def _watch_store(self) -> None:
+        """A cut network answers neither yes nor no: what waits for the store would wait for minutes."""
+        while not self._stop.wait(EVERY):
+            if time.monotonic() - self._answered > LOST_AFTER:
+                self._lose(f"the store that all ranks share has not answered for {LOST_AFTER:.0f} seconds")
                 return
 
     def _lose(self, sentence: str) -> None:

@@ -1,0 +1,80 @@
+"""How many stages a base is cut into where the planner may choose: as few as fit, one if it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.errors import PlanError
+from weft.plan.cut import cut_layers, stage_shape
+from weft.plan.memory import MemoryModel, gib
+from weft.shapes import JobShape, ModelShape
+
+LEAST = JobShape("", 0, 0, trainable=0, longest=1024)
+"""Beside the base there must be room for passes of so many tokens; adapters are small, and jobs can wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Those of this machine, all alike; the processes of a CPU share one."""
+
+    kind: str
+    """What a user calls one of them."""
+    count: int
+    budget: int
+    """Bytes that a run may take on each."""
+    taken: int = 0
+    """What a process holds before anything is loaded."""
+    fused: bool = False
+
+    @property
+    def named(self) -> str:
+        return f"the {self.kind} has" if self.count == 1 else f"each of {self.count} {self.kind}s has"
+
+
+@dataclass(frozen=True, slots=True)
+class StageCount:
+    stages: int
+    why: str
+    """A sentence for the user."""
+
+
+def choose_stages(shape: ModelShape, devices: Devices, spare: int) -> StageCount:
+    """`spare` microbatches are in flight beyond what 1F1B has; each keeps its activations."""
+    most = min(devices.count, shape.layers)
+    room = f"{devices.named} {gib(devices.budget)} for a run"
+    for stages in range(1, most + 1):
+        need = _need(shape, devices, stages, spare)
+        if need > devices.budget:
+            continue
+        if stages == 1:
+            return StageCount(
+                1, f"--pipeline auto: one process, since the base and its passes need {gib(need)} and {room}"
+            )
+        whole = gib(_need(shape, devices, 1, spare))
+        why = f"the base and its passes need {whole}, its largest stage {gib(need)}, and {room}"
+        return StageCount(stages, f"--pipeline auto: {stages} stages, since {why}")
+    raise PlanError(f"--pipeline auto: {_too_large(shape, devices, most, spare)}, and {room}; {ADVICE}")
+
+
+ADVICE = "use more or larger devices, start it on several machines with torchrun, or choose a smaller base"
+
+
+def _too_large(shape: ModelShape, devices: Devices, most: int, spare: int) -> str:
+    need = gib(_need(shape, devices, most, spare))
+    return (
+        f"the base and its passes need {need}"
+        if most == 1
+        else f"even in {most} stages the largest needs {need}"
+    )
+
+
+def _need(shape: ModelShape, devices: Devices, stages: int, spare: int) -> int:
+    """Bytes on the fullest device."""
+    if stages == 1:
+        return _model(shape, devices, 1).least_bytes([LEAST])
+    cut = (stage_shape(shape, held) for held in cut_layers(shape, stages))
+    return max(_model(one, devices, stages + spare).least_bytes([LEAST]) for one in cut)
+
+
+def _model(shape: ModelShape, devices: Devices, in_flight: int) -> MemoryModel:
+    return MemoryModel(shape, devices.budget, devices.taken, devices.fused, in_flight=in_flight)
