@@ -29,6 +29,7 @@ from weft.adapters.lora.spec import LoraSpec
 from weft.base.load import inspect
 from weft.base.spec import BaseSpec
 from weft.batch import Microbatch, Segment
+from weft.launch import environment
 from weft.plan.cut import cut_layers
 from weft.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline, timeline_foreseen
 from weft.plan.planner import Course
@@ -247,18 +248,6 @@ def others(setting: Setting) -> Iterator[None]:
         os.environ.update(before)
         for process in processes:
             process.kill()
-
-
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def be_rank(variables: dict[str, str], threads: int) -> None:

@@ -146,10 +146,10 @@ def _run_once(main: Main, words: Sequence[str], ranks: int, output: Path) -> int
     logs = _log_folder(output)
     processes = []
     for rank in range(ranks):
-        environment = _environment(rank, ranks, store.port)
+        variables = environment(rank, ranks, store.port)
         log = None if rank == 0 else logs / f"rank-{rank}.log" if logs else Path(os.devnull)
         process = context.Process(
-            target=be_rank, args=(main, list(words), environment, log), name=f"rank {rank}"
+            target=be_rank, args=(main, list(words), variables, log), name=f"rank {rank}"
         )
         process.start()
         processes.append(process)
@@ -164,7 +164,7 @@ def _run_once(main: Main, words: Sequence[str], ranks: int, output: Path) -> int
     return ended
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """As torchrun would set it, with the store in the launcher."""
     return {
         "RANK": str(rank),
@@ -229,15 +229,15 @@ def _signals_to(process: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def be_rank(main: Main, words: list[str], environment: dict[str, str], log: Path | None) -> None:
+def be_rank(main: Main, words: list[str], variables: dict[str, str], log: Path | None) -> None:
     """In the new process: what `python -m weft WORDS` does there."""
     # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
     os.setpgrp()
-    os.environ.update(environment)
+    os.environ.update(variables)
     if log is not None:
         _write_to(log)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(variables["LOCAL_WORLD_SIZE"])))
     sys.argv = ["weft", *words]
     code = _exit_code(main)
     sys.stdout.flush()
