@@ -98,12 +98,14 @@ def look(cluster: str, company: Company) -> Case:
         company.name,
         str(found.scheme.order),
         found.candidate.mechanism,
-        {_name(row.mechanism, row.instead): row.cost for row in rows},
-        tuple(_name(row.mechanism, row.instead) for row in rows if row.added),
+        {_name(row.mechanism, row.instead, row.added): row.cost for row in rows},
+        tuple(_name(row.mechanism, row.instead, row.added) for row in rows if row.added),
     )
 
 
-def _name(mechanism: str, instead: str) -> str:
+def _name(mechanism: str, instead: str, added: bool) -> str:
+    if added and instead.startswith("groups"):
+        return f"added: {instead}"
     if mechanism == "chunks":
         return "added: chunks of the size that suits best"
     if mechanism in ("tensor parallelism", "subgraph order"):

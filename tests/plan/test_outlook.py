@@ -93,13 +93,11 @@ def test_an_ablation_has_a_row_for_each_mechanism_and_none_of_them_gains(four):
         *PIPELINE_ORDERS,
         Order.gpipe,
     }
-    assert len([name for name in names if name.startswith("groups by")]) == 4
+    assert len([row for row in rows if row.instead.startswith("groups by")]) == 4
     costs = {row.instead: row.cost for row in rows if not row.added}
-    assert [row.mechanism for row in rows if row.added] == [
-        "chunks",
-        "tensor parallelism",
-        "subgraph order",
-    ]
+    added = [row for row in rows if row.added]
+    assert [row.instead for row in added[:2]] == ["groups by fusion", "groups by buckets"]
+    assert [row.mechanism for row in added[2:]] == ["chunks", "tensor parallelism", "subgraph order"]
     assert min(costs.values()) >= -ALIKE
     assert costs["embedding and head not counted"] > 0.01
     assert costs["GPipe"] > 0.01
@@ -181,8 +179,8 @@ def test_of_many_ways_few_are_simulated():
     """What keeps 32 jobs on 8 devices within seconds: an order that cannot win is not simulated."""
     jobs = [outline(f"job{number}", 100 + 10 * number, batch=4, rounds=2) for number in range(32)]
     found = outlook(ground("8xA100-80G:pcie"), jobs, compared=False)
-    proposals = {(one.mechanism, one.groups) for one in candidates(found.ground, jobs, found.layout)}
-    assert len(proposals) * len(PIPELINE_ORDERS) >= 12
+    proposals = {(one.mechanism, one.groups) for one in candidates(jobs, found.layout)}
+    assert len(proposals) * len(PIPELINE_ORDERS) >= 6
     assert 1 <= len(found.tried) <= 4
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
-from weft.plan.candidate import alone, candidates
+from weft.plan.candidate import alone, candidates, left_out
 from weft.plan.chunked import chunked_forecast
 from weft.plan.fit import Layout, lay_out
 from weft.plan.forecast import Forecast, run_scheme
@@ -41,8 +41,8 @@ def ablate(found: Outlook) -> tuple[Ablation, ...]:
         ("sharing", "no job shares a microbatch", replace(scheme, groups=alone(jobs), shift=False)),
     ]
     rows = [row(found, mechanism, instead, _whole(found, other)) for mechanism, instead, other in switched]
-    left_out = (*_chunk_rows(found), *_shard_rows(found))
-    return (*rows, *_order_rows(found), *_partition_row(found), *_group_rows(found), *left_out)
+    others = (*_order_rows(found), *_partition_row(found), *_group_rows(found))
+    return (*rows, *others, *_chunk_rows(found), *_shard_rows(found))
 
 
 def row(found: Outlook, mechanism: str, instead: str, forecast: Forecast, added: bool = False) -> Ablation:
@@ -113,12 +113,15 @@ def _partition_row(found: Outlook) -> list[Ablation]:
 
 
 def _group_rows(found: Outlook) -> list[Ablation]:
-    """The groupings that did not win, in the order that was chosen."""
+    """The groupings that did not win, and those that are left out, in the order that was chosen."""
     chosen = found.candidate.mechanism
+    added = left_out(found.ground, found.jobs, found.layout)
     rows = []
-    for candidate in candidates(found.ground, found.jobs, found.layout):
+    for candidate in (*candidates(found.jobs, found.layout), *added):
         if candidate.mechanism != chosen:
             scheme = replace(found.scheme, groups=candidate.groups, shift=True)
             forecast = _whole(found, _in_order(found, scheme, scheme.order))
-            rows.append(row(found, f"groups by {chosen}", f"groups by {candidate.mechanism}", forecast))
+            name = candidate.mechanism if candidate in added else f"groups by {chosen}"
+            instead = f"groups by {candidate.mechanism}"
+            rows.append(row(found, name, instead, forecast, candidate in added))
     return rows

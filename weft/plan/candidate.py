@@ -35,21 +35,27 @@ class Candidate:
     reason: str
 
 
-def candidates(ground: Ground, jobs: Sequence[JobOutline], layout: Layout) -> list[Candidate]:
+def candidates(jobs: Sequence[JobOutline], layout: Layout) -> list[Candidate]:
     stages, names = len(layout.stages), [job.name for job in jobs]
     lengths = [JobLengths(job.name, _mean(job), round_tokens(job)) for job in jobs]
     head_tail = group(lengths, layout.capacity, stages)
+    return [
+        Candidate("head-tail grouping", head_tail.groups, head_tail.why(stages)),
+        Candidate("one group", (tuple(names),), "groups that take turns would not wait less"),
+        Candidate("single jobs", alone(jobs), "each job's rounds follow those of the others"),
+    ]
+
+
+def left_out(ground: Ground, jobs: Sequence[JobOutline], layout: Layout) -> list[Candidate]:
+    """Those that never won where no collectives are to be hidden (`benchmarks/plan_mechanisms.py`)."""
     fusion, pipeline = _fused(ground, jobs, layout)
     arrangement = arrange(fusion, pipeline)
     buckets = tuple(load.jobs for bucket in arrangement.bucketing.buckets for load in bucket.groups)
     return [
-        Candidate("head-tail grouping", head_tail.groups, head_tail.why(stages)),
         Candidate(
             "fusion", tuple(one.jobs for one in fusion.groups), "; ".join(one.reason for one in fusion.groups)
         ),
         Candidate("buckets", buckets, arrangement.reason),
-        Candidate("one group", (tuple(names),), "groups that take turns would not wait less"),
-        Candidate("single jobs", alone(jobs), "each job's rounds follow those of the others"),
     ]
 
 

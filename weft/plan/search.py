@@ -58,7 +58,7 @@ class Search:
         self.place, self.jobs = place, jobs
         self.desk = _Desk(place, jobs)
         self.proposals: list[_Proposal] = []
-        for candidate in candidates(place.ground, jobs, place.layout):
+        for candidate in candidates(jobs, place.layout):
             for order in orders_of(place):
                 scheme = self.desk.sorted_for(Scheme("weft", candidate.groups, order))
                 if all(one.scheme != scheme for one in self.proposals):
