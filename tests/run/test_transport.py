@@ -39,15 +39,20 @@ def timed_window(wires, delay):
     return times[-1].stop - times[0].start, passes
 
 
+def quickest(delay):
+    """Of three windows: whatever else the machine does only adds to one."""
+    return min(run_ranks(2, timed_window, delay)[0] for _ in range(3))
+
+
 @pytest.fixture(scope="module")
 def without_delay():
-    return run_ranks(2, timed_window, 0.0)[0]
+    return quickest(0.0)
 
 
 def test_a_link_faster_than_the_compute_costs_next_to_nothing(without_delay):
     base_seconds, passes = without_delay
     delay = COMPUTE / 2
-    seconds, _ = run_ranks(2, timed_window, delay)[0]
+    seconds, _ = quickest(delay)
     one_after_another = base_seconds + 2 * passes * delay
     print(f"{passes} passes: {base_seconds:.2f} s, with {delay} s links {seconds:.2f} s, "
           f"their sum would be {one_after_another:.2f} s")  # fmt: skip
@@ -57,7 +62,7 @@ def test_a_link_faster_than_the_compute_costs_next_to_nothing(without_delay):
 def test_a_link_slower_than_the_compute_sets_the_pace_by_itself(without_delay):
     base_seconds, passes = without_delay
     delay = 3 * COMPUTE
-    seconds, _ = run_ranks(2, timed_window, delay)[0]
+    seconds, _ = quickest(delay)
     print(f"{passes} passes: links alone {passes * delay:.2f} s, measured {seconds:.2f} s")
     assert passes * delay <= seconds < 0.85 * (passes * delay + base_seconds)
 
