@@ -46,6 +46,20 @@ def test_another_place_can_be_named_and_one_that_cannot_be_written_is_a_sentence
     assert "name another --output" in str(failed.exception)
 
 
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    monkeypatch.setattr("weft.run.profile.measure_profile", lambda *_: measured.append(1))
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "p.json", tmp_path):
+        words = ["doctor", "--profile", "--base", str(model), "--device", "cpu", "--output", str(place)]
+        done = CliRunner().invoke(app, words)
+        assert isinstance(done.exception, OutputError)
+        assert "cannot be written" in str(done.exception)
+    assert not measured
+
+
 def test_a_device_that_is_not_there_is_a_sentence() -> None:
     failed = CliRunner().invoke(app, ["doctor", "--profile", "--device", "abacus"])
     assert isinstance(failed.exception, UserError)

@@ -21,13 +21,16 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
     from weft.base.load import device_named, inspect
     from weft.base.spec import BaseSpec
     from weft.errors import OutputError
-    from weft.plan.profile import file_of, profile_folder, write_profile
+    from weft.plan.profile import check_place, file_of, profile_folder, write_profile
+    from weft.run.profile import key_here
 
     spec, where, console = BaseSpec(model=base), device_named(device), Console()
     shape = inspect(spec, where)
-    profile = _measured(console, spec, shape, where)
-    file = output or file_of(profile_folder(), profile.key)
+    file = output or file_of(profile_folder(), key_here(shape, where))
     try:
+        # Before the measuring, so that no minute of it is lost.
+        check_place(file)
+        profile = _measured(console, spec, shape, where)
         write_profile(file, profile)
     except OSError as error:
         raise OutputError(f"{file} cannot be written: {error.strerror}; name another --output") from None

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from errno import EISDIR
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,26 @@ def to_json(profile: Profile) -> str:
     return json.dumps({"version": VERSION, **asdict(profile)}, indent=1)
 
 
+def check_place(path: Path) -> None:
+    """Raise OSError if no profile can be written there."""
+    if path.is_dir():
+        raise IsADirectoryError(EISDIR, "Is a directory", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = _draft(path)
+    draft.touch()
+    draft.unlink()
+
+
 def write_profile(path: Path, profile: Profile) -> None:
     """Replaced whole, so that no reader meets half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = _draft(path)
     draft.write_text(to_json(profile), encoding="utf-8")
     draft.replace(path)
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _from_json(value: Mapping[str, Any]) -> Profile:

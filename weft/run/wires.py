@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.errors import UserError
 from weft.run.transport import Lane, Lanes
 
 FOREVER = timedelta(days=30)
@@ -35,11 +36,22 @@ class Place:
 
 def place_here() -> Place | None:
     """What torchrun, or our own launcher, says in the environment; None where this is the only process."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = _number("WORLD_SIZE", 1)
     if ranks == 1 or "RANK" not in os.environ:
         return None
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return Place(int(os.environ["RANK"]), ranks, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"The environment says rank {os.environ['RANK']} of {ranks}, but not {missing[0]}; start the "
+            "ranks with torchrun or --pipeline, or unset RANK and WORLD_SIZE to train in one process"
+        )
+    return Place(_number("RANK", 0), ranks, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1))
+
+
+def _number(name: str, otherwise: int) -> int:
+    text = os.environ.get(name, str(otherwise))
+    if not text.isdecimal():
+        raise UserError(f"The environment variable {name} is {text!r}; torchrun sets it to a number")
+    return int(text)
 
 
 def attempt() -> int:
