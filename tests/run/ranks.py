@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -60,8 +61,9 @@ class Broken(str):
 
 
 def _answer(connection: Connection) -> Any:
+    """By value: a tensor sent as shared memory would ask for its process, which may be gone."""
     try:
-        return connection.recv()
+        return pickle.loads(connection.recv_bytes())
     except EOFError:
         return Broken("a rank died without a word")
 
@@ -83,8 +85,8 @@ def _be_rank(
         place = place_here()
         assert place is not None
         wires = connect(place, torch.device("cpu"))
-        connection.send(target(wires, *arguments))
+        connection.send_bytes(pickle.dumps(target(wires, *arguments)))
         dist.barrier()
     except BaseException:
-        connection.send(Broken(traceback.format_exc()))
+        connection.send_bytes(pickle.dumps(Broken(traceback.format_exc())))
     dist.destroy_process_group()

@@ -20,6 +20,8 @@ NOISE = 0.01
 """The relative error of one measured peak."""
 DOUBT = (0.1, 0.5, 1.0)
 """How far the factors of state, activations and slack may be from what was known: slack is a guess."""
+FLOOR = 0.1
+"""Of what was known of a factor, the share that no measurement takes away: a part that looks free never is."""
 REMEMBERED = 100
 
 
@@ -51,7 +53,9 @@ def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
     noise, doubt = NOISE * measured, np.array(DOUBT)
     matrix = np.vstack([parts / noise[:, None] * doubt, np.eye(len(doubt))])
     start = np.array([known.state, known.activations, known.slack])
-    found = doubt * non_negative(matrix, np.concatenate([rest / noise, start / doubt]))
+    floor = FLOOR * start
+    above = np.concatenate([(rest - parts @ floor) / noise, (start - floor) / doubt])
+    found = floor + doubt * non_negative(matrix, above)
     missed = rest - parts @ found
     return MemoryFit(
         state=float(found[0]),
