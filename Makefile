@@ -9,8 +9,9 @@ PIP := $(BIN)/pip --disable-pip-version-check
 quickstart: $(VENV)/.demo
 	$(BIN)/python examples/quickstart/quickstart.py
 
+# Files of tests side by side, each with a thread of its own: most of them wait for one core.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
