@@ -12,19 +12,19 @@ from weft.plan.chunked import chunked
 from weft.plan.fit import lay_out
 from weft.plan.outlook import outlook
 from weft.plan.stream_outlook import stream_outlook
-from weft.run.executor import _refuse_what_is_not_run
+from weft.run.executor import refuse_what_is_not_run
 
 
 def test_a_pipeline_is_refused():
     program = outlook(ground("2xH100"), outlines(2)).run.program
     with pytest.raises(PlanError, match="for 2 devices"):
-        _refuse_what_is_not_run(program)
+        refuse_what_is_not_run(program)
 
 
 def test_streamed_stages_are_refused():
     program = stream_outlook(ground("T4"), outlines(1)).run.program
     with pytest.raises(PlanError, match="Evict, Load"):
-        _refuse_what_is_not_run(program)
+        refuse_what_is_not_run(program)
 
 
 def test_chunks_are_refused():
@@ -32,8 +32,8 @@ def test_chunks_are_refused():
     place = ground("H100")
     program = chunked([job], (("a",),), 64, place, lay_out(place, [job], 512)).program
     with pytest.raises(PlanError, match="chunks of 64 rows"):
-        _refuse_what_is_not_run(program)
+        refuse_what_is_not_run(program)
 
 
 def test_a_plan_for_one_device_is_not():
-    _refuse_what_is_not_run(outlook(ground("H100"), outlines(2)).run.program)
+    refuse_what_is_not_run(outlook(ground("H100"), outlines(2)).run.program)

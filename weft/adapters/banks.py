@@ -94,13 +94,24 @@ class Banks:
 
     # -- jobs --------------------------------------------------------------------------------------------
 
-    def attach(self, member: Member, layout: Layout, weights: Tensor, gradient: Tensor) -> None:
-        """Give a job its slot. Passes read the flat vector `weights` and add to the flat `gradient`."""
+    def attach(
+        self,
+        member: Member,
+        layout: Layout,
+        weights: Tensor,
+        gradient: Tensor,
+        read: Parameters | None = None,
+        totals: Parameters | None = None,
+    ) -> None:
+        """Give a job its slot. Passes read the flat vector `weights` and add to the flat `gradient`.
+
+        Where those vectors are not on the device, `read` and `totals` are the parameters of them that are.
+        """
         assert weights.dtype == self._like.dtype
         slot = self._free_slot()
-        aboard = Aboard(member, layout, slot, weights, gradient, layout.views(gradient))
+        aboard = Aboard(member, layout, slot, weights, gradient, totals or layout.views(gradient))
         self.aboard[member.job] = aboard
-        kind, views = kind_named(member.spec.kind), layout.views(weights)
+        kind, views = kind_named(member.spec.kind), read or layout.views(weights)
         for group in self._of(aboard):
             if kind.name not in group.banks:
                 group.banks[kind.name] = kind.bank(group.sites, self.slots)
@@ -229,11 +240,30 @@ def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
     if len(modules) == 1:
         return Frozen(weights[0].T if fan_in_fan_out else weights[0], biases[0])
     assert not fan_in_fan_out
-    widths = [len(weight) for weight in weights]
-    weight_NK = torch.cat(weights)
     given = [bias for bias in biases if bias is not None]
     assert len(given) in (0, len(biases)), "either all sites of a group have a bias or none"
-    bias_N = torch.cat(given) if given else None
-    for module, part in zip(modules, weight_NK.split(widths), strict=True):
+    bias_N = _joined(given) if given else None
+    if (lying_NK := _side_by_side(weights)) is not None:
+        return Frozen(lying_NK, bias_N)
+    weight_NK = torch.cat(weights)
+    for module, part in zip(modules, weight_NK.split([len(weight) for weight in weights]), strict=True):
         module.weight = nn.Parameter(part, requires_grad=False)
     return Frozen(weight_NK, bias_N)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    lying = _side_by_side(parts)
+    return torch.cat(list(parts)) if lying is None else lying
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """What lies end to end in one storage already, as one tensor."""
+    first = parts[0]
+    rows = 0
+    for part in parts:
+        follows = part.data_ptr() == first.data_ptr() + rows * first[0].numel() * first.element_size()
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and follows and part.is_contiguous()):
+            return None
+        rows += len(part)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

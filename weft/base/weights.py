@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -42,6 +42,25 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
         return WeightFiles(where, revision, dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME))
 
 
+def file_reader(model: PreTrainedModel, files: WeightFiles) -> Callable[[str, Tensor], None] | None:
+    """Writes a parameter of `model`, by its name, into a tensor; None if the files do not know them all."""
+    wanted = {
+        name: _name_in(files, model, name) for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    known = {name: stored for name, stored in wanted.items() if stored is not None}
+    if len(known) < len(wanted):
+        return None
+
+    def read(name: str, out: Tensor) -> None:
+        stored = known[name]
+        with safe_open(files.path(stored), framework="pt") as file:
+            value = file.get_tensor(stored)
+        _refuse_other_shape(name, value.shape, out.shape)
+        out.copy_(value)
+
+    return read
+
+
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
     """Bring the parameters of `model`, which is on the meta device, to `device`; False, and nothing is done,
     if the files do not know one of them by its name."""
@@ -55,7 +74,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
         with safe_open(path, framework="pt") as file:
             for name, stored in names.items():
                 _put(model, name, file.get_tensor(stored), device)
-    _make_buffers(model, device)
+    make_buffers(model, device)
     return True
 
 
@@ -69,19 +88,23 @@ def _name_in(files: WeightFiles, model: PreTrainedModel, name: str) -> str | Non
     return None
 
 
-def _put(model: PreTrainedModel, name: str, value: torch.Tensor, device: torch.device) -> None:
+def _put(model: PreTrainedModel, name: str, value: Tensor, device: torch.device) -> None:
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     before = getattr(module, last)
-    if value.shape != before.shape:
-        raise ValueError(f"{name} is {list(value.shape)} in its file, but {list(before.shape)} in the model")
+    _refuse_other_shape(name, value.shape, before.shape)
     parameter = nn.Parameter(value.to(device, before.dtype), requires_grad=False)
     # Transformers' own mark: `_init_weights` leaves such a parameter alone.
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     setattr(module, last, parameter)
 
 
-def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def _refuse_other_shape(name: str, stored: torch.Size, wanted: torch.Size) -> None:
+    if stored != wanted:
+        raise ValueError(f"{name} is {list(stored)} in its file, but {list(wanted)} in the model")
+
+
+def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Buffers that no file holds (rotary frequencies, a scale) are made as transformers makes them."""
     for module in model.modules():
         held = dict(module.named_buffers(recurse=False))

@@ -148,9 +148,9 @@ class CostModel:
         total = 0.0
         for action in program.actions:
             match action:
-                case Forward(number):
+                case Forward(number, stage=0):
                     total += self.pass_seconds(work_of(program.microbatches[number], sizes)) + self.between
-                case Evaluate(number):
+                case Evaluate(number, stage=0):
                     total += self.evaluation(work_of(program.microbatches[number], sizes)) + self.between
                 case Step(job):
                     total += self.step(1, sizes[job]) + self.between

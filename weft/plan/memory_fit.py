@@ -21,7 +21,7 @@ NOISE = 0.01
 DOUBT = (0.1, 0.5, 1.0)
 """How far the factors of state, activations and slack may be from what was known: slack is a guess."""
 FLOOR = 0.1
-"""Of what was known of a factor, the share that no measurement takes away: a part that looks free never is."""
+"""The share of a known factor that no measurement takes away: a part that looks free never is."""
 REMEMBERED = 100
 
 

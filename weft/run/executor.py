@@ -6,23 +6,25 @@ Shapes: T rows of a microbatch, D hidden width, S supervised rows among them.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.base.model import Base
-from weft.batch import Microbatch
+from weft.batch import Microbatch, Segment
 from weft.errors import PlanError
 from weft.objectives import sft
 from weft.ops.lora import Route
 from weft.ops.triton.at_hand import kernels_run
 from weft.plan.cost import PassTime, StateTime, work_of
-from weft.plan.program import Backward, Evaluate, Forward, MicrobatchPlan, Program, Save, Step
+from weft.plan.program import Action, Backward, Evaluate, Forward, MicrobatchPlan, Program, Save, Step
 from weft.run import checkpoint
 from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weft.run.lay import Laid, lay
@@ -34,6 +36,17 @@ from weft.run.woven import Woven
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
 """Lays out the planned samples, of the training or (True) of the held-out rows, as tensors."""
 _RUN = Forward | Backward | Evaluate | Step | Save
+NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
+
+
+class Laps(Protocol):
+    """Knows how long the parts of a pass took, once the device has done them."""
+
+    def laps(self) -> list[float]: ...
+
+
+class Watch(Laps, Protocol):
+    def mark(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +63,11 @@ class _Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class Timed:
     """A pass that the device has yet to finish: it holds no tensors of it."""
 
     plan: MicrobatchPlan
-    watch: Stopwatch
+    watch: Laps
     settled: bool
 
 
@@ -65,7 +78,7 @@ class _Asked:
     begun: Begun
     watch: Stopwatch
     settled: bool
-    timed: list[_Timed]
+    timed: list[Timed]
 
 
 @dataclass(slots=True)
@@ -77,15 +90,39 @@ class _Look:
     tokens: int = 0
 
 
+class Looks:
+    """Evaluations in the making: their sums, and how many microbatches each still misses."""
+
+    def __init__(self, program: Program) -> None:
+        self.sums: defaultdict[tuple[str, int], _Look] = defaultdict(_Look)
+        self.left = Counter(
+            (segment.job, segment.step)
+            for action, plan in program.compute()
+            if isinstance(action, Evaluate)
+            for segment in plan.segments
+        )
+
+    def begin(self, plan: MicrobatchPlan) -> None:
+        self.left.subtract((segment.job, segment.step) for segment in plan.segments)
+
+    def add(self, key: tuple[str, int], more: _Look) -> _Look:
+        so_far = self.sums[key]
+        so_far.loss += more.loss
+        so_far.hits += more.hits
+        so_far.tokens += more.tokens
+        return so_far
+
+
 class Executor(Woven):
     def __init__(self, base: Base, route: Route | None = None, graphs: bool = True) -> None:
         super().__init__(base, route, graphs)
         self._flights: dict[int, _Flight] = {}
         self._next: tuple[MicrobatchPlan, Laid] | None = None
-        self._timed: list[_Timed] = []
+        self._timed: list[Timed] = []
         self._asked: _Asked | None = None
         self._made: set[str] = set()
         """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
+        self._looks = Looks(NOTHING_TO_DO)
 
     def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
         self.aboard[job].note_evaluation(loss, keep_best, min_delta)
@@ -100,7 +137,7 @@ class Executor(Woven):
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run every action. Once `stop` says so, ends at the next point where no job is inside a step."""
-        _refuse_what_is_not_run(program)
+        self._refuse(program)
         shortage = ""
         if self.layers is not None:
             self.layers.recompute = program.recompute
@@ -119,34 +156,29 @@ class Executor(Woven):
             raise OutOfMemory(shortage)
 
     def _act(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        looks: dict[tuple[str, int], _Look] = {}
-        left = Counter(
-            (segment.job, segment.step)
-            for action, plan in program.compute()
-            if isinstance(action, Evaluate)
-            for segment in plan.segments
-        )
+        self._looks = Looks(program)
         for kind, run in groupby(program.actions, type):
             if kind is Step:
                 yield from self._step(program, [action for action in run if isinstance(action, Step)])
                 continue
             for action in run:
-                match action:
-                    case Forward(number):
-                        if stop() and not self._inside_a_step():
-                            return
-                        self._start(number, program, fetch)
-                    case Backward(number):
-                        yield from self._finish(number, program, fetch)
-                    case Evaluate(number):
-                        if stop() and not self._inside_a_step():
-                            return
-                        yield from self._made_steps()
-                        yield from self._evaluate(program.microbatches[number], fetch, looks, left)
-                    case Save(job, step):
-                        yield from self._made_steps()
-                        if job not in self.dead:
-                            yield SaveDue(job, step)
+                if isinstance(action, Forward | Evaluate) and stop() and not self._inside_a_step():
+                    return
+                yield from self._do(action, program, fetch)
+
+    def _do(self, action: Action, program: Program, fetch: Fetch) -> Iterator[Event]:
+        match action:
+            case Forward(number):
+                self._start(number, program, fetch)
+            case Backward(number):
+                yield from self._finish(number, program, fetch)
+            case Evaluate(number):
+                yield from self._made_steps()
+                yield from self._evaluate(program.microbatches[number], fetch)
+            case Save(job, step):
+                yield from self._made_steps()
+                if job not in self.dead:
+                    yield SaveDue(job, step)
 
     def _inside_a_step(self) -> bool:
         return any(training.open is not None for training in self.aboard.values())
@@ -222,13 +254,13 @@ class Executor(Woven):
             self.banks.keep_scratch()
         self._collect(flight)
         flight.watch.mark()
-        self._timed.append(_Timed(flight.plan, flight.watch, flight.settled))
+        self._timed.append(Timed(flight.plan, flight.watch, flight.settled))
         self._lay_ahead(number, program, fetch)
         if self._stream is None:
             yield from self._passed(self._timed)
             self._timed.clear()
 
-    def _passed(self, passes: Sequence[_Timed]) -> Iterator[Event]:
+    def _passed(self, passes: Sequence[Timed]) -> Iterator[Event]:
         """Report passes; the device must have done them."""
         for timed in passes:
             forward, *backward = timed.watch.laps()
@@ -270,7 +302,8 @@ class Executor(Woven):
             return
         due = [Due(self.aboard[step.job], program.batch(step.job, step.step).supervised) for step in jobs]
         settled, watch = self._again("step"), Stopwatch(self.base.device)
-        if kernels_run(self.base.device, due[0].training.master.dtype):
+        master = due[0].training.master
+        if kernels_run(master.device, master.dtype):
             begun = begin_steps(due)
             watch.mark()
             self._asked = _Asked(begun, watch, settled, self._timed)
@@ -309,62 +342,76 @@ class Executor(Woven):
 
     # -- evaluation --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _look(self, laid: Laid) -> tuple[list[float], list[int], list[int]]:
-        """Per segment: summed loss, hits, supervised tokens."""
-        logprobs, hits = segment_logprobs(self.passes.look(laid, self.route), laid, self._head)
-        sums = torch.stack([-part_S.sum() for part_S in logprobs])
-        if self.route.mixes_rows and not bool(sums.isfinite().all()):
-            logprobs, hits = segment_logprobs(self.passes.look(laid, Route.segmented), laid, self._head)
-            sums = torch.stack([-part_S.sum() for part_S in logprobs])
-        return sums.tolist(), torch.stack([part_S.sum() for part_S in hits]).tolist(), [len(p) for p in hits]
-
-    def _evaluate(
-        self,
-        plan: MicrobatchPlan,
-        fetch: Fetch,
-        looks: dict[tuple[str, int], _Look],
-        left: Counter[tuple[str, int]],
-    ) -> Iterator[Event]:
-        left.subtract((segment.job, segment.step) for segment in plan.segments)
+    def _evaluate(self, plan: MicrobatchPlan, fetch: Fetch) -> Iterator[Event]:
+        self._looks.begin(plan)
         alive = plan.without(self.dead)
         if not alive.segments:
             return
         watch = Stopwatch(self.base.device)
         microbatch = fetch(alive, True)
-        sums = self._look(lay(microbatch, microbatch.rows, self.base.device))
+        laid = lay(microbatch, microbatch.rows, self.base.device)
+        yield from self._look(alive, laid, watch, partial(self.passes.look, laid))
+
+    def _look(
+        self, plan: MicrobatchPlan, laid: Laid, watch: Watch, hidden: Callable[[Route], Tensor]
+    ) -> Iterator[Event]:
+        """Add a microbatch to its jobs' evaluations; `hidden` gives its last hidden states by a route."""
+        sums = self._look_sums(laid, hidden)
         watch.mark()
         time = PassTime(
-            work=work_of(alive, self._sizes()),
+            work=work_of(plan, self._sizes()),
             forward=sum(watch.laps()),
             backward=0.0,
             training=False,
             settled=self._again("look"),
         )
-        yield Passed(alive, time)
-        for segment, loss, hits, tokens in zip(microbatch.segments, *sums, strict=True):
-            if segment.job in self.dead:
-                continue
-            key = (segment.job, segment.step)
-            look = looks.setdefault(key, _Look())
-            look.loss, look.hits, look.tokens = look.loss + loss, look.hits + hits, look.tokens + tokens
-            if not math.isfinite(loss):
-                self.kill(segment.job)
-                yield Failed(segment.job, f"its evaluation loss at step {segment.step} is {loss}")
-            elif left[key] == 0:
-                mean, accuracy = look.loss / look.tokens, look.hits / look.tokens
-                yield Evaluated(segment.job, segment.step, mean, look.tokens, accuracy)
+        yield Passed(plan, time)
+        for segment, look in zip(laid.microbatch.segments, sums, strict=True):
+            yield from self._looked(segment, look)
+
+    @torch.no_grad()
+    def _look_sums(self, laid: Laid, hidden: Callable[[Route], Tensor]) -> list[_Look]:
+        """What each segment comes to."""
+        logprobs, hits = segment_logprobs(hidden(self.route), laid, self._head)
+        sums = torch.stack([-part_S.sum() for part_S in logprobs])
+        if self.route.mixes_rows and not bool(sums.isfinite().all()):
+            logprobs, hits = segment_logprobs(hidden(Route.segmented), laid, self._head)
+            sums = torch.stack([-part_S.sum() for part_S in logprobs])
+        counts = torch.stack([part_S.sum() for part_S in hits]).tolist()
+        return [
+            _Look(loss, count, len(part_S))
+            for loss, count, part_S in zip(sums.tolist(), counts, hits, strict=True)
+        ]
+
+    def _looked(self, segment: Segment, more: _Look) -> Iterator[Event]:
+        if segment.job in self.dead:
+            return
+        key = (segment.job, segment.step)
+        look = self._looks.add(key, more)
+        if not math.isfinite(more.loss):
+            self.kill(segment.job)
+            yield Failed(segment.job, f"its evaluation loss at step {segment.step} is {more.loss}")
+        elif self._looks.left[key] == 0:
+            mean, accuracy = look.loss / look.tokens, look.hits / look.tokens
+            yield Evaluated(segment.job, segment.step, mean, look.tokens, accuracy)
+
+    def _refuse(self, program: Program) -> None:
+        refuse_what_is_not_run(program)
 
 
-def _refuse_what_is_not_run(program: Program) -> None:
+def refuse_what_is_not_run(program: Program) -> None:
     """A plan may be priced for devices and streams that this executor does not have."""
+    refuse_other_devices(program)
+    kinds = {type(action).__name__ for action in program.actions if not isinstance(action, _RUN)}
+    if kinds or len(program.stages) > 1:
+        what = ", ".join(sorted(kinds)) or f"{len(program.stages)} stages"
+        raise PlanError(f"this plan holds {what}, for a base that is streamed; here all of it is at hand")
+
+
+def refuse_other_devices(program: Program) -> None:
     if len(program.devices) > 1:
         raise PlanError(f"this plan is for {len(program.devices)} devices, and only plans for one can be run")
     if program.chunk:
         raise PlanError(
             f"this plan cuts samples into chunks of {program.chunk} rows, which cannot yet be run"
         )
-    kinds = {type(action).__name__ for action in program.actions if not isinstance(action, _RUN)}
-    if kinds or len(program.stages) > 1:
-        what = ", ".join(sorted(kinds)) or f"{len(program.stages)} stages"
-        raise PlanError(f"this plan holds {what}: it can be priced and drawn, but not yet run")

@@ -1,0 +1,284 @@
+"""Runs a Program whose stages take turns on one device: what came in is kept, and each stage's forward is
+made again when its turn to go back comes.
+
+Only the last stage keeps what its forward made: its backward follows at once.
+
+Shapes: T rows of a microbatch, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.base.streamed import StreamedBase
+from weft.objectives import sft
+from weft.ops.lora import Route
+from weft.plan.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Evict,
+    Forward,
+    Load,
+    MicrobatchPlan,
+    Program,
+    Step,
+)
+from weft.run.events import Event
+from weft.run.executor import Executor, Fetch, Timed, refuse_other_devices
+from weft.run.lay import Laid, lay
+from weft.run.logprobs import segment_logprobs
+from weft.run.measure import Stopwatch
+from weft.run.passes import Plain
+from weft.run.streamer import Streamer
+from weft.run.training import Training
+from weft.run.travel import Travel
+
+
+class _Visits:
+    """The time that a microbatch took in its visits to the stages, not what passed between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._watches: list[Stopwatch] = []
+
+    def begin(self) -> None:
+        self._watches.append(Stopwatch(self._device))
+
+    def mark(self) -> None:
+        """A visit has ended."""
+        self._watches[-1].mark()
+
+    def laps(self) -> list[float]:
+        return [sum(lap for watch in self._watches for lap in watch.laps())]
+
+
+@dataclass(frozen=True, slots=True)
+class _ThereAndBack:
+    forward: _Visits
+    backward: _Visits
+
+    def laps(self) -> list[float]:
+        return [*self.forward.laps(), *self.backward.laps()]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch between its first Forward and its last Backward."""
+
+    plan: MicrobatchPlan
+    laid: Laid
+    visits: _ThereAndBack
+    given: dict[int, Tensor] = field(default_factory=dict)
+    """Stage → what it was given, until its backward."""
+    dh_TD: Tensor | None = None
+    """What the stage after hands back."""
+    last: Plain | None = None
+    """The last stage's pass, and behind it a leaf, losses and hits, between its forward and backward."""
+    leaf_TD: Tensor | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    hits: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Looking:
+    """An evaluation on its way through the stages."""
+
+    plan: MicrobatchPlan
+    laid: Laid
+    visits: _Visits
+    h_TD: Tensor | None = None
+
+
+class StreamExecutor(Executor):
+    def __init__(self, base: StreamedBase, route: Route | None = None) -> None:
+        super().__init__(base.whole, route, graphs=False)
+        assert not self.route.mixes_rows, "nothing is replayed, so no route may mix rows"
+        self.streamed = base
+        self.travel = Travel(base.cut, base.whole.device, base.whole.dtype) if base.cut.travels else None
+        nobody: Callable[[int], None] = lambda stage: None  # noqa: E731
+        self.streamer = Streamer(
+            base, self.travel.come if self.travel else nobody, self.travel.go if self.travel else nobody
+        )
+        self._in_flight: dict[int, _Flight] = {}
+        self._looking: dict[int, _Looking] = {}
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    @property
+    def home(self) -> torch.device:
+        return torch.device("cpu") if self.travel else self.base.device
+
+    def attach(self, training: Training) -> None:
+        if self.travel is None:
+            super().attach(training)
+            return
+        with self._on_stream():
+            traveller = self.travel.board(training)
+            state = training.state
+            self.banks.attach(
+                training.member, training.layout, state.weights, state.gradient, *traveller.parameters()
+            )
+        self.aboard[training.job] = training
+
+    def detach(self, job: str) -> Training:
+        training = super().detach(job)
+        if self.travel is not None:
+            self.travel.leave(job)
+        return training
+
+    def kill(self, job: str) -> None:
+        super().kill(job)
+        if self.travel is not None:
+            with self._on_stream():
+                self.travel.forget([job])
+                self.travel.bring_weights([job])
+
+    # -- actions -----------------------------------------------------------------------------------------
+
+    def _refuse(self, program: Program) -> None:
+        refuse_other_devices(program)
+        stages = len(self.streamed.cut.stages)
+        assert len(program.stages) == stages, f"the plan has {len(program.stages)} stages, the base {stages}"
+
+    def _act(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
+        self.streamer.settle()
+        yield from super()._act(program, fetch, stop)
+
+    def _do(self, action: Action, program: Program, fetch: Fetch) -> Iterator[Event]:
+        match action:
+            case Load(stage):
+                self.streamer.load(stage)
+            case Evict(stage):
+                self.streamer.evict(stage)
+            case Forward(number, stage):
+                self.streamer.use(stage)
+                self._forth(number, stage, program, fetch)
+            case Backward(number, stage):
+                self.streamer.use(stage)
+                yield from self._back(number, stage)
+            case Evaluate(number, stage):
+                yield from self._made_steps()
+                self.streamer.use(stage)
+                yield from self._look_on(number, stage, program, fetch)
+            case _:
+                yield from super()._do(action, program, fetch)
+
+    def _inside_a_step(self) -> bool:
+        """A round that has begun is ended: stages are where the plan wants them only then."""
+        return bool(self._in_flight or self._looking) or super()._inside_a_step()
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        self._in_flight.clear()
+        self._looking.clear()
+        if self.travel is not None:
+            self.travel.forget(self.aboard)
+
+    # -- training ----------------------------------------------------------------------------------------
+
+    def _forth(self, number: int, stage: int, program: Program, fetch: Fetch) -> None:
+        if stage == 0:
+            plan = program.microbatches[number].without(self.dead)
+            if plan.segments:
+                laid = lay(fetch(plan, False), plan.rows, self.base.device)
+                visits = _ThereAndBack(_Visits(self.base.device), _Visits(self.base.device))
+                self._in_flight[number] = _Flight(plan, laid, visits)
+        if (flight := self._in_flight.get(number)) is None:
+            return
+        flight.visits.forward.begin()
+        passed = self._pass(flight, stage)
+        if stage + 1 < len(self.streamed.stages):
+            with torch.no_grad():
+                flight.given[stage + 1] = passed.forward()
+        else:
+            self._end(flight, passed, program)
+        flight.visits.forward.mark()
+
+    def _pass(self, flight: _Flight, stage: int) -> Plain:
+        given_TD = flight.given[stage].detach() if stage else None
+        return Plain(self.streamed.stages[stage], self.banks, flight.laid, self.route, given_TD)
+
+    def _end(self, flight: _Flight, passed: Plain, program: Program) -> None:
+        """The last stage's forward, and what it comes to."""
+        leaf_TD = passed.forward().detach().requires_grad_()
+        logprobs, hits = segment_logprobs(leaf_TD, flight.laid, self._head)
+        flight.losses = [
+            sft.loss(part_S, program.batch(segment.job, segment.step).supervised)
+            for segment, part_S in zip(flight.laid.microbatch.segments, logprobs, strict=True)
+        ]
+        flight.hits = [part_S.sum() for part_S in hits]
+        flight.last, flight.leaf_TD = passed, leaf_TD
+
+    def _back(self, number: int, stage: int) -> Iterator[Event]:
+        if (flight := self._in_flight.get(number)) is None:
+            return
+        flight.visits.backward.begin()
+        if flight.last is not None:
+            assert flight.leaf_TD is not None
+            torch.stack(flight.losses).sum().backward()
+            passed, dh_TD = flight.last, flight.leaf_TD.grad
+            flight.last = flight.leaf_TD = None
+        else:
+            passed, dh_TD = self._pass(flight, stage), flight.dh_TD
+            passed.forward()
+        assert dh_TD is not None
+        passed.backward(dh_TD)
+        if self.travel is not None:
+            self.travel.note_backward(stage, flight.plan.jobs)
+        flight.visits.backward.mark()
+        if stage > 0:
+            flight.dh_TD = passed.dgiven_TD
+            del flight.given[stage]
+            return
+        del self._in_flight[number]
+        yield from self._through(flight)
+
+    def _through(self, flight: _Flight) -> Iterator[Event]:
+        """A microbatch has gone all the way back."""
+        for segment, loss, hits in zip(
+            flight.laid.microbatch.segments, flight.losses, flight.hits, strict=True
+        ):
+            if segment.job not in self.dead:
+                self.aboard[segment.job].collect(segment, loss, hits)
+        self._timed.append(Timed(flight.plan, flight.visits, self._again("pass")))
+        if self._stream is None:
+            yield from self._passed(self._timed)
+            self._timed.clear()
+
+    def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
+        if self.travel is None:
+            yield from super()._step(program, steps)
+            return
+        jobs = [step.job for step in steps if step.job not in self.dead]
+        self.travel.take_gradients(jobs)
+        yield from super()._step(program, steps)
+        self.travel.bring_weights(jobs)
+
+    # -- evaluation --------------------------------------------------------------------------------------
+
+    def _look_on(self, number: int, stage: int, program: Program, fetch: Fetch) -> Iterator[Event]:
+        if stage == 0:
+            plan = program.microbatches[number]
+            self._looks.begin(plan)
+            alive = plan.without(self.dead)
+            if alive.segments:
+                microbatch = fetch(alive, True)
+                laid = lay(microbatch, microbatch.rows, self.base.device)
+                self._looking[number] = _Looking(alive, laid, _Visits(self.base.device))
+        if (looking := self._looking.get(number)) is None:
+            return
+        looking.visits.begin()
+        passed = Plain(self.streamed.stages[stage], self.banks, looking.laid, self.route, looking.h_TD)
+        with torch.no_grad():
+            h_TD = passed.forward(training=False)
+        if stage + 1 < len(self.streamed.stages):
+            looking.h_TD = h_TD
+            looking.visits.mark()
+            return
+        del self._looking[number]
+        yield from self._look(looking.plan, looking.laid, looking.visits, lambda _: h_TD)

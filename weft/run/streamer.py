@@ -1,0 +1,145 @@
+"""Brings stages of a streamed base to the device and gives their places up again, beside the arithmetic.
+
+Copies go through one queue in the order of the Program's Loads, which is the order of need: nothing that
+waits in it is more urgent than what is ahead of it. A place is overwritten only when the device is through
+with what it held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.base.streamed import StreamedBase
+
+NOTHING_THERE = 0xFF
+"""What a pretended device's place is filled with when its stage has gone: NaN in every format, so that a use
+of it shows."""
+
+Beside = Callable[[int], None]
+"""What else is to be done for a stage, on the same queue."""
+
+
+@dataclass(slots=True)
+class Waited:
+    """How long the arithmetic waited for stages, summed over a window."""
+
+    seconds: float = 0.0
+    copied_bytes: int = 0
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    """On a GPU: when the device was ready for a stage, and when the stage was there."""
+
+    def total(self) -> float:
+        """Waits for the device."""
+        for ready, there in self.marks:
+            there.synchronize()
+            ready.synchronize()
+            self.seconds += max(0.0, ready.elapsed_time(there) / 1000)
+        self.marks.clear()
+        return self.seconds
+
+
+class Streamer:
+    def __init__(self, base: StreamedBase, coming: Beside, going: Beside) -> None:
+        self.base = base
+        self.there: set[int] = set()
+        """Streamed stages that were brought and not given up."""
+        self.waited = Waited()
+        self._coming, self._going = coming, going
+        self._queue: _Queue = _GpuQueue(self) if base.whole.device.type == "cuda" else _HostQueue(self)
+
+    def load(self, stage: int) -> None:
+        assert stage not in self.there, f"stage {stage} is there already"
+        slot = self.base.cut.slot(stage)
+        taken = [other for other in self.there if self.base.cut.slot(other) == slot]
+        assert not taken, f"stage {stage} would overwrite stage {taken[0]}"
+        self.there.add(stage)
+        self.waited.copied_bytes += len(self.base.host[stage])
+        self._queue.load(stage, slot)
+
+    def evict(self, stage: int) -> None:
+        self.there.remove(stage)
+        self._queue.evict(stage, self.base.cut.slot(stage))
+
+    def use(self, stage: int) -> None:
+        """From here on the device may read the stage."""
+        if not self.base.cut.stages[stage].resident:
+            assert stage in self.there, f"stage {stage} is used but was not brought"
+            self._queue.use(stage)
+
+    def settle(self) -> None:
+        """Have those stages there that a window begins with, whatever an unfinished one has left."""
+        waiting = set(self.base.cut.waiting)
+        for stage in sorted(self.there - waiting):
+            self.evict(stage)
+        for stage in sorted(waiting - self.there):
+            self.load(stage)
+
+    def copy(self, stage: int) -> None:
+        self.base.slot(stage).copy_(self.base.host[stage], non_blocking=True)
+        self._coming(stage)
+
+    def leave(self, stage: int) -> None:
+        self._going(stage)
+
+
+class _HostQueue:
+    """On a pretended device every copy is made at once, and waited for."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def load(self, stage: int, slot: int) -> None:
+        began = time.perf_counter()
+        self._streamer.copy(stage)
+        self._streamer.waited.seconds += time.perf_counter() - began
+
+    def evict(self, stage: int, slot: int) -> None:
+        self._streamer.leave(stage)
+        self._streamer.base.slot(stage).fill_(NOTHING_THERE)
+
+    def use(self, stage: int) -> None:
+        pass
+
+
+class _GpuQueue:
+    """Streams for what comes and what goes, and events between them and the arithmetic's."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        device = streamer.base.whole.device
+        self._streamer = streamer
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._free: dict[int, torch.cuda.Event] = {}
+        """Slot → when nobody needs any longer what is in it."""
+        self._there: dict[int, torch.cuda.Event] = {}
+        """Stage → when all of it has come; until it is first used."""
+
+    def load(self, stage: int, slot: int) -> None:
+        if slot in self._free:
+            self._in.wait_event(self._free.pop(slot))
+        with torch.cuda.stream(self._in):
+            self._streamer.copy(stage)
+            self._there[stage] = torch.cuda.Event(enable_timing=True)
+            self._there[stage].record()
+
+    def evict(self, stage: int, slot: int) -> None:
+        self._out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out):
+            self._streamer.leave(stage)
+            self._free[slot] = torch.cuda.Event()
+            self._free[slot].record()
+
+    def use(self, stage: int) -> None:
+        there = self._there.pop(stage, None)
+        if there is None:
+            return
+        ready = torch.cuda.Event(enable_timing=True)
+        ready.record()
+        torch.cuda.current_stream().wait_event(there)
+        self._streamer.waited.marks.append((ready, there))
+
+
+_Queue = _HostQueue | _GpuQueue
