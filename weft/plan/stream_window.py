@@ -1,0 +1,80 @@
+"""The next window of a base that is streamed on one device: the rounds of the resident one, stage by stage.
+
+A stage serves all microbatches of a round before the next takes its turn, so that one Load serves them all.
+Microbatches and the order in which each stage sees them are the resident ones: losses have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from weft.plan.check import check
+from weft.plan.check_slots import check_slots
+from weft.plan.planner import Course, Round, all_batches, lay_rounds
+from weft.plan.program import Action, Backward, Evaluate, Evict, Forward, Load, Program
+from weft.plan.stream_cut import StreamCut
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """One stage at work, until another takes its turn."""
+
+    stage: int
+    actions: tuple[Action, ...]
+    """Its passes, and the Steps among them."""
+
+
+def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int) -> Program:
+    """Train every course's batches. It begins and ends with `cut.waiting` in the slots, and is checked."""
+    laid = lay_rounds(courses, capacity)
+    visits = [list(_visits(one, len(cut.stages))) for one in laid.rounds]
+    moves = _moves([visit for each in visits for visit in each], cut)
+    actions: list[Action] = []
+    for one, each in zip(laid.rounds, visits, strict=True):
+        for visit in each:
+            actions += [*visit.actions, *next(moves)]
+        actions += one.saves
+    program = Program(
+        capacity,
+        laid.microbatches,
+        all_batches(courses),
+        devices=(tuple(actions),),
+        stages=(0,) * len(cut.stages),
+    )
+    check(program, {course.job: course.step for course in courses})
+    check_slots(program, cut)
+    return program
+
+
+def _visits(one: Round, stages: int) -> Iterator[_Visit]:
+    """There and back, the last stage turning each microbatch round at once; then what is evaluated."""
+    last, numbers = stages - 1, [trained.microbatch for trained in one.trained]
+    if numbers:
+        for stage in range(last):
+            yield _Visit(stage, tuple(Forward(number, stage) for number in numbers))
+        for stage in reversed(range(stages)):
+            actions: list[Action] = []
+            for trained in one.trained:
+                actions += [Forward(trained.microbatch, stage)] if stage == last else []
+                actions += [Backward(trained.microbatch, stage)]
+                actions += trained.steps if stage == 0 else []
+            yield _Visit(stage, tuple(actions))
+    if one.evaluated:
+        for stage in range(stages):
+            yield _Visit(stage, tuple(Evaluate(number, stage) for number in one.evaluated))
+
+
+def _moves(visits: Sequence[_Visit], cut: StreamCut) -> Iterator[tuple[Action, ...]]:
+    """What follows each visit: where another stage needs the slot next, it is loaded there at once."""
+    streamed = set(cut.streamed)
+    needed = {cut.slot(stage): stage for stage in cut.waiting}
+    found: list[tuple[Action, ...]] = []
+    for visit in reversed(visits):
+        found.append(())
+        if visit.stage in streamed:
+            slot = cut.slot(visit.stage)
+            if needed[slot] != visit.stage:
+                found[-1] = Evict(visit.stage), Load(needed[slot])
+            needed[slot] = visit.stage
+    return reversed(found)
