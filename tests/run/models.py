@@ -13,7 +13,7 @@ LAYERS = 4
 def deep(family: str, dtype: torch.dtype) -> PreTrainedModel:
     settings = config(family)
     settings.num_hidden_layers = LAYERS
-    if getattr(settings, "layer_types", None):
-        settings.layer_types = ["sliding_attention", "full_attention"] * 2
+    if types := getattr(settings, "layer_types", None):
+        settings.layer_types = [types[number % len(types)] for number in range(LAYERS)]
     model = randomised(settings, dtype)
     return with_exact_norms(model) if dtype is torch.float64 else model

@@ -262,10 +262,11 @@ class StreamExecutor(Executor):
     # -- evaluation --------------------------------------------------------------------------------------
 
     def _look_on(self, number: int, stage: int, program: Program, fetch: Fetch) -> Iterator[Event]:
+        last = stage + 1 == len(self.streamed.stages)
+        if last:
+            self._looks.begin(program.microbatches[number])
         if stage == 0:
-            plan = program.microbatches[number]
-            self._looks.begin(plan)
-            alive = plan.without(self.dead)
+            alive = program.microbatches[number].without(self.dead)
             if alive.segments:
                 microbatch = fetch(alive, True)
                 laid = lay(microbatch, microbatch.rows, self.base.device)
@@ -276,7 +277,7 @@ class StreamExecutor(Executor):
         passed = Plain(self.streamed.stages[stage], self.banks, looking.laid, self.route, looking.h_TD)
         with torch.no_grad():
             h_TD = passed.forward(training=False)
-        if stage + 1 < len(self.streamed.stages):
+        if not last:
             looking.h_TD = h_TD
             looking.visits.mark()
             return
