@@ -12,11 +12,16 @@ from tests.run import aboard
 from weft.adapters import banks
 from weft.base.model import Base
 from weft.base.spec import BaseSpec
+from weft.base.streamed import stream_model
 from weft.batch import IGNORED, Microbatch
 from weft.ops.lora import Route
 from weft.plan.memory import NOTHING, Recompute
 from weft.plan.planner import plan_window
+from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_step import StreamStage
+from weft.plan.stream_window import plan_streamed
 from weft.run.events import Failed, Stepped
+from weft.run.stream_executor import StreamExecutor
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -152,3 +157,33 @@ def test_unweaving_leaves_the_base_as_it_was(family, monkeypatch):
     executor.unweave()
     assert replaced() == []
     assert torch.equal(logits(), before)
+
+
+def two_layers(family):
+    shape = config(family)
+    shape.num_hidden_layers = 2
+    return randomised(shape, torch.float32), BaseSpec(model=f"tiny/{family}", dtype="float32")
+
+
+@pytest.mark.parametrize("travels", [False, True])
+def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
+    """Weights that share their input lie side by side in the arena, biases too: nothing is stacked anew."""
+    model, spec = two_layers("qwen2")
+    cut = StreamCut((StreamStage(0, 1), StreamStage(1, 2)), slots=1, travels=travels)
+    base = stream_model(model, spec, bench.CPU, cut)
+    before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
+    jobs = jobs_for(base.whole)
+    executor = StreamExecutor(base, Route.tiled)
+    assert executor.fused
+    assert [parameter.data_ptr() for parameter in base.whole.model.parameters()] == before
+    for job in jobs:
+        executor.attach(aboard.training(base.whole, job))
+    courses = [job.course(0, 1, False) for job in jobs]
+    list(aboard.events(executor, plan_streamed(courses, cut, CAPACITY), jobs))
+
+    resident = Base.from_model(two_layers("qwen2")[0], spec, bench.CPU)
+    wanted = woven(resident, jobs, Route.tiled, monkeypatch)
+    list(aboard.events(wanted, plan_window(courses, CAPACITY), jobs))
+    for job in jobs:
+        assert executor.aboard[job.name].progress.step == 1
+        assert torch.equal(executor.aboard[job.name].master, wanted.aboard[job.name].master), job.name
