@@ -160,7 +160,7 @@ class Loop:
                 job.recipe,
                 self.base.shape.sites,
                 self.base.dtype,
-                self.base.device,
+                self.executor.home,
                 self.base.whole_sites,
             )
         except UserError as error:

@@ -66,3 +66,5 @@ class JobShape:
     """Adapter parameters."""
     longest: int
     """Tokens in its longest sample."""
+    batch_tokens: int = 0
+    """Tokens in its largest global batch, at most."""

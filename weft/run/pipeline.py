@@ -95,6 +95,10 @@ class Pipeline:
         return self._stage.aboard
 
     @property
+    def home(self) -> torch.device:
+        return self._stage.home
+
+    @property
     def fused(self) -> bool:
         return self._stage.fused
 

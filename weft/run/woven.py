@@ -37,6 +37,11 @@ class Woven:
         self._head = base.head() if base.last else None
 
     @property
+    def home(self) -> torch.device:
+        """Where the state of whoever comes aboard is kept."""
+        return self.base.device
+
+    @property
     def fused(self) -> bool:
         """Whether the base's layers run as fused ops."""
         return self.layers is not None and bool(self.layers.modules)

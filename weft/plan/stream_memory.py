@@ -1,0 +1,56 @@
+"""What a streamed run needs of its device: the memory model for a base of which only some stages are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weft.plan.memory import NOTHING, MemoryModel, Need, Recompute
+from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_need import layer_bytes
+from weft.shapes import JobShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedMemory(MemoryModel):
+    cut: StreamCut
+    slack: int
+    """Logits of one chunk, temporaries and the allocator's rounding."""
+
+    @property
+    def _present(self) -> int:
+        """Layers that have a place on the device."""
+        sizes = [(stage.stop - stage.start, stage.resident) for stage in self.cut.stages]
+        streamed = max((size for size, stays in sizes if not stays), default=0)
+        return sum(size for size, stays in sizes if stays) + self.cut.slots * streamed
+
+    def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
+        """Of a microbatch, while the largest stage goes back."""
+        largest = max(stage.stop - stage.start for stage in self.cut.stages)
+        return MemoryModel.bytes_per_token(self, recompute) * largest // self.shape.layers
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Of an adapter that travels, the copy and the gradient of the layers that are there."""
+        whole = MemoryModel.bytes_per_parameter.fget(self)  # type: ignore[attr-defined]
+        if not self.cut.travels:
+            return int(whole)
+        passing = self.shape.bytes_per_value + max(4, self.shape.bytes_per_value)
+        return -(-passing * self._present // self.shape.layers)
+
+    def need(self, jobs: Iterable[JobShape], tokens: float, recompute: Recompute = NOTHING) -> Need:
+        jobs = list(jobs)
+        layer = layer_bytes(self.shape)
+        ends = max(0, self.shape.base_bytes - self.shape.layers * layer)
+        rows = sum(job.batch_tokens for job in jobs)
+        inputs = len(self.cut.stages) * rows * self.shape.hidden * self.shape.bytes_per_value
+        return Need(
+            resident=self.taken + ends + self._present * layer,
+            state=self.state_bytes(jobs),
+            activations=int(tokens * self.bytes_per_token(recompute)) + inputs,
+            slack=self.slack,
+        )
+
+    def _choices(self) -> list[Recompute]:
+        """Every stage is made again as it is."""
+        return [NOTHING]

@@ -1,0 +1,142 @@
+"""The loop over a base that is streamed from host memory: whether to, how, and the windows that it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from weft.base.load import base_dtype
+from weft.base.spec import BaseSpec
+from weft.errors import PlanError
+from weft.jobs.store import Store
+from weft.journal import Journal
+from weft.loop import Callback, Loop, Room
+from weft.plan.memory import MemoryModel
+from weft.plan.planner import Course
+from weft.plan.program import Program
+from weft.plan.stream_choice import StreamChoice, choose_stream
+from weft.plan.stream_memory import StreamedMemory
+from weft.plan.stream_need import StreamDevice
+from weft.plan.stream_window import plan_streamed
+from weft.run.link import measure_link
+from weft.run.measure import CPU_SHARE, taken_bytes
+from weft.run.stream_executor import StreamExecutor
+from weft.shapes import JobShape, ModelShape
+
+SLACK_BYTES = 2 << 30
+"""On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """A choice, and what a run may take of the device by it."""
+
+    choice: StreamChoice
+    budget: int
+    slack: int
+
+    def memory(self, shape: ModelShape, device: torch.device) -> StreamedMemory:
+        """Made before the base is loaded. A pretended device is part of the host's memory, and measured so."""
+        beside = 0
+        if device.type != "cuda":
+            beside = taken_bytes(device) + self.choice.host_bytes
+        return StreamedMemory(
+            shape, self.budget + beside, beside, cut=self.choice.cut, slack=self.slack
+        )
+
+
+def streaming(
+    spec: BaseSpec,
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: torch.device,
+    budget: int,
+    most: int,
+) -> Streaming | None:
+    """How to stream the base within `budget` bytes of the device; None if every job can train without.
+
+    As many of the jobs as fit at once are planned for, in the order in which they would come aboard.
+    """
+    on_gpu = device.type == "cuda"
+    slack = SLACK_BYTES if on_gpu else 0
+    resident = MemoryModel(shape, budget, fused=on_gpu)
+    if on_gpu and all(resident.why_not([job]) is None for job in jobs):
+        return None
+    link = measure_link(device, base_dtype(spec, device))
+    place = StreamDevice(
+        budget=budget,
+        host_budget=int(psutil.virtual_memory().available * CPU_SHARE),
+        bandwidth=link.bandwidth,
+        flops=link.flops,
+        slack=slack,
+        fused=on_gpu,
+    )
+    ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
+    choice = _most(lambda count: _chosen(shape, ordered[:count], place, most), len(ordered))
+    return None if choice.whole else Streaming(choice, budget, slack)
+
+
+def _chosen(
+    shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int
+) -> StreamChoice | PlanError:
+    try:
+        return choose_stream(shape, jobs, place, most, sum(job.batch_tokens for job in jobs))
+    except PlanError as error:
+        return error
+
+
+def _most(attempt: Callable[[int], StreamChoice | PlanError], count: int) -> StreamChoice:
+    """For as many jobs as can be, by halving; if not one fits, the sentence that says why."""
+    found = attempt(count)
+    if isinstance(found, StreamChoice):
+        return found
+    low, high, best = 0, count, found
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = attempt(middle)
+        if isinstance(tried, StreamChoice):
+            low, best = middle, tried
+        else:
+            high, best = middle, best if isinstance(best, StreamChoice) else tried
+    if isinstance(best, PlanError):
+        raise best
+    return best
+
+
+class StreamedLoop(Loop):
+    def __init__(
+        self,
+        executor: StreamExecutor,
+        tokenizer: Any,
+        store: Store,
+        memory: StreamedMemory,
+        choice: StreamChoice,
+        journal: Journal,
+    ) -> None:
+        super().__init__(executor.base, tokenizer, store, memory, choice.capacity, journal, executor=executor)
+        self.choice = choice
+        self.streamer = executor.streamer
+        self.seconds = 0.0
+        """Of all windows."""
+
+    def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
+        super().run(stop, callback)
+        if self.seconds:
+            self.journal.note(
+                f"Streamed: {self.streamer.waited.copied_bytes / 2**30:.1f} GiB came from the host; training "
+                f"waited for them in {self.streamer.waited.total() / self.seconds:.0%} of the time, "
+                f"{self.choice.unhidden:.0%} were predicted."
+            )
+
+    def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+        began = time.monotonic()
+        super()._execute(program, stop, callback)
+        self.seconds += time.monotonic() - began
+
+    def _window(self, courses: Sequence[Course], room: Room) -> Program:
+        return plan_streamed(courses, self.choice.cut, room.capacity)
