@@ -8,12 +8,14 @@ Shapes: T rows, D hidden width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.adapters.banks import Banks
+from weft.base.attention import Pack, pack
 from weft.base.model import Base
 from weft.ops.lora import Route
 from weft.ops.rows import Rows
@@ -66,11 +68,34 @@ class Passes:
         return Plain(self.base, self.banks, laid, route).forward(training=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A microbatch's rows as kernels want to know them: whose they are, and where samples begin."""
+
+    rows: Rows | None
+    pack: Pack
+
+
+def deal(base: Base, banks: Banks, laid: Laid, route: Route) -> Dealt:
+    """The same for every stage that the microbatch passes."""
+    rows = None
+    if route is Route.tiled:
+        rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
+        rows.fill(banks.seats(laid.microbatch), laid.token_index)
+    return Dealt(rows, pack(laid.microbatch.sample_lengths, base.device))
+
+
 class Plain:
     """One microbatch through the base, or through a stage of it that is given what the stage before made."""
 
     def __init__(
-        self, base: Base, banks: Banks, laid: Laid, route: Route, given_TD: Tensor | None = None
+        self,
+        base: Base,
+        banks: Banks,
+        laid: Laid,
+        route: Route,
+        given_TD: Tensor | None = None,
+        dealt: Dealt | None = None,
     ) -> None:
         self.base = base
         self.banks = banks
@@ -78,16 +103,13 @@ class Plain:
         self.route = route
         self._given_TD = given_TD
         self._h_TD: Tensor | None = None
-        self._rows: Rows | None = None
-        if route is Route.tiled:
-            self._rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
-            self._rows.fill(banks.seats(laid.microbatch), laid.token_index)
+        self._dealt = dealt or deal(base, banks, laid, route)
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._given_TD is not None:
             self._given_TD.requires_grad_()
-        with self.banks.bound(self.laid.microbatch, self.route, training, self._rows):
-            self._h_TD = self.base.hidden(self.laid.microbatch, given_TD=self._given_TD)
+        with self.banks.bound(self.laid.microbatch, self.route, training, self._dealt.rows):
+            self._h_TD = self.base.hidden(self.laid.microbatch, self._dealt.pack, self._given_TD)
         return self._h_TD
 
     def backward(self, dh_TD: Tensor) -> None:
@@ -95,7 +117,7 @@ class Plain:
         if not self._h_TD.requires_grad:
             return  # a first stage on which nobody has an adapter
         # A layer that is recomputed must see the adapters of its own microbatch.
-        with self.banks.bound(self.laid.microbatch, self.route, True, self._rows):
+        with self.banks.bound(self.laid.microbatch, self.route, True, self._dealt.rows):
             self._h_TD.backward(dh_TD)
 
     @property

@@ -33,7 +33,7 @@ from weft.run.executor import Executor, Fetch, Timed, refuse_other_devices
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
 from weft.run.measure import Stopwatch
-from weft.run.passes import Plain
+from weft.run.passes import Dealt, Plain, deal
 from weft.run.streamer import Streamer
 from weft.run.training import Training
 from weft.run.travel import Travel
@@ -72,6 +72,7 @@ class _Flight:
 
     plan: MicrobatchPlan
     laid: Laid
+    dealt: Dealt
     visits: _ThereAndBack
     given: dict[int, Tensor] = field(default_factory=dict)
     """Stage → what it was given, until its backward."""
@@ -90,6 +91,7 @@ class _Looking:
 
     plan: MicrobatchPlan
     laid: Laid
+    dealt: Dealt
     visits: _Visits
     h_TD: Tensor | None = None
 
@@ -186,8 +188,9 @@ class StreamExecutor(Executor):
             plan = program.microbatches[number].without(self.dead)
             if plan.segments:
                 laid = lay(fetch(plan, False), plan.rows, self.base.device)
+                dealt = deal(self.base, self.banks, laid, self.route)
                 visits = _ThereAndBack(_Visits(self.base.device), _Visits(self.base.device))
-                self._in_flight[number] = _Flight(plan, laid, visits)
+                self._in_flight[number] = _Flight(plan, laid, dealt, visits)
         if (flight := self._in_flight.get(number)) is None:
             return
         flight.visits.forward.begin()
@@ -201,7 +204,8 @@ class StreamExecutor(Executor):
 
     def _pass(self, flight: _Flight, stage: int) -> Plain:
         given_TD = flight.given[stage].detach() if stage else None
-        return Plain(self.streamed.stages[stage], self.banks, flight.laid, self.route, given_TD)
+        base = self.streamed.stages[stage]
+        return Plain(base, self.banks, flight.laid, self.route, given_TD, flight.dealt)
 
     def _end(self, flight: _Flight, passed: Plain, program: Program) -> None:
         """The last stage's forward, and what it comes to."""
@@ -270,11 +274,13 @@ class StreamExecutor(Executor):
             if alive.segments:
                 microbatch = fetch(alive, True)
                 laid = lay(microbatch, microbatch.rows, self.base.device)
-                self._looking[number] = _Looking(alive, laid, _Visits(self.base.device))
+                dealt = deal(self.base, self.banks, laid, self.route)
+                self._looking[number] = _Looking(alive, laid, dealt, _Visits(self.base.device))
         if (looking := self._looking.get(number)) is None:
             return
         looking.visits.begin()
-        passed = Plain(self.streamed.stages[stage], self.banks, looking.laid, self.route, looking.h_TD)
+        base = self.streamed.stages[stage]
+        passed = Plain(base, self.banks, looking.laid, self.route, looking.h_TD, looking.dealt)
         with torch.no_grad():
             h_TD = passed.forward(training=False)
         if not last:

@@ -108,6 +108,7 @@ class Travel:
 
     def leave(self, job: str) -> None:
         self.forget([job])
+        self._wait()  # for copies on other streams than the one that its room was taken on
         del self.travellers[job]
 
     # -- with a stage ------------------------------------------------------------------------------------
@@ -140,8 +141,7 @@ class Travel:
         for job in jobs:
             for place in list(self._in):
                 self._take(self.travellers[job], place)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._wait()
 
     def bring_weights(self, jobs: Iterable[str]) -> None:
         """After a Step, to every place that holds a stage."""
@@ -170,6 +170,10 @@ class Travel:
             room = traveller.gradient[place][: part.size]
             traveller.training.gradient[part.start : part.stop].copy_(room, non_blocking=True)
             room.zero_()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _place(self, stage: int) -> Place:
         if stage == OUTSIDE:
