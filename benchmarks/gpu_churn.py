@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import time
 from dataclasses import dataclass
 
 import psutil
@@ -21,13 +22,15 @@ from benchmarks.llama import SIZES, build
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned, number
 from benchmarks.timing import here, wait
-from benchmarks.weft_side import Company
+from benchmarks.weft_side import Company, resident
 from weft.adapters.lora.spec import LoraSpec
 
 ALLOWED_GROWTH = 0.01
 MOST_RANK = 64
 SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
 """What the batches of a job are drawn from."""
+TOLD = 20
+"""Progress is told after every so many changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,11 @@ class Churn:
         """
         sizes, ranks = random.Random(0), random.Random(seed)
         self.came = self.left = 0
-        for _ in range(changes):
+        began = time.perf_counter()
+        for change in range(changes):
+            if change % TOLD == 0:
+                seconds = time.perf_counter() - began
+                print(f"walk {seed}: {change} changes in {seconds:.0f} s", flush=True)
             aboard = list(self.company.stocks)
             if not aboard or (len(aboard) < self.places and sizes.random() < 0.5):
                 self._join(ranks.randint(1, MOST_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
@@ -106,7 +113,7 @@ def main() -> None:
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     size = SIZES["toy" if asked.toy else asked.shape]
-    company = Company(build(size, place), place.device)
+    company = resident(build(size, place), place.device)
     churn = Churn(company, 2 if asked.toy else asked.places, asked.capacity)
     changes = 8 if asked.toy else asked.changes
     churn.fill()

@@ -22,7 +22,7 @@ from benchmarks.make_lengths import FILE
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned, number, ratio
 from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
-from benchmarks.weft_side import Company, rows_computed, rows_useful
+from benchmarks.weft_side import resident, rows_computed, rows_useful
 from weft.adapters.lora.spec import LoraSpec
 
 Round = list[list[int]]
@@ -62,7 +62,7 @@ def with_weft(size: Size, rounds: Sequence[Round], rank: int, place: Place, pace
     shares: list[float] = []
 
     def run() -> Measured:
-        company = Company(build(size, place), place.device)
+        company = resident(build(size, place), place.device)
         for job in range(len(rounds[0])):
             batches = [jobs[job] for jobs in rounds]
             company.join(f"job{job}", LoraSpec(rank=rank, alpha=2.0 * rank), batches, seed=job)

@@ -20,7 +20,7 @@ from benchmarks.processes import Task, peft_at_once
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned, number, ratio
 from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
-from benchmarks.weft_side import Company
+from benchmarks.weft_side import resident
 from weft.adapters.lora.spec import LoraSpec
 
 WEFT, FROZEN = "Weft, together", "frozen base"
@@ -40,7 +40,7 @@ class Row:
 def together(task: Task, capacity: int) -> Measured:
     """Every job aboard one executor."""
     work = task.work
-    company = Company(build(task.size, task.place), task.place.device)
+    company = resident(build(task.size, task.place), task.place.device)
     for at in range(work.jobs):
         adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
         company.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)

@@ -21,7 +21,7 @@ from weft.data.samples import Samples, Share
 from weft.data.tally import Tally
 from weft.plan.planner import Course, plan_window
 from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program
-from weft.run.events import Failed, Passed
+from weft.run.events import Failed, Passed, Stepped
 from weft.run.executor import Executor
 from weft.run.schedule import Recipe
 from weft.run.training import new_training
@@ -51,19 +51,21 @@ class Stock:
 class Company:
     """Jobs aboard one executor."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        self.base = Base.from_model(model, BaseSpec(model="random weights"), device)
-        self.executor = Executor(self.base)
+    def __init__(self, executor: Executor) -> None:
+        self.base = executor.base
+        self.executor = executor
         self.stocks: dict[str, Stock] = {}
+        self.losses: dict[str, list[float]] = {}
 
     def join(self, job: str, adapter: LoraSpec, batches: Lengths, seed: int) -> None:
         lengths = [length for batch in batches for length in batch]
         firsts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
         samples = random_samples(lengths, self.base.shape.vocabulary, seed)
         self.stocks[job] = Stock(samples, tuple(firsts))
+        self.losses[job] = []
         member = Member(job, adapter, seed)
         sites = self.base.shape.sites
-        self.executor.attach(new_training(member, RECIPE, sites, self.base.dtype, self.base.device))
+        self.executor.attach(new_training(member, RECIPE, sites, self.base.dtype, self.executor.home))
 
     def leave(self, job: str) -> None:
         self.executor.detach(job)
@@ -76,6 +78,9 @@ class Company:
             steps = range(stock.step + 1, stock.step + rounds + 1)
             batches = tuple(stock.batch(job, step) for step in steps)
             courses.append(Course(job, stock.step, batches, (), frozenset(), frozenset()))
+        return self._window(courses, capacity)
+
+    def _window(self, courses: Sequence[Course], capacity: int) -> Program:
         return plan_window(courses, capacity, ladder=self.executor.captures is not None)
 
     def run(self, program: Program) -> list[Passed]:
@@ -85,6 +90,8 @@ class Company:
             assert not isinstance(event, Failed), event
             if isinstance(event, Passed):
                 passes.append(event)
+            if isinstance(event, Stepped):
+                self.losses[event.job].append(event.outcome.loss)
         for batch in program.batches:
             self.stocks[batch.job].step = batch.step
         return passes
@@ -109,6 +116,11 @@ class Company:
                 for placed in segment.samples
             ]
         )
+
+
+def resident(model: PreTrainedModel, device: torch.device) -> Company:
+    """All of the base on the device."""
+    return Company(Executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.llama import SIZES, build
 from benchmarks.timing import here
-from benchmarks.weft_side import Company, random_samples, rows_useful
+from benchmarks.weft_side import Company, random_samples, resident, rows_useful
 from weft.adapters.lora.spec import LoraSpec
 
 
@@ -12,7 +12,7 @@ from weft.adapters.lora.spec import LoraSpec
 def company() -> Company:
     place = here(toy=True)
     assert place is not None
-    return Company(build(SIZES["toy"], place), place.device)
+    return resident(build(SIZES["toy"], place), place.device)
 
 
 def test_jobs_train_on_the_lengths_they_were_given_and_begin_anew_after_the_last(company: Company) -> None:
