@@ -1,0 +1,265 @@
+"""How a base is streamed: what is promised fits, and nothing that fits is faster by more than a little."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.plan.test_check import course
+from weft.errors import PlanError
+from weft.plan.stream_choice import StreamChoice, capacities, choose_stream
+from weft.plan.stream_need import Draft, StreamCase, StreamDevice
+from weft.plan.stream_search import plain_drafts
+from weft.plan.stream_window import plan_streamed
+from weft.shapes import JobShape, ModelShape, SiteShape
+
+HIDDEN, VOCABULARY = 256, 100
+LAYER = 4 * HIDDEN**2 * 2
+ENDS = 2 * HIDDEN * VOCABULARY * 2
+NEVER = 1 << 62
+
+
+def base(layers: int, tied: bool = False) -> ModelShape:
+    names = ((layer, name) for layer in range(layers) for name in "qkvo")
+    sites = tuple(SiteShape(f"model.layers.{layer}.{name}", HIDDEN, HIDDEN) for layer, name in names)
+    ends = HIDDEN * VOCABULARY * (1 if tied else 2)
+    return ModelShape(layers, HIDDEN, VOCABULARY, layers * 4 * HIDDEN**2 + ends, 2, sites, context=4096)
+
+
+def job(name: str = "a", trainable: int = 5000, longest: int = 40) -> JobShape:
+    return JobShape(name, 0, 0, trainable, longest)
+
+
+def gpu(budget: int, **fields) -> StreamDevice:
+    given = dict(host_budget=NEVER, bandwidth=1e6, flops=1e9, slack=5000, launch=0.0)
+    return StreamDevice(budget=budget, **{**given, **fields})
+
+
+JOBS = st.lists(
+    st.builds(job, trainable=st.sampled_from([0, 5000, 20_000, 80_000]), longest=st.integers(1, 60)),
+    min_size=1,
+    max_size=3,
+)
+DEVICES = st.builds(
+    gpu,
+    st.just(0),
+    host_budget=st.sampled_from([1_000_000, 2_000_000, NEVER, NEVER]),
+    bandwidth=st.sampled_from([1e5, 1e6, 1e7]),
+    flops=st.sampled_from([1e8, 1e9, 1e10]),
+    slack=st.sampled_from([0, 5000]),
+    fused=st.booleans(),
+    launch=st.sampled_from([0.0, 1e-3]),
+    host_parameters=st.sampled_from([1e4, 1e6, 1e9]),
+)
+
+
+SHARES = st.integers(40, 95).map(lambda percent: percent / 100)
+"""Of what everything together would take."""
+TOKENS = st.integers(60, 400)
+
+
+def sized(
+    device: StreamDevice, share: float, shape: ModelShape, jobs: list[JobShape], tokens: int
+) -> StreamDevice:
+    state = sum(one.trainable for one in jobs) * 18
+    activations = 60 * 8 * HIDDEN * 2
+    full = device.slack + shape.base_bytes + state + activations + 3 * tokens * HIDDEN * 2
+    return replace(device, budget=int(share * full))
+
+
+def cases(
+    shape: ModelShape, jobs: list[JobShape], device: StreamDevice, most: int, tokens: int
+) -> list[StreamCase]:
+    longest = max(one.longest for one in jobs)
+    return [
+        StreamCase(shape, tuple(jobs), device, tokens, capacity, travels)
+        for travels in (False, True)
+        for capacity in capacities(longest, most, tokens)
+    ]
+
+
+def every_draft(layers: int) -> Iterator[Draft]:
+    for chosen in product((False, True), repeat=layers - 1):
+        ends = [0, *(cut for cut, here in enumerate(chosen, 1) if here), layers]
+        sizes = tuple(stop - start for start, stop in pairwise(ends))
+        for resident in product((False, True), repeat=len(sizes)):
+            for slots in range(1, 5):
+                yield Draft(sizes, resident, slots)
+
+
+def chosen(
+    shape: ModelShape, jobs: list[JobShape], device: StreamDevice, most: int, tokens: int
+) -> StreamChoice | None:
+    try:
+        return choose_stream(shape, jobs, device, most, tokens)
+    except PlanError:
+        return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 6), JOBS, DEVICES, SHARES, st.sampled_from([64, 256]), TOKENS)
+def test_on_small_bases_nothing_is_faster_by_more_than_a_fiftieth(layers, jobs, device, share, most, tokens):
+    shape = base(layers)
+    device = sized(device, share, shape, jobs, tokens)
+    choice = chosen(shape, jobs, device, most, tokens)
+    assume(choice is None or not choice.whole)
+    drafts = list(every_draft(layers))
+    least = min(case.seconds(draft) for case in cases(shape, jobs, device, most, tokens) for draft in drafts)
+    assert (choice is None) == (least == math.inf)
+    if choice:
+        assert least * (1 - 1e-9) <= choice.step_seconds <= 1.02 * least
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(7, 24), JOBS, DEVICES, SHARES, TOKENS)
+def test_it_is_never_slower_than_the_largest_or_the_smallest_stages(layers, jobs, device, share, tokens):
+    shape = base(layers)
+    device = sized(device, share, shape, jobs, tokens)
+    choice = chosen(shape, jobs, device, 256, tokens)
+    assume(choice is None or not choice.whole)
+    plain = [
+        case.seconds(draft)
+        for case in cases(shape, jobs, device, 256, tokens)
+        if choice is None or case.travels == choice.cut.travels
+        for draft in plain_drafts(case)
+    ]
+    assert (choice.step_seconds if choice else math.inf) <= min(plain, default=math.inf) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), JOBS, DEVICES, SHARES, TOKENS)
+def test_what_is_chosen_fits_and_its_window_is_legal(layers, jobs, device, share, tokens):
+    device = sized(device, share, base(layers), jobs, tokens)
+    choice = chosen(base(layers), jobs, device, 256, tokens)
+    assume(choice)
+    assert choice.device_bytes <= device.budget
+    assert choice.host_bytes <= device.host_budget
+    assert choice.capacity >= max(one.longest for one in jobs)
+    assert 0.0 <= choice.unhidden < 1.0
+    assert choice.cut.layers == layers
+    plan_streamed([course("a", [[1, 1], [1]])], choice.cut, choice.capacity)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), JOBS, DEVICES, SHARES, TOKENS, st.integers(0, 2_000_000))
+def test_more_memory_is_never_slower(layers, jobs, device, share, tokens, more):
+    device = sized(device, share, base(layers), jobs, tokens)
+    less = chosen(base(layers), jobs, device, 256, tokens)
+    assume(less)
+    found = chosen(base(layers), jobs, replace(device, budget=device.budget + more), 256, tokens)
+    assert found is not None
+    # What fits whole is never streamed, even where all its layers are made again for that.
+    assert found.whole or (not less.whole and found.step_seconds <= 1.02 * less.step_seconds)
+
+
+def test_the_bytes_are_those_of_ends_residents_slots_adapters_inputs_and_one_stage_at_work():
+    draft = Draft((1, 2, 2, 1), (True, False, False, False), slots=2)
+    pair, fields = (job("a", 6000), job("b", 3000)), dict(taken=70, fused=False)
+    kept = math.ceil(1.5 * 8 * HIDDEN * 2 * 30)
+    inputs = 4 * 100 * HIDDEN * 2
+    stay = StreamCase(base(6), pair, gpu(NEVER, **fields), 100, 30, travels=False)
+    assert stay.device_bytes(draft) == 70 + 5000 + ENDS + 5 * LAYER + 9000 * 18 + inputs + 2 * kept
+    assert stay.host_bytes(draft) == 5 * LAYER
+    travel = replace(stay, travels=True)
+    assert travel.device_bytes(draft) == 70 + 5000 + ENDS + 5 * (LAYER + 1500 * 6) + inputs + 2 * kept
+    assert travel.host_bytes(draft) == 5 * LAYER + 9000 * 18
+
+
+def test_a_tied_head_takes_no_room_of_its_own():
+    tied = StreamCase(base(6, tied=True), (job(),), gpu(NEVER), 100, 30, travels=False)
+    assert tied.ends_bytes == ENDS // 2
+
+
+def test_the_last_stage_makes_nothing_again_and_travelling_adapters_wait_for_the_host():
+    device = gpu(NEVER, flops=1e6, bandwidth=1e3, host_parameters=500.0)
+    stay = StreamCase(base(4), (job(trainable=1000),), device, 100, 100, travels=False)
+    layer, head = 2 * LAYER / 2 * 100 / 1e6, 2 * HIDDEN * VOCABULARY * 100 / 1e6
+    everything = Draft((1, 1, 2), (True,) * 3, 1)
+    assert stay.seconds(everything) == pytest.approx((2 * 3 + 2 * 2) * layer + 2 * head)
+    travel = replace(stay, travels=True)
+    # The first stages' gradients leave while others compute, the last one's when all is done.
+    left = 250 * 4 / 1e3
+    assert travel.seconds(everything) == pytest.approx(
+        stay.seconds(everything) + left + 1000 / 500.0 + 1000 * 2 / 1e3
+    )
+
+
+def test_a_base_that_fits_is_not_streamed():
+    choice = choose_stream(base(4), [job()], gpu(NEVER), 256, 100)
+    assert choice.whole
+    assert choice.cut.streamed == ()
+    assert (choice.host_bytes, choice.unhidden, choice.capacity) == (0, 0.0, 256)
+    assert choice.why.startswith("nothing is streamed, since the base, the adapters and their passes need 0.")
+
+
+def test_adapters_stay_on_the_device_unless_they_find_no_room_there():
+    room = ENDS + 5000 + 8 * LAYER
+    device = gpu(room, host_parameters=1e3)
+    few = choose_stream(base(12), [job(longest=20)], device, 64, 100)
+    many = choose_stream(base(12), [job(str(one), 20_000, 20) for one in range(12)], device, 64, 100)
+    assert not few.cut.travels
+    assert "adapters stay on the GPU" in few.why
+    assert many.cut.travels
+    assert "adapters travel with their stage" in many.why
+
+
+def test_the_sentence_names_stages_residents_slots_and_what_is_not_hidden():
+    choice = choose_stream(base(8), [job(longest=20)], gpu(ENDS + 5000 + 5 * LAYER), 64, 64)
+    assert not choice.whole
+    stays = sum(stage.resident for stage in choice.cut.stages)
+    assert f"streamed in {len(choice.cut.stages)} stages of" in choice.why
+    assert f"{stays} of them resident" in choice.why
+    assert f"in {choice.cut.slots} slot" in choice.why
+    assert f"waits for uploads in {choice.unhidden:.0%} of a step" in choice.why
+
+
+def test_capacities_are_halves_down_to_the_longest_sample_and_none_beyond_a_round():
+    assert capacities(300, 4096, 10_000) == [4096, 2048, 1024, 512, 300]
+    assert capacities(300, 4096, 1000) == [1024, 512, 300]
+    assert capacities(5000, 4096, 10_000) == [5000]
+    assert capacities(1, 1024, 2048) == [1024, 512, 256, 1]
+
+
+def huge(layers: int) -> ModelShape:
+    """Layers of 2 GiB, and as much for both ends."""
+    sites = tuple(SiteShape(f"m.{number}.q", 1 << 15, 1 << 15) for number in range(layers))
+    return ModelShape(layers, 1 << 15, 1 << 14, (layers + 1) << 30, 2, sites, context=64)
+
+
+def test_a_gpu_too_small_for_one_layer_is_told_what_stands_beside_it():
+    device = gpu(3 << 30, slack=1 << 30, taken=1 << 29)
+    with pytest.raises(PlanError) as told:
+        choose_stream(huge(2), [job()], device, 64, 64)
+    assert "one layer of the base needs 2.00 GiB" in str(told.value)
+    assert "2.00 GiB of embedding and head, 1.00 GiB of slack and 0.50 GiB that are taken" in str(told.value)
+    assert "the GPU has 3.00 GiB for a run; use a larger GPU" in str(told.value)
+
+
+def test_a_job_too_large_even_alone_is_named():
+    large = job("greedy", longest=4000)
+    with pytest.raises(PlanError) as told:
+        choose_stream(base(8), [job(longest=10), large], gpu(ENDS + 5 * LAYER), 64, 64)
+    assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 0.0")
+    assert "and 4000 tokens in a microbatch, but 0.00 GiB are available" in str(told.value)
+
+
+def test_a_company_too_large_is_told_to_train_fewer():
+    company = [job(str(one), 400_000, longest=10) for one in range(30)]
+    with pytest.raises(PlanError, match=r"the jobs do not fit together: the company needs .* train fewer"):
+        choose_stream(base(8), company, gpu(ENDS + 4 * LAYER), 64, 64)
+
+
+def test_a_host_too_small_is_told_what_it_needs_and_has():
+    """Of 8 layers the GPU holds 3, one of them in the slot."""
+    device = gpu(10 << 30, slack=1 << 29, host_budget=10 << 30)
+    with pytest.raises(PlanError) as told:
+        choose_stream(huge(8), [job()], device, 64, 64)
+    assert "the host needs 12.00 GiB for the layers that find no room on the GPU, but" in str(told.value)
+    assert "10.00 GiB of its memory are available; use a host with more memory" in str(told.value)
+    assert (
+        choose_stream(huge(8), [job()], replace(device, host_budget=12 << 30), 64, 64).host_bytes == 12 << 30
+    )

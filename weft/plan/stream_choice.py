@@ -1,0 +1,129 @@
+"""How a base is streamed on one device where the planner may choose: not at all if it fits, else fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.errors import PlanError
+from weft.plan.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryFit, MemoryModel, gib, longest
+from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_need import Draft, StreamCase, StreamDevice
+from weft.plan.stream_refuse import refuse_jobs, why_not
+from weft.plan.stream_search import Found, search
+from weft.shapes import JobShape, ModelShape
+
+SMALLEST = 256
+"""Passes of fewer tokens are not tried unless every sample is shorter."""
+WORTH = 0.01
+"""Adapters travel only where a step gets shorter by so much: what the host takes for it is a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChoice:
+    cut: StreamCut
+    capacity: int
+    """Tokens of a microbatch."""
+    device_bytes: int
+    """On the device at the peak, as predicted."""
+    host_bytes: int
+    step_seconds: float
+    """Of a round: one global batch of every job."""
+    unhidden: float
+    """The share of it in which the device waits for the host."""
+    why: str
+    """A sentence for the user."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the base fits as it is; `cut` is then one resident stage, and nothing needs streaming."""
+        return len(self.cut.stages) == 1 and self.cut.stages[0].resident
+
+
+def choose_stream(
+    shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, most: int, round_tokens: int
+) -> StreamChoice:
+    """Microbatches have at most `most` tokens, a round of all jobs `round_tokens`.
+
+    Whole if it fits so; else the fastest cut and capacity, adapters on the device unless it is clearly faster
+    when they travel, or fits only so. PlanError says what does not fit.
+    """
+    assert jobs, "there is nothing to train"
+    round_tokens = max(round_tokens, longest(jobs))
+    if choice := _whole(shape, jobs, device, most, round_tokens):
+        return choice
+    refuse_jobs(shape, jobs, device, round_tokens)
+    stay, travel = (
+        [
+            StreamCase(shape, tuple(jobs), device, round_tokens, capacity, travels)
+            for capacity in capacities(longest(jobs), most, round_tokens)
+        ]
+        for travels in (False, True)
+    )
+    found = _either(search(stay), search(travel))
+    if found is None:
+        raise PlanError(why_not([*stay, *travel]))
+    case, draft = found.case, found.draft
+    return StreamChoice(
+        cut=draft.cut(case.travels),
+        capacity=case.capacity,
+        device_bytes=case.device_bytes(draft),
+        host_bytes=case.host_bytes(draft),
+        step_seconds=found.seconds,
+        unhidden=case.unhidden(draft),
+        why=_why(found),
+    )
+
+
+def _either(stay: Found | None, travel: Found | None) -> Found | None:
+    if stay is None or travel is None:
+        return stay or travel
+    return travel if travel.seconds < (1 - WORTH) * stay.seconds else stay
+
+
+def capacities(least: int, most: int, round_tokens: int) -> list[int]:
+    """Those worth trying, the largest first: halves of `most` down to the longest sample, and that itself."""
+    halves = (most >> power for power in range(most.bit_length()))
+    fit = [one for one in halves if one >= max(least, min(SMALLEST, round_tokens))]
+    # More than a round has is of no use, however much memory it takes.
+    useful = [one for one in fit if one // 2 < round_tokens]
+    return useful if least in useful else [*useful, least]
+
+
+def _whole(
+    shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, most: int, round_tokens: int
+) -> StreamChoice | None:
+    slack = device.slack / (FUSED_SLACK_BYTES if device.fused else SLACK_BYTES)
+    memory = MemoryModel(shape, device.budget, device.taken, device.fused, MemoryFit(slack=slack))
+    if memory.least_bytes(jobs) > device.budget:
+        return None
+    recompute = memory.recompute(jobs, most)
+    capacity = memory.capacity(jobs, most, recompute)
+    need = memory.peak_bytes(jobs, capacity, recompute)
+    case = StreamCase(shape, tuple(jobs), device, round_tokens, capacity, travels=False)
+    seconds = (2 * shape.layers + recompute.layers) * case.layer_seconds + 2 * case.head_seconds
+    why = (
+        f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
+        f"has {gib(device.budget)} for a run"
+    )
+    whole = Draft((shape.layers,), (True,), 0)
+    return StreamChoice(whole.cut(travels=False), capacity, need, 0, seconds, 0.0, why)
+
+
+def _why(found: Found) -> str:
+    case, draft = found.case, found.draft
+    sizes, stays = draft.sizes, sum(draft.resident)
+    whole = case.fixed_bytes + case.shape.layers * case.present_bytes
+    layers = f"{min(sizes)} to {max(sizes)} layers" if min(sizes) < max(sizes) else _layers(max(sizes))
+    adapters = "travel with their stage" if case.travels else "stay on the GPU"
+    slots = min(draft.slots, len(sizes) - stays)
+    return (
+        f"streamed in {len(sizes)} stages of {layers}, {stays} of them resident, the others in {slots} "
+        f"{'slots' if slots > 1 else 'slot'}, since the base and its adapters need {gib(whole)} and the GPU "
+        f"has {gib(case.device.budget)} for a run; adapters {adapters}, a microbatch has up to "
+        f"{case.capacity:,} tokens, and the GPU waits for uploads in {case.unhidden(draft):.0%} of a step"
+    )
+
+
+def _layers(count: int) -> str:
+    return f"{count} layers" if count > 1 else "1 layer"

@@ -1,0 +1,215 @@
+"""What a cut for streaming needs of the device and of the host, and what a round of it takes.
+
+All layers are alike; norms and biases, which the shape does not tell apart, are counted with the ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from weft.plan.estimate import GPU_LAUNCH, base_layers
+from weft.plan.memory import MemoryModel
+from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
+from weft.plan.stream_step import StreamStage
+from weft.shapes import JobShape, ModelShape
+
+HOST_PARAMETERS = 1e9
+"""Adapter parameters that a host steps in a second: a guess, a pass over 30 bytes of each at 30 GB/s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamDevice:
+    """One GPU and the host's memory behind it."""
+
+    budget: int
+    """Bytes that the run may take of the GPU."""
+    taken: int = 0
+    """What the process holds there before anything is loaded."""
+    host_budget: int
+    """Bytes that the run may take of the host's memory."""
+    bandwidth: float
+    """Bytes per second from the host."""
+    flops: float
+    """What passes reach in a second."""
+    slack: int
+    """Logits of one chunk, temporaries and the allocator's rounding."""
+    fused: bool = True
+    launch: float = GPU_LAUNCH
+    """Seconds that one pass over one layer takes however few its rows are."""
+    host_parameters: float = HOST_PARAMETERS
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A cut as a search turns it about."""
+
+    sizes: tuple[int, ...]
+    """Layers of each stage."""
+    resident: tuple[bool, ...]
+    slots: int
+
+    def cut(self, travels: bool) -> StreamCut:
+        ends = pairwise(accumulate(self.sizes, initial=0))
+        bounds = zip(ends, self.resident, strict=True)
+        stages = tuple(StreamStage(start, stop, stays) for (start, stop), stays in bounds)
+        return StreamCut(stages, min(self.slots, self.resident.count(False)), travels)
+
+
+@dataclass(frozen=True)
+class StreamCase:
+    """A base, its company and a device, with microbatches of one capacity; adapters stay or travel."""
+
+    shape: ModelShape
+    jobs: tuple[JobShape, ...]
+    device: StreamDevice
+    round_tokens: int
+    """Tokens of one round of all jobs: of each a stage keeps its input."""
+    capacity: int
+    travels: bool
+
+    # -- bytes -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        layers = base_layers(self.shape, 0, apart=False)
+        return max(layer.weight_bytes for layer in layers if layer.kind == "layer")
+
+    @cached_property
+    def ends_bytes(self) -> int:
+        """Embedding, final norm and head."""
+        return max(0, self.shape.base_bytes - self.shape.layers * self.layer_bytes)
+
+    @cached_property
+    def trainable(self) -> int:
+        return sum(job.trainable for job in self.jobs)
+
+    @cached_property
+    def copy_bytes(self) -> int:
+        """Of one layer's adapters: what passes read of them."""
+        return math.ceil(self.trainable / self.shape.layers) * self.shape.bytes_per_value
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        return math.ceil(self.trainable / self.shape.layers) * max(4, self.shape.bytes_per_value)
+
+    @cached_property
+    def present_bytes(self) -> int:
+        """Of one layer while it is on the device."""
+        return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.travels else 0)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Everything that training the adapters needs, wherever it is."""
+        return self._memory.state_bytes(self.jobs)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """What a stage keeps of a round."""
+        return self.round_tokens * self.shape.hidden * self.shape.bytes_per_value
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Of one layer: a microbatch between the forward that is made again and its backward."""
+        return math.ceil(self.capacity * self._memory.bytes_per_token() / self.shape.layers)
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """On the device, however the base is cut."""
+        state = 0 if self.travels else self.state_bytes
+        return self.device.taken + self.device.slack + self.ends_bytes + state
+
+    @cached_property
+    def _memory(self) -> MemoryModel:
+        return MemoryModel(self.shape, self.device.budget, self.device.taken, self.device.fused)
+
+    def device_bytes(self, draft: Draft) -> int:
+        """At the peak, on the device."""
+        sizes = draft.sizes
+        passing = [size for size, stays in zip(sizes, draft.resident, strict=True) if not stays]
+        slots = min(draft.slots, len(passing))
+        layers = sum(sizes) - sum(passing) + slots * max(passing, default=0)
+        return (
+            self.fixed_bytes
+            + layers * self.present_bytes
+            + len(sizes) * self.input_bytes
+            + max(sizes) * self.kept_bytes
+        )
+
+    def host_bytes(self, draft: Draft) -> int:
+        """Layers that come and go, and what of adapters stays behind."""
+        sizes = zip(draft.sizes, draft.resident, strict=True)
+        passing = sum(size for size, stays in sizes if not stays)
+        return passing * self.layer_bytes + (self.state_bytes if self.travels else 0)
+
+    def fits(self, draft: Draft) -> bool:
+        return (
+            self.device_bytes(draft) <= self.device.budget
+            and self.host_bytes(draft) <= self.device.host_budget
+        )
+
+    # -- seconds -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def layer_seconds(self) -> float:
+        """One direction of a round through one layer; the backward of a frozen layer takes as long."""
+        values = self.layer_bytes / self.shape.bytes_per_value
+        return 2 * values * self.round_tokens / self.device.flops + self._passes * self.device.launch
+
+    @cached_property
+    def head_seconds(self) -> float:
+        matrix = self.shape.hidden * self.shape.vocabulary
+        return 2 * matrix * self.round_tokens / self.device.flops + self._passes * self.device.launch
+
+    @cached_property
+    def _passes(self) -> int:
+        return math.ceil(self.round_tokens / self.capacity)
+
+    def step_seconds(self, draft: Draft) -> float:
+        """Between two rounds, where adapters travel: the host's Steps, and the new copies for the stages that
+        are on the device then."""
+        if not self.travels:
+            return 0.0
+        waiting = draft.cut(self.travels).waiting
+        present = (
+            size for number, size in enumerate(draft.sizes) if draft.resident[number] or number in waiting
+        )
+        copies = sum(present) * self.copy_bytes / self.device.bandwidth
+        return self.trainable / self.device.host_parameters + copies
+
+    def rounds(self, sizes: Sequence[int]) -> list[StageRound]:
+        """Each stage's; the last turns every microbatch round at once, so nothing is made again there."""
+        return [*(self._inner[size] for size in sizes[:-1]), self._last[sizes[-1]]]
+
+    def seconds(self, draft: Draft) -> float:
+        """Of a round; infinite where the draft does not fit."""
+        if not self.fits(draft):
+            return math.inf
+        rounds = self.rounds(draft.sizes)
+        turns = slotted_seconds(rounds, draft.resident, draft.slots, self.device.bandwidth)
+        return turns + self.step_seconds(draft)
+
+    def unhidden(self, draft: Draft) -> float:
+        """The share of a round in which the device waits for the host."""
+        seconds = self.seconds(draft)
+        return max(0.0, seconds - compute_seconds(self.rounds(draft.sizes))) / seconds
+
+    @cached_property
+    def _inner(self) -> list[StageRound]:
+        """By the number of layers."""
+        once = self.layer_seconds
+        return [self._stage(size, size * once, 2 * size * once) for size in range(self.shape.layers + 1)]
+
+    @cached_property
+    def _last(self) -> list[StageRound]:
+        times = [size * self.layer_seconds + self.head_seconds for size in range(self.shape.layers + 1)]
+        return [self._stage(size, once, once) for size, once in enumerate(times)]
+
+    def _stage(self, size: int, forward: float, backward: float) -> StageRound:
+        copies = self.copy_bytes if self.travels else 0
+        gradients = self.gradient_bytes if self.travels else 0
+        return StageRound(forward, backward, size * (self.layer_bytes + copies), size * gradients)

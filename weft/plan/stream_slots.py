@@ -1,0 +1,64 @@
+"""How long a round takes where streamed stages take turns in a few slots of one device.
+
+Loads go over one link, one after another, in the order of the visits. A visit's load begins when the slot's
+last visit has ended and the link is free; its passes begin when the visit before has ended and its load is
+done. A round ends with the first stages in the slots and the link idle, as it began: rounds add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StageRound:
+    """What one stage takes of a round."""
+
+    forward: float
+    """Seconds of all microbatches."""
+    backward: float
+    """The same, with what is made again of the forward."""
+    load_bytes: int = 0
+    """What comes when it is loaded."""
+    gone_bytes: int = 0
+    """What leaves after its backward: its slot is taken until then."""
+
+
+def slotted_seconds(
+    stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
+) -> float:
+    """From the first forward of a round to its last backward, and to the end of what leaves after it."""
+    streamed = [number for number, stays in enumerate(resident) if not stays]
+    slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
+    held = {slot_of[stage]: stage for stage in streamed[:slots]}
+    freed = dict.fromkeys(held, 0.0)
+    last = len(stages) - 1
+    now = link = leaving = 0.0
+
+    def arrive(stage: int) -> None:
+        """Go on to when the stage is there."""
+        nonlocal now, link
+        slot = slot_of.get(stage)
+        if slot is not None and held[slot] != stage:
+            link = max(link, freed[slot]) + stages[stage].load_bytes / bandwidth
+            held[slot] = stage
+            now = max(now, link)
+
+    for stage in range(last):
+        arrive(stage)
+        now += stages[stage].forward
+        if stage in slot_of:
+            freed[slot_of[stage]] = now
+    for stage in range(last, -1, -1):
+        arrive(stage)
+        now += stages[stage].backward + (stages[stage].forward if stage == last else 0.0)
+        leaving = max(leaving, now) + stages[stage].gone_bytes / bandwidth
+        if stage in slot_of:
+            freed[slot_of[stage]] = leaving if stages[stage].gone_bytes else now
+    return max(now, leaving)
+
+
+def compute_seconds(stages: Sequence[StageRound]) -> float:
+    """The same, were everything there."""
+    return sum(stage.forward + stage.backward for stage in stages)
