@@ -41,13 +41,11 @@ class Streaming:
     slack: int
 
     def memory(self, shape: ModelShape, device: torch.device) -> StreamedMemory:
-        """Made before the base is loaded. A pretended device is part of the host's memory, and measured so."""
+        """Made before the base is loaded. A pretended device is a part of the host, and measured with it."""
         beside = 0
         if device.type != "cuda":
             beside = taken_bytes(device) + self.choice.host_bytes
-        return StreamedMemory(
-            shape, self.budget + beside, beside, cut=self.choice.cut, slack=self.slack
-        )
+        return StreamedMemory(shape, self.budget + beside, beside, cut=self.choice.cut, slack=self.slack)
 
 
 def streaming(
@@ -73,6 +71,7 @@ def streaming(
         host_budget=int(psutil.virtual_memory().available * CPU_SHARE),
         bandwidth=link.bandwidth,
         flops=link.flops,
+        host_parameters=link.stepped,
         slack=slack,
         fused=on_gpu,
     )
@@ -92,19 +91,17 @@ def _chosen(
 
 def _most(attempt: Callable[[int], StreamChoice | PlanError], count: int) -> StreamChoice:
     """For as many jobs as can be, by halving; if not one fits, the sentence that says why."""
-    found = attempt(count)
-    if isinstance(found, StreamChoice):
-        return found
-    low, high, best = 0, count, found
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried = attempt(middle)
-        if isinstance(tried, StreamChoice):
-            low, best = middle, tried
+    best: StreamChoice | None = None
+    fits, too_many = 0, count + 1
+    while too_many - fits > 1:
+        tried = count if too_many > count else (fits + too_many) // 2
+        found = attempt(tried)
+        if isinstance(found, StreamChoice):
+            fits, best = tried, found
         else:
-            high, best = middle, best if isinstance(best, StreamChoice) else tried
-    if isinstance(best, PlanError):
-        raise best
+            too_many, why_not = tried, found
+    if best is None:
+        raise why_not
     return best
 
 

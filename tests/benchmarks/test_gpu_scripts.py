@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_churn, gpu_lengths, gpu_quality, gpu_step
+from benchmarks import gpu_churn, gpu_lengths, gpu_quality, gpu_step, gpu_stream
 from benchmarks.timing import Measured
 
 
@@ -96,3 +96,17 @@ def test_without_a_gpu_a_script_says_so(
     with pytest.raises(SystemExit, match="2"):
         script.main()
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_a_streamed_base_is_measured_in_every_cut_beside_the_resident_one(run: Any, tmp_path: Path) -> None:
+    curve = tmp_path / "curve.html"
+    found = run(
+        gpu_stream, "--cuts", "chosen,largest,smallest", "--compare", "resident,fsdp", "--plot", str(curve)
+    )
+    streamed, *_, resident, offloaded = found["rows"]
+    assert 0 < found["loss_gap"] < 1e-5 or streamed["losses"] == resident["losses"]
+    assert len(streamed["losses"]) == 2
+    assert all(0 <= row["predicted_wait"] < 1 for row in found["rows"][:3])
+    assert len({row["cut"] for row in found["rows"][:3]}) >= 2
+    assert offloaded["note"] == "needs a GPU"
+    assert "tokens/s" in curve.read_text()

@@ -20,8 +20,8 @@ COMPUTE = 0.03
 
 
 def timed_window(wires, delay):
-    """Seconds of a window whose links take `delay` per message, how many microbatches it had, and for how long
-    each Send kept this rank from computing."""
+    """Of a window whose links take `delay` per message: its seconds, its microbatches, and how long each Send
+    kept this rank from computing."""
     base = cut("llama", torch.float32, wires.place, CUTS[2])
     transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
     executor = StageExecutor(base, transport, wires.place.rank)

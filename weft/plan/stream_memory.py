@@ -1,4 +1,4 @@
-"""What a streamed run needs of its device: the memory model for a base of which only some stages are there."""
+"""What a streamed run needs of its device, on which only some stages of the base are at a time."""
 
 from __future__ import annotations
 

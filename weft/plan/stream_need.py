@@ -76,8 +76,7 @@ class StreamCase:
 
     @cached_property
     def layer_bytes(self) -> int:
-        layers = base_layers(self.shape, 0, apart=False)
-        return max(layer.weight_bytes for layer in layers if layer.kind == "layer")
+        return layer_bytes(self.shape)
 
     @cached_property
     def ends_bytes(self) -> int:
@@ -213,3 +212,8 @@ class StreamCase:
         copies = self.copy_bytes if self.travels else 0
         gradients = self.gradient_bytes if self.travels else 0
         return StageRound(forward, backward, size * (self.layer_bytes + copies), size * gradients)
+
+
+def layer_bytes(shape: ModelShape) -> int:
+    layers = base_layers(shape, 0, apart=False)
+    return max(layer.weight_bytes for layer in layers if layer.kind == "layer")

@@ -127,9 +127,18 @@ def _bits(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
 
 def plain_drafts(case: StreamCase) -> Iterator[Draft]:
     """Mobius's largest and smallest stages."""
-    for partition in (largest_stages, smallest_stages):
-        with suppress(PlanError):
-            yield from _drafts(partition(_costs(case), _host(case)))
+    yield from largest_drafts(case)
+    yield from smallest_drafts(case)
+
+
+def largest_drafts(case: StreamCase) -> Iterator[Draft]:
+    with suppress(PlanError):
+        yield from _drafts(largest_stages(_costs(case), _host(case)))
+
+
+def smallest_drafts(case: StreamCase) -> Iterator[Draft]:
+    with suppress(PlanError):
+        yield from _drafts(smallest_stages(_costs(case), _host(case)))
 
 
 def _partitioned(case: StreamCase) -> Iterator[Draft]:

@@ -1,0 +1,53 @@
+"""What a user does today with a base that does not fit: PEFT under FSDP2, parameters on the host."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.baselines import Work, job_step, peft_model
+from benchmarks.llama import Size, random_ids
+from benchmarks.timing import Measured, Pace, Place, fresh, measure, repeated
+
+
+def peft_offloaded(
+    size: Size, work: Work, place: Place, pace: Pace, capped: AbstractContextManager[None]
+) -> Measured:
+    """One job's step, times the jobs: every layer comes from the host, and is made again in the backward.
+
+    The cap holds from the first step on; weights are drawn on the device: a host would take minutes.
+    """
+    if place.device.type != "cuda":
+        return Measured(None, None, "needs a GPU")
+    with_group()
+    model = peft_model(size, work.rank, place, wide=False).to("cpu")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    sharded(model)
+    fresh(place.device)
+    step = job_step(model, random_ids(size, work.batch, work.length, place))
+    with capped:
+        one = measure(repeated(step), place, pace)
+    assert one.seconds is not None
+    return Measured(one.seconds * work.jobs, one.peak_bytes)
+
+
+def sharded(model: Any) -> None:
+    """A unit for each decoder layer, as its documentation advises."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    policy = CPUOffloadPolicy(pin_memory=True)
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, offload_policy=policy)
+    fully_shard(model, offload_policy=policy)
+
+
+def with_group() -> None:
+    """A world of one."""
+    if not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29511")
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)

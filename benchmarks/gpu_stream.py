@@ -1,0 +1,319 @@
+"""A base larger than the GPU: streamed from host memory under a cap, beside what a user would do today.
+
+Random weights are made in memory, all linears carry adapters, all tokens are supervised. The cap is kept by
+torch's own allocator. For every number of jobs: seconds and tokens of a round, the most memory that was
+taken, the share of the time in which the device waited for the host (predicted and measured), and ρ: the
+floor (the arithmetic with every layer's forward made twice, or the transfers, whichever is longer) over the
+measured time.
+
+    python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --compare resident,fsdp
+    python -m benchmarks.gpu_stream --shape 32b --cap 24 --jobs 1,2,4,8,16 --compare resident --plot curve.png
+    python -m benchmarks.gpu_stream --shape 70b --jobs 8
+    python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --cuts chosen,largest,smallest
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.baselines import Work
+from benchmarks.fsdp import peft_offloaded
+from benchmarks.llama import SIZES, Size, base_bytes, floor_seconds
+from benchmarks.result import arguments, finish
+from benchmarks.streamed_side import Streamed, random_model, streamed_company
+from benchmarks.table import aligned, number, ratio
+from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
+from benchmarks.weft_side import Company, resident
+from weft.adapters.lora.spec import LoraSpec
+from weft.run.link import Link, measure_link
+
+COMPARED = ("resident", "fsdp")
+CUTS = ("chosen", "largest", "smallest")
+GIB = 1 << 30
+TOY_CAP = 320 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    jobs: int
+    tokens: int
+    measured: Measured
+    floor: float | None = None
+    predicted_wait: float | None = None
+    measured_wait: float | None = None
+    losses: tuple[float, ...] = ()
+    """The first ones of all jobs."""
+    cut: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    size: Size
+    place: Place
+    pace: Pace
+    cap: int | None
+    """Bytes; None: all that the device has."""
+    most: int
+    rate: float
+    link: Link
+
+
+def join_all(company: Company, work: Work) -> None:
+    for at in range(work.jobs):
+        adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
+        company.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
+
+
+def streamed_row(case: Case, work: Work, how: str) -> Row:
+    """One number of jobs, with the base cut as `how` says."""
+    found: list[Streamed] = []
+
+    def run() -> Measured:
+        with capped(case):
+            made = streamed_company(case.size, case.place, work, case.cap, case.most, case.link, how)
+            found.append(made)
+            join_all(made.company, work)
+            block = made.company.block(made.choice.capacity)
+            block(case.pace.warmup)()
+            made.forget_waits()
+            return measure(block, case.place, replace(case.pace, warmup=0))
+
+    measured = attempted(run, case.place)
+    name = f"Weft, {how} cut" if how != "chosen" else "Weft, streamed"
+    if not found:
+        return Row(name, work.jobs, work.tokens, measured)
+    made = found.pop()
+    steps = case.pace.blocks * case.pace.steps
+    taken = None if measured.seconds is None else measured.seconds * steps
+    row = Row(
+        name,
+        work.jobs,
+        work.tokens,
+        measured,
+        floor=streamed_floor(case, work, made),
+        predicted_wait=made.choice.unhidden,
+        measured_wait=None if taken is None else made.waited.total() / taken,
+        losses=first_losses(made.company),
+        cut=made.described,
+    )
+    del made
+    gc.collect()
+    return row
+
+
+def streamed_floor(case: Case, work: Work, made: Streamed) -> float:
+    """Every stage but the last goes forward twice; every streamed byte comes twice."""
+    cut = made.choice.cut
+    last = cut.stages[-1].stop - cut.stages[-1].start
+    arithmetic = floor_seconds(
+        case.size, case.rate, work.lengths, work.rank, recomputed=1 - last / case.size.layers
+    )
+    return max(arithmetic, 2 * made.streamed_bytes / case.link.bandwidth)
+
+
+def resident_row(case: Case, work: Work) -> Row:
+    """The same run with all of the base on the device, and no cap."""
+    losses: tuple[float, ...] = ()
+
+    def run() -> Measured:
+        nonlocal losses
+        company = resident(random_model(case.size, case.place), case.place.device)
+        join_all(company, work)
+        measured = measure(company.block(max(case.most, work.length)), case.place, case.pace)
+        losses = first_losses(company)
+        return measured
+
+    measured = attempted(run, case.place)
+    floor = floor_seconds(case.size, case.rate, work.lengths, work.rank)
+    return Row("Weft, resident", work.jobs, work.tokens, measured, floor, losses=losses)
+
+
+def fsdp_row(case: Case, work: Work) -> Row:
+    measured = attempted(
+        lambda: peft_offloaded(case.size, work, case.place, case.pace, capped(case)), case.place
+    )
+    return Row("PEFT + FSDP2 offload, one by one", work.jobs, work.tokens, measured)
+
+
+def first_losses(company: Company) -> tuple[float, ...]:
+    return tuple(losses[0] for losses in company.losses.values() if losses)
+
+
+@contextmanager
+def capped(case: Case) -> Iterator[None]:
+    """Torch's allocator refuses what is above the cap while this lasts."""
+    device = case.place.device
+    if case.cap is None or device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(case.cap / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def table(rows: Sequence[Row]) -> str:
+    titles = ("", "jobs", "s a round", "tokens/s", "peak GiB", "ρ", "waits, predicted", "measured", "")
+    return aligned(
+        titles,
+        [
+            (
+                row.name,
+                str(row.jobs),
+                number(row.measured.seconds, ".3f"),
+                number(ratio(row.tokens, row.measured.seconds), ",.0f"),
+                number(row.measured.peak_bytes, ".1f", 1 / GIB),
+                number(ratio(row.floor, row.measured.seconds), ".2f"),
+                number(row.predicted_wait, ".1%"),
+                number(row.measured_wait, ".1%"),
+                row.measured.note or row.cut,
+            )
+            for row in rows
+        ],
+    )
+
+
+def loss_gap(rows: Sequence[Row]) -> float | None:
+    """The largest difference between the first losses, streamed and resident."""
+    by_name = {row.name: row.losses for row in rows if row.losses}
+    if not {"Weft, streamed", "Weft, resident"} <= by_name.keys():
+        return None
+    pairs = zip(by_name["Weft, streamed"], by_name["Weft, resident"], strict=True)
+    return max(abs(a - b) for a, b in pairs)
+
+
+def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
+    """How company pays for the transfers."""
+    import plotly.graph_objects as go
+
+    streamed = [row for row in rows if row.name == "Weft, streamed" and row.measured.seconds]
+    figure = go.Figure(
+        go.Scatter(
+            x=[row.jobs for row in streamed],
+            y=[row.tokens / (row.measured.seconds or 1.0) for row in streamed],
+            mode="lines+markers",
+        )
+    )
+    figure.update_layout(
+        title=f"{size.name}, streamed from host memory: tokens per second by jobs",
+        xaxis={"title": "jobs", "type": "log", "tickvals": [row.jobs for row in streamed]},
+        yaxis={"title": "tokens/s", "rangemode": "tozero"},
+    )
+    figure.write_html(path)
+
+
+def main() -> None:
+    parser = stream_arguments()
+    asked = parser.parse_args()
+    place = here(asked.toy)
+    if place is None:
+        parser.error("no CUDA device that torch can use; --toy runs on the CPU")
+    compared, cuts = _listed(parser, asked.compare, COMPARED), _listed(parser, asked.cuts, CUTS)
+    case = case_of(asked, place)
+    print(f"{case.size.name}: {base_bytes(case.size) / 1e9:.1f} GB of weights in bf16")
+    print(
+        f"large product {case.rate / 1e12:,.1f} TFLOP/s, host → device {case.link.bandwidth / 1e9:.1f} GB/s"
+    )
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        print(
+            f"{row.name}, {row.jobs} jobs: {number(row.measured.seconds, '.3f')} s {row.measured.note}",
+            flush=True,
+        )
+
+    counts = [2] if asked.toy else [int(word) for word in asked.jobs.split(",")]
+    for count in counts:
+        for how in cuts:
+            add(streamed_row(case, work_of(asked, count), how))
+    others: dict[str, Callable[[Case, Work], Row]] = {"resident": resident_row, "fsdp": fsdp_row}
+    for name in compared:
+        add(others[name](case, work_of(asked, counts[-1])))
+    print("\n" + table(rows))
+    gap = loss_gap(rows)
+    if gap is not None:
+        print(f"\nfirst losses, streamed against resident: {gap:.2e} apart at most")
+    if asked.plot is not None:
+        plot(rows, case.size, asked.plot)
+    finish(
+        {"shape": case.size.name, "cap": case.cap, "loss_gap": gap, "rows": [as_json(r) for r in rows]},
+        asked.json,
+    )
+
+
+def as_json(row: Row) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "jobs": row.jobs,
+        "tokens": row.tokens,
+        "seconds": row.measured.seconds,
+        "peak_bytes": row.measured.peak_bytes,
+        "rho": ratio(row.floor, row.measured.seconds),
+        "predicted_wait": row.predicted_wait,
+        "measured_wait": row.measured_wait,
+        "losses": row.losses,
+        "cut": row.cut,
+        "note": row.measured.note,
+    }
+
+
+def _listed(parser: argparse.ArgumentParser, text: str, known: Sequence[str]) -> list[str]:
+    words = [word for word in text.split(",") if word]
+    if unknown := set(words) - set(known):
+        parser.error(f"{min(unknown)} is none of {', '.join(known)}")
+    return words
+
+
+def stream_arguments() -> argparse.ArgumentParser:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--shape", choices=[name for name in SIZES if name != "toy"], default="8b")
+    parser.add_argument("--cap", type=float, metavar="GIB", help="what the run may take of the GPU")
+    parser.add_argument("--jobs", default="16", help="how many, or several numbers with commas")
+    parser.add_argument("--batch", default="1x1024", help="samples × tokens of each, of one job's step")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--capacity", type=int, default=8192, help="tokens of a microbatch, at most")
+    parser.add_argument("--compare", default="", help=f"some of {', '.join(COMPARED)}, with commas")
+    parser.add_argument("--cuts", default="chosen", help=f"some of {', '.join(CUTS)}, with commas")
+    parser.add_argument("--plot", type=Path, metavar="HTML", help="draw tokens/s over the number of jobs")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before the clock runs")
+    parser.add_argument("--blocks", type=int, default=3, help="the median of so many blocks")
+    parser.add_argument("--steps", type=int, default=1, help="rounds of a block")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
+    return parser
+
+
+def case_of(asked: argparse.Namespace, place: Place) -> Case:
+    if asked.toy:
+        size = replace(SIZES["toy"], layers=4)
+        # Not enough for its four layers, of 31 KiB each in float32, beside what else there is.
+        return Case(size, place, Pace(1, 1, 1), TOY_CAP, 32, gemm_rate(place), measure_link(*_where(place)))
+    pace = Pace(asked.warmup, asked.blocks, asked.steps)
+    cap = None if asked.cap is None else int(asked.cap * GIB)
+    link = measure_link(*_where(place))
+    return Case(SIZES[asked.shape], place, pace, cap, asked.capacity, gemm_rate(place), link)
+
+
+def _where(place: Place) -> tuple[torch.device, torch.dtype]:
+    return place.device, place.dtype
+
+
+def work_of(asked: argparse.Namespace, jobs: int) -> Work:
+    if asked.toy:
+        return Work(jobs=jobs, batch=2, length=16, rank=4)
+    batch, length = (int(word) for word in asked.batch.lower().split("x"))
+    return Work(jobs=jobs, batch=batch, length=length, rank=asked.rank)
+
+
+if __name__ == "__main__":
+    main()

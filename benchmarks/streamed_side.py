@@ -1,0 +1,143 @@
+"""Weft's streamed row in a benchmark: a base whose random weights are made straight where they stay."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.baselines import Work
+from benchmarks.llama import Size, outline
+from benchmarks.timing import Place
+from benchmarks.weft_side import Company
+from weft.adapters.lora.spec import LoraSpec
+from weft.base.shape import model_shape
+from weft.base.spec import BaseSpec
+from weft.base.streamed import streamed_base
+from weft.plan.planner import Course
+from weft.plan.program import Program
+from weft.plan.stream_choice import StreamChoice, choose_stream
+from weft.plan.stream_need import StreamCase, StreamDevice
+from weft.plan.stream_search import largest_drafts, smallest_drafts
+from weft.plan.stream_window import plan_streamed
+from weft.run.link import Link
+from weft.run.measure import CPU_SHARE
+from weft.run.stream_executor import StreamExecutor
+from weft.run.streamer import Waited
+from weft.shapes import JobShape, ModelShape
+from weft.streamed import SLACK_BYTES
+
+SPREAD = 0.02
+
+
+class StreamedCompany(Company):
+    def __init__(self, executor: StreamExecutor, choice: StreamChoice) -> None:
+        super().__init__(executor)
+        self.choice = choice
+
+    def _window(self, courses: Sequence[Course], capacity: int) -> Program:
+        return plan_streamed(courses, self.choice.cut, capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    company: StreamedCompany
+    choice: StreamChoice
+    executor: StreamExecutor
+
+    @property
+    def waited(self) -> Waited:
+        return self.executor.streamer.waited
+
+    def forget_waits(self) -> None:
+        self.executor.streamer.waited = Waited()
+
+    @property
+    def streamed_bytes(self) -> int:
+        return sum(len(stage) for stage in self.executor.streamed.host.values())
+
+    @property
+    def described(self) -> str:
+        cut = self.choice.cut
+        stays = len(cut.stages) - len(cut.streamed)
+        travels = ", adapters travel" if cut.travels else ""
+        return (
+            f"{len(cut.stages)} stages, {stays} stay, {cut.slots} slots, "
+            f"{self.choice.capacity} tokens a microbatch{travels}"
+        )
+
+
+def streamed_company(
+    size: Size, place: Place, work: Work, cap: int | None, most: int, link: Link, how: str
+) -> Streamed:
+    model = outline(size, torch.device("meta"), place.dtype)
+    shape = model_shape(model, place.dtype)
+    choice = choose(shape, work, stream_device(place, cap, link), most, how)
+    base = streamed_base(
+        model,
+        BaseSpec(model="random weights"),
+        place.device,
+        choice.cut,
+        lambda name, out: fill_random(name, out, place),
+    )
+    executor = StreamExecutor(base)
+    return Streamed(StreamedCompany(executor, choice), choice, executor)
+
+
+def choose(shape: ModelShape, work: Work, device: StreamDevice, most: int, how: str) -> StreamChoice:
+    adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
+    trainable = sum(
+        (site.in_features + site.out_features) * adapter.rank_at(site.name) for site in shape.sites
+    )
+    tokens = work.batch * work.length
+    jobs = [JobShape(f"job{at}", 0, at, trainable, work.length, tokens) for at in range(work.jobs)]
+    chosen = choose_stream(shape, jobs, device, most, tokens * work.jobs)
+    if how == "chosen":
+        return chosen
+    case = StreamCase(shape, tuple(jobs), device, tokens * work.jobs, chosen.capacity, chosen.cut.travels)
+    drafts = largest_drafts(case) if how == "largest" else smallest_drafts(case)
+    draft = min(drafts, key=case.seconds)
+    return replace(
+        chosen,
+        cut=draft.cut(case.travels),
+        step_seconds=case.seconds(draft),
+        unhidden=case.unhidden(draft) if case.fits(draft) else 1.0,
+    )
+
+
+def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
+    on_gpu = place.device.type == "cuda"
+    if cap is None:
+        cap = torch.cuda.mem_get_info(place.device)[0] if on_gpu else 1 << 30
+    return StreamDevice(
+        budget=cap,
+        host_budget=int(psutil.virtual_memory().available * CPU_SHARE),
+        bandwidth=link.bandwidth,
+        flops=link.flops,
+        host_parameters=link.stepped,
+        slack=SLACK_BYTES if on_gpu else 0,
+        fused=on_gpu,
+    )
+
+
+def random_model(size: Size, place: Place) -> PreTrainedModel:
+    """The weights that `streamed_company` makes, all on the device."""
+    model = outline(size, place.device, place.dtype)
+    for name, parameter in model.named_parameters():
+        fill_random(name, parameter.data, place)
+    return model
+
+
+def fill_random(name: str, out: Tensor, place: Place) -> None:
+    """By name, so that they are the same wherever they go; drawn on the device: a host takes minutes."""
+    if out.ndim == 1 and not name.endswith("bias"):
+        out.fill_(1.0)
+        return
+    generator = torch.Generator(place.device).manual_seed(zlib.crc32(name.encode()))
+    drawn = torch.empty(out.shape, dtype=out.dtype, device=place.device)
+    out.copy_(drawn.normal_(0.0, SPREAD, generator=generator))
