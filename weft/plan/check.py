@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
+from weft.plan.agree import Tellers, Told
 from weft.plan.program import (
     Action,
     Backward,
@@ -35,11 +36,17 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     streamed stage is used between its Load and its Evict; the chunks of a sample go forth in order and back
     in the opposite one. Every Send has its Recv, in one order per pair of devices; a Reduce waits for that of
     the next device, a Step for that of the one before. Nothing is left over at the seam.
+
+    With replicas: every microbatch runs in one of them; each hands out the gradient of what it has of a batch
+    once, behind its last Backward; the Reduce that adds them up waits for all of them, on an accumulator that
+    the Step before has emptied; every device makes every Step.
     """
     _check_microbatches(program)
     _check_samples(program)
+    _require(len(program.devices) == program.width * program.replicas, "replicas differ in their devices")
+    shares = [_share(program, replica) for replica in range(program.replicas)]
     for number in range(len(program.devices)):
-        _DeviceCheck(program, number, done or {}).run()
+        _DeviceCheck(program, number, shares[program.replica(number)], done or {}).run()
     _check_coverage(program)
     _check_transport(program)
     if program.chunk:
@@ -88,17 +95,35 @@ def _check_samples(program: Program) -> None:
             offset += placed.length
 
 
+def _share(program: Program, replica: int) -> Counter[tuple[str, int]]:
+    """How many samples of every batch a replica trains."""
+    share: Counter[tuple[str, int]] = Counter()
+    for action, microbatch in program.compute_in(replica):
+        if isinstance(action, Forward):
+            for segment in microbatch.segments:
+                share[segment.job, segment.step] += len(segment.samples)
+    return share
+
+
 class _DeviceCheck:
     """One device's list, action by action, with what has happened on it so far."""
 
-    def __init__(self, program: Program, device: int, done: dict[str, int]) -> None:
+    def __init__(
+        self, program: Program, device: int, share: Counter[tuple[str, int]], done: dict[str, int]
+    ) -> None:
+        """`share` is what the device's replica trains."""
         self.program = program
         self.device = device
-        self.mine = {stage for stage, where in enumerate(program.stages) if where == device}
-        self.left = {(one.job, one.step): len(one.samples) * len(self.mine) for one in program.batches}
+        self.homes = program.homes(program.replica(device))
+        self.mine = {stage for stage, where in enumerate(self.homes) if where == device}
+        self.left = {
+            (one.job, one.step): share[one.job, one.step] * len(self.mine) for one in program.batches
+        }
         self.stepped = dict(done)
         self.open_rows: dict[tuple[str, int], int] = {}
+        self.handed_out: set[tuple[str, int]] = set()
         self.reduced: set[tuple[str, int]] = set()
+        self.made: set[tuple[str, int]] = set()
         self.in_flight: set[tuple[int, int]] = set()
         self.passed: set[tuple[int, int]] = set()
         self.returned: set[tuple[int, int]] = set()
@@ -126,6 +151,8 @@ class _DeviceCheck:
                     self._return(action)
         _require(not self.in_flight and not self.open_rows, "work is left over at the end of the window")
         _require(not self.arrived, "device {} received what it never used", self.device)
+        all_made = self.program.replicas == 1 or self.made == self.left.keys()
+        _require(all_made, "device {} does not make every Step", self.device)
         _require(
             self.loaded == self.found, "device {} ends with other stages than it began with", self.device
         )
@@ -176,18 +203,30 @@ class _DeviceCheck:
             now = self.stepped.setdefault(job, step)
             _require(now == step, "{}: {} is at step {}", action, job, now)
             return
-        rows = self.open_rows.pop((job, step), None)
+        rows = self.open_rows.pop((job, step), 0)
         _require(rows == self.left.get((job, step)), "{} comes before the last Backward of its batch", action)
         told = (job, step) in self.reduced or not self.program.pipelined
         _require(told, "{} comes before its Reduce", action)
+        _require((job, step) not in self.made, "{} comes a second time", action)
+        self.made.add((job, step))
         self.stepped[job] = step
 
     def _reduce(self, action: Reduce) -> None:
         key = action.job, action.step
-        _require(key not in self.reduced, "{} comes a second time", action)
-        rows = self.open_rows.get(key)
+        seen = self.handed_out if action.what == "gradient" else self.reduced
+        _require(key not in seen, "{} comes a second time", action)
+        seen.add(key)
+        rows = self.open_rows.get(key, 0)
         _require(rows == self.left.get(key), "{} comes before the last Backward of its batch", action)
-        self.reduced.add(key)
+        if action.what == "gradient":
+            _require(rows > 0, "{} hands out nothing", action)
+            _require(self.program.replicas > 1, "{} has nobody to hand its gradient to", action)
+            return
+        if self.program.replicas > 1:
+            told = not rows or key in self.handed_out
+            _require(told, "{} comes before the other replicas were told of this one's share", action)
+            before = self.stepped.setdefault(action.job, action.step - 1)
+            _require(before == action.step - 1, "{}: {} is at step {}", action, action.job, before)
 
     def _stream(self, action: Load | Evict) -> None:
         self._mine(action, action.stage)
@@ -218,7 +257,7 @@ class _DeviceCheck:
         self.arrived.add(action)
 
     def _take(self, number: int, stage: int, what: What, maker: int) -> bool:
-        wanted = Recv(number, stage, what, self.program.stages[maker])
+        wanted = Recv(number, stage, what, self.homes[maker])
         here = wanted in self.arrived
         self.arrived.discard(wanted)
         return here
@@ -232,17 +271,24 @@ class _DeviceCheck:
         _require(stage in self.mine, "{} is of a stage that does not live on device {}", action, self.device)
 
     def _home(self, stage: int) -> int | None:
-        return self.program.stages[stage] if 0 <= stage < len(self.program.stages) else None
+        return self.homes[stage] if 0 <= stage < len(self.homes) else None
 
 
 def _check_coverage(program: Program) -> None:
-    """Every stage passes every microbatch that holds rows."""
+    """Every stage of one replica passes every microbatch that holds rows."""
     filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
-    passed: list[set[int]] = [set() for _ in program.stages]
-    for action in _all(program):
-        if isinstance(action, Forward | Evaluate):
-            passed[action.stage].add(action.microbatch)
-    _require(all(one == filled for one in passed), "a microbatch is never run")
+    found: set[int] = set()
+    for replica in range(program.replicas):
+        own = {action.microbatch for action, _ in program.compute_in(replica)}
+        passed: list[set[int]] = [set() for _ in program.stages]
+        for device in range(replica * program.width, (replica + 1) * program.width):
+            for action in program.devices[device]:
+                if isinstance(action, Forward | Evaluate):
+                    passed[action.stage].add(action.microbatch)
+        _require(all(one == own for one in passed), "a microbatch is never run on one of the stages")
+        _require(found.isdisjoint(own), "a microbatch runs in two replicas")
+        found |= own
+    _require(found == filled, "a microbatch is never run")
 
 
 def _check_chunks(program: Program) -> None:
@@ -283,7 +329,8 @@ class _Walk:
         self.program = program
         self.reached = [0] * len(program.devices)
         self.under_way: dict[tuple[int, int], deque[Send]] = {}
-        self.made: set[tuple[int, Reduce | Step]] = set()
+        self.made: set[Told] = set()
+        self.tellers = Tellers(program)
 
     def advance(self) -> bool:
         """Whether any device came further."""
@@ -295,20 +342,15 @@ class _Walk:
 
     def _passes(self, device: int, action: Action) -> bool:
         """Note what the action does for others; False if it still waits for one of them."""
-        last = len(self.program.devices) - 1
         match action:
             case Send():
                 self.under_way.setdefault((device, action.peer), deque()).append(action)
             case Recv():
                 return self._receives(device, action)
-            case Reduce():
-                if device < last and (device + 1, action) not in self.made:
+            case Reduce() | Step():
+                if not self.made.issuperset(self.tellers.of(action, device)):
                     return False
-                self.made.add((device, action))
-            case Step():
-                if self.program.pipelined and device > 0 and (device - 1, action) not in self.made:
-                    return False
-                self.made.add((device, action))
+                self.made.add(Told(device, action))
         return True
 
     def _receives(self, device: int, action: Recv) -> bool:

@@ -1,4 +1,7 @@
-"""Every device of a pipeline takes what is ready, by a rule: the order that results, foreseen from prices."""
+"""Every device of a pipeline takes what is ready, by a rule: the order that results, foreseen from prices.
+
+With replicas all of them go on together: a job's next batch waits for the Backwards of every replica.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,31 @@ class Rules:
     """Bytes that microbatches in flight may keep on each stage; none where memory does not matter."""
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A device begins a pass, or ends it."""
+
+    device: int
+    action: Forward | Backward
+    begins: bool
+
+
 @dataclass(slots=True)
-class _Stage:
+class _Batches:
+    """Of one stage, in all replicas together."""
+
+    left: Counter[tuple[str, int]]
+    """Samples of each batch whose backward is still to come."""
+    open: set[tuple[str, int]]
+    """The batches of which any is."""
+
+
+@dataclass(slots=True)
+class _Device:
+    stage: int
+    batches: _Batches
     ready_forward: deque[int] = field(default_factory=deque)
     ready_backward: deque[int] = field(default_factory=deque)
-    left: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Samples of each batch whose backward is still to come here."""
-    open: set[tuple[str, int]] = field(default_factory=set)
-    """The batches of which any is."""
     in_flight: int = 0
     kept: int = 0
     busy: bool = False
@@ -47,23 +67,33 @@ def rows_left(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]
 
 
 class Dispatch:
-    """`launches` are the microbatches in the order in which they would like to enter the first stage."""
+    """`launches` are, for each replica, its microbatches in the order in which they would like to enter its
+    first stage."""
 
     def __init__(
-        self, microbatches: Sequence[MicrobatchPlan], launches: Sequence[int], prices: Prices, rules: Rules
+        self,
+        microbatches: Sequence[MicrobatchPlan],
+        launches: Sequence[Sequence[int]],
+        prices: Prices,
+        rules: Rules,
     ) -> None:
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
+        self.last = len(rules.flights) - 1
         left = rows_left(microbatches)
-        self.stages = [_Stage(left=left.copy(), open=set(left)) for _ in rules.flights]
+        batches = [_Batches(left.copy(), set(left)) for _ in rules.flights]
+        self.devices = [_Device(stage, one) for _ in launches for stage, one in enumerate(batches)]
         self.jobs = [frozenset(one.jobs) for one in microbatches]
         self.before = [
             frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
         ]
         """For each microbatch the batches whose Steps it waits for."""
-        self.stages[0].ready_forward.extend(launches)
+        for first, numbers in zip(self.devices[:: len(rules.flights)], launches, strict=True):
+            first.ready_forward.extend(numbers)
         self.delayed: set[int] = set()
         """Stages on which a launch had to wait for memory."""
-        self._ends: list[tuple[float, int, int, Action]] = []
+        self.log: list[Moment] = []
+        """All that happened, in the order in which it did."""
+        self._ends: list[tuple[float, int, int, Forward | Backward]] = []
         self._number = count()
 
     def run(self) -> list[list[Action]]:
@@ -73,72 +103,72 @@ class Dispatch:
         while self._ends:
             now = self._ends[0][0]
             while self._ends and self._ends[0][0] == now:
-                _, _, stage, action = heapq.heappop(self._ends)
-                self._end(stage, action)
+                _, _, device, action = heapq.heappop(self._ends)
+                self._end(device, action)
             self._start_all(now)
-        stuck = [number for one in self.stages for number in one.ready_forward]
+        stuck = [number for one in self.devices for number in one.ready_forward]
         assert not stuck, f"microbatch {stuck[0]} never runs: it waits for a batch behind it, or for room"
-        return [one.actions for one in self.stages]
+        return [one.actions for one in self.devices]
 
     def _start_all(self, now: float) -> None:
-        for stage, one in enumerate(self.stages):
-            if not one.busy and (action := self._choose(stage)) is not None:
+        for device, one in enumerate(self.devices):
+            if not one.busy and (action := self._choose(one)) is not None:
                 one.busy = True
                 one.actions.append(action)
-                price = self.prices.passes[action.microbatch][stage]
+                self.log.append(Moment(device, action, begins=True))
+                price = self.prices.passes[action.microbatch][one.stage]
                 forth = isinstance(action, Forward)
                 one.in_flight += forth
                 one.kept += price.kept_bytes if forth else 0
                 seconds = price.forward if forth else price.backward
-                heapq.heappush(self._ends, (now + seconds, next(self._number), stage, action))
+                heapq.heappush(self._ends, (now + seconds, next(self._number), device, action))
 
-    def _choose(self, stage: int) -> Forward | Backward | None:
-        one = self.stages[stage]
-        if one.ready_backward and not self.rules.forward_first[stage]:
-            return Backward(one.ready_backward.popleft(), stage)
-        place = self._launchable(stage)
+    def _choose(self, one: _Device) -> Forward | Backward | None:
+        if one.ready_backward and not self.rules.forward_first[one.stage]:
+            return Backward(one.ready_backward.popleft(), one.stage)
+        place = self._launchable(one)
         if place is not None:
             number = one.ready_forward[place]
             del one.ready_forward[place]
-            return Forward(number, stage)
-        return Backward(one.ready_backward.popleft(), stage) if one.ready_backward else None
+            return Forward(number, one.stage)
+        return Backward(one.ready_backward.popleft(), one.stage) if one.ready_backward else None
 
-    def _launchable(self, stage: int) -> int | None:
+    def _launchable(self, one: _Device) -> int | None:
         """The first ready microbatch that may go now."""
-        one = self.stages[stage]
-        if one.in_flight >= self.rules.flights[stage]:
+        if one.in_flight >= self.rules.flights[one.stage]:
             return None
         blocked: set[str] = set()
         for place, number in enumerate(one.ready_forward):
-            if one.open.isdisjoint(self.before[number]) and blocked.isdisjoint(self.jobs[number]):
-                return place if self._fits(stage, number) else None
+            if one.batches.open.isdisjoint(self.before[number]) and blocked.isdisjoint(self.jobs[number]):
+                return place if self._fits(one, number) else None
             blocked |= self.jobs[number]
         return None
 
-    def _fits(self, stage: int, number: int) -> bool:
+    def _fits(self, one: _Device, number: int) -> bool:
         if not self.rules.room:
             return True
-        kept = self.prices.passes[number][stage].kept_bytes
-        fits = self.stages[stage].kept + kept <= self.rules.room[stage]
+        kept = self.prices.passes[number][one.stage].kept_bytes
+        fits = one.kept + kept <= self.rules.room[one.stage]
         if not fits:
-            self.delayed.add(stage)
+            self.delayed.add(one.stage)
         return fits
 
-    def _end(self, stage: int, action: Action) -> None:
-        one = self.stages[stage]
+    def _end(self, device: int, action: Forward | Backward) -> None:
+        one = self.devices[device]
         one.busy = False
+        self.log.append(Moment(device, action, begins=False))
         if isinstance(action, Forward):
-            if stage + 1 < len(self.stages):
-                self.stages[stage + 1].ready_forward.append(action.microbatch)
+            if one.stage < self.last:
+                self.devices[device + 1].ready_forward.append(action.microbatch)
             else:
                 one.ready_backward.append(action.microbatch)
-        elif isinstance(action, Backward):
-            one.in_flight -= 1
-            one.kept -= self.prices.passes[action.microbatch][stage].kept_bytes
-            for segment in self.microbatches[action.microbatch].segments:
-                key = segment.job, segment.step
-                one.left[key] -= len(segment.samples)
-                if not one.left[key]:
-                    one.open.remove(key)
-            if stage > 0:
-                self.stages[stage - 1].ready_backward.append(action.microbatch)
+            return
+        one.in_flight -= 1
+        one.kept -= self.prices.passes[action.microbatch][one.stage].kept_bytes
+        for segment in self.microbatches[action.microbatch].segments:
+            key = segment.job, segment.step
+            one.batches.left[key] -= len(segment.samples)
+            if not one.batches.left[key]:
+                one.batches.open.remove(key)
+        if one.stage > 0:
+            self.devices[device - 1].ready_backward.append(action.microbatch)

@@ -84,12 +84,16 @@ def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) ->
     A job whose Step is due lets the next ready microbatch pass, whosever it is. `spare` more may be in flight
     on all stages but the last: with `stages` − 1, hops no longer than a pass are hidden behind compute.
     """
+    rules = multi_job_rules(stages, spare)
+    return Dispatch(work.microbatches, [work.filled], prices, rules).run()
+
+
+def multi_job_rules(stages: int, spare: int = 0) -> Rules:
     last = stages - 1
-    rules = Rules(
+    return Rules(
         flights=tuple(stages - stage + (spare if stage < last else 0) for stage in range(stages)),
         forward_first=tuple(stage == 0 and stages > 1 for stage in range(stages)),
     )
-    return Dispatch(work.microbatches, work.filled, prices, rules).run()
 
 
 def rounds(work: Work) -> list[list[int]]:
@@ -126,9 +130,12 @@ def assemble(
     return program
 
 
-def evaluated(numbers: Iterable[int], stage: int, stages: int) -> list[Action]:
-    """Microbatches of held-out samples on one stage: forwards only, with what passes between neighbours."""
-    return list(_transported((Evaluate(number, stage) for number in numbers), range(stages)))
+def evaluated(numbers: Iterable[int], stage: int, homes: Sequence[int]) -> list[Action]:
+    """Microbatches of held-out samples on one stage: forwards only, with what passes between neighbours.
+
+    `homes` is the device of every stage.
+    """
+    return list(transported((Evaluate(number, stage) for number in numbers), homes))
 
 
 def placed(work: Work, passes: Iterable[Action], device: int, homes: Sequence[int]) -> list[Action]:
@@ -137,8 +144,8 @@ def placed(work: Work, passes: Iterable[Action], device: int, homes: Sequence[in
     `homes` is the device of every stage.
     """
     if is_pipeline(homes):
-        return list(_transported(_reduced(work, passes, device), homes))
-    return list(_transported(_stepped(work, passes, Counter(homes)[device]), homes))
+        return list(transported(_reduced(work, passes, device), homes))
+    return list(transported(_stepped(work, passes, Counter(homes)[device]), homes))
 
 
 def _alternate(work: Work, stage: int, most: int, left: Counter[tuple[str, int]]) -> list[Action]:
@@ -205,7 +212,7 @@ def _reduced(work: Work, actions: Iterable[Action], device: int) -> Iterable[Act
     yield from due.values()
 
 
-def _transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
+def transported(actions: Iterable[Action], homes: Sequence[int]) -> Iterable[Action]:
     """What another device made is received right before use, and sent there once made."""
     for action in actions:
         match action:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import count
+from itertools import accumulate
 
 from weft.plan.check import check
 from weft.plan.cost import Line
@@ -20,6 +20,7 @@ from weft.plan.pipeline import Work, evaluated, gpipe, multi_job, one_forward_on
 from weft.plan.planner import Course
 from weft.plan.price import PassPrice, Prices, free_cluster
 from weft.plan.program import Action, GlobalBatch, MicrobatchPlan, Program, Save, SegmentPlan, Step
+from weft.plan.replicas import Dealt, Rounds, deal, deal_looks, replicated
 from weft.plan.segments import QUICK, pack_segments
 from weft.plan.simulate import simulate
 from weft.plan.template import Queue, template
@@ -59,6 +60,9 @@ class PipelineRules:
     recompute: Recompute = NOTHING
     spare: int = 0
     """Microbatches in flight on all stages but the last beyond what 1F1B has: they hide slow links."""
+    replicas: int = 1
+    """Copies of all stages, which share every batch. They run in the multi-job order, whatever `order` says:
+    only there all replicas are foreseen together."""
 
     @property
     def stages(self) -> int:
@@ -109,7 +113,8 @@ def _batches(courses: Sequence[Course]) -> list[GlobalBatch]:
 
 
 def _empty(rules: PipelineRules) -> Program:
-    return Program(rules.capacity, (), (), ((),) * rules.stages, tuple(range(rules.stages)))
+    lists = ((),) * (rules.stages * rules.replicas)
+    return Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
 
 
 # -- training -------------------------------------------------------------------------------------------
@@ -129,12 +134,13 @@ def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: P
     best: _Candidate | None = None
     for splits in range(1, MOST_SPLITS + 1):
         room = max(longest, -(-rules.capacity // splits))
-        groups = _groups(batches, [course.job for course in courses], room, rules.stages)
-        # A bucket of the template runs in one piece, so no sample may go into another group's round.
-        shift = rules.order is not PipelineOrder.template
-        work = replace(_work(batches, groups, room, rules.stages, shift), capacity=rules.capacity)
-        prices = _prices(work.microbatches, rules.paces)
-        found = [_ordered(order, work, prices, groups, rules) for order in orders]
+        groups = _groups(batches, [course.job for course in courses], room, rules)
+        dealt = _dealt(batches, groups, room, rules)
+        prices = _prices(dealt.work.microbatches, rules.paces)
+        if rules.replicas > 1:
+            found = [replicated(dealt, rules.stages, prices, rules.spare)]
+        else:
+            found = [_ordered(order, dealt.work, prices, groups, rules) for order in orders]
         candidates = [_Candidate(one, _seconds(one, prices)) for one in found]
         fastest = min(candidates, key=lambda one: one.seconds)
         if best is not None and fastest.seconds >= best.seconds:
@@ -150,25 +156,49 @@ def _seconds(program: Program, prices: Prices) -> float:
     return simulate(program, prices, free_cluster(len(program.devices))).makespan
 
 
-def _groups(batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, stages: int) -> Groups:
-    """Groups that take turns, from what each job's first batch of the window looks like."""
+def _groups(
+    batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
+) -> Groups:
+    """Groups that take turns, from what a replica's share of each job's first batch will be like."""
     firsts: dict[str, GlobalBatch] = {}
     for batch in batches:
         firsts.setdefault(batch.job, batch)
     lengths = [
-        JobLengths(job, firsts[job].tokens / len(firsts[job].samples), firsts[job].tokens)
+        JobLengths(
+            job, firsts[job].tokens / len(firsts[job].samples), -(-firsts[job].tokens // rules.replicas)
+        )
         for job in jobs
         if job in firsts
     ]
-    return group(lengths, capacity, stages).groups
+    return group(lengths, capacity, rules.stages).groups
 
 
-def _work(batches: Sequence[GlobalBatch], groups: Groups, capacity: int, stages: int, shift: bool) -> Work:
-    """Microbatches that the jobs of a group share, laid so that a job's batches are far enough apart."""
+def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> Dealt:
+    """Microbatches that the jobs of a group share, laid for each replica by itself so that a job's batches
+    are far enough apart."""
+    # A bucket of the template runs in one piece, so no sample may go into another group's round. With
+    # replicas, two microbatches could each hold a sample that waits for the other's round.
+    shift = rules.order is not PipelineOrder.template and rules.replicas == 1
+    merging = MergeRules(room, rules.stages, limits=QUICK)
+    laid = [
+        merge(rounds, merging, shift=shift).microbatches
+        for rounds in deal(_rounds(batches, groups), rules.replicas)
+    ]
+    starts = accumulate((len(one) for one in laid), initial=0)
+    numbers = tuple(
+        tuple(start + place for place, held in enumerate(one) if held)
+        for start, one in zip(starts, laid, strict=False)
+    )
+    microbatches = _microbatches([held for one in laid for held in one], batches)
+    return Dealt(Work(rules.capacity, microbatches, tuple(batches)), numbers)
+
+
+def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
+    """The samples of one batch of every job of a group, the groups taking turns."""
     by_job: dict[str, list[GlobalBatch]] = {}
     for batch in batches:
         by_job.setdefault(batch.job, []).append(batch)
-    rounds: list[list[BatchSample]] = []
+    rounds: Rounds = []
     for turn in range(max(len(found) for found in by_job.values())):
         for members in groups:
             turns = [by_job[job][turn] for job in members if turn < len(by_job[job])]
@@ -178,10 +208,15 @@ def _work(batches: Sequence[GlobalBatch], groups: Groups, capacity: int, stages:
                 for number, placed in enumerate(batch.samples)
             ]
             rounds += [samples] if samples else []
-    merged = merge(rounds, MergeRules(capacity, stages, limits=QUICK), shift=shift)
+    return rounds
+
+
+def _microbatches(
+    laid: Sequence[Sequence[BatchSample]], batches: Sequence[GlobalBatch]
+) -> tuple[MicrobatchPlan, ...]:
     placed = {(batch.job, batch.step): batch.samples for batch in batches}
     microbatches = []
-    for held in merged.microbatches:
+    for held in laid:
         segments: dict[tuple[str, int], list[int]] = {}
         for one in held:
             segments.setdefault((one.job, one.batch), []).append(one.sample)
@@ -193,7 +228,7 @@ def _work(batches: Sequence[GlobalBatch], groups: Groups, capacity: int, stages:
                 )
             )
         )
-    return Work(capacity, tuple(microbatches), tuple(batches))
+    return tuple(microbatches)
 
 
 def _prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) -> Prices:
@@ -247,21 +282,34 @@ def _mean(numbers: Sequence[int], prices: Prices, stage: int) -> PassPrice:
 
 
 def _with_evaluation(program: Program, looks: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
-    """Behind all training, forwards through all stages."""
-    packed = pack_segments(looks, rules.capacity)
-    numbers = [number for number, _ in zip(count(len(program.microbatches)), packed, strict=False)]
+    """Behind all training, forwards through all stages, shared by the replicas."""
+    packed = pack_segments(looks, _look_room(looks, rules))
+    before = len(program.microbatches)
+    shares = deal_looks(packed, rules.replicas)
+    numbers = [[before + place for place in own] for own in shares]
     return replace(
         program,
         microbatches=(*program.microbatches, *packed),
         devices=tuple(
-            (*actions, *evaluated(numbers, stage, rules.stages))
-            for stage, actions in enumerate(program.devices)
+            (*actions, *evaluated(numbers[replica], stage, program.homes(replica)))
+            for device, actions in enumerate(program.devices)
+            for replica, stage in [divmod(device, rules.stages)]
         ),
     )
 
 
+def _look_room(looks: Sequence[SegmentPlan], rules: PipelineRules) -> int:
+    """Small enough that every replica gets something to look at."""
+    if rules.replicas == 1 or not looks:
+        return rules.capacity
+    longest = max(placed.length for look in looks for placed in look.samples)
+    even = -(-sum(look.tokens for look in looks) // rules.replicas)
+    return min(rules.capacity, max(longest, even))
+
+
 def _with_saves(program: Program, courses: Sequence[Course]) -> Program:
-    """A Save right behind its Step; who begins saves where it stands, before anything else."""
+    """A Save right behind its Step; who begins saves where it stands, before anything else. One replica's
+    devices save: the others hold the same."""
     at = {course.job: course.save_at for course in courses}
     begin = [
         Save(course.job, course.step) for course in courses if course.begins and course.step in course.save_at
@@ -275,4 +323,5 @@ def _with_saves(program: Program, courses: Sequence[Course]) -> Program:
                 found.append(Save(action.job, action.step))
         return tuple(found)
 
-    return replace(program, devices=tuple(saved(actions) for actions in program.devices))
+    saving, others = program.devices[: program.width], program.devices[program.width :]
+    return replace(program, devices=(*(saved(actions) for actions in saving), *others))

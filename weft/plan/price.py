@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Prices:
     """Seconds of one Step on one device."""
     weight_bytes: tuple[int, ...] = ()
     """For each stage; none at all where weights are not counted."""
+    adapter_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """For each job the bytes of its gradient on every stage, which replicas exchange; else 0."""
 
 
 @dataclass(frozen=True, slots=True)

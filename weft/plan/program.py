@@ -94,14 +94,24 @@ class Evaluate:
     stage: int = 0
 
 
+Reduced = Literal["norm", "gradient"]
+
+
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """In a pipeline, behind the last Backward of a job's batch: what the batch came to here (losses, hits,
-    the squared norm of this device's slice of the gradient), added to what the next device says, goes to the
-    one before. The first device decides, and its word goes back down to every Step."""
+    """Where several devices train a job together, behind the last Backward of its batch.
+
+    `gradient`, only with replicas: what the batch came to here (gradient, losses, hits) is handed out to the
+    devices that hold the same stage in other replicas; nobody waits. A replica that has nothing of a batch
+    has no such action.
+    `norm`: what the other replicas handed out is added, everywhere in the same order. Losses, hits and the
+    squared norm of this stage's slice, added to what the next stage says, then go to the stage before, in the
+    first replica alone. The first device decides, and its word goes to every Step.
+    """
 
     job: str
     step: int
+    what: Reduced = "norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +176,14 @@ class Program:
     microbatches: tuple[MicrobatchPlan, ...]
     batches: tuple[GlobalBatch, ...]
     devices: tuple[tuple[Action, ...], ...]
-    """For each device its actions in order."""
+    """For each device its actions in order; with replicas the first one's devices come first, and so on."""
     stages: tuple[int, ...] = (0,)
-    """For each stage the device that it lives on."""
+    """For each stage the device that it lives on, in the first replica."""
     recompute: Recompute = NOTHING
     chunk: int = 0
     """Where samples are cut into chunks, the rows of one: a batch's `samples` are then parts of them."""
+    replicas: int = 1
+    """Copies of all stages, each on devices of its own; every microbatch runs in one of them."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -181,7 +193,24 @@ class Program:
 
     @property
     def pipelined(self) -> bool:
-        return is_pipeline(self.stages)
+        """Whether several devices agree on every Step by a Reduce."""
+        return self.replicas > 1 or is_pipeline(self.stages)
+
+    @property
+    def width(self) -> int:
+        """Devices of one replica."""
+        return len(self.devices) // self.replicas
+
+    def replica(self, device: int) -> int:
+        return device // self.width
+
+    def homes(self, replica: int) -> tuple[int, ...]:
+        """For each stage the device that it lives on in a replica."""
+        return tuple(replica * self.width + device for device in self.stages)
+
+    def group(self, device: int) -> range:
+        """The devices that hold the same stages, one in each replica and in their order."""
+        return range(device % self.width, len(self.devices), self.width)
 
     @property
     def jobs(self) -> frozenset[str]:
@@ -192,7 +221,12 @@ class Program:
 
     def compute(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
         """Every pass over the base that this program makes, each once however many stages it crosses."""
-        for action in self.devices[self.stages[0]]:
+        for replica in range(self.replicas):
+            yield from self.compute_in(replica)
+
+    def compute_in(self, replica: int) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
+        """The passes that one replica makes."""
+        for action in self.devices[self.homes(replica)[0]]:
             if isinstance(action, Forward | Evaluate) and action.stage == 0:
                 yield action, self.microbatches[action.microbatch]
 

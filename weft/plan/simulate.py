@@ -4,7 +4,8 @@ Each device has four lanes that overlap: compute, send, receive, load. Compute, 
 of the device's list. A pass waits for its Recv and its stage's Load, a Send for its pass and for both lanes;
 what arrives waits in memory. A Load begins once the compute action before it in the list has begun. A Reduce
 waits for that of the device after it, a Step for that of the device before it: small messages, which take the
-link's latency and no lane.
+link's latency and no lane. Gradients that replicas exchange take the link as long as their size wants, and no
+lane either: they are small beside hidden states.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
+from weft.plan.agree import Tellers, Told
 from weft.plan.price import PricedCluster, Prices
 from weft.plan.program import (
     Action,
@@ -74,8 +77,8 @@ class _Lanes:
     arrived: set[Arrival] = field(default_factory=set)
     made: set[Arrival] = field(default_factory=set)
     """Computed here and still to be sent."""
-    words: set[Reduce | Step] = field(default_factory=set)
-    """Reduces of the device after and Steps of the device before that this one has heard of."""
+    words: set[Told] = field(default_factory=set)
+    """Reduces and Steps of other devices that this one has heard of."""
     waiting: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for the receive lane here."""
     changes: list[Level] = field(default_factory=list)
@@ -99,6 +102,8 @@ class _Run:
         self.program, self.prices, self.cluster = program, prices, cluster
         self.pairs = {(pair.sender, pair.receiver): pair.link for pair in cluster.pairs}
         self.lanes = [_lanes(actions) for actions in program.devices]
+        self.homes = [program.homes(program.replica(device)) for device in range(len(program.devices))]
+        self.tellers = Tellers(program)
         self.events: list[Event] = []
         self.flows: dict[int, list[_Flow]] = {}
         self.now = 0.0
@@ -120,7 +125,7 @@ class _Run:
                 streamed.setdefault(action.stage, isinstance(action, Load))
         return sum(
             self._weight(stage)
-            for stage, where in enumerate(self.program.stages)
+            for stage, where in enumerate(self.homes[device])
             if where == device and not streamed.get(stage, False)
         )
 
@@ -157,8 +162,7 @@ class _Run:
         if lanes.loaded < queued.after:
             return False
         if isinstance(queued.action, Reduce | Step):
-            maker = self._teller(queued.action, device)
-            return maker is None or queued.action in lanes.words
+            return lanes.words.issuperset(self.tellers.of(queued.action, device))
         if not isinstance(queued.action, Forward | Backward | Evaluate):
             return True
         wanted = self._arrival(queued.action, device)
@@ -168,23 +172,24 @@ class _Run:
         """What must have come from another device."""
         back = isinstance(action, Backward)
         maker = action.stage + 1 if back else action.stage - 1
-        if not 0 <= maker < len(self.program.stages) or self.program.stages[maker] == device:
+        if not 0 <= maker < len(self.program.stages) or self.homes[device][maker] == device:
             return None
         return action.microbatch, action.stage, "gradient" if back else "activation"
 
-    def _teller(self, action: Reduce | Step, device: int) -> int | None:
-        """Whose word a Reduce or a Step waits for."""
-        teller = device + 1 if isinstance(action, Reduce) else device - 1
-        return teller if self.program.pipelined and 0 <= teller < len(self.lanes) else None
-
     def _tell(self, action: Reduce | Step, device: int) -> None:
-        listener = device - 1 if isinstance(action, Reduce) else device + 1
-        if self.program.pipelined and 0 <= listener < len(self.lanes):
+        for listener in self.tellers.hear(action, device):
             link = self.pairs.get((device, listener), self.cluster.link)
-            self._at(self.now + link.latency, lambda: self._heard(action, listener))
+            arrival = self.now + link.seconds(self._message_bytes(action, device))
+            self._at(arrival, partial(self._heard, Told(device, action), listener))
 
-    def _heard(self, action: Reduce | Step, device: int) -> None:
-        self.lanes[device].words.add(action)
+    def _message_bytes(self, action: Reduce | Step, device: int) -> int:
+        if not isinstance(action, Reduce) or action.what == "norm":
+            return 0
+        sizes = self.prices.adapter_bytes.get(action.job, ())
+        return sizes[device % self.program.width] if sizes else 0
+
+    def _heard(self, told: Told, device: int) -> None:
+        self.lanes[device].words.add(told)
         self._compute(device)
 
     def _seconds(self, action: Action) -> float:
@@ -231,7 +236,7 @@ class _Run:
         """What is made for another device; it has its place from the beginning of the pass."""
         back = isinstance(action, Backward)
         taker = action.stage - 1 if back else action.stage + 1
-        if not 0 <= taker < len(self.program.stages) or self.program.stages[taker] == device:
+        if not 0 <= taker < len(self.program.stages) or self.homes[device][taker] == device:
             return None
         return action.microbatch, taker, "gradient" if back else "activation"
 

@@ -70,7 +70,7 @@ def eager_passes(work: Work, prices: Prices, room: Sequence[int]) -> Passes:
 def _dispatch(work: Work, launches: Sequence[int], prices: Prices, room: Sequence[int]) -> Dispatch:
     stages = len(prices.passes[0])
     rules = Rules(flights=(len(launches),) * stages, forward_first=(False,) * stages, room=tuple(room))
-    return Dispatch(work.microbatches, launches, prices, rules)
+    return Dispatch(work.microbatches, [launches], prices, rules)
 
 
 def queue_prices(work: Work, queues: Sequence[Queue]) -> Prices:
