@@ -34,11 +34,13 @@ def words(folder: Path, output: str, *more: str) -> list[str]:
 class Launch:
     """`weft train --pipeline` in a thread, so that the test can meddle."""
 
-    def __init__(self, folder: Path, output: str, ranks: int, *more: str) -> None:
+    def __init__(self, folder: Path, output: str, ranks: int, *more: str, replicas: int = 1) -> None:
+        """`ranks` are those of all replicas."""
         context()
         self.output = folder / output
         self.code: int | None = None
-        first, again = words(folder, output, *more), words(folder, output, "--resume")
+        copies = ("--replicas", str(replicas))
+        first, again = words(folder, output, *copies, *more), words(folder, output, *copies, "--resume")
         os.environ["COLUMNS"] = "200"
         self._thread = threading.Thread(target=self._run, args=(first, again, ranks), daemon=True)
         self._thread.start()

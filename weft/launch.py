@@ -26,11 +26,11 @@ import typer
 from weft.errors import UserError
 from weft.jobs.files import replace_file
 from weft.jobs.store import RANKS
+from weft.run.boxes import PeerLost
 from weft.run.commands import Staff
 from weft.run.heartbeat import LOST, Heartbeat
 from weft.run.network import bind_interface
 from weft.run.stage_executor import RankFull
-from weft.run.transport import PeerLost
 from weft.run.wires import Place, Wires, connect, own_gpus, store_here
 from weft.run.worker import serve
 

@@ -50,8 +50,13 @@ class PipelinedLoop(Loop):
                 write_timelines(self.store.output, self.timelines)
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        paces = self.pipeline.paces.stages()
-        rules = PipelineRules(room.capacity, paces, recompute=room.recompute, spare=SPARE)
+        rules = PipelineRules(
+            room.capacity,
+            self.pipeline.paces.stages(),
+            recompute=room.recompute,
+            spare=SPARE,
+            replicas=self.pipeline.replicas,
+        )
         return plan_pipeline(courses, rules)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:

@@ -43,8 +43,8 @@ from weft.run.measure import budget_bytes, taken_bytes
 from weft.run.pipeline import Pipeline, open_pipeline
 from weft.run.profile import key_here
 from weft.run.training import Progress
-from weft.run.wires import own_gpus
-from weft.shapes import ModelShape
+from weft.run.wires import Place, own_gpus
+from weft.shapes import LayerRange, ModelShape
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The token capacity that a device gets where memory allows more."""
@@ -231,12 +231,13 @@ class Trainer:
         if staff is None:
             return MemoryModel(shape, budget, taken_bytes(device))
         place = staff.wires.place
-        ranks = place.ranks
-        heaviest = max(
-            (stage_shape(shape, held) for held in cut_layers(shape, ranks)), key=lambda one: one.parameters
-        )
         shared = 1 if own_gpus(place, device) else place.local_ranks
-        return MemoryModel(heaviest, budget // shared, taken_bytes(device), in_flight=ranks + SPARE)
+        if place.stages == 1:
+            return MemoryModel(shape, budget // shared, taken_bytes(device))
+        heaviest = max(
+            (stage_shape(shape, held) for held in _layers(shape, place)), key=lambda one: one.parameters
+        )
+        return MemoryModel(heaviest, budget // shared, taken_bytes(device), in_flight=place.stages + SPARE)
 
     def _load(self, device: torch.device) -> Base:
         return self.base if isinstance(self.base, Base) else load_base(self.spec, device)
@@ -245,7 +246,7 @@ class Trainer:
         staff = self.options.staff
         if staff is None:
             return None
-        held = cut_layers(shape, staff.wires.place.ranks)
+        held = _layers(shape, staff.wires.place)
         return open_pipeline(staff, self.spec, device, held, self._checkpoints)
 
     def _checkpoints(self, name: str) -> Path:
@@ -358,6 +359,13 @@ def trainer_for(
     for job in run.jobs:
         trainer.add(job)
     return trainer
+
+
+def _layers(shape: ModelShape, place: Place) -> tuple[LayerRange, ...]:
+    """Of every stage; a replica that is one process holds all."""
+    if place.stages == 1:
+        return (LayerRange(0, shape.layers, shape.layers),)
+    return cut_layers(shape, place.stages)
 
 
 def _base_spec(base: str | Mapping[str, Any] | BaseSpec) -> BaseSpec:

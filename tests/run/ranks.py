@@ -7,6 +7,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,8 +22,8 @@ def context() -> Any:
     return made
 
 
-def run_ranks(ranks: int, target: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `target(wires, *arguments)` returns on every rank."""
+def run_ranks(ranks: int, target: Callable[..., Any], *arguments: Any, replicas: int = 1) -> list[Any]:
+    """What `target(wires, *arguments)` returns on every rank; `ranks` are those of all replicas."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -41,7 +42,7 @@ def run_ranks(ranks: int, target: Callable[..., Any], *arguments: Any) -> list[A
             "OMP_NUM_THREADS": "1",
             "WEFT_CACHE": os.environ.get("WEFT_CACHE", ""),
         }
-        process = made.Process(target=_be_rank, args=(environment, theirs, target, arguments))
+        process = made.Process(target=_be_rank, args=(environment, theirs, replicas, target, arguments))
         process.start()
         theirs.close()
         started.append((process, mine))
@@ -71,6 +72,7 @@ def _answer(connection: Connection) -> Any:
 def _be_rank(
     environment: dict[str, str],
     connection: Connection,
+    replicas: int,
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -84,7 +86,7 @@ def _be_rank(
     try:
         place = place_here()
         assert place is not None
-        wires = connect(place, torch.device("cpu"))
+        wires = connect(replace(place, replicas=replicas), torch.device("cpu"))
         connection.send_bytes(pickle.dumps(target(wires, *arguments)))
         dist.barrier()
     except BaseException:

@@ -49,16 +49,15 @@ def whole_base(family, dtype):
 
 
 def cut(family, dtype, place, cuts):
-    start, stop = list(pairwise(cuts))[place.rank]
+    start, stop = list(pairwise(cuts))[place.stage]
     return cut_base(
         deep(family, dtype), BaseSpec(model=f"tiny/{family}"), bench.CPU, LayerRange(start, stop, cuts[-1])
     )
 
 
-def pipeline_program(jobs, stages, order, rounds=5):
-    return plan_pipeline(
-        [job.course(0, rounds, False) for job in jobs], PipelineRules(CAPACITY, (PACE,) * stages, order)
-    )
+def pipeline_program(jobs, place, order, rounds=5):
+    rules = PipelineRules(CAPACITY, (PACE,) * place.stages, order, replicas=place.replicas)
+    return plan_pipeline([job.course(0, rounds, False) for job in jobs], rules)
 
 
 def as_rank(wires, family, dtype, cuts, order, poison, cancelled=None):
@@ -74,7 +73,7 @@ def as_rank(wires, family, dtype, cuts, order, poison, cancelled=None):
         executor.attach(aboard.training(base, job))
     if poison is not None:
         executor.banks.write(poison, torch.full_like(executor.aboard[poison].master, math.nan))
-    program = pipeline_program(jobs, wires.place.ranks, order)
+    program = pipeline_program(jobs, wires.place, order)
     by_name = {job.name: job for job in jobs}
     microbatches = {
         n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments

@@ -12,8 +12,9 @@ from tests.run.test_stage_executor import CAPACITY, CUTS, PACE, cut, make_jobs, 
 from weft.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline
 from weft.plan.program import Forward, Send
 from weft.ready import lay_out
+from weft.run.boxes import Inbox
 from weft.run.stage_executor import StageExecutor
-from weft.run.transport import Inbox, Transport
+from weft.run.transport import Transport
 
 COMPUTE = 0.03
 """Seconds of a forward, slept through: a device that is busy without taking a core from the other rank."""

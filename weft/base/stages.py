@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from weft.base import attention
 from weft.base.families import refuse_modules
-from weft.base.load import base_dtype, load_config, load_plain
+from weft.base.load import base_dtype, load_base, load_config, load_plain
 from weft.base.model import Base, own_config
 from weft.base.place import explained, place
 from weft.base.shape import context, linears, model_shape, site_shape
@@ -63,6 +63,8 @@ class NoPositions(nn.Module):
 
 def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
     """Read only the tensors of the layers `held` from the base's files."""
+    if held.first and held.last:
+        return load_base(spec, device)
     where = place(spec)
     config = load_config(spec, where)
     refuse_uncut(config, spec.model)

@@ -22,10 +22,10 @@ from weft.adapters.layout import Layout
 from weft.base.spec import BaseSpec
 from weft.batch import Microbatch
 from weft.plan.program import Program
+from weft.run.boxes import PeerLost
 from weft.run.schedule import Recipe
 from weft.run.slices import Slice
 from weft.run.stage_executor import RankReport
-from weft.run.transport import PeerLost
 from weft.run.wires import Wires
 from weft.shapes import LayerRange
 
@@ -52,6 +52,7 @@ class Attach:
 class Run:
     program: Program
     microbatches: Mapping[int, Microbatch]
+    """Those that the rank's replica runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,14 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class SaveSlice:
+    """Only the first replica's ranks are told: the others hold the same."""
+
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Give up the job, and hand its weights over."""
+    """Give up the job; the first replica's ranks hand its weights over."""
 
     job: str
 
@@ -147,6 +150,8 @@ class Staff:
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
         self.ranks = tuple(wires.commands)
+        self.first_replica = tuple(rank for rank in self.ranks if rank < wires.place.stages)
+        """Those who write checkpoints and hand adapters over."""
         self._heard: queue.Queue[tuple[int, Answer | PeerLost]] = queue.Queue()
         self._listeners = [
             threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.ranks

@@ -66,8 +66,9 @@ class Paces:
         return all(stage.forwards and stage.backwards for stage in self._stages)
 
     def learn(self, program: Program, reports: Sequence[RankReport]) -> None:
-        for stage, report in zip(self._stages, reports, strict=True):
-            stage.learn(program, report)
+        """`reports` come rank by rank: replica after replica, each stage by stage."""
+        for rank, report in enumerate(reports):
+            self._stages[rank % len(self._stages)].learn(program, report)
 
     def stages(self) -> tuple[StagePace, ...]:
         known = self.measured

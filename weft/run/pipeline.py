@@ -72,7 +72,7 @@ class Pipeline:
         self.base = base
         self.staff = staff
         wires = staff.wires
-        self.ranks = wires.place.ranks
+        self.stages, self.replicas = wires.place.stages, wires.place.replicas
         self.paces = Paces([one.stop - one.start for one in held])
         self.reports: list[RankReport] = []
         """Of the last window, rank by rank."""
@@ -125,7 +125,7 @@ class Pipeline:
         self.staff.command_all(Detach(job))
         best = None if own.best is None else own.best.cpu()
         parts = [HandedOver(job, own.layout, own.master.cpu(), best)]
-        for _ in self.staff.ranks:
+        for _ in self.staff.first_replica:
             _, answer = self.staff.wait()
             assert isinstance(answer, HandedOver), f"{answer} came where weights were asked for"
             parts.append(answer)
@@ -154,13 +154,18 @@ class Pipeline:
             if plan.segments
         }
         self._through.clear()
-        self.staff.command_all(Run(program, microbatches))
-        for event in self._stage.run(program, microbatches):
+        shares = [
+            {action.microbatch: microbatches[action.microbatch] for action, _ in program.compute_in(replica)}
+            for replica in range(self.replicas)
+        ]
+        for rank in self.staff.ranks:
+            self.staff.command(rank, Run(program, shares[program.replica(rank)]))
+        for event in self._stage.run(program, shares[0]):
             yield event
             while (heard := self.staff.heard()) is not None:
                 yield from self._hear(*heard)
         self._transport.settle()
-        while len(self._through) < self.ranks - 1:
+        while len(self._through) < len(self.staff.ranks):
             yield from self._hear(*self.staff.wait())
         yield from self._end_window(program)
 
@@ -178,7 +183,8 @@ class Pipeline:
         self.paces.learn(program, self.reports)
         yield from self._passed(program)
         yield from self._late_failures()
-        yield from self._evaluations(self.reports[-1].looks)
+        last_stages = self.reports[self.stages - 1 :: self.stages]
+        yield from self._evaluations([look for report in last_stages for look in report.looks])
         self._awaited.clear()
         for key in list(self._pending):
             yield from self._finish(key)
@@ -234,8 +240,9 @@ class Pipeline:
         if checkpoint.holds(folder, self.aboard[job].progress):
             return
         self.save(job, folder)
-        self.staff.command_all(SaveSlice(job))
-        for _ in self.staff.ranks:
+        for rank in self.staff.first_replica:
+            self.staff.command(rank, SaveSlice(job))
+        for _ in self.staff.first_replica:
             rank, answer = self.staff.wait()
             assert isinstance(answer, Saved), f"rank {rank} answers {answer} where a slice was to be written"
             for failure in self._on_saved(rank, answer):
@@ -257,7 +264,7 @@ class Pipeline:
     def _finish(self, key: tuple[str, int]) -> Iterator[Failed]:
         """Put a checkpoint in its place if all its slices are written."""
         pending, job = self._pending[key], key[0]
-        if len(pending.slices) < self.ranks:
+        if len(pending.slices) < self.stages:
             return
         del self._pending[key]
         if job in self._stage.dead:
@@ -280,9 +287,9 @@ def open_pipeline(
     checkpoints: Callable[[str], Path],
     delay: float = 0.0,
 ) -> Pipeline:
-    """Load every rank's stage and wait until all are there."""
+    """Load every rank's stage and wait until all are there. `held` are the layers of each stage."""
     for rank in staff.ranks:
-        staff.command(rank, Begin(spec, held[rank], delay))
+        staff.command(rank, Begin(spec, held[rank % len(held)], delay))
     base = load_stage(spec, device, held[0])
     for _ in staff.ranks:
         _, answer = staff.wait()

@@ -2,7 +2,7 @@
 
 It decides nothing but, on the first rank, whether a job's sums allow its step; the others take its word.
 
-Shapes: T rows of a microbatch, D hidden width.
+Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from weft.plan.program import (
     Step,
 )
 from weft.run.events import Failed, SaveDue, Stepped
+from weft.run.exchange import BEHIND
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
 from weft.run.measure import is_out_of_memory
 from weft.run.passes import Plain
-from weft.run.steps import Due, Sums, batch_sums, close_batch, make_updates, why_no_step
+from weft.run.steps import Due, Sums, batch_sums, batch_totals, close_batch, make_updates, why_no_step
 from weft.run.transport import Transport
 from weft.run.woven import Woven
 
@@ -111,7 +112,10 @@ class StageExecutor(Woven):
         self._flights: dict[int, _Flight] = {}
         self._arrived: dict[tuple[int, str], Tensor] = {}
         self._made: dict[tuple[int, str], Tensor] = {}
-        self._sums: dict[tuple[str, int], Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        """What batches came to here and beyond, on the first rank until it decides."""
+        self._beyond: dict[int, Tensor] = {}
+        """What batches came to on the stages after, where these ended in another order: replicas may."""
         self._words: dict[int, float] = {}
         self._began = 0.0
         """When the action that runs began; what it waited for others is not counted."""
@@ -119,14 +123,15 @@ class StageExecutor(Woven):
 
     def run(self, program: Program, microbatches: Mapping[int, Microbatch]) -> Iterator[RankEvent]:
         """Run this rank's list to its end; `report` then holds what the first rank must be told."""
-        assert program.stages == tuple(range(len(program.devices))), "stage s is on rank s"
+        assert program.stages == tuple(range(program.width)), "stage s is on rank s of every replica"
         actions = program.devices[self.rank]
         if self.layers is not None:
             self.layers.recompute = program.recompute
         self._program, self._microbatches = program, microbatches
         self._batches = {(one.job, one.step): (at, one) for at, one in enumerate(program.batches)}
         self.report = RankReport()
-        self.transport.expect(program, actions)
+        sizes = {job: training.layout.size for job, training in self.aboard.items()}
+        self.transport.expect(program, self.rank, sizes)
         try:
             with self._on_stream():
                 for action in actions:
@@ -139,6 +144,7 @@ class StageExecutor(Woven):
             raise RankFull(f"rank {self.rank} is out of memory: {error}") from error
         assert not self._flights, "a microbatch is still in flight at the window's end"
         assert not self._arrived, "something arrived that nobody used"
+        assert not self._beyond, "sums came for which there is no Reduce"
         assert not self._words, "a word was given that no Step took"
 
     def _act(self, action: Action) -> Iterator[RankEvent]:
@@ -153,6 +159,8 @@ class StageExecutor(Woven):
                 self._backward(number)
             case Evaluate(number):
                 self._evaluate(number)
+            case Reduce(job, step, "gradient"):
+                self._hand_out(job, step)
             case Reduce(job, step):
                 self._reduce(job, step)
             case Step(job, step):
@@ -234,25 +242,54 @@ class StageExecutor(Woven):
 
     # -- steps -------------------------------------------------------------------------------------------
 
+    def _hand_out(self, job: str, step: int) -> None:
+        """Tell the other replicas what this one's share of a batch came to on this stage."""
+        gradient_N = self.aboard[job].gradient
+        if job in self.dead:
+            message_N = gradient_N.new_full((len(gradient_N) + BEHIND,), DEAD)
+        else:
+            message_N = torch.cat([gradient_N, batch_totals(self.aboard[job])])
+        self.transport.exchange.hand_out((job, step), message_N)
+
+    def _add_shares(self, job: str, step: int) -> None:
+        """Put the sums over all replicas in the place of this one's."""
+        total_N = self.transport.exchange.sum((job, step), self.rank)
+        self._began = time.time()
+        if job not in self.dead:
+            tokens = self._batches[job, step][1].tokens
+            self.aboard[job].take_batch(total_N[:-BEHIND], total_N[-2], total_N[-1], tokens)
+
     def _reduce(self, job: str, step: int) -> None:
         """Add this rank's part of what the batch came to, and hand it on to the first rank."""
+        assert self._program is not None
+        if self._program.replicas > 1:
+            self._add_shares(job, step)
+        if self._program.replica(self.rank) > 0:
+            return
+        at, _ = self._batches[job, step]
         if job in self.dead:
             sums = torch.full((3,), DEAD, dtype=torch.float64)
         else:
             (own,) = batch_sums([self.aboard[job]])
             sums = torch.tensor([own.loss, own.hits, own.norm**2], dtype=torch.float64)
-        beyond = self.transport.sums_from_next()
+        if not self.base.last:
+            sums += self._sums_beyond(at)
         self._began = time.time()
-        if beyond is not None:
-            sums += beyond
-        self.transport.sums_to_before(sums)
         if self.rank == 0:
-            self._sums[job, step] = sums
+            self._sums[at] = sums
+        else:
+            self.transport.sums_to_before(torch.cat([sums.new_tensor([at]), sums]))
+
+    def _sums_beyond(self, at: int) -> Tensor:
+        while at not in self._beyond:
+            number, *sums = self.transport.sums_from_next().tolist()
+            self._beyond[int(number)] = torch.tensor(sums, dtype=torch.float64)
+        return self._beyond.pop(at)
 
     def _decide(self, job: str, step: int) -> Iterator[RankEvent]:
         """On the first rank: give the word, then make the step or let the job die."""
         at, batch = self._batches[job, step]
-        loss, hits, squares = self._sums.pop((job, step)).tolist()
+        loss, hits, squares = self._sums.pop(at).tolist()
         if job in self.dead:
             self._give_word(at, DEAD)
             return
@@ -273,7 +310,7 @@ class StageExecutor(Woven):
         """On every other rank: make the step as the first rank's word has it."""
         at, batch = self._batches[job, step]
         while at not in self._words:
-            number, norm, _ = self.transport.word_from_before().tolist()
+            number, norm = self.transport.word_from_before().tolist()
             self._words[int(number)] = norm
         norm = self._words.pop(at)
         self._began = time.time()
@@ -290,4 +327,4 @@ class StageExecutor(Woven):
         close_batch(Due(self.aboard[job], batch.supervised), Sums(0.0, norm, 0.0), 0.0)
 
     def _give_word(self, at: int, norm: float) -> None:
-        self.transport.word_to_next(torch.tensor([at, norm, 0.0], dtype=torch.float64))
+        self.transport.word_on(torch.tensor([at, norm], dtype=torch.float64))

@@ -181,5 +181,10 @@ def _sums(training: Training) -> Tensor:
     return torch.stack([training.open.loss.double(), training.open.hits.double()])
 
 
+def batch_totals(training: Training) -> Tensor:
+    """The same in the dtype of the master weights, as replicas exchange them."""
+    return _sums(training).to(training.master.dtype)
+
+
 def _spoilt(made: Update) -> str:
     return f"its weights after step {made.step} are not finite"

@@ -97,6 +97,11 @@ class Training:
         self.open.hits += hits
         self.open.tokens += segment.stop - segment.start
 
+    def take_batch(self, gradient: Tensor, loss: Tensor, hits: Tensor, tokens: int) -> None:
+        """What the global batch came to everywhere, in the place of what was collected here."""
+        self.gradient.copy_(gradient)
+        self.open = OpenBatch(loss, hits, tokens)
+
     def forget_open_batch(self) -> None:
         """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
         self.gradient.zero_()

@@ -1,19 +1,21 @@
-"""The process groups of a pipeline: between neighbours one for each direction and purpose, and between the
-first rank and every other one for commands and one for reports."""
+"""The process groups of a pipeline: between neighbours and between replicas of a stage, one for each
+direction and purpose; between the first rank and every other, one for commands and one for reports.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from weft.errors import UserError
-from weft.run.transport import Lane, Lanes
+from weft.run.boxes import Lane
+from weft.run.transport import Lanes
 
 FOREVER = timedelta(days=30)
 """Nobody is given up for being slow: who is gone is found by the heartbeat."""
@@ -32,6 +34,20 @@ class Place:
     local_rank: int = 0
     """Among the ranks of this machine."""
     local_ranks: int = 1
+    replicas: int = 1
+    """Copies of the pipeline; the first one's ranks come first, each replica's in the order of stages."""
+
+    @property
+    def stages(self) -> int:
+        return self.ranks // self.replicas
+
+    @property
+    def stage(self) -> int:
+        return self.rank % self.stages
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.stages
 
 
 def place_here() -> Place | None:
@@ -91,34 +107,71 @@ def store_here(place: Place) -> dist.TCPStore:
     )
 
 
+Purpose = Literal["activation", "gradient", "sums", "word", "share"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From one rank to another, for one purpose."""
+
+    purpose: Purpose
+    sender: int
+    receiver: int
+
+
+def _ways(place: Place) -> Iterator[_Way]:
+    """All that a run needs, of all ranks."""
+    stages = place.stages
+    for first in range(0, place.ranks, stages):
+        for rank in range(first, first + stages - 1):
+            yield _Way("activation", rank, rank + 1)
+            yield _Way("gradient", rank + 1, rank)
+            yield _Way("word", rank, rank + 1)
+            if first == 0:
+                yield _Way("sums", rank + 1, rank)
+        if first > 0:
+            yield _Way("word", 0, first)
+    for sender in range(place.ranks):
+        for receiver in range(sender % stages, place.ranks, stages):
+            if receiver != sender:
+                yield _Way("share", sender, receiver)
+
+
 def lay_wires(place: Place, device: torch.device) -> Wires:
     """Every rank makes every group, in the same order, as torch wants it."""
-    backend = "nccl" if own_gpus(place, device) else "gloo"
-    pairs = [(k, k + 1) for k in range(place.ranks - 1)]
-    activation = [_group(pair, backend) for pair in pairs]
-    gradient = [_group(pair, backend) for pair in pairs]
-    sums, words = ([_group(pair, "gloo") for pair in pairs] for _ in range(2))
+    library = "nccl" if own_gpus(place, device) else "gloo"
+    small = ("sums", "word")
+    laid = {way: _group(way, "gloo" if way.purpose in small else library) for way in _ways(place)}
     others = range(1, place.ranks)
-    commands = {rank: _group((0, rank), "gloo") for rank in others}
-    reports = {rank: _group((0, rank), "gloo") for rank in others}
+    commands = {rank: _group(_Way("word", 0, rank), "gloo") for rank in others}
+    reports = {rank: _group(_Way("word", rank, 0), "gloo") for rank in others}
 
-    def after(groups: list[Any]) -> Lane | None:
-        return Lane(groups[place.rank], place.rank + 1) if place.rank + 1 < place.ranks else None
+    def coming(purpose: Purpose) -> tuple[Lane, ...]:
+        mine = [way for way in laid if way.purpose == purpose and way.receiver == place.rank]
+        return tuple(Lane(laid[way], way.sender) for way in mine)
 
-    def before(groups: list[Any]) -> Lane | None:
-        return Lane(groups[place.rank - 1], place.rank - 1) if place.rank > 0 else None
+    def going(purpose: Purpose) -> tuple[Lane, ...]:
+        mine = [way for way in laid if way.purpose == purpose and way.sender == place.rank]
+        return tuple(Lane(laid[way], way.receiver) for way in mine)
 
     lanes = Lanes(
-        activation_in=before(activation),
-        activation_out=after(activation),
-        gradient_in=after(gradient),
-        gradient_out=before(gradient),
-        sums_in=after(sums),
-        sums_out=before(sums),
-        word_in=before(words),
-        word_out=after(words),
+        activation_in=_only(coming("activation")),
+        activation_out=_only(going("activation")),
+        gradient_in=_only(coming("gradient")),
+        gradient_out=_only(going("gradient")),
+        sums_in=_only(coming("sums")),
+        sums_out=_only(going("sums")),
+        word_in=_only(coming("word")),
+        words_out=going("word"),
+        shares_in=coming("share"),
+        shares_out=going("share"),
     )
     return Wires(place, lanes, commands, reports)
+
+
+def _only(lanes: tuple[Lane, ...]) -> Lane | None:
+    assert len(lanes) <= 1, "a rank has one neighbour on each side"
+    return lanes[0] if lanes else None
 
 
 def own_gpus(place: Place, device: torch.device) -> bool:
@@ -126,5 +179,5 @@ def own_gpus(place: Place, device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.device_count() >= place.local_ranks
 
 
-def _group(pair: tuple[int, int], backend: str) -> Any:
-    return dist.new_group(list(pair), backend=backend, timeout=FOREVER)
+def _group(way: _Way, backend: str) -> Any:
+    return dist.new_group(sorted((way.sender, way.receiver)), backend=backend, timeout=FOREVER)

@@ -55,12 +55,12 @@ def serve(wires: Wires, device: torch.device) -> None:
 
 class Worker:
     def __init__(self, wires: Wires, orders: Orders, begin: Begin, device: torch.device) -> None:
-        self.rank = wires.place.rank
+        self.place = wires.place
         self.orders = orders
         self.base = load_stage(begin.spec, device, begin.held)
         width, dtype = self.base.shape.hidden, self.base.dtype
         self.transport = Transport(wires.lanes, width, dtype, device, begin.delay)
-        self.executor = StageExecutor(self.base, self.transport, self.rank)
+        self.executor = StageExecutor(self.base, self.transport, self.place.rank)
         self._checkpoints: dict[str, Path] = {}
 
     def obey(self) -> None:
@@ -107,7 +107,7 @@ class Worker:
         training = self.executor.aboard[job]
         step = training.progress.step
         try:
-            written = write_slice(self._checkpoints[job], training, self.rank)
+            written = write_slice(self._checkpoints[job], training, self.place.rank)
         except OSError as error:
             self.orders.answer(Saved(job, step, None, str(error)))
             return
@@ -115,6 +115,9 @@ class Worker:
 
     def _detach(self, job: str) -> None:
         training = self.executor.detach(job)
+        del self._checkpoints[job]
+        if self.place.replica > 0:
+            # The first replica's ranks hold the same, and hand it over.
+            return
         best = None if training.best is None else training.best.cpu()
         self.orders.answer(HandedOver(job, training.layout, training.master.cpu(), best))
-        del self._checkpoints[job]

@@ -1,0 +1,84 @@
+"""Replicas that share every batch give each job what one process gives it, and all hold the same bits."""
+
+import pytest
+import torch
+
+from tests.run.ranks import run_ranks
+from tests.run.test_stage_executor import CUTS, STEPS, alone, as_rank, assert_equal, losses_of
+from weft.run.events import Failed, Stepped
+
+CUT = {1: [0, 4], 2: CUTS[2]}
+
+
+def train(stages, replicas, dtype=torch.float64, target=as_rank, poison=None, cancelled=None):
+    """What happened on every rank, replica by replica."""
+    arguments = ("llama", dtype, CUT[stages], None, poison, cancelled)
+    answers = run_ranks(stages * replicas, target, *arguments, replicas=replicas)
+    return [answers[first : first + stages] for first in range(0, len(answers), stages)]
+
+
+def whole(ranks, without=""):
+    """Every adapter, put together from one replica's slices."""
+    return {key: value for _, slices, _ in ranks for key, value in slices.items() if key[0] != without}
+
+
+def assert_same_bits(replicas):
+    first, *others = (whole(ranks) for ranks in replicas)
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(value, other[key]) for key, value in first.items())
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return alone("llama", torch.float64)
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2)])
+def test_losses_and_adapters_equal_one_process_and_replicas_hold_the_same_bits(exact, stages, replicas):
+    found = train(stages, replicas)
+    assert_equal((losses_of(found[0][0][0]), whole(found[0])), exact, 1e-9, 1e-8)
+    assert_same_bits(found)
+    assert all(steps == STEPS for ranks in found for _, _, steps in ranks)
+    told = [ranks[stage][0] for ranks in found for stage in range(stages)][1:]
+    assert not any(isinstance(event, Stepped) for events in told for event in events)
+
+
+@pytest.mark.slow
+def test_more_replicas_than_a_batch_has_samples_equal_one_process(exact):
+    """`a` has batches of two samples, so that one replica at least has nothing of each of them."""
+    found = train(1, 3)
+    assert_equal((losses_of(found[0][0][0]), whole(found[0])), exact, 1e-9, 1e-8)
+    assert_same_bits(found)
+
+
+def test_two_runs_give_the_same_bits():
+    first, second = (train(1, 2, torch.float32) for _ in range(2))
+    assert losses_of(first[0][0][0]) == losses_of(second[0][0][0])
+    assert_same_bits([*first, *second])
+
+
+def poisoned_rank(wires, family, dtype, cuts, order, poison, cancelled):
+    """As `as_rank`, with NaN in one replica only."""
+    mine = poison if wires.place.replica == 1 else None
+    return as_rank(wires, family, dtype, cuts, order, mine, cancelled)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_nan_in_one_replica_kills_its_job_in_all_at_once_and_reaches_nobody_else(stages):
+    found = train(stages, 2, target=poisoned_rank, poison="a")
+    (failed,) = (event for event in found[0][0][0] if isinstance(event, Failed))
+    assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
+    assert all(steps == {"a": 0, "b": 3, "c": 4} for ranks in found for _, _, steps in ranks)
+    got = losses_of(found[0][0][0]), whole(found[0], without="a")
+    assert_equal(got, alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
+
+
+@pytest.mark.slow
+def test_a_job_that_the_first_rank_ends_makes_no_more_steps_in_any_replica():
+    found = train(2, 2, cancelled="a")
+    losses = losses_of(found[0][0][0])
+    assert len(losses.pop("a")) == 1
+    assert all(steps == {"a": 1, "b": 3, "c": 4} for ranks in found for _, _, steps in ranks)
+    got = losses, whole(found[0], without="a")
+    assert_equal(got, alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
