@@ -1,7 +1,11 @@
-"""Replicas of a base, whole or in stages, train every job to what one process makes of it, and go on alike."""
+"""Replicas of a base, whole or in stages, train every job to what one process makes of it, and resume."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,8 @@ from weft.cli.train import with_replicas
 from weft.errors import UserError
 from weft.report.timelines import read_timelines
 from weft.run.wires import Place
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,6 @@ def test_trace_and_report_show_the_ranks_of_all_replicas(both):
         assert {bar.row for bar in one.bars} == set(ranks)
 
 
-@pytest.mark.slow
 def test_the_command_line_starts_a_process_for_every_stage_of_every_replica(place, forks):
     output = place / fresh(place, "out")
     words = ("train", "jobs.yaml", "--output", "out", "--pipeline", "2", "--replicas", "2")
@@ -61,6 +66,7 @@ def test_the_command_line_starts_a_process_for_every_stage_of_every_replica(plac
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_replicas_of_the_whole_base_equal_one_process(place):
     output = place / fresh(place, "out")
     assert Launch(place, "out", 2, replicas=2).wait() == 0
@@ -111,6 +117,22 @@ def test_kill_9_of_a_rank_of_any_replica_ends_in_the_same_adapters(place, rank, 
     assert "starting all ranks again from the last checkpoints (1 of 3)" in capfd.readouterr().err
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_replicas_and_says_where_ranks_cannot_be_divided(place):
+    def torchrun(ranks):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["-m", "weft", "train", "jobs.yaml", "--output", "elastic", "--replicas", "2"]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+
+    refused = torchrun(3)
+    assert refused.returncode != 0
+    assert "--replicas 2: 3 ranks cannot be divided into 2 equal pipelines" in refused.stderr
+    assert not (place / "elastic").exists()
+    assert torchrun(4).returncode == 0
+    assert_same_results(place / "elastic", place / "undisturbed")
 
 
 @pytest.mark.slow

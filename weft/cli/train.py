@@ -31,6 +31,9 @@ def train(
         str | None,
         typer.Option(metavar="N|auto", help="Cut the base into so many stages, a process for each."),
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="So many copies of the base, or of its stages, share every batch.")
+    ] = 1,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
     from weft.errors import UserError
@@ -38,15 +41,16 @@ def train(
 
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
-    asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()))
-    place, stages = place_here(), None if pipeline is None else stages_of(pipeline)
+    asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas)
+    place, stages = place_here(), 1 if pipeline is None else stages_of(pipeline)
     if place is None:
         stages = _chosen(asked) if stages == AUTO else stages
-        if stages is not None and stages > 1:
+        if stages * replicas > 1:
             raise typer.Exit(_launch(asked, stages))
         _train(asked, None)
         return
-    if stages not in (None, AUTO, place.ranks):
+    place = with_replicas(place, replicas)
+    if pipeline is not None and stages not in (AUTO, place.stages):
         raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
     if attempt() > 0:
         # torchrun has started all ranks again, with the words of the first time.
@@ -65,6 +69,7 @@ class Asked:
     memory: str | None
     resume: bool
     restart: tuple[str, ...]
+    replicas: int = 1
 
     def words(self) -> list[str]:
         """The same as a command line, which ranks of a pipeline are started with."""
@@ -76,6 +81,7 @@ class Asked:
         }
         words = ["train", str(self.jobs)]
         words += [word for key, value in options.items() if value is not None for word in (key, str(value))]
+        words += ["--replicas", str(self.replicas)] if self.replicas > 1 else []
         words += ["--resume"] if self.resume else []
         return [*words, *(word for job in self.restart for word in ("--restart", job))]
 
@@ -93,13 +99,13 @@ def _chosen(asked: Asked) -> int:
     device = device_named(asked.device)
     budget = bytes_of(asked.memory) if asked.memory else None
     shape = inspect(read_run(asked.jobs).base, device)
-    choice = choose_stages(shape, devices_here(device, budget), SPARE)
+    choice = choose_stages(shape, devices_here(device, budget).shared_by(asked.replicas), SPARE)
     Console().print(f"Weft: {choice.why}", highlight=False, soft_wrap=True)
     return choice.stages
 
 
-def _launch(asked: Asked, ranks: int) -> int:
-    """Start a process for every stage and wait for them."""
+def _launch(asked: Asked, stages: int) -> int:
+    """Start a process for every stage of every replica and wait for them."""
     from weft.base.load import inspect
     from weft.cli.main import main
     from weft.jobs.read import read_run
@@ -107,8 +113,11 @@ def _launch(asked: Asked, ranks: int) -> int:
     from weft.plan.cut import cut_layers
 
     run = read_run(asked.jobs)
-    cut_layers(inspect(run.base), ranks)
+    shape = inspect(run.base)
+    if stages > 1:
+        cut_layers(shape, stages)
     again = replace(asked, resume=True, restart=())
+    ranks = stages * asked.replicas
     return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
 
 
@@ -135,8 +144,8 @@ def _train(asked: Asked, staff: Staff | None) -> None:
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console()
-    stages = f", in {staff.wires.place.ranks} stages" if staff else ""
-    console.print(f"Weft: {plural(len(run.jobs), 'job')} on {run.base.model}{stages}", highlight=False)
+    ranks = f", in {_named(staff.wires.place)}" if staff else ""
+    console.print(f"Weft: {plural(len(run.jobs), 'job')} on {run.base.model}{ranks}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
     options = Options(
         device=asked.device, resume=asked.resume, restart=asked.restart, memory=most, staff=staff
@@ -152,6 +161,25 @@ def _train(asked: Asked, staff: Staff | None) -> None:
         raise typer.Exit(INTERRUPTED)
     if any(result.state is not State.SUCCEEDED for result in results.values()):
         raise typer.Exit(SOME_FAILED)
+
+
+def _named(place: Place) -> str:
+    """`2 stages`, `2 replicas`, or `2 replicas of 2 stages`."""
+    stages, replicas = f"{place.stages} stages", f"{place.replicas} replicas"
+    if place.replicas == 1:
+        return stages
+    return replicas if place.stages == 1 else f"{replicas} of {stages}"
+
+
+def with_replicas(place: Place, replicas: int) -> Place:
+    from weft.errors import UserError
+
+    if place.ranks % replicas:
+        raise UserError(
+            f"--replicas {replicas}: {place.ranks} ranks cannot be divided into {replicas} equal pipelines; "
+            f"start a multiple of {replicas}"
+        )
+    return replace(place, replicas=replicas)
 
 
 def stages_of(text: str) -> int:

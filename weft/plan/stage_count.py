@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
 from weft.plan.cut import cut_layers, stage_shape
@@ -25,6 +25,12 @@ class Devices:
     taken: int = 0
     """What a process holds before anything is loaded."""
     fused: bool = False
+
+    def shared_by(self, replicas: int) -> Devices:
+        """What is left to one of so many replicas: its part of the devices, or of the one that all share."""
+        if self.count >= replicas:
+            return replace(self, count=self.count // replicas)
+        return replace(self, count=1, budget=self.budget * self.count // replicas)
 
     @property
     def named(self) -> str:
