@@ -71,3 +71,8 @@ def fits(stages, budget):
         <= budget
         for one in cut
     )
+
+
+def test_replicas_divide_the_devices_or_what_the_only_one_has():
+    assert Devices("GPU", 8, 100).shared_by(2) == Devices("GPU", 4, 100)
+    assert Devices("machine", 1, 100).shared_by(2) == Devices("machine", 1, 50)

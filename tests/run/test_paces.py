@@ -41,3 +41,16 @@ def test_a_windows_times_predict_the_next_like_it():
     paces = Paces([1, 1])
     paces.learn(program, reports)
     assert paces.predicted_seconds(program) == pytest.approx(1 + 1 + 2 + 2 + 0.25)
+
+
+def test_ranks_of_one_stage_in_different_replicas_teach_the_same_pace():
+    program = one_forward_one_backward(work(1, 1, 1), 2)
+    reports = [
+        RankReport(
+            times=[Timed(Forward(0, rank % 2), 0.0, 1.0 + rank), Timed(Backward(0, rank % 2), 0.0, 2.0)]
+        )
+        for rank in range(4)
+    ]
+    paces = Paces([1, 1])
+    paces.learn(program, reports)
+    assert [pace.forward.per_token for pace in paces.stages()] == pytest.approx([(1 + 3) / 2, (2 + 4) / 2])

@@ -1,11 +1,29 @@
 """Replicas that share every batch give each job what one process gives it, and all hold the same bits."""
 
+import time
+
 import pytest
 import torch
 
+from tests import bench
+from tests.run import aboard
 from tests.run.ranks import run_ranks
-from tests.run.test_stage_executor import CUTS, STEPS, alone, as_rank, assert_equal, losses_of
+from tests.run.test_stage_executor import (
+    CUTS,
+    STEPS,
+    alone,
+    as_rank,
+    assert_equal,
+    cut,
+    losses_of,
+    pipeline_program,
+    whole_base,
+)
+from weft.plan.program import Forward
+from weft.ready import lay_out
 from weft.run.events import Failed, Stepped
+from weft.run.stage_executor import StageExecutor
+from weft.run.transport import Transport
 
 CUT = {1: [0, 4], 2: CUTS[2]}
 
@@ -82,3 +100,52 @@ def test_a_job_that_the_first_rank_ends_makes_no_more_steps_in_any_replica():
     assert all(steps == {"a": 1, "b": 3, "c": 4} for ranks in found for _, _, steps in ranks)
     got = losses, whole(found[0], without="a")
     assert_equal(got, alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
+
+
+# -- what it costs -----------------------------------------------------------------------------------------
+
+PER_ROW = 0.006
+"""Seconds of a pass for each row, slept through: a device that is busy without taking a core from others."""
+LINK = 0.05
+"""Seconds that a gradient takes to another replica, where links are slow."""
+ROUNDS = 6
+
+
+def even_jobs(base):
+    """Jobs in groups that go on to the end: the passes of one fill the wait for gradients of another."""
+    rows = bench.rows(bench.samples(16, longest=18))
+    names = [f"job{number}" for number in range(4)]
+    return [aboard.ready(base, name, steps=ROUNDS, batch_size=4, data=rows, seed=1) for name in names]
+
+
+def timed_window(wires, delay):
+    """Seconds of a window on this rank, and how many of them it slept in passes."""
+    base = cut("llama", torch.float32, wires.place, CUT[1])
+    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
+    executor = StageExecutor(base, transport, wires.place.rank)
+    jobs = even_jobs(whole_base("llama", torch.float32))
+    for job in jobs:
+        executor.attach(aboard.training(base, job))
+    program = pipeline_program(jobs, wires.place, None, ROUNDS)
+    own = dict(program.compute_in(wires.place.replica))
+    by_name = {job.name: job for job in jobs}
+    laid = {action.microbatch: lay_out(plan, False, by_name) for action, plan in own.items()}
+    pauses = {number: PER_ROW * one.rows for number, one in laid.items()}
+    order = iter(one for one in program.devices[wires.place.rank] if isinstance(one, Forward))
+    base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(pauses[next(order).microbatch]))
+    list(executor.run(program, laid))
+    transport.settle()
+    times = executor.report.times
+    return times[-1].stop - times[0].start, sum(pauses.values())
+
+
+@pytest.mark.slow
+def test_two_replicas_share_the_time_and_gradients_cross_while_they_compute():
+    seconds, slept = zip(*run_ranks(2, timed_window, 0.0, replicas=2), strict=True)
+    late, _ = zip(*run_ranks(2, timed_window, LINK, replicas=2), strict=True)
+    waits = 4 * ROUNDS * LINK
+    print(f"{sum(slept):.2f} s of passes in {max(seconds):.2f} s; with {LINK} s for each gradient "
+          f"{max(late):.2f} s, where waiting for each would add {waits:.2f} s")  # fmt: skip
+    assert max(slept) < 0.55 * sum(slept)
+    assert max(seconds) < 0.75 * sum(slept)
+    assert max(late) < max(seconds) + 0.3 * waits

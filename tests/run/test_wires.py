@@ -43,3 +43,10 @@ def test_a_rank_that_is_no_number_is_a_sentence(monkeypatch, name):
     put(monkeypatch, WHOLE | ADDRESS | {name: "four"})
     with pytest.raises(UserError, match=f"{name} is 'four'"):
         place_here()
+
+
+def test_the_ranks_of_a_replica_stand_together_in_the_order_of_stages():
+    places = [Place(rank, 6, replicas=3) for rank in range(6)]
+    assert {place.stages for place in places} == {2}
+    assert [place.stage for place in places] == [0, 1, 0, 1, 0, 1]
+    assert [place.replica for place in places] == [0, 0, 1, 1, 2, 2]

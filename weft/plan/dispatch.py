@@ -24,6 +24,9 @@ class Rules:
     forward_first: tuple[bool, ...]
     room: tuple[int, ...] = ()
     """Bytes that microbatches in flight may keep on each stage; none where memory does not matter."""
+    lag: float = 0.0
+    """Seconds from a batch's last Backward on a stage until it is closed there: what replicas hand out to one
+    another is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,15 @@ class Moment:
     device: int
     action: Forward | Backward
     begins: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A batch is through on a stage, in all replicas, and they know it."""
+
+    stage: int
+    job: str
+    step: int
 
 
 @dataclass(slots=True)
@@ -91,9 +103,10 @@ class Dispatch:
             first.ready_forward.extend(numbers)
         self.delayed: set[int] = set()
         """Stages on which a launch had to wait for memory."""
-        self.log: list[Moment] = []
+        self.log: list[Moment | Closed] = []
         """All that happened, in the order in which it did."""
-        self._ends: list[tuple[float, int, int, Forward | Backward]] = []
+        self._batches = batches
+        self._ends: list[tuple[float, int, int, Forward | Backward | Closed]] = []
         self._number = count()
 
     def run(self) -> list[list[Action]]:
@@ -103,8 +116,11 @@ class Dispatch:
         while self._ends:
             now = self._ends[0][0]
             while self._ends and self._ends[0][0] == now:
-                _, _, device, action = heapq.heappop(self._ends)
-                self._end(device, action)
+                _, _, device, end = heapq.heappop(self._ends)
+                if isinstance(end, Closed):
+                    self._close(end)
+                else:
+                    self._end(device, end, now)
             self._start_all(now)
         stuck = [number for one in self.devices for number in one.ready_forward]
         assert not stuck, f"microbatch {stuck[0]} never runs: it waits for a batch behind it, or for room"
@@ -153,7 +169,7 @@ class Dispatch:
             self.delayed.add(one.stage)
         return fits
 
-    def _end(self, device: int, action: Forward | Backward) -> None:
+    def _end(self, device: int, action: Forward | Backward, now: float) -> None:
         one = self.devices[device]
         one.busy = False
         self.log.append(Moment(device, action, begins=False))
@@ -169,6 +185,14 @@ class Dispatch:
             key = segment.job, segment.step
             one.batches.left[key] -= len(segment.samples)
             if not one.batches.left[key]:
-                one.batches.open.remove(key)
+                closed = Closed(one.stage, *key)
+                if self.rules.lag:
+                    heapq.heappush(self._ends, (now + self.rules.lag, next(self._number), device, closed))
+                else:
+                    self._close(closed)
         if one.stage > 0:
             self.devices[device - 1].ready_backward.append(action.microbatch)
+
+    def _close(self, closed: Closed) -> None:
+        self._batches[closed.stage].open.remove((closed.job, closed.step))
+        self.log.append(closed)

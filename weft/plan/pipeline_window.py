@@ -31,6 +31,10 @@ MOST_SPLITS = 4
 """A round is cut into up to so many times the microbatches that it needs, where that fills the pipeline."""
 
 
+PATIENCE = 1.02
+"""How much longer a window of replicas may be foreseen to take so that nobody waits for gradients."""
+
+
 class PipelineOrder(StrEnum):
     gpipe = "gpipe"
     alternating = "1f1b"
@@ -67,6 +71,12 @@ class PipelineRules:
     @property
     def stages(self) -> int:
         return len(self.paces)
+
+    @property
+    def distance(self) -> int:
+        """Microbatches from a batch's last to the first of the job's next one: what replicas hand out to one
+        another is under way as long as one more stage would take."""
+        return self.stages + (self.replicas > 1)
 
 
 def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
@@ -138,11 +148,11 @@ def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: P
         dealt = _dealt(batches, groups, room, rules)
         prices = _prices(dealt.work.microbatches, rules.paces)
         if rules.replicas > 1:
-            found = [replicated(dealt, rules.stages, prices, rules.spare)]
+            fastest = _of_replicas(dealt, prices, rules)
         else:
             found = [_ordered(order, dealt.work, prices, groups, rules) for order in orders]
-        candidates = [_Candidate(one, _seconds(one, prices)) for one in found]
-        fastest = min(candidates, key=lambda one: one.seconds)
+            candidates = [_Candidate(one, _seconds(one, prices)) for one in found]
+            fastest = min(candidates, key=lambda one: one.seconds)
         if best is not None and fastest.seconds >= best.seconds:
             break
         best = fastest
@@ -150,6 +160,15 @@ def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: P
             break
     assert best is not None
     return best.program
+
+
+def _of_replicas(dealt: Dealt, prices: Prices, rules: PipelineRules) -> _Candidate:
+    """The patient order, which hides links that the prices leave out, unless waiting costs time itself."""
+    found = [
+        replicated(dealt, rules.stages, prices, rules.spare, patient=patient) for patient in (True, False)
+    ]
+    patient, prompt = (_Candidate(one, _seconds(one, prices)) for one in found)
+    return patient if patient.seconds <= PATIENCE * prompt.seconds else prompt
 
 
 def _seconds(program: Program, prices: Prices) -> float:
@@ -170,7 +189,7 @@ def _groups(
         for job in jobs
         if job in firsts
     ]
-    return group(lengths, capacity, rules.stages).groups
+    return group(lengths, capacity, rules.distance).groups
 
 
 def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> Dealt:
@@ -179,7 +198,7 @@ def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: Pip
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
     # replicas, two microbatches could each hold a sample that waits for the other's round.
     shift = rules.order is not PipelineOrder.template and rules.replicas == 1
-    merging = MergeRules(room, rules.stages, limits=QUICK)
+    merging = MergeRules(room, rules.distance, limits=QUICK)
     laid = [
         merge(rounds, merging, shift=shift).microbatches
         for rounds in deal(_rounds(batches, groups), rules.replicas)

@@ -1,18 +1,17 @@
 """Replicas of a pipeline: which of them trains which samples, and where what they made of a batch meets.
 
 A batch is the job's alone; replicas share its samples, and every Step waits for all of them. The order of
-passes is foreseen for all replicas together, so that a Reduce stands where the last of them will have come
-to its end, and the others do not wait for it.
+passes is foreseen for all replicas together, so that a Reduce stands where the last of them will have come to
+its end, and nobody waits for another.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.plan.check import check
-from weft.plan.dispatch import Dispatch, Moment, rows_left
+from weft.plan.dispatch import Closed, Dispatch, Moment, rows_left
 from weft.plan.merge import BatchSample
 from weft.plan.pipeline import Work, multi_job_rules, transported
 from weft.plan.price import Prices
@@ -60,10 +59,15 @@ def deal_looks(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[li
     return [sorted(own) for own in dealt]
 
 
-def replicated(dealt: Dealt, stages: int, prices: Prices, spare: int = 0) -> Program:
-    """The multi-job order for all replicas together, with the Reduces and Steps that they need."""
+def replicated(dealt: Dealt, stages: int, prices: Prices, spare: int = 0, patient: bool = False) -> Program:
+    """The multi-job order for all replicas together, with the Reduces and Steps that they need.
+
+    The `patient` let a pass go by before they add up what the others hand out, so that slow links are hidden.
+    """
     work = dealt.work
-    dispatch = Dispatch(work.microbatches, dealt.numbers, prices, multi_job_rules(stages, spare))
+    lag = _mean_forward(dealt, prices) if patient else 0.0
+    rules = replace(multi_job_rules(stages, spare), lag=lag)
+    dispatch = Dispatch(work.microbatches, dealt.numbers, prices, rules)
     dispatch.run()
     lists = _Meeting(dealt, stages).lists_of(dispatch.log)
     program = Program(
@@ -79,6 +83,11 @@ def replicated(dealt: Dealt, stages: int, prices: Prices, spare: int = 0) -> Pro
     )
     check(program)
     return program
+
+
+def _mean_forward(dealt: Dealt, prices: Prices) -> float:
+    passes = [one.forward for number in dealt.work.filled for one in prices.passes[number]]
+    return sum(passes) / len(passes)
 
 
 def _homes(replica: int, stages: int) -> range:
@@ -98,19 +107,18 @@ class _Meeting:
         self.shares = [frozenset(share) for share in shares]
         """For each replica the batches of which it trains anything."""
         self.left = [shares[device // stages].copy() for device in range(len(self.lists))]
-        self.together: list[Counter[tuple[str, int]]] = [rows_left(self.microbatches) for _ in range(stages)]
         self.due: list[dict[str, Step]] = [{} for _ in self.lists]
         """For each device the Steps that are still to be made; they come as late as they may."""
 
-    def lists_of(self, log: Iterable[Moment]) -> list[list[Action]]:
+    def lists_of(self, log: Iterable[Moment | Closed]) -> list[list[Action]]:
         for moment in log:
             match moment:
                 case Moment(device, Forward() as action, begins=True):
                     self._forward(device, action)
                 case Moment(device, Backward() as action, begins=True):
                     self._backward(device, action)
-                case Moment(device, Backward(number), begins=False):
-                    self._close(device % self.stages, self.microbatches[number])
+                case Closed(stage, job, step):
+                    self._close(stage, job, step)
         for device, due in enumerate(self.due):
             self.lists[device] += due.values()
         return self.lists
@@ -137,17 +145,13 @@ class _Meeting:
             if not self.left[device][key]:
                 self.lists[device].append(Reduce(*key, "gradient"))
 
-    def _close(self, stage: int, microbatch: MicrobatchPlan) -> None:
-        """A Backward has ended; where it was the last of all replicas, their gradients can be added."""
-        for segment in microbatch.segments:
-            key = segment.job, segment.step
-            self.together[stage][key] -= len(segment.samples)
-            if not self.together[stage][key]:
-                for device in range(stage, len(self.lists), self.stages):
-                    self.lists[device].append(Reduce(*key))
-                    self.due[device][segment.job] = Step(*key)
-                if stage == 0:
-                    self._step(0, segment.job)
+    def _close(self, stage: int, job: str, step: int) -> None:
+        """All replicas have come to the end of a batch: what they handed out can be added."""
+        for device in range(stage, len(self.lists), self.stages):
+            self.lists[device].append(Reduce(job, step))
+            self.due[device][job] = Step(job, step)
+        if stage == 0:
+            self._step(0, job)
 
     def _step(self, device: int, job: str) -> None:
         if (step := self.due[device].pop(job, None)) is not None:
