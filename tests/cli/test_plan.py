@@ -119,6 +119,7 @@ def test_thirty_two_jobs_on_eight_devices_are_planned_in_ten_seconds(folder):
         seconds.append(time.perf_counter() - start)
         assert "32 jobs on 8xA100-80G:pcie: they fit" in shown.stdout, shown.stderr
     assert seconds[1] < 10, f"from the token cache; before it was there: {seconds[0]:.1f} s"
+    assert seconds[0] < 10, "before there was a token cache"
 
 
 def test_tokenised_jobs_are_planned_from_all_their_samples(folder, weft):
@@ -130,6 +131,18 @@ def test_tokenised_jobs_are_planned_from_all_their_samples(folder, weft):
     prepare(spec, None, families.smollm2(), folder / "cache" / "tokens", context=131072)
     shown = weft(file, "--cluster", "H200")
     assert "so the first rows stand for all: long." in shown.out, shown.err
+
+
+def test_jobs_on_the_same_rows_are_tokenised_once(folder, weft, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE", str(folder / "once"))
+    lines = [
+        f"  - {{name: {name}, data: short.jsonl, adapter: {{rank: 8}}, seed: {name[1]}}}"
+        for name in ("s1", "s2")
+    ]
+    (folder / "same.yaml").write_text("\n".join(["base: ./base", "jobs:", *lines, ""]))
+    shown = weft("same.yaml", "--cluster", "H200")
+    assert "so the first rows stand for all: s1, s2." in shown.out, shown.err
+    assert len(list((folder / "once" / "tokens").iterdir())) == 1
 
 
 def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weft):

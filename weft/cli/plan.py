@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,30 +42,15 @@ def plan(
     """Say what a cluster would make of the jobs: memory, stages, groups, times. No weights are loaded."""
     from rich.console import Console
 
-    from weft.base.config import read_tokenizer
-    from weft.cli.plan_jobs import outline_jobs
-    from weft.jobs.read import read_run
-    from weft.plan.fit import make_ground
     from weft.plan.stream_outlook import must_stream
 
     if gantt is not None:
         refuse_picture(gantt)
     found = read_cluster(cluster)
-    gpu = found.devices[0].is_gpu
-    run = read_run(jobs, lambda base: described(base, gpu))
-    shape = described(run.base, gpu)
-    outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape)
-    speeds = measured_speeds(shape, found) if cluster == "auto" else ()
-    ground = make_ground(shape, found, speeds)
-    wanted = Wanted(
-        ground,
-        [one.job for one in outlined],
-        [one.job.name for one in outlined if one.sampled],
-        explain,
-        ablate,
-    )
-    answer = streamed if must_stream(ground, wanted.company) else resident
-    answered = answer(wanted, Console())
+    with _without_collector():
+        wanted = read_wanted(jobs, found, cluster == "auto", explain, ablate)
+        answer = streamed if must_stream(wanted.ground, wanted.company) else resident
+        answered = answer(wanted, Console())
     if gantt is not None:
         write_gantt(gantt, answered.run, found.name)
     if json is not None:
@@ -82,6 +69,26 @@ class Wanted:
 
     def aboard(self, admission: Admission) -> list[JobOutline]:
         return [job for job in self.company if job.name in admission.admitted]
+
+
+def read_wanted(jobs: Path, cluster: Cluster, here: bool, explained: bool, ablated: bool) -> Wanted:
+    """The jobs file's jobs on a cluster; one that is `here` may have been measured."""
+    from weft.base.config import read_tokenizer
+    from weft.cli.plan_jobs import outline_jobs
+    from weft.jobs.read import read_run
+    from weft.plan.fit import make_ground
+
+    gpu = cluster.devices[0].is_gpu
+    run = read_run(jobs, lambda base: described(base, gpu))
+    shape = described(run.base, gpu)
+    outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape)
+    return Wanted(
+        make_ground(shape, cluster, measured_speeds(shape, cluster) if here else ()),
+        [one.job for one in outlined],
+        [one.job.name for one in outlined if one.sampled],
+        explained,
+        ablated,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +276,17 @@ def forecast_numbers(one: Forecast) -> Mapping[str, Any]:
         "peak_bytes": one.peaks,
         "fits": one.fits,
     }
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A plan makes hundreds of thousands of records and hardly a cycle; to look for some takes an eighth of
+    its time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _write(file: Path, content: bytes) -> None:

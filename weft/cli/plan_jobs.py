@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.data.encode import Encoder
 from weft.data.order import Order
 from weft.data.prepare import Prepared, is_prepared, prepare
+from weft.data.spec import DataSpec, EvalSpec
 from weft.errors import DataError, Mistake
 from weft.jobs.spec import JobSpec
 from weft.paths import cache_folder
@@ -18,7 +20,7 @@ ROUNDS = 4
 """Global batches of each job that the outlook looks at, as many as a window has."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
 """With more jobs than these fewer global batches do: their samples are many, and seconds must suffice."""
-SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 200, 8000
+SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 100, 4000
 """Of a dataset that is not tokenised yet, so many rows stand for all: with many jobs fewer of each, since all
 are tokenised in the seconds that a plan may take."""
 
@@ -36,10 +38,11 @@ def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> 
     mistakes: list[Mistake] = []
     rounds = ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
+    reader = _Reader(Encoder(tokenizer), shape.context, rows)
     for place, job in enumerate(jobs):
         try:
-            data, sampled = _samples(job, tokenizer, shape.context, rows)
-            outlined.append(Outlined(_outline(job, place, data, shape, rounds), sampled))
+            read = reader.read(job)
+            outlined.append(Outlined(_outline(job, place, read.samples, shape, rounds), read.sampled))
         except DataError as error:
             mistakes += [_named(job.name, mistake) for mistake in error.mistakes]
     if mistakes:
@@ -69,14 +72,35 @@ def _outline(job: JobSpec, place: int, data: Prepared, shape: ModelShape, most: 
     )
 
 
-def _samples(job: JobSpec, tokenizer: Any, context: int, rows: int) -> tuple[Prepared, bool]:
-    """From the token cache if all is there, else from the first `rows`."""
-    cache = cache_folder() / "tokens"
-    data = job.data
-    sampled = not is_prepared(data, job.eval, tokenizer, cache, context=context)
-    if sampled:
-        data = replace(data, limit=min(data.limit or rows, rows))
-    return prepare(data, job.eval, tokenizer, cache, context=context), sampled
+@dataclass(frozen=True, slots=True)
+class _Read:
+    data: DataSpec
+    evaluation: EvalSpec | None
+    samples: Prepared
+    sampled: bool
+
+
+class _Reader:
+    """Jobs' samples, from the token cache if all is there, else from the first `rows`; equal data once."""
+
+    def __init__(self, encoder: Encoder, context: int, rows: int) -> None:
+        self._encoder, self._context, self._rows = encoder, context, rows
+        self._known: list[_Read] = []
+
+    def read(self, job: JobSpec) -> _Read:
+        for known in self._known:
+            if (known.data, known.evaluation) == (job.data, job.eval):
+                return known
+        self._known.append(self._prepare(job.data, job.eval))
+        return self._known[-1]
+
+    def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> _Read:
+        cache = cache_folder() / "tokens"
+        sampled = not is_prepared(data, evaluation, self._encoder, cache, context=self._context)
+        limit = min(data.limit or self._rows, self._rows) if sampled else data.limit
+        cut = replace(data, limit=limit)
+        samples = prepare(cut, evaluation, self._encoder, cache, context=self._context)
+        return _Read(data, evaluation, samples, sampled)
 
 
 def _named(job: str, mistake: Mistake) -> Mistake:

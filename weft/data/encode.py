@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -46,7 +47,7 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise DataError("the base's tokenizer gives no character offsets; Weft needs a fast tokenizer")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.size = len(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
@@ -60,19 +61,29 @@ class Encoder:
         self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         """Finds the text of a control token."""
 
+    @cached_property
     def fingerprint(self) -> str:
-        state = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        """Made once, since a large vocabulary takes a good part of a second."""
+        state = json.loads(self.tokenizer.backend_tokenizer.to_str())
         # Truncation and padding are how the tokenizer was last called, not what it is.
         state["truncation"] = state["padding"] = None
-        identity = [state, sorted(map(str, self._tokenizer.special_tokens_map.items())), self.lead, self.eos]
+        identity = [state, sorted(map(str, self.tokenizer.special_tokens_map.items())), self.lead, self.eos]
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Users' texts, each from its beginning."""
-        return [part.tokens for part in self._encode(texts, parse=False)]
+        # Straight from the backend and without offsets: they would take longer than the tokens.
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        parts = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(part.ids, dtype=np.int32) for part in parts]
 
     def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Users' texts, each as it goes on after another: without the space that some put first."""
+        if not self._prefixes:
+            return self.texts(texts)
         return [part.tokens for part in self._continue(texts, parse=False)]
 
     def rendered(self, texts: Sequence[str]) -> list[Encoded]:
@@ -113,14 +124,14 @@ class Encoder:
             return False
         # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
         gap = after > 0 and encoded.stops[after - 1] < cut
-        return gap and self._tokenizer.convert_ids_to_tokens(int(encoded.tokens[after])).startswith(
+        return gap and self.tokenizer.convert_ids_to_tokens(int(encoded.tokens[after])).startswith(
             SPACE_MARKS
         )
 
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
             return []
-        batch = self._tokenizer(
+        batch = self.tokenizer(
             list(texts),
             add_special_tokens=False,
             split_special_tokens=not parse,
@@ -152,8 +163,8 @@ class Encoder:
         return parts
 
     def _find_lead(self) -> tuple[int, ...]:
-        bare = self._tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-        full = self._tokenizer("a", verbose=False)["input_ids"]
+        bare = self.tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+        full = self.tokenizer("a", verbose=False)["input_ids"]
         for at in range(len(full) - len(bare) + 1):
             if full[at : at + len(bare)] == bare:
                 return tuple(full[:at])

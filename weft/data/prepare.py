@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ def prepare(
     context: int | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Tokenised once: a second call with the same rows, tokenizer and spec reads what the first one wrote."""
+    """Tokenised once: a second call with the same rows, tokenizer and spec reads what the first one wrote.
+
+    `tokenizer` may be an `Encoder` around one, which many calls share.
+    """
     _check(data, evaluation)
     rules = _rules(data, tokenizer, context)
     parts = _open_training(data)
@@ -114,11 +118,18 @@ def _check_split(data: DataSpec) -> None:
 
 
 def _rules(data: DataSpec, tokenizer: Any, context: int | None) -> Rules:
-    encoder = Encoder(tokenizer)
-    source = template_source(tokenizer, data.chat_template)
-    template = Template(source, tokenizer.special_tokens_map) if source is not None else None
+    encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
+    source = template_source(encoder.tokenizer, data.chat_template)
+    special = json.dumps(encoder.tokenizer.special_tokens_map, default=str)
+    template = _template(source, special) if source is not None else None
     longest = data.max_length if context is None else min(data.max_length, context)
-    return Rules(data, encoder, encoder.fingerprint(), template, source, longest)
+    return Rules(data, encoder, encoder.fingerprint, template, source, longest)
+
+
+@lru_cache(maxsize=8)
+def _template(source: str, special: str) -> Template:
+    """Compiled once for all jobs that use it; `special` are the tokenizer's special tokens as JSON."""
+    return Template(source, json.loads(special))
 
 
 def _open_training(data: DataSpec) -> list[_Part]:

@@ -106,28 +106,37 @@ class Dispatch:
         self.log: list[Moment | Closed] = []
         """All that happened, in the order in which it did."""
         self._batches = batches
+        everyone = set(range(len(self.devices)))
+        self._near = [
+            _neighbours(device, self.last) if len(launches) == 1 else everyone for device in everyone
+        ]
+        """Who may go on when a device has ended something; replicas share what opens and closes."""
         self._ends: list[tuple[float, int, int, Forward | Backward | Closed]] = []
         self._number = count()
 
     def run(self) -> list[list[Action]]:
         """The passes of every device, in the order in which it began them."""
         now = 0.0
-        self._start_all(now)
+        self._start(range(len(self.devices)), now)
         while self._ends:
             now = self._ends[0][0]
+            # Whoever could begin nothing still cannot, unless it or a neighbour has ended something.
+            touched: set[int] = set()
             while self._ends and self._ends[0][0] == now:
                 _, _, device, end = heapq.heappop(self._ends)
                 if isinstance(end, Closed):
                     self._close(end)
                 else:
                     self._end(device, end, now)
-            self._start_all(now)
+                touched |= self._near[device]
+            self._start(sorted(touched), now)
         stuck = [number for one in self.devices for number in one.ready_forward]
         assert not stuck, f"microbatch {stuck[0]} never runs: it waits for a batch behind it, or for room"
         return [one.actions for one in self.devices]
 
-    def _start_all(self, now: float) -> None:
-        for device, one in enumerate(self.devices):
+    def _start(self, devices: Iterable[int], now: float) -> None:
+        for device in devices:
+            one = self.devices[device]
             if not one.busy and (action := self._choose(one)) is not None:
                 one.busy = True
                 one.actions.append(action)
@@ -196,3 +205,7 @@ class Dispatch:
     def _close(self, closed: Closed) -> None:
         self._batches[closed.stage].open.remove((closed.job, closed.step))
         self.log.append(closed)
+
+
+def _neighbours(stage: int, last: int) -> set[int]:
+    return {max(0, stage - 1), stage, min(last, stage + 1)}

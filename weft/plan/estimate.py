@@ -168,8 +168,12 @@ def layer_costs(
     for layer in layers:
         line = base_line([layer], speed)(rows.tokens)
         square = square_seconds([layer], speed) * rows.squares
-        added = sum(adapter_seconds([layer], job, speed) * rows.by_job.get(job.name, 0) for job in jobs)
-        parameters = sum(adapter_flops(layer, job) // 2 for job in jobs)
+        flops = [adapter_flops(layer, job) for job in jobs]
+        added = sum(
+            one / speed.adapter_flops * rows.by_job.get(job.name, 0)
+            for one, job in zip(flops, jobs, strict=True)
+        )
+        parameters = sum(one // 2 for one in flops)
         costs.append(
             LayerCost(
                 kind=layer.kind,

@@ -91,8 +91,17 @@ def frugal(ground: Ground) -> list[Ground]:
     """The same ground with more and more made again in the backward; only fused layers, a GPU's, can."""
     if not ground.is_gpu:
         return [ground]
-    more = [NOTHING, Recompute(outputs=True), Recompute(outputs=True, layers=ground.shape.layers)]
-    return [make_ground(ground.shape, ground.cluster, ground.speeds, one) for one in more]
+    more = [NOTHING, Recompute(outputs=True)]
+    less = [make_ground(ground.shape, ground.cluster, ground.speeds, one) for one in more]
+    return [*less, most_frugal(ground)]
+
+
+def most_frugal(ground: Ground) -> Ground:
+    """The last of them, without the others."""
+    if not ground.is_gpu:
+        return ground
+    everything = Recompute(outputs=True, layers=ground.shape.layers)
+    return make_ground(ground.shape, ground.cluster, ground.speeds, everything)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,7 @@ def full_rows(jobs: Sequence[JobOutline], capacity: int) -> Rows:
 
 def why_not(ground: Ground, jobs: Sequence[JobOutline]) -> str | None:
     """A sentence that says why these jobs do not fit together, or None if they do."""
-    ground = frugal(ground)[-1]
+    ground = most_frugal(ground)
     least = capacities(jobs, ground.most)[-1]
     try:
         lay_out(ground, jobs, least)

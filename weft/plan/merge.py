@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from weft.plan.best import LIMITS, Limits, pack_instance
+from weft.plan.best import LIMITS, Limits, Packing, pack_instance
 from weft.plan.fill import fullest
 from weft.plan.group import earliest
 from weft.plan.instance import Instance, padded
@@ -176,8 +177,14 @@ class _Line:
 
 
 def _pack(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]:
-    packing = pack_instance(_case(samples, rules), leave_room=True, limits=rules.limits)
+    packing = _packing(_case(samples, rules), rules.limits)
     return [tuple(samples[index] for index in chosen) for chosen in packing.bins]
+
+
+@lru_cache(maxsize=1024)
+def _packing(case: Instance, limits: Limits) -> Packing:
+    """Kept, since ways that are compared often hold the same rounds."""
+    return pack_instance(case, leave_room=True, limits=limits)
 
 
 def _case(samples: Sequence[BatchSample], rules: MergeRules) -> Instance:

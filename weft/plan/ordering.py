@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.plan.fit import Layout
 from weft.plan.lay import Laid
 from weft.plan.pipeline import Passes, alternating_passes, gpipe_passes, multi_job_passes
@@ -47,49 +49,48 @@ def least_seconds(passes: Passes, prices: Prices, link: Link) -> float:
     """
     clock = _Clock(prices, link, len(passes))
     reached = [0] * len(passes)
-    moved = True
+    sweep, moved = list(range(len(passes))), True
     while moved:
-        moved = False
-        for stage, actions in enumerate(passes):
-            while reached[stage] < len(actions) and clock.run(actions[reached[stage]]):
-                reached[stage] += 1
-                moved = True
+        before = list(reached)
+        for stage in sweep:
+            reached[stage] = clock.run(stage, passes[stage], reached[stage])
+        moved = reached != before
+        # Forwards are told going down the stages, backwards going up.
+        sweep.reverse()
     assert reached == [len(actions) for actions in passes], "an order whose devices wait for each other"
     return max(clock.free)
 
 
 class _Clock:
-    """When each pass ends, told as soon as what it waits for is told."""
+    """When what each pass makes is where it is needed, told as soon as what the pass waits for is told."""
 
     def __init__(self, prices: Prices, link: Link, stages: int) -> None:
         self.prices, self.link, self.last = prices, link, stages - 1
         self.free = [0.0] * stages
         self.forth: list[dict[int, float]] = [{} for _ in range(stages)]
+        """By the stage that takes it; what the last stage makes is its own to take."""
         self.back: list[dict[int, float]] = [{} for _ in range(stages)]
 
-    def run(self, action: Action) -> bool:
-        """False if what it waits for is not told yet."""
-        assert isinstance(action, Forward | Backward)
-        number, stage = action.microbatch, action.stage
-        forth = isinstance(action, Forward)
-        came = self._came_forth(number, stage) if forth else self._came_back(number, stage)
-        if came is None:
-            return False
-        price = self.prices.passes[number][stage]
-        self.free[stage] = max(self.free[stage], came) + (price.forward if forth else price.backward)
-        (self.forth if forth else self.back)[stage][number] = self.free[stage]
-        return True
-
-    def _came_forth(self, number: int, stage: int) -> float | None:
-        if stage == 0:
-            return 0.0
-        made = self.forth[stage - 1].get(number)
-        size = self.prices.passes[number][stage - 1].activation_bytes
-        return None if made is None else made + self.link.seconds(size)
-
-    def _came_back(self, number: int, stage: int) -> float | None:
-        if stage == self.last:
-            return self.forth[stage].get(number)
-        made = self.back[stage + 1].get(number)
-        size = self.prices.passes[number][stage + 1].gradient_bytes
-        return None if made is None else made + self.link.seconds(size)
+    def run(self, stage: int, actions: Sequence[Action], start: int) -> int:
+        """From `start` up to the first action whose input is not told yet; returns that one's place."""
+        forth, back, free = self.forth[stage], self.back[stage], self.free[stage]
+        prices, link = self.prices.passes, self.link
+        for place in range(start, len(actions)):
+            action = actions[place]
+            assert isinstance(action, Forward | Backward)
+            number, price = action.microbatch, prices[action.microbatch][stage]
+            goes_forth = isinstance(action, Forward)
+            came = 0.0 if goes_forth and not stage else (forth if goes_forth else back).get(number)
+            if came is None:
+                self.free[stage] = free
+                return place
+            free = max(free, came) + (price.forward if goes_forth else price.backward)
+            if not goes_forth:
+                if stage:
+                    self.back[stage - 1][number] = free + link.seconds(price.gradient_bytes)
+            elif stage == self.last:
+                back[number] = free
+            else:
+                self.forth[stage + 1][number] = free + link.seconds(price.activation_bytes)
+        self.free[stage] = free
+        return len(actions)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.plan.candidate import alone
 from weft.plan.estimate import JobOutline
-from weft.plan.forecast import Forecast, in_turn, run_scheme
-from weft.plan.lay import lay
+from weft.plan.forecast import Forecast, in_turn, run_passes
+from weft.plan.lay import Laid, lay
+from weft.plan.memory import Recompute
 from weft.plan.ordering import least_seconds, passes_in
+from weft.plan.pipeline import Passes
 from weft.plan.places import Place, descend
 from weft.plan.scheme import GREEDY, Order, Scheme
 
@@ -46,36 +48,70 @@ WAYS: tuple[Way, ...] = (one_after_another, one_piped_after_another, mlora, gree
 
 
 def rivals(tried: Sequence[Place], jobs: Sequence[JobOutline]) -> tuple[Forecast, ...]:
-    return tuple(at_its_best(way, tried, jobs) for way in WAYS)
+    desk = _Desk()
+    return tuple(desk.at_its_best(way(jobs), tried) for way in WAYS)
 
 
 def at_its_best(way: Way, tried: Sequence[Place], jobs: Sequence[JobOutline]) -> Forecast:
     """Simulated with the token capacity at which it should be fastest, of those where it fits."""
-    parts = way(jobs)
-    quick = descend(tried, lambda place: _least(parts, place), lambda one: one)
-    found: Forecast | None = None
-    for number in sorted(range(len(quick)), key=quick.__getitem__):
-        run = in_turn([_run(part, tried[number]) for part in parts])
-        found = found or run
-        if run.fits:
-            return run
-    assert found is not None, "there is a place"
-    return found
+    return _Desk().at_its_best(way(jobs), tried)
 
 
 def _job_by_job(name: str, order: Order, jobs: Sequence[JobOutline]) -> list[Part]:
     return [Part(Scheme(name, ((job.name,),), order, GREEDY, shift=False), (job,)) for job in jobs]
 
 
-def _run(part: Part, place: Place) -> Forecast:
-    return run_scheme(part.scheme, part.jobs, place.ground, place.layout).forecast
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """A part's scheme, which names its jobs, and where: all in which layouts and orders differ."""
+
+    scheme: Scheme
+    recompute: Recompute
+    capacity: int
 
 
-def _least(parts: Sequence[Part], place: Place) -> float:
-    """Seconds if no transport ever waited for another."""
-    total = 0.0
-    for part in parts:
-        laid = lay(part.scheme, part.jobs, place.ground, place.layout)
-        passes = passes_in(part.scheme.order, laid, place.layout)
-        total += least_seconds(passes, laid.prices, place.ground.cluster.link)
-    return total
+class _Desk:
+    """Lays out parts, nothing twice: some ways differ in their order only, and all are timed and then run."""
+
+    def __init__(self) -> None:
+        self.laid: dict[_Setting, Laid] = {}
+        self.passes: dict[_Setting, Passes] = {}
+
+    def at_its_best(self, parts: Sequence[Part], tried: Sequence[Place]) -> Forecast:
+        quick = descend(tried, lambda place: self.least(parts, place), lambda one: one)
+        found: Forecast | None = None
+        for number in sorted(range(len(quick)), key=quick.__getitem__):
+            run = in_turn([self.run(part, tried[number]) for part in parts])
+            found = found or run
+            if run.fits:
+                return run
+        assert found is not None, "there is a place"
+        return found
+
+    def lay(self, part: Part, place: Place) -> Laid:
+        same = _setting(replace(part.scheme, name="", order=Order.alternating), place)
+        if same not in self.laid:
+            self.laid[same] = lay(part.scheme, part.jobs, place.ground, place.layout)
+        return self.laid[same]
+
+    def order(self, part: Part, place: Place) -> Passes:
+        setting = _setting(part.scheme, place)
+        if setting not in self.passes:
+            self.passes[setting] = passes_in(part.scheme.order, self.lay(part, place), place.layout)
+        return self.passes[setting]
+
+    def run(self, part: Part, place: Place) -> Forecast:
+        laid, passes = self.lay(part, place), self.order(part, place)
+        return run_passes(passes, laid, part.scheme, part.jobs, place.ground, place.layout).forecast
+
+    def least(self, parts: Sequence[Part], place: Place) -> float:
+        """Seconds if no transport ever waited for another."""
+        total = 0.0
+        for part in parts:
+            laid, passes = self.lay(part, place), self.order(part, place)
+            total += least_seconds(passes, laid.prices, place.ground.cluster.link)
+        return total
+
+
+def _setting(scheme: Scheme, place: Place) -> _Setting:
+    return _Setting(scheme, place.ground.recompute, place.layout.capacity)

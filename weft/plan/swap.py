@@ -73,28 +73,31 @@ class _Search:
         tokens = self.case.tokens
         self.bins.sort(key=lambda chosen: (-tokens(chosen), sorted(chosen)))
         changed = False
+        held = [tokens(chosen) for chosen in self.bins]
         for taker in range(len(self.bins)):
             for giver in range(len(self.bins) - 1, taker, -1):
-                if self.tries == 0 or tokens(self.bins[taker]) == self.case.capacity:
+                if self.tries == 0 or held[taker] == self.case.capacity:
                     break
-                changed |= self._exchange(taker, giver)
+                changed |= self._exchange(taker, giver, held)
         self.bins = [chosen for chosen in self.bins if chosen]
         return changed
 
-    def _exchange(self, taker: int, giver: int) -> bool:
+    def _exchange(self, taker: int, giver: int, held: list[int]) -> bool:
+        """`held` are the tokens in each bin, kept up to date here."""
         if not self.bins[giver] or not self.bins[taker]:
             return False
         self.tries -= 1
         case, pool = self.case, self.bins[taker] + self.bins[giver]
         chosen = fullest(case, pool, case.capacity)
-        before = max(case.tokens(self.bins[taker]), case.tokens(self.bins[giver]))
-        if case.tokens(chosen) <= before:
+        taken = case.tokens(chosen)
+        if taken <= max(held[taker], held[giver]):
             return False
         rest = _without(pool, chosen)
         # Padding may make the rest too large, although it has fewer tokens than before.
         if case.load(rest) > case.capacity:
             return False
         self.bins[taker], self.bins[giver] = chosen, rest
+        held[taker], held[giver] = taken, held[taker] + held[giver] - taken
         return True
 
 
