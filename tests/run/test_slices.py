@@ -104,3 +104,19 @@ def test_the_best_weights_are_the_master_where_this_very_step_was_the_best(ready
     assert torch.equal(got.best, got.master)
     assert checkpoint.restore(tmp_path / "before", got)
     assert not got.best.any()
+
+
+def test_a_stage_draws_its_own_part_of_the_adapter_that_the_whole_base_would_have(ready):
+    whole = slice_training(ready, 0, 4)
+    parts = [slice_training(ready, start, stop) for start, stop in ((0, 1), (1, 3), (3, 4))]
+    assert all(torch.equal(part.master, part.layout.slice_of(whole.layout, whole.master)) for part in parts)
+    assert sum(part.layout.size for part in parts) == whole.layout.size
+    views = whole.layout.views(whole.master)
+    assert all(
+        view.abs().max() <= view.shape[1] ** -0.5 for (_, name), view in views.items() if name == "a_rK"
+    )
+    assert not any(view.any() for (_, name), view in views.items() if name == "b_rN")
+    bounds = [
+        float(view.abs().max()) * view.shape[1] ** 0.5 for (_, name), view in views.items() if name == "a_rK"
+    ]
+    assert min(bounds) > 0.8

@@ -93,7 +93,10 @@ class Kind(Protocol):
         """Raise AdapterError where the spec's `init_from` cannot start an adapter at these sites."""
 
     def initialise(self, member: Member, sites: Sequence[SiteShape], parameters: Parameters) -> None:
-        """Fill the parameters of a new adapter, from the member's seed or from its `init_from`."""
+        """Fill parameters of a new adapter, from the member's seed or from its `init_from`.
+
+        `sites` are those of the whole base; `parameters` may be those of some of them only, on any device.
+        """
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> SiteBank: ...
 

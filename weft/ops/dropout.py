@@ -54,9 +54,9 @@ def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability:
 
     The features' factors hang on the key too, so that no two features are alike at every step.
     """
-    row_T = odd(token_index_T.to(torch.int32) ^ _signed(key_of_site))
+    row_T = odd(token_index_T.to(torch.int32) ^ signed(key_of_site))
     count_K = torch.arange(1, features + 1, dtype=torch.int32, device=row_T.device)
-    feature_K = odd(count_K * _signed(STRIDE) ^ _signed(key_of_site))
+    feature_K = odd(count_K * signed(STRIDE) ^ signed(key_of_site))
     least = threshold(probability)
     kept = torch.empty(len(row_T), features, dtype=torch.bool, device=row_T.device)
     rows = max(1, CHUNK // features) if row_T.device.type == "cpu" else max(1, len(row_T))
@@ -70,9 +70,14 @@ def kept_TK(key_of_site: int, token_index_T: Tensor, features: int, probability:
 
 def odd(value: Tensor) -> Tensor:
     """fmix32 of an int32 tensor with its lowest bit set: a factor that loses nothing of the other one."""
-    value = _folded(value, 16) * _signed(FIRST)
-    value = _folded(value, 13) * _signed(SECOND)
-    return _folded(value, 16) | 1
+    return mixed(value) | 1
+
+
+def mixed(value: Tensor) -> Tensor:
+    """fmix32 of an int32 tensor."""
+    value = _folded(value, 16) * signed(FIRST)
+    value = _folded(value, 13) * signed(SECOND)
+    return _folded(value, 16)
 
 
 def _folded(value: Tensor, places: int) -> Tensor:
@@ -80,5 +85,6 @@ def _folded(value: Tensor, places: int) -> Tensor:
     return value ^ ((value >> places) & (1 << 32 - places) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The int32 that has these 32 bits."""
     return value - (1 << 32) if value >= 1 << 31 else value

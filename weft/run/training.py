@@ -130,16 +130,12 @@ def new_training(
 ) -> Training:
     """A job at step 0, its weights drawn from its own seed or read from its `init_from`.
 
-    Where `sites` are those of one stage, `whole_sites` are those of the base: the whole adapter is made, and
-    the stage's slice of it kept.
+    Where `sites` are those of one stage, `whole_sites` are those of the base, which an `init_from` must fit.
     """
     kind = kind_named(member.spec.kind)
     layout = kind.layout(member.spec, sites)
-    all_sites = whole_sites or sites
-    all_layout = kind.layout(member.spec, all_sites)
-    whole = torch.zeros(all_layout.size, dtype=master_dtype(dtype))
-    kind.initialise(member, all_sites, all_layout.views(whole))
-    master = layout.slice_of(all_layout, whole).to(device)
+    master = torch.empty(layout.size, dtype=master_dtype(dtype), device=device)
+    kind.initialise(member, whole_sites or sites, layout.views(master))
     state = State(
         master=master,
         exp_avg=torch.zeros_like(master),

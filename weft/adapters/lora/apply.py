@@ -6,13 +6,11 @@ matrix belong to one rank.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from weft.adapters.kind import Frozen, Member, Parameters, Pass
@@ -21,6 +19,7 @@ from weft.adapters.lora.export import merge, write_portable
 from weft.adapters.lora.files import read_start, write_adapter
 from weft.adapters.lora.spec import LoraSpec
 from weft.batch import Segment
+from weft.ops.draw import fill_uniform, parameter_key
 from weft.ops.dropout import key
 from weft.ops.lora import Block, Blocks, Factors, add_lora
 from weft.ops.table import Entry, Group, Table
@@ -158,20 +157,15 @@ class Lora:
 
     def initialise(self, member: Member, sites: Sequence[SiteShape], parameters: Parameters) -> None:
         """A uniform within ±1/√K as PEFT draws it, B zero; or both from the member's `init_from` folder."""
-        if member.spec.init_from is not None:
-            for site, (a_rK, b_Nr) in read_start(member.spec, sites).items():
-                parameters[site, A].copy_(a_rK)
-                parameters[site, B].copy_(b_Nr.T)
-            return
+        start = None if member.spec.init_from is None else read_start(member.spec, sites)
         for (site, name), value in parameters.items():
-            if name == B:
+            if start is not None:
+                a_rK, b_Nr = start[site]
+                value.copy_(a_rK if name == A else b_Nr.T)
+            elif name == A:
+                fill_uniform(value, parameter_key(member.seed, site, A), bound=value.shape[1] ** -0.5)
+            else:
                 value.zero_()
-                continue
-            generator = torch.Generator().manual_seed(zlib.crc32(site.encode()) << 32 ^ member.seed)
-            bound = value.shape[1] ** -0.5
-            # In float64, so that a base of any dtype starts from the same numbers.
-            drawn = torch.empty(value.shape, dtype=torch.float64)
-            value.copy_(drawn.uniform_(-bound, bound, generator=generator))
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> LoraBank:
         return LoraBank(sites, slots)
