@@ -9,7 +9,7 @@ from tests import bench
 from tests.outputs import lines
 from weft import JobSpec, Options
 from weft.errors import UserError
-from weft.journal import LEARNED
+from weft.jobs.folder import LEARNED
 from weft.plan.profile import write_profile
 from weft.report.read import read_run
 from weft.run.profile import measure_profile

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from weft.jobs.files import json_text, replace_file
+from weft.jobs.folder import LEARNED
 from weft.jobs.states import State
 from weft.jobs.store import Store
 from weft.plan.cost import CostModel, Sizes
@@ -18,9 +19,6 @@ from weft.ready import Ready
 from weft.report.terminal import JobRow
 from weft.run.events import Evaluated, Stepped
 from weft.run.training import Progress
-
-LEARNED = "learned.json"
-"""The models that plans are made by, as the run has learned them."""
 
 Log = Callable[[Mapping[str, Any]], None]
 
@@ -126,12 +124,12 @@ class Journal:
     def learned(self) -> Any:
         """What `keep_learned` was last given in this output; None if there is nothing that can be read."""
         try:
-            return json.loads((self.store.output / LEARNED).read_bytes())
+            return json.loads((self.store.records / LEARNED).read_bytes())
         except (OSError, ValueError):
             return None
 
     def keep_learned(self, record: Mapping[str, Any]) -> None:
-        replace_file(self.store.output / LEARNED, json_text(record, indent=1).encode())
+        replace_file(self.store.records / LEARNED, json_text(record, indent=1).encode())
 
     def move(self, name: str, state: State, reason: str = "") -> None:
         self.store.move_job(name, state, reason)

@@ -91,9 +91,8 @@ class LineFile:
         self.close()
         if not self.path.exists():
             return
-        content = self.path.read_bytes()
-        kept = b"".join(line for line in content.splitlines(keepends=True) if _is_kept(line, wanted))
-        if kept != content:
+        kept = kept_lines(self.path, wanted)
+        if kept != self.path.read_bytes():
             replace_file(self.path, kept)
 
     def sync(self) -> None:
@@ -104,6 +103,13 @@ class LineFile:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def kept_lines(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> bytes:
+    """The lines of a file that are whole and `wanted`; nothing where there is no file."""
+    if not path.exists():
+        return b""
+    return b"".join(line for line in path.read_bytes().splitlines(keepends=True) if _is_kept(line, wanted))
 
 
 def _is_kept(line: bytes, wanted: Callable[[Mapping[str, Any]], bool]) -> bool:

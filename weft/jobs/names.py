@@ -13,7 +13,10 @@ LONGEST = 64
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 """Names that Windows keeps for itself, whatever follows the first dot."""
 
-OURS = {"metrics.jsonl", "windows.jsonl", "status.json", "report.html", "tensorboard", "wandb", "mlruns"}
+OURS = {
+    "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "shares.json", "report.html", "ranks",
+    "tensorboard", "wandb", "mlruns",
+}  # fmt: skip
 """What Weft writes beside the jobs' folders."""
 
 

@@ -1,8 +1,7 @@
-"""The private store of `weft train`: the output folder, with one writer at a time."""
+"""The private store of `weft train`: the output folder, or one share of it, with one writer at a time."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -11,13 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import OutputError
-from weft.jobs.files import LineFile, json_text, replace_file, temporary
+from weft.jobs.files import LineFile, temporary
+from weft.jobs.folder import (
+    LOCK,
+    METRICS,
+    RANKS,
+    STATUS,
+    WINDOWS,
+    lock_folder,
+    read_status,
+    waiting_again,
+    write_status,
+)
+from weft.jobs.shares import SHARES, dissolve, gather, share_folder
 from weft.jobs.states import State, move
-from weft.jobs.status import JobStatus, RunStatus, from_json, to_json
-
-STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
-RANKS = "ranks"
-"""The folder of the logs of a pipeline's other ranks, which begin before the run does."""
+from weft.jobs.status import JobStatus, RunStatus
 
 
 def open_store(output: Path, resume: bool) -> Store:
@@ -26,32 +33,29 @@ def open_store(output: Path, resume: bool) -> Store:
         raise OutputError(f"{output} is a file; choose another --output")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        lock = _lock(output)
+        lock = lock_folder(output, output)
     except OSError as error:
         raise OutputError(f"cannot write to {output}: {error.strerror}; choose another --output") from error
     try:
         status = _status_of(output, resume)
+        store = Store(output, output, status, lock)
+        if (output / SHARES).exists():
+            store.gather()
     except BaseException:
         os.close(lock)
         raise
-    return Store(output, status, lock)
+    return store
 
 
-def _lock(output: Path) -> int:
-    """Held until the process ends, however it ends; the file itself stays."""
-    handle = os.open(output / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def open_share(output: Path, number: int) -> Store:
+    """Take the store of one share of the jobs, as it was dealt or as a process before this one left it."""
+    records = share_folder(output, number)
+    lock = lock_folder(records, output)
     try:
-        import fcntl
-    except ImportError:
-        return handle
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise OutputError(
-            f"another weft train is writing to {output}; wait for it, or choose another --output"
-        ) from None
-    return handle
+        return Store(output, records, _status_of(records, resume=True), lock)
+    except BaseException:
+        os.close(lock)
+        raise
 
 
 def _status_of(output: Path, resume: bool) -> RunStatus:
@@ -65,37 +69,21 @@ def _status_of(output: Path, resume: bool) -> RunStatus:
         raise OutputError(
             f"{output} holds no {STATUS}, so there is nothing to resume; choose another --output"
         )
-    status = _read_status(output)
-    # A job that was running when the trainer was killed waits for its turn again.
-    jobs = {
-        name: replace(job, state=move(job.state, State.QUEUED)) if job.state is State.RUNNING else job
-        for name, job in status.jobs.items()
-    }
-    return replace(status, jobs=jobs)
-
-
-def _read_status(output: Path) -> RunStatus:
-    """status.json, or where a disk has damaged it, the next version of it that never took its name."""
-    complaint = ""
-    for path in (output / STATUS, temporary(output / STATUS)):
-        try:
-            return from_json(json.loads(path.read_bytes()))
-        except (OSError, ValueError) as error:
-            complaint = complaint or str(error).splitlines()[0]
-    raise OutputError(
-        f"{output / STATUS} cannot be used ({complaint}); put back a copy of it, or choose another --output"
-    )
+    return waiting_again(read_status(output))
 
 
 class Store:
     """The status in memory and on disk, and the two files of lines. Made by `open_store`."""
 
-    def __init__(self, output: Path, status: RunStatus, lock: int) -> None:
+    def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
         self.output = output
+        """Where the jobs' folders are."""
+        self.records = records
+        """Where this store's own files are: the output, unless it is the store of a share."""
         self.status = status
         self._lock = lock
-        self._metrics = LineFile(output / METRICS)
-        self._windows = LineFile(output / WINDOWS)
+        self._metrics = LineFile(records / METRICS)
+        self._windows = LineFile(records / WINDOWS)
 
     def __enter__(self) -> Store:
         return self
@@ -177,7 +165,16 @@ class Store:
         self._metrics.sync()
         self._windows.sync()
         self.status = replace(self.status, updated=time.time())
-        replace_file(self.output / STATUS, (json_text(to_json(self.status), indent=2) + "\n").encode())
+        write_status(self.records, self.status)
+
+    def gather(self) -> None:
+        """Take in what the shares of the jobs have recorded; their stores end with it."""
+        # Their files are about to be replaced.
+        self._metrics.close()
+        self._windows.close()
+        self.status = gather(self.output, self.status)
+        self.write_status()
+        dissolve(self.output)
 
     def close(self) -> None:
         self._metrics.close()

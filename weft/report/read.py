@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weft.errors import OutputError
+from weft.jobs.folder import METRICS, STATUS, WINDOWS
+from weft.jobs.shares import combined, read_shares, share_folders
+from weft.jobs.status import RunStatus, from_json, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +116,16 @@ class _Curves:
 
 def read_run(output: Path) -> Run:
     """Read an output folder; one that holds neither metrics nor a status is a user's mistake."""
-    metrics, status = output / "metrics.jsonl", output / "status.json"
+    metrics, status = output / METRICS, output / STATUS
     if not metrics.exists() and not status.exists():
         what = "holds no metrics.jsonl" if output.is_dir() else "is not a folder"
         raise OutputError(f"{output} {what}: name a folder that `weft train` has written to.")
     notes: list[str] = []
-    curves = _read_curves(_read_lines(metrics, notes))
-    windows = tuple(_window(line) for line in _read_lines(output / "windows.jsonl", notes))
-    record = _read_status(status, notes)
+    shares = read_shares(output)
+    curves = _read_curves(_metrics(output, shares, notes))
+    folders = (output, *share_folders(output))
+    windows = tuple(_window(line) for folder in folders for line in _read_lines(folder / WINDOWS, notes))
+    record = _with_shares(output, _read_status(status, notes), shares)
     states = {str(name): _mapping(state) for name, state in _mapping(record.get("jobs")).items()}
     names = [*states, *(name for name in curves if name not in states)]
     jobs = tuple(
@@ -165,6 +170,26 @@ def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
             f"{torn} torn line{'s' * (torn > 1)} of {path.name} left out: a killed run broke off there."
         )
     return lines
+
+
+def _metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
+    """Of a job that a share trains only what the share says: that holds what came before it too."""
+    owned = frozenset(name for share in shares for name in share.jobs)
+    own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
+    return [
+        *own,
+        *(line for folder in share_folders(output) for line in _read_lines(folder / METRICS, notes)),
+    ]
+
+
+def _with_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunStatus]) -> Mapping[str, Any]:
+    if not shares:
+        return record
+    try:
+        whole = from_json(record)
+    except ValueError:
+        whole = RunStatus()
+    return to_json(combined(output, whole, shares))
 
 
 def _read_curves(lines: list[Mapping[str, Any]]) -> dict[str, _Curves]:
@@ -262,7 +287,7 @@ def _text(value: Any) -> str:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(str(item) for item in value) if isinstance(value, list) else ()
+    return tuple(str(item) for item in value) if isinstance(value, list | tuple) else ()
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
