@@ -1,31 +1,26 @@
 """The processes of a pipeline on this machine: start them, watch them, and start them again when one is lost.
 
 Ranks are told who they are by the environment, in torchrun's words, so that it does not matter who started
-them. They are forked from a server that has imported what training needs: a restart costs no imports.
+them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import typer
 
 from weft.errors import UserError
-from weft.jobs.files import replace_file
-from weft.jobs.store import RANKS
+from weft.processes import CRASHED, be_process, forks, how_ended, log_folder, signals_to, write_pids
 from weft.run.boxes import PeerLost
 from weft.run.commands import Staff
 from weft.run.heartbeat import LOST, Heartbeat
@@ -36,16 +31,11 @@ from weft.run.worker import serve
 
 RESTARTS = 3
 """How often all ranks are started again after one was lost."""
-CRASHED = 70
-"""The exit code of a rank that met a bug of ours."""
 FULL = 71
 """The exit code of a rank that ran out of memory, as it would again."""
 FAILED = 1
 GRACE = 15.0
 """Seconds that the other ranks have to end after the first."""
-PIDS = "pids"
-"""The file beside the logs that says which process is which rank."""
-PRELOADED = ["weft.launch", "weft.trainer", "weft.cli.main", "peft", "datasets", "plotly.graph_objects"]
 
 
 # -- one rank -------------------------------------------------------------------------------------------
@@ -141,9 +131,8 @@ def _run_once(main: Main, words: Sequence[str], ranks: int, output: Path) -> int
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    logs = _log_folder(output)
+    context = forks()
+    logs = log_folder(output)
     processes = []
     for rank in range(ranks):
         variables = environment(rank, ranks, store.port)
@@ -153,10 +142,9 @@ def _run_once(main: Main, words: Sequence[str], ranks: int, output: Path) -> int
         )
         process.start()
         processes.append(process)
-    if logs:
-        pids = "".join(f"{rank} {one.pid}\n" for rank, one in enumerate(processes))
-        replace_file(logs / PIDS, pids.encode())
-    with _signals_to(processes[0]):
+    write_pids(logs, processes)
+    # The first rank finishes its window and saves; the others obey it.
+    with signals_to(lambda: processes[:1]):
         ended = _watch(processes)
     for process in processes:
         process.kill()
@@ -177,15 +165,6 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _log_folder(output: Path) -> Path | None:
-    """None where nothing can be written; the first rank will say so better."""
-    try:
-        (output / RANKS).mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return (output / RANKS).absolute()
-
-
 def _watch(processes: Sequence[Any]) -> int | Loss:
     """Wait for the first rank to end, or for any to be lost."""
     first = processes[0]
@@ -197,70 +176,15 @@ def _watch(processes: Sequence[Any]) -> int | Loss:
                 advice = "lower data.max_length or the ranks of the adapters, or use more stages"
                 return Loss(f"rank {rank} ran out of memory: {advice}", passes=False)
             if code is not None and (code < 0 or code in (LOST, CRASHED) or (rank > 0 and code != 0)):
-                return Loss(f"rank {rank} {_how(code)}")
+                return Loss(f"rank {rank} {how_ended(code)}")
         if first.exitcode is not None:
             for process in processes[1:]:
                 process.join(GRACE)
             return int(first.exitcode)
 
 
-def _how(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return "lost another rank" if code == LOST else f"ended with code {code}"
-
-
-@contextmanager
-def _signals_to(process: Any) -> Iterator[None]:
-    """Hand Ctrl-C and SIGTERM on to the first rank, which finishes its window and saves."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def hand_on(number: int, _: FrameType | None) -> None:
-        if process.exitcode is None:
-            os.kill(process.pid, number)
-
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def be_rank(main: Main, words: list[str], variables: dict[str, str], log: Path | None) -> None:
     """In the new process: what `python -m weft WORDS` does there."""
-    # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
-    os.setpgrp()
     os.environ.update(variables)
-    if log is not None:
-        _write_to(log)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(variables["LOCAL_WORLD_SIZE"])))
     sys.argv = ["weft", *words]
-    code = _exit_code(main)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of the transport may still hold a connection to a rank that has gone.
-    os._exit(code)
-
-
-def _exit_code(main: Main) -> int:
-    try:
-        main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
-        return CRASHED
-    return 0
-
-
-def _write_to(log: Path) -> None:
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
+    be_process(main, log, int(variables["LOCAL_WORLD_SIZE"]))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weft.launch import PRELOADED
+from weft.processes import PRELOADED
 
 MODULES = [*PRELOADED, "tests.bench", "tests.run.aboard", "transformers.models.opt.modeling_opt"]
 
