@@ -20,7 +20,7 @@ from weft.jobs.checks import check_targets, warnings
 from weft.jobs.read import read_run
 from weft.jobs.spec import JobSpec, RunSpec, place_in_job, resolved
 from weft.jobs.states import State
-from weft.jobs.store import Store, open_store
+from weft.jobs.store import Store, open_share, open_store
 from weft.journal import Journal, View
 from weft.loop import Callback, Loop
 from weft.paths import cache_folder
@@ -76,6 +76,8 @@ class Options:
     """A file that `weft doctor --profile` has written; None: the one in the cache, if there is any."""
     staff: Staff | None = None
     """The other ranks, where the base is cut into stages; this process is the first of them."""
+    share: int | None = None
+    """Which share of the output's jobs is trained here, where other processes train the others."""
 
 
 class Quiet:
@@ -140,24 +142,19 @@ class Trainer:
 
     def run(self, callback: Callback | None = None) -> dict[str, Result]:
         """Train until every job has ended or somebody interrupts. `callback` hears of every step."""
-        if not self.jobs:
-            raise SpecError("There is no job to train; add one.")
         device = self.base.device if isinstance(self.base, Base) else device_named(self.options.device)
         shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)
-        self._check(shape)
-        self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
+        self.check(shape)
         with ExitStack() as stack:
-            store = stack.enter_context(open_store(self.output, self.options.resume))
-            self._sweep(store)
-            again = self.options.restart
-            going = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
-            ready = self._ready_all(going, shape)
+            store = stack.enter_context(self._open())
+            ready = self.unfinished(store, shape)
             stop = stack.enter_context(interrupts(self._announce_stop))
             if ready:
                 memory = self._memory(device, shape)
                 pipeline = self._pipeline(device, shape)
                 base = pipeline.base if pipeline else self._load(device)
-                self._take_over(store, base, ready)
+                store.describe(self.spec.model, str(base.device), str(base.dtype).removeprefix("torch."))
+                self.take_over(store, ready)
                 loggers = open_loggers(
                     self.report_to, self.output, {name: resolved(job) for name, job in self.jobs.items()}
                 )
@@ -171,11 +168,14 @@ class Trainer:
                     store.note(note)
             self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
             store.write_status()
-            return self._results(store)
+            return self.results(store)
 
     # -- before ------------------------------------------------------------------------------------------
 
-    def _check(self, shape: ModelShape) -> None:
+    def check(self, shape: ModelShape) -> None:
+        """All that can be found wrong before the output is touched."""
+        if not self.jobs:
+            raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
         if mistakes := check_targets(jobs, shape, self._place):
             raise SpecError(mistakes)
@@ -183,6 +183,21 @@ class Trainer:
             self.view.note(f"warning: {sentence}")
         if unknown := [name for name in self.options.restart if name not in self.jobs]:
             raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(self.jobs)}")
+        self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
+
+    def _open(self) -> Store:
+        share = self.options.share
+        return (
+            open_store(self.output, self.options.resume) if share is None else open_share(self.output, share)
+        )
+
+    def unfinished(self, store: Store, shape: ModelShape) -> list[Ready]:
+        """The jobs that have not ended, and those to train anew, made ready."""
+        self._sweep(store)
+        again = self.options.restart
+        return self._ready_all(
+            [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)], shape
+        )
 
     def _sweep(self, store: Store) -> None:
         """A kill may have come between a job's success and the end of its checkpoints."""
@@ -252,9 +267,8 @@ class Trainer:
     def _checkpoints(self, name: str) -> Path:
         return self.output.absolute() / name / CHECKPOINTS
 
-    def _take_over(self, store: Store, base: Base, ready: Sequence[Ready]) -> None:
+    def take_over(self, store: Store, ready: Sequence[Ready]) -> None:
         """From here on the output holds a run: killed at any later moment, it can be resumed."""
-        store.describe(self.spec.model, str(base.device), str(base.dtype).removeprefix("torch."))
         for name in self.options.restart:
             store.restart_job(name)
         self._rewind(store, ready)
@@ -307,8 +321,10 @@ class Trainer:
         self.loop.executor.unweave()
         self.loop = None
 
-    def _results(self, store: Store) -> dict[str, Result]:
-        write_report(self.output)
+    def results(self, store: Store) -> dict[str, Result]:
+        """How every job stands; drawn as a report, unless others are still at work."""
+        if self.options.share is None:
+            write_report(self.output)
         records = {record.name: record for record in read_records(self.output).jobs}
         return {name: self._result(store, name, records[name]) for name in self.jobs}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,8 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weft.plan.stage_count import StageCount
     from weft.run.commands import Staff
     from weft.run.wires import Place
+    from weft.trainer import Result
 
 SOME_FAILED, INTERRUPTED = 1, 130
 AUTO = 0
@@ -34,20 +39,28 @@ def train(
     replicas: Annotated[
         int, typer.Option(min=1, help="So many copies of the base, or of its stages, share every batch.")
     ] = 1,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|all", help="The whole base on each of so many GPUs, and a share of the jobs."
+        ),
+    ] = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
     from weft.errors import UserError
+    from weft.run.devices import devices_asked
     from weft.run.wires import attempt, place_here
 
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
     asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas)
     place, stages = place_here(), 1 if pipeline is None else stages_of(pipeline)
+    if gpus is not None:
+        refuse_beside_gpus(gpus, pipeline, replicas, place)
+        _train_on(asked, devices_asked(gpus_of(gpus), device))
+        return
     if place is None:
-        stages = _chosen(asked) if stages == AUTO else stages
-        if stages * replicas > 1:
-            raise typer.Exit(_launch(asked, stages))
-        _train(asked, None)
+        _train_here(asked, stages)
         return
     place = with_replicas(place, replicas)
     if pipeline is not None and stages not in (AUTO, place.stages):
@@ -86,8 +99,24 @@ class Asked:
         return [*words, *(word for job in self.restart for word in ("--restart", job))]
 
 
-def _chosen(asked: Asked) -> int:
-    """As many stages as the planner finds right for this machine; says why."""
+def _train_here(asked: Asked, stages: int) -> None:
+    """On this machine, in the processes that were asked for or that the planner finds right."""
+    from weft.run.devices import devices_asked
+
+    shares = 1
+    if stages == AUTO:
+        choice = _chosen(asked)
+        stages, shares = choice.stages, choice.shares
+    if shares > 1:
+        _train_on(asked, devices_asked(shares, asked.device))
+    elif stages * asked.replicas > 1:
+        raise typer.Exit(_launch(asked, stages))
+    else:
+        _train(asked, None)
+
+
+def _chosen(asked: Asked) -> StageCount:
+    """Stages or shares, as the planner finds right for this machine; says why."""
     from rich.console import Console
 
     from weft.base.load import device_named, inspect
@@ -98,10 +127,13 @@ def _chosen(asked: Asked) -> int:
 
     device = device_named(asked.device)
     budget = bytes_of(asked.memory) if asked.memory else None
-    shape = inspect(read_run(asked.jobs).base, device)
-    choice = choose_stages(shape, devices_here(device, budget).shared_by(asked.replicas), SPARE)
+    run = read_run(asked.jobs)
+    shape = inspect(run.base, device)
+    devices = devices_here(device, budget).shared_by(asked.replicas)
+    # Whoever asks for replicas wants every job on all of them: no shares then.
+    choice = choose_stages(shape, devices, SPARE, len(run.jobs) if asked.replicas == 1 else 1)
     Console().print(f"Weft: {choice.why}", highlight=False, soft_wrap=True)
-    return choice.stages
+    return choice
 
 
 def _launch(asked: Asked, stages: int) -> int:
@@ -135,9 +167,6 @@ def _train(asked: Asked, staff: Staff | None) -> None:
 
     from weft.base.load import shape_at_hand
     from weft.jobs.read import read_run
-    from weft.jobs.states import State
-    from weft.report.ending import final_table
-    from weft.report.read import read_run as read_records
     from weft.report.terminal import LiveView
     from weft.report.words import plural
     from weft.trainer import Options, trainer_for
@@ -153,10 +182,50 @@ def _train(asked: Asked, staff: Staff | None) -> None:
     with LiveView(console, []) as view:
         trainer = trainer_for(run, output=asked.output, max_steps=asked.max_steps, options=options, view=view)
         results = trainer.run()
-    folder = trainer.output
+    _finish(console, trainer.output, results, trainer.interrupted)
+
+
+def _train_on(asked: Asked, devices: tuple[str, ...]) -> None:
+    """A share of the jobs on each of these devices; one device is an ordinary run."""
+    from rich.console import Console
+
+    from weft.base.load import shape_at_hand
+    from weft.jobs.read import read_run
+    from weft.report.terminal import LiveView
+    from weft.report.words import plural
+    from weft.shares import train_shares
+    from weft.trainer import Options
+
+    if len(devices) == 1:
+        _train(asked, None)
+        return
+    run = read_run(asked.jobs, shape_at_hand)
+    console = Console()
+    count = plural(len(run.jobs), "job")
+    console.print(f"Weft: {count} on {run.base.model}, shared by {len(devices)} devices", highlight=False)
+    most = bytes_of(asked.memory) if asked.memory else None
+    options = Options(resume=asked.resume, restart=asked.restart, memory=most)
+    with LiveView(console, []) as view:
+        shared = train_shares(
+            run, devices, output=asked.output, max_steps=asked.max_steps, options=options, view=view
+        )
+    _finish(console, shared.output, shared.results, shared.interrupted, shared.mistaken)
+
+
+def _finish(
+    console: Console, folder: Path, results: Mapping[str, Result], interrupted: bool, mistaken: bool = False
+) -> None:
+    """The table of all jobs, and the exit code."""
+    from weft.cli.main import MISTAKE
+    from weft.jobs.states import State
+    from weft.report.ending import final_table
+    from weft.report.read import read_run as read_records
+
     console.print(final_table(read_records(folder), console.width))
     console.print(f"Report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
-    if trainer.interrupted:
+    if mistaken:
+        raise typer.Exit(MISTAKE)
+    if interrupted:
         console.print("Interrupted. Go on with --resume.")
         raise typer.Exit(INTERRUPTED)
     if any(result.state is not State.SUCCEEDED for result in results.values()):
@@ -180,6 +249,39 @@ def with_replicas(place: Place, replicas: int) -> Place:
             f"start a multiple of {replicas}"
         )
     return replace(place, replicas=replicas)
+
+
+def gpus_of(text: str) -> int | None:
+    """The number that follows --gpus; None for all."""
+    from weft.errors import UserError
+
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--gpus {text}: write all, or how many: 1 or more")
+    return int(text)
+
+
+def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: Place | None) -> None:
+    from weft.errors import UserError
+
+    if place is not None:
+        raise UserError(
+            f"--gpus {gpus}: torchrun has started {place.ranks} ranks, stages of one pipeline, and --gpus "
+            "starts processes by itself; start weft without torchrun, or leave --gpus out"
+        )
+    if replicas > 1:
+        raise UserError(
+            f"--gpus {gpus} gives every GPU jobs of its own, --replicas {replicas} a part of every job's batch; "
+            "choose one: with several jobs, --gpus is the faster"
+        )
+    if pipeline == "auto":
+        raise UserError(f"--pipeline auto looks at every GPU by itself; leave it or --gpus {gpus} out")
+    if pipeline is not None:
+        raise UserError(
+            f"--gpus {gpus} puts the whole base on each GPU, --pipeline {pipeline} a stage; choose one: "
+            "where the base fits one GPU, --gpus is the faster"
+        )
 
 
 def stages_of(text: str) -> int:

@@ -1,6 +1,6 @@
 """Jobs to devices that each hold the whole base: shares whose predicted times are as even as can be.
 
-Nothing is exchanged between devices then, so this beats any cut of the base wherever the base fits each device.
+Nothing is exchanged between devices then, so this beats any cut of the base wherever each device can hold it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How many stages a base is cut into where the planner may choose: as few as fit, one if it can be."""
+"""How a base goes to devices where the planner may choose: whole to each if it fits, else in as few stages
+as fit."""
 
 from __future__ import annotations
 
@@ -42,10 +43,15 @@ class StageCount:
     stages: int
     why: str
     """A sentence for the user."""
+    shares: int = 1
+    """Devices that each hold the whole base and train a share of the jobs."""
 
 
-def choose_stages(shape: ModelShape, devices: Devices, spare: int) -> StageCount:
-    """`spare` microbatches are in flight beyond what 1F1B has; each keeps its activations."""
+def choose_stages(shape: ModelShape, devices: Devices, spare: int, jobs: int = 1) -> StageCount:
+    """`spare` microbatches are in flight beyond what 1F1B has; each keeps its activations.
+
+    Where the base fits one device, several share the jobs: they exchange nothing and never wait.
+    """
     most = min(devices.count, shape.layers)
     room = f"{devices.named} {gib(devices.budget)} for a run"
     for stages in range(1, most + 1):
@@ -53,9 +59,10 @@ def choose_stages(shape: ModelShape, devices: Devices, spare: int) -> StageCount
         if need > devices.budget:
             continue
         if stages == 1:
-            return StageCount(
-                1, f"--pipeline auto: one process, since the base and its passes need {gib(need)} and {room}"
-            )
+            shares = min(devices.count, jobs)
+            way = "one process" if shares == 1 else f"not cut, {shares} shares of the {jobs} jobs"
+            why = f"the base and its passes need {gib(need)} and {room}"
+            return StageCount(1, f"--pipeline auto: {way}, since {why}", shares)
         whole = gib(_need(shape, devices, 1, spare))
         why = f"the base and its passes need {whole}, its largest stage {gib(need)}, and {room}"
         return StageCount(stages, f"--pipeline auto: {stages} stages, since {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from weft.errors import UserError
 from weft.plan.stage_count import Devices
 from weft.run.measure import GPU_SHARE, budget_bytes, taken_bytes
 
@@ -15,3 +16,27 @@ def devices_here(device: torch.device, budget: int | None) -> Devices:
     # Not what is free: to ask for that leaves a context on every GPU, in a process that needs none.
     sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
     return Devices("GPU", len(sizes), budget or int(min(sizes) * GPU_SHARE), fused=True)
+
+
+def devices_asked(count: int | None, kind: str | None) -> tuple[str, ...]:
+    """What `--gpus COUNT` means here, None being all; with `--device cpu` so many processes on the CPU."""
+    text = "all" if count is None else str(count)
+    if kind == "cpu":
+        if count is None:
+            raise UserError(
+                "--gpus all counts GPUs; with --device cpu write how many processes, such as --gpus 2"
+            )
+        return ("cpu",) * count
+    if kind not in (None, "cuda"):
+        raise UserError(
+            f"--gpus {text}: --device {kind} names one device; write cuda or cpu, or leave --gpus out"
+        )
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if here == 0:
+        raise UserError(
+            f"--gpus {text}: torch finds no GPU here, see weft doctor; leave it out, or start processes on "
+            f"the CPU with --device cpu --gpus {count or 2}"
+        )
+    if count is not None and count > here:
+        raise UserError(f"--gpus {count}: this machine has {here}; write all, or at most {here}")
+    return tuple(f"cuda:{number}" for number in range(count or here))
