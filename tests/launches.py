@@ -1,22 +1,25 @@
-"""Whole pipelines, started as the command line starts them, inside the test's own process."""
+"""Pipelines and runs in shares, started as the command line starts them, inside the test's own process."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from tests.outputs import jobs_folder
 from tests.run.models import deep
 from tests.run.ranks import context
 from weft.cli.main import main
+from weft.cli.train import train
 from weft.launch import launch
 
 
@@ -31,31 +34,31 @@ def words(folder: Path, output: str, *more: str) -> list[str]:
     return ["train", str(folder / "jobs.yaml"), "--output", str(folder / output), *more]
 
 
-class Launch:
-    """`weft train --pipeline` in a thread, so that the test can meddle."""
+class Started:
+    """A run of several processes whose launcher is a thread here, so that the test can meddle."""
 
-    def __init__(self, folder: Path, output: str, ranks: int, *more: str, replicas: int = 1) -> None:
-        """`ranks` are those of all replicas."""
+    def __init__(self, output: Path, run: Callable[[], int]) -> None:
         context()
-        self.output = folder / output
+        self.output = output
         self.code: int | None = None
-        copies = ("--replicas", str(replicas))
-        first, again = words(folder, output, *copies, *more), words(folder, output, *copies, "--resume")
         os.environ["COLUMNS"] = "200"
-        self._thread = threading.Thread(target=self._run, args=(first, again, ranks), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(run,), daemon=True)
         self._thread.start()
 
-    def _run(self, first: list[str], again: list[str], ranks: int) -> None:
-        self.code = launch(main, first, again, ranks, self.output)
+    def _run(self, run: Callable[[], int]) -> None:
+        self.code = run()
 
     def wait(self) -> int:
         self._thread.join()
         assert self.code is not None
         return self.code
 
+    def lines(self) -> int:
+        """Of metrics, so far."""
+        return _count_lines(self.output / "metrics.jsonl")
+
     def wait_for_lines(self, count: int) -> None:
-        metrics = self.output / "metrics.jsonl"
-        self.wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= count)
+        self.wait_until(lambda: self.lines() >= count)
 
     def wait_until(self, true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
@@ -70,6 +73,54 @@ class Launch:
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.pids()[rank], number)
+
+
+class Launch(Started):
+    """`weft train --pipeline`."""
+
+    def __init__(self, folder: Path, output: str, ranks: int, *more: str, replicas: int = 1) -> None:
+        """`ranks` are those of all replicas."""
+        copies = ("--replicas", str(replicas))
+        first, again = words(folder, output, *copies, *more), words(folder, output, *copies, "--resume")
+        where = folder / output
+        super().__init__(where, lambda: launch(main, first, again, ranks, where))
+
+
+class Shares(Started):
+    """`weft train --device cpu --gpus N`."""
+
+    def __init__(
+        self, folder: Path, output: str, count: int, *, resume: bool = False, restart: Sequence[str] = ()
+    ) -> None:
+        where = folder / output
+        super().__init__(where, lambda: _train(folder / "jobs.yaml", where, count, resume, list(restart)))
+
+    def lines(self) -> int:
+        return sum(map(_count_lines, share_metrics(self.output)))
+
+
+def share_metrics(output: Path) -> list[Path]:
+    return sorted(output.glob(".shares/*/metrics.jsonl"))
+
+
+def dealt(output: Path) -> list[list[str]]:
+    """Who trained together the last time that jobs were divided."""
+    return [share["jobs"] for share in json.loads((output / "shares.json").read_text())["shares"]]
+
+
+def _count_lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def _train(jobs: Path, output: Path, count: int, resume: bool, restart: list[str]) -> int:
+    try:
+        train(jobs, output=output, device="cpu", gpus=str(count), resume=resume, restart=restart)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0
 
 
 def fresh(folder: Path, output: str) -> str:

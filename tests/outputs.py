@@ -57,6 +57,7 @@ FOUR_JOBS: list[dict[str, Any]] = [
     {"name": "other", "steps": 9, "data": "b.jsonl", "adapter": {"rank": 2, "dropout": 0.1}, "save_every": 1},
 ]  # fmt: skip
 """Of different length, with dropout, evaluation, `keep: best` and an early stop."""
+FIVE_JOBS = [*FOUR_JOBS, {"name": "fifth", "steps": 15, "data": "b.jsonl", "adapter": {"rank": 5}}]
 
 
 def status(output: Path) -> dict[str, Any]:

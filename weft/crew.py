@@ -85,6 +85,7 @@ class Crew:
         self._members: dict[int, Member] = {}
         self._working: set[int] = set()
         self._told: set[str] = set()
+        self._stopped = False
 
     def serve(self) -> Service:
         with signals_to(self._processes) as asked:
@@ -96,7 +97,7 @@ class Crew:
             finally:
                 for number in self._working:
                     self._members[number].process.kill()
-        return Service(asked.is_set(), tuple(self.troubles.values()))
+        return Service(asked.is_set() or self._stopped, tuple(self.troubles.values()))
 
     def _processes(self) -> list[Any]:
         return [self._members[number].process for number in list(self._working)]
@@ -156,6 +157,7 @@ class Crew:
         member.connection.close()
         number, code = member.task.number, member.process.exitcode
         self._working.discard(number)
+        self._stopped |= code == STOPPED
         if code in (0, MISTAKEN, STOPPED) or asked.is_set():
             return
         sentence = f"share {number} {how_ended(code)}"
@@ -164,7 +166,7 @@ class Crew:
             self.view.note(f"{sentence}; {again}.")
             self._start(member.task, member.restarts + 1, asked)
             return
-        self.troubles[number] = Trouble(number, f"{sentence} {RESTARTS + 1} times; go on with --resume")
+        self.troubles[number] = Trouble(number, f"{sentence}; go on with --resume")
         self.view.note(f"{sentence}; giving up on it; go on with --resume.")
 
 

@@ -272,7 +272,7 @@ def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: Pl
         )
     if replicas > 1:
         raise UserError(
-            f"--gpus {gpus} gives every GPU jobs of its own, --replicas {replicas} a part of every job's batch; "
+            f"--gpus {gpus} gives every GPU jobs of its own, --replicas {replicas} a part of every batch; "
             "choose one: with several jobs, --gpus is the faster"
         )
     if pipeline == "auto":

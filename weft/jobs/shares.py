@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,17 +76,15 @@ def gather(output: Path, whole: RunStatus) -> RunStatus:
     """What the shares wrote, brought into the output's own files; the status is the caller's to write, and
     then `dissolve` to be called."""
     folders = share_folders(output)
-    locks = [_locked(folder, output) for folder in folders]
-    try:
+    with ExitStack() as locks:
+        for folder in folders:
+            locks.callback(os.close, _locked(folder, output))
         statuses = [read_status(folder) for folder in folders]
         owned = frozenset(name for status in statuses for name in status.jobs)
         others = kept_lines(output / METRICS, lambda line: line.get("job") not in owned)
         replace_file(output / METRICS, others + b"".join(_lines(folder, owned) for folder in folders))
         replace_file(output / WINDOWS, _windows([output, *folders]))
         _keep_learned(output, folders)
-    finally:
-        for lock in locks:
-            os.close(lock)
     return waiting_again(combined(output, whole, statuses))
 
 
