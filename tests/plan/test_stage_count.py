@@ -1,4 +1,4 @@
-"""`--pipeline auto`: as few stages as fit, and a sentence for each outcome."""
+"""`--pipeline auto`: shares if the base fits each device, else as few stages as fit; always a sentence."""
 
 import pytest
 from hypothesis import given
@@ -27,6 +27,19 @@ def test_a_base_that_fits_one_device_is_not_cut():
     assert choice.stages == 1
     assert choice.why.startswith("--pipeline auto: one process, since the base and its passes need 0.")
     assert choice.why.endswith("each of 4 GPUs has 8.00 GiB for a run")
+
+
+def test_where_the_base_fits_each_device_they_share_the_jobs():
+    choice = choose_stages(SHAPE, devices(4, 8 << 30), spare=1, jobs=10)
+    assert (choice.stages, choice.shares) == (1, 4)
+    assert choice.why.startswith(
+        "--pipeline auto: not cut, 4 shares of the 10 jobs, since the base and its passes need 0."
+    )
+    assert choice.why.endswith("each of 4 GPUs has 8.00 GiB for a run")
+    assert choose_stages(SHAPE, devices(4, 8 << 30), spare=1, jobs=3).shares == 3
+    assert choose_stages(SHAPE, devices(1, 8 << 30), spare=1, jobs=3).shares == 1
+    cut = choose_stages(SHAPE, devices(4, 600 << 20), spare=0, jobs=10)
+    assert (cut.stages, cut.shares) == (2, 1)
 
 
 def test_a_base_that_fits_nowhere_gets_a_sentence():
