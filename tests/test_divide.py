@@ -92,6 +92,6 @@ def test_a_job_too_large_for_a_share_is_named_with_its_numbers_and_weighs_nothin
 def test_where_nobody_fits_the_sentence_says_what_to_do() -> None:
     jobs = [ready("a"), ready("b")]
     with pytest.raises(
-        PlanError, match="job b: beside the base on one device it needs .*stages with --pipeline"
+        PlanError, match=r"job b: beside the base on one device it needs .*stages with --pipeline"
     ):
         hosts(2, 1 << 20).check(jobs, Heard())

@@ -98,6 +98,28 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     assert all(other["step_seconds"] >= fastest for other in numbers["alternatives"])
 
 
+def test_where_the_base_fits_each_device_shares_come_first(folder, weft):
+    file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}", long="{rank: 64}")
+    shown = weft(file, "--cluster", "2xA100-80G", "--json", "out.json")
+    words = " ".join(shown.out.split())
+    assert words.startswith("The base fits each device: train with --gpus 2, a share of the jobs on each"), (
+        shown.err
+    )
+    assert "times those of the base cut into 2 stages, which follows. Shares" in words
+    numbers = json.loads((folder / "out.json").read_text())
+    assert sorted(name for share in numbers["shares"] for name in share["jobs"]) == [
+        "long",
+        "middle",
+        "short",
+    ]
+    assert len(numbers["stages"]) == 2
+    rate = sum(share["tokens_per_second"] for share in numbers["shares"])
+    assert rate > numbers["forecast"]["tokens_per_second"]
+    assert all(0 < share["needs_bytes"] <= share["budget_bytes"] for share in numbers["shares"])
+    weft(file, "--cluster", "H200", "--json", "out.json")
+    assert json.loads((folder / "out.json").read_text())["shares"] is None
+
+
 @pytest.mark.slow
 def test_thirty_two_jobs_on_eight_devices_are_planned_in_ten_seconds(folder):
     for number in range(32):

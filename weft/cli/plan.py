@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weft.plan.fit import Ground
     from weft.plan.forecast import Forecast, Run
     from weft.plan.outlook import Outlook
+    from weft.plan.share_outlook import ShareOutlook
     from weft.plan.stream_outlook import StreamOutlook
     from weft.shapes import ModelShape
 
@@ -64,6 +65,8 @@ class Wanted:
     ground: Ground
     company: Sequence[JobOutline]
     sampled: Sequence[str]
+    steps: Mapping[str, int]
+    """Of each job's whole run."""
     explained: bool
     ablated: bool
 
@@ -86,6 +89,7 @@ def read_wanted(jobs: Path, cluster: Cluster, here: bool, explained: bool, ablat
         make_ground(shape, cluster, measured_speeds(shape, cluster) if here else ()),
         [one.job for one in outlined],
         [one.job.name for one in outlined if one.sampled],
+        {one.job.name: one.steps for one in outlined},
         explained,
         ablated,
     )
@@ -98,23 +102,28 @@ class Answered:
 
 
 def resident(wanted: Wanted, console: Console) -> Answered:
-    """The base lies on the devices, a stage on each."""
-    from weft.cli.plan_show import ablation_table, show, show_sentences, show_waiting
+    """The base lies on the devices: whole on each where it fits, else a stage."""
+    from weft.cli.plan_show import ablation_table, show, show_sentences, show_shares, show_waiting
     from weft.plan.ablate import ablate
     from weft.plan.explain import explain
     from weft.plan.fit import why_not
     from weft.plan.outlook import outlook, refuse
+    from weft.plan.share_outlook import share_outlook
 
     refuse(wanted.ground, wanted.company)
     admission = admitted(wanted, why_not)
     found = outlook(wanted.ground, wanted.aboard(admission))
+    shared = share_outlook(wanted.ground, wanted.company, wanted.steps)
+    if shared is not None:
+        show_shares(console, shared, found)
     show(console, found, wanted.sampled)
     show_waiting(console, admission)
     show_sentences(console, explain(found) if wanted.explained else ())
     ablations = ablate(found) if wanted.ablated else ()
     if ablations:
         console.print(ablation_table(ablations))
-    return Answered(found.run, outlook_numbers(found) | common_numbers(found, admission, ablations))
+    numbers = outlook_numbers(found) | share_numbers(shared) | common_numbers(found, admission, ablations)
+    return Answered(found.run, numbers)
 
 
 def streamed(wanted: Wanted, console: Console) -> Answered:
@@ -221,6 +230,23 @@ def outlook_numbers(found: Outlook) -> dict[str, Any]:
         ],
         "groups": found.scheme.groups,
         "order": found.scheme.order,
+    }
+
+
+def share_numbers(found: ShareOutlook | None) -> dict[str, Any]:
+    if found is None:
+        return {"shares": None}
+    return {
+        "shares": [
+            {
+                "jobs": share.jobs,
+                "predicted_seconds": share.seconds,
+                "tokens_per_second": part.forecast.tokens_per_second,
+                "needs_bytes": part.need_bytes[0],
+                "budget_bytes": part.layout.budgets[0],
+            }
+            for share, part in zip(found.shares, found.parts, strict=True)
+        ]
     }
 
 

@@ -30,6 +30,8 @@ class Outlined:
     job: JobOutline
     sampled: bool
     """Whether its lengths are those of the first rows only."""
+    steps: int
+    """Of its whole run, or of one over the first rows."""
 
 
 def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> list[Outlined]:
@@ -42,7 +44,9 @@ def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> 
     for place, job in enumerate(jobs):
         try:
             read = reader.read(job)
-            outlined.append(Outlined(_outline(job, place, read.samples, shape, rounds), read.sampled))
+            outline = _outline(job, place, read.samples, shape, rounds)
+            steps = job.total_steps(_order(job, read.samples).steps_per_epoch)
+            outlined.append(Outlined(outline, read.sampled, steps))
         except DataError as error:
             mistakes += [_named(job.name, mistake) for mistake in error.mistakes]
     if mistakes:
@@ -54,7 +58,7 @@ def _outline(job: JobSpec, place: int, data: Prepared, shape: ModelShape, most: 
     train = data.train
     if not len(train):
         raise DataError("it has 0 samples to train on")
-    order = Order(len(train), job.batch_size, job.seed, train.weights)
+    order = _order(job, data)
     rounds = min(most, job.total_steps(order.steps_per_epoch))
     held_out = 0 if data.evaluation is None else int(data.evaluation.lengths.max())
     adapter = job.adapter
@@ -70,6 +74,10 @@ def _outline(job: JobSpec, place: int, data: Prepared, shape: ModelShape, most: 
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
         batches=tuple(tuple(train.lengths[order.batch(step)].tolist()) for step in range(1, rounds + 1)),
     )
+
+
+def _order(job: JobSpec, data: Prepared) -> Order:
+    return Order(len(data.train), job.batch_size, job.seed, data.train.weights)
 
 
 @dataclass(frozen=True, slots=True)

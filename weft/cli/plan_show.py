@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.plan.memory import gib
-from weft.report.words import plural
+from weft.report.words import duration_text, plural
 
 if TYPE_CHECKING:
     from weft.jobs.scheduler import Admission
     from weft.plan.ablate import Ablation
     from weft.plan.forecast import Forecast
     from weft.plan.outlook import Outlook
+    from weft.plan.share_outlook import ShareOutlook
     from weft.plan.stream_outlook import StreamOutlook
 
 
@@ -30,6 +31,19 @@ def show(console: Console, found: Outlook, sampled: Sequence[str]) -> None:
     groups = "; ".join(" + ".join(group) for group in found.scheme.groups)
     console.print(f"Fusion groups: {groups}", highlight=False, markup=False)
     console.print(forecast_table(found.forecast, found.alternatives))
+
+
+def show_shares(console: Console, found: ShareOutlook, cut: Outlook) -> None:
+    """First, since it is what training prefers; the cut base is shown below for comparison."""
+    count, rate = len(found.shares), found.tokens_per_second
+    more = rate / cut.forecast.tokens_per_second
+    console.print(
+        f"The base fits each device: train with --gpus {count}, a share of the jobs on each and nothing "
+        f"exchanged. {rate:,.0f} tokens/s are predicted while all are at work, {more:.2f} times those of the "
+        f"base cut into {len(cut.layout.stages)} stages, which follows.",
+        highlight=False,
+    )
+    console.print(share_table(found))
 
 
 def show_streams(console: Console, found: StreamOutlook, sampled: Sequence[str]) -> None:
@@ -60,6 +74,20 @@ def show_waiting(console: Console, admission: Admission) -> None:
 def show_sentences(console: Console, sentences: Sequence[str]) -> None:
     for sentence in sentences:
         console.print(f"- {sentence}", highlight=False, markup=False)
+
+
+def share_table(found: ShareOutlook) -> Table:
+    table = Table("device", "jobs", "predicted", "tokens/s", "needs", "may take", title="Shares")
+    for number, (share, part) in enumerate(zip(found.shares, found.parts, strict=True)):
+        table.add_row(
+            f"{number} {part.ground.cluster.devices[0].name}",
+            ", ".join(share.jobs),
+            duration_text(share.seconds),
+            f"{part.forecast.tokens_per_second:,.0f}",
+            gib(part.need_bytes[0]),
+            gib(part.layout.budgets[0]),
+        )
+    return table
 
 
 def stage_table(found: Outlook) -> Table:
