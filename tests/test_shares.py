@@ -40,6 +40,7 @@ def test_the_shares_are_even_the_same_every_time_and_recorded(place):
     first = json.loads((place / "out" / "shares.json").read_text())
     assert sorted(name for share in dealt(place / "out") for name in share) == sorted(states(place / "out"))
     seconds = [share["predicted_seconds"] for share in first["shares"]]
+    assert all(share["seconds"] > 0 for share in first["shares"])
     # No job is longer than a third of the work, so that two shares can be nearly even.
     assert max(seconds) < 1.25 * min(seconds)
     assert Shares(place, fresh(place, "again"), 2).wait() == 0

@@ -94,6 +94,10 @@ def assert_gathered(store: Store) -> None:
         assert [step for job, step in metrics(store.output) if job == name] == steps
     assert windows(store.output) == [0.5, 1.5, 2.5]
     assert json.loads((store.output / "learned.json").read_text()) == {"windows": 3}
+    assert json.loads((store.output / "shares.json").read_text())["shares"] == [
+        {"jobs": ["a", "c"], "predicted_seconds": 3.0, "seconds": 2.0},
+        {"jobs": ["b"], "predicted_seconds": 2.0, "seconds": 3.0},
+    ]
 
 
 def test_what_shares_recorded_is_in_the_one_store_when_it_is_opened_again(output: Path) -> None:

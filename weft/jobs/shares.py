@@ -25,7 +25,7 @@ from weft.plan.shares import Share
 SHARES = ".shares"
 """The folder of the shares' stores, as long as they are at work; no job can have its name."""
 DEALT = "shares.json"
-"""Who trained where the last time that jobs were divided."""
+"""Who trained together the last time that jobs were divided, and what that took beside what was predicted."""
 LEAVING = 10.0
 """Seconds that the processes of a launcher that was killed have to notice it."""
 
@@ -85,6 +85,7 @@ def gather(output: Path, whole: RunStatus) -> RunStatus:
         replace_file(output / METRICS, others + b"".join(_lines(folder, owned) for folder in folders))
         replace_file(output / WINDOWS, _windows([output, *folders]))
         _keep_learned(output, folders)
+        _keep_seconds(output, statuses)
     return waiting_again(combined(output, whole, statuses))
 
 
@@ -154,6 +155,17 @@ def _keep_learned(output: Path, folders: Sequence[Path]) -> None:
     found = [folder / LEARNED for folder in folders if (folder / LEARNED).exists()]
     if found:
         replace_file(output / LEARNED, max(found, key=_windows_seen).read_bytes())
+
+
+def _keep_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
+    """What every share took, beside what was predicted of it."""
+    try:
+        record: Any = json.loads((output / DEALT).read_bytes())
+        for entry, share in zip(record["shares"], shares, strict=True):
+            entry["seconds"] = share.seconds - record["before"]["seconds"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    replace_file(output / DEALT, (json_text(record, indent=2) + "\n").encode())
 
 
 def _windows_seen(path: Path) -> int:
