@@ -5,7 +5,11 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
 
+# How long an example takes says nothing of the code on a machine that does other things, too.
+settings.register_profile("weft", deadline=None)
+settings.load_profile("weft")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -14,6 +14,7 @@ import torch
 
 from weft.base.load import inspect
 from weft.crew import Crew, Service, Task
+from weft.engine import MOST_TOKENS
 from weft.errors import Mistake, PlanError
 from weft.jobs.shares import deal
 from weft.jobs.spec import RunSpec
@@ -37,7 +38,7 @@ from weft.run.devices import devices_here
 from weft.run.profile import key_here
 from weft.run.training import Progress
 from weft.shapes import ModelShape
-from weft.trainer import MOST_TOKENS, Options, Result, Trainer, trainer_for
+from weft.trainer import Options, Result, Trainer, trainer_for
 
 SAMPLED = 16
 """Global batches of a job that stand for all of them, spread over its steps."""

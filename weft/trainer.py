@@ -5,15 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.base.load import device_named, inspect, load_base, load_tokenizer
+from weft.base.load import device_named, inspect, load_tokenizer
 from weft.base.model import Base
 from weft.base.spec import BaseSpec
+from weft.engine import Engine, Setup, open_engine
 from weft.errors import Mistake, OutputError, SpecError, UserError
 from weft.interrupt import interrupts
 from weft.jobs.checks import check_targets, warnings
@@ -24,11 +25,6 @@ from weft.jobs.store import Store, open_share, open_store
 from weft.journal import Journal, View
 from weft.loop import Callback, Loop
 from weft.paths import cache_folder
-from weft.pipelined import SPARE, PipelinedLoop
-from weft.plan.cut import cut_layers, stage_shape
-from weft.plan.memory import MemoryModel
-from weft.plan.profile import Profile, find_profile, read_profile
-from weft.plan.profile_cost import cost_of, memory_of
 from weft.ready import Ready, make_ready
 from weft.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weft.report.loggers import open_loggers
@@ -39,15 +35,8 @@ from weft.report.terminal import JobRow
 from weft.results import CHECKPOINTS, describe, refuse_changes
 from weft.run import checkpoint
 from weft.run.commands import Staff
-from weft.run.measure import budget_bytes, taken_bytes
-from weft.run.pipeline import Pipeline, open_pipeline
-from weft.run.profile import key_here
 from weft.run.training import Progress
-from weft.run.wires import Place, own_gpus
-from weft.shapes import LayerRange, ModelShape
-
-MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""The token capacity that a device gets where memory allows more."""
+from weft.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +59,8 @@ class Options:
     """Jobs to train anew although they have started."""
     memory: int | None = None
     """Bytes the run may take; None: most of what is free."""
+    gpu_memory: int | None = None
+    """Bytes the run may take of the GPU; a base that does not fit in them is streamed from host memory."""
     capacity: int | None = None
     """At most so many tokens in a microbatch; None: by device and memory."""
     profile: Path | None = None
@@ -150,16 +141,16 @@ class Trainer:
             ready = self.unfinished(store, shape)
             stop = stack.enter_context(interrupts(self._announce_stop))
             if ready:
-                memory = self._memory(device, shape)
-                pipeline = self._pipeline(device, shape)
-                base = pipeline.base if pipeline else self._load(device)
+                shapes = [job.shape for job in ready]
+                engine = open_engine(self._setup(device, shape), shapes, self._tell(store))
+                base = engine.base
                 store.describe(self.spec.model, str(base.device), str(base.dtype).removeprefix("torch."))
                 self.take_over(store, ready)
                 loggers = open_loggers(
                     self.report_to, self.output, {name: resolved(job) for name, job in self.jobs.items()}
                 )
                 stack.callback(loggers.close)
-                self.loop = self._loop(store, base, memory, Journal(store, self.view, loggers.log), pipeline)
+                self.loop = self._loop(engine, store, Journal(store, self.view, loggers.log))
                 stack.callback(self._leave_loop)
                 for job in ready:
                     self.loop.enter(job)
@@ -240,29 +231,20 @@ class Trainer:
             refuse_changes(self.output / job.name, describe(ready, self.spec))
         return ready
 
-    def _memory(self, device: torch.device, shape: ModelShape) -> MemoryModel:
-        """Made before the base is loaded: it counts what the process holds without it."""
-        staff, budget = self.options.staff, self.options.memory or budget_bytes(device)
-        if staff is None:
-            return MemoryModel(shape, budget, taken_bytes(device))
-        place = staff.wires.place
-        shared = 1 if own_gpus(place, device) else place.local_ranks
-        if place.stages == 1:
-            return MemoryModel(shape, budget // shared, taken_bytes(device))
-        heaviest = max(
-            (stage_shape(shape, held) for held in _layers(shape, place)), key=lambda one: one.parameters
+    def _setup(self, device: torch.device, shape: ModelShape) -> Setup:
+        options = self.options
+        return Setup(
+            spec=self.spec,
+            base=self.base if isinstance(self.base, Base) else None,
+            device=device,
+            shape=shape,
+            staff=options.staff,
+            memory=options.memory,
+            gpu_memory=options.gpu_memory,
+            capacity=options.capacity,
+            profile=options.profile,
+            checkpoints=self._checkpoints,
         )
-        return MemoryModel(heaviest, budget // shared, taken_bytes(device), in_flight=place.stages + SPARE)
-
-    def _load(self, device: torch.device) -> Base:
-        return self.base if isinstance(self.base, Base) else load_base(self.spec, device)
-
-    def _pipeline(self, device: torch.device, shape: ModelShape) -> Pipeline | None:
-        staff = self.options.staff
-        if staff is None:
-            return None
-        held = _layers(shape, staff.wires.place)
-        return open_pipeline(staff, self.spec, device, held, self._checkpoints)
 
     def _checkpoints(self, name: str) -> Path:
         return self.output.absolute() / name / CHECKPOINTS
@@ -276,31 +258,8 @@ class Trainer:
         for name in self.options.restart:
             self._clear(name)
 
-    def _loop(
-        self,
-        store: Store,
-        base: Base,
-        memory: MemoryModel,
-        journal: Journal,
-        pipeline: Pipeline | None = None,
-    ) -> Loop:
-        most = self.options.capacity or MOST_TOKENS.get(base.device.type, 1024)
-        if pipeline is not None:
-            return PipelinedLoop(pipeline, self.tokenizer, store, memory, most, journal)
-        profile = self._profile(base)
-        if profile is None:
-            return Loop(base, self.tokenizer, store, memory, most, journal)
-        memory = replace(memory, fit=memory_of(profile, memory))
-        return Loop(base, self.tokenizer, store, memory, most, journal, cost_of(profile, base.shape))
-
-    def _profile(self, base: Base) -> Profile | None:
-        key, path = key_here(base.shape, base.device), self.options.profile
-        profile = find_profile(key) if path is None else read_profile(path, key)
-        if profile is None and path is not None:
-            raise UserError(
-                f"{path} is no profile of {self.spec.model} on this device; weft doctor --profile makes one"
-            )
-        return profile
+    def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
+        return engine.loop(self.tokenizer, store, journal)
 
     def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
         """Metrics beyond a job's newest checkpoint will be written again."""
@@ -312,6 +271,15 @@ class Trainer:
         )
 
     # -- after -------------------------------------------------------------------------------------------
+
+    def _tell(self, store: Store) -> Callable[[str], None]:
+        """Say a sentence to whoever watches, and keep it with the run."""
+
+        def tell(sentence: str) -> None:
+            store.note(sentence)
+            self.view.note(sentence)
+
+        return tell
 
     def _announce_stop(self) -> None:
         self.view.note("Stopping: this step is finished and saved first. Press Ctrl-C again to stop at once.")
@@ -375,13 +343,6 @@ def trainer_for(
     for job in run.jobs:
         trainer.add(job)
     return trainer
-
-
-def _layers(shape: ModelShape, place: Place) -> tuple[LayerRange, ...]:
-    """Of every stage; a replica that is one process holds all."""
-    if place.stages == 1:
-        return (LayerRange(0, shape.layers, shape.layers),)
-    return cut_layers(shape, place.stages)
 
 
 def _base_spec(base: str | Mapping[str, Any] | BaseSpec) -> BaseSpec:

@@ -109,7 +109,7 @@ def test_jobs_fuse_where_the_fixed_part_rules_and_one_fills_the_pipeline_alone_w
 def test_the_reason_tells_memory_from_time():
     pipe = Pipeline((stage(budget=25 * 11),), 4)
     ten, twenty = fuse([load("ten", 10, 1), load("twenty", 20, 1)], pipe).groups
-    assert ten.reason.startswith("with twenty the group needs 0.00 GiB on stage 0, but")
+    assert ten.reason.startswith("with twenty the group needs 330 bytes on stage 0, but 275 bytes are")
     assert twenty.reason == "no job is left to join"
     linear = Pipeline((stage(Pass(Line(0.0, 1.0)), Pass(Line(0.0, 1.0))),) * 2, 1)
     small, _ = fuse([load("small", 1), load("large", 9)], linear).groups

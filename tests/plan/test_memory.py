@@ -71,6 +71,9 @@ def test_whoever_does_not_fit_does_not_fit_with_company_either(spare: int) -> No
 def test_the_longest_of_nobody_is_nothing() -> None:
     assert longest([]) == 0
     assert gib(3 << 29) == "1.50 GiB"
+    assert gib(3 << 20) == "3.00 MiB"
+    assert gib(300) == "300 bytes"
+    assert gib(0) == "0.00 GiB"
 
 
 def deep(budget: int) -> MemoryModel:

@@ -193,7 +193,7 @@ def test_a_base_that_fits_is_not_streamed():
     assert choice.whole
     assert choice.cut.streamed == ()
     assert (choice.host_bytes, choice.unhidden, choice.capacity) == (0, 0.0, 256)
-    assert choice.why.startswith("nothing is streamed, since the base, the adapters and their passes need 0.")
+    assert choice.why.startswith("nothing is streamed, since the base, the adapters and their passes need 5.")
 
 
 def test_adapters_stay_on_the_device_unless_they_find_no_room_there():
@@ -214,7 +214,7 @@ def test_the_sentence_names_stages_residents_slots_and_what_is_not_hidden():
     assert f"streamed in {len(choice.cut.stages)} stages of" in choice.why
     assert f"{stays} of them resident" in choice.why
     assert f"in {choice.cut.slots} slot" in choice.why
-    assert f"waits for uploads in {choice.unhidden:.0%} of a step" in choice.why
+    assert f"waits for the host in {choice.unhidden:.0%} of a step" in choice.why
 
 
 def test_capacities_are_halves_down_to_the_longest_sample_and_none_beyond_a_round():
@@ -243,8 +243,8 @@ def test_a_job_too_large_even_alone_is_named():
     large = job("greedy", longest=4000)
     with pytest.raises(PlanError) as told:
         choose_stream(base(8), [job(longest=10), large], gpu(ENDS + 5 * LAYER), 64, 64)
-    assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 0.0")
-    assert "and 4000 tokens in a microbatch, but 0.00 GiB are available" in str(told.value)
+    assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 30.")
+    assert "and 4000 tokens in a microbatch, but 2.60 MiB are available" in str(told.value)
 
 
 def test_a_company_too_large_is_told_to_train_fewer():

@@ -28,6 +28,10 @@ def train(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; else the best there is.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="End every job after so many steps.")] = None,
     memory: Annotated[str | None, typer.Option(help="What the run may take, such as 8GiB.")] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="What the run may take of the GPU; a larger base is streamed from host memory."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the output holds.")] = False,
     restart: Annotated[
         list[str] | None, typer.Option(metavar="JOB", help="With --resume: train this job anew.")
@@ -53,8 +57,10 @@ def train(
 
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
-    asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas)
+    asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory)
     place, stages = place_here(), 1 if pipeline is None else stages_of(pipeline)
+    if gpu_memory is not None:
+        refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas, place)
     if gpus is not None:
         refuse_beside_gpus(gpus, pipeline, replicas, place)
         _train_on(asked, devices_asked(gpus_of(gpus), device))
@@ -83,6 +89,7 @@ class Asked:
     resume: bool
     restart: tuple[str, ...]
     replicas: int = 1
+    gpu_memory: str | None = None
 
     def words(self) -> list[str]:
         """The same as a command line, which ranks of a pipeline are started with."""
@@ -177,7 +184,12 @@ def _train(asked: Asked, staff: Staff | None) -> None:
     console.print(f"Weft: {plural(len(run.jobs), 'job')} on {run.base.model}{ranks}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
     options = Options(
-        device=asked.device, resume=asked.resume, restart=asked.restart, memory=most, staff=staff
+        device=asked.device,
+        resume=asked.resume,
+        restart=asked.restart,
+        memory=most,
+        gpu_memory=bytes_of(asked.gpu_memory, "--gpu-memory") if asked.gpu_memory else None,
+        staff=staff,
     )
     with LiveView(console, []) as view:
         trainer = trainer_for(run, output=asked.output, max_steps=asked.max_steps, options=options, view=view)
@@ -284,6 +296,18 @@ def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: Pl
         )
 
 
+def refuse_beside_gpu_memory(
+    memory: str, pipeline: str | None, gpus: str | None, replicas: int, place: Place | None
+) -> None:
+    from weft.errors import UserError
+
+    if pipeline is not None or gpus is not None or replicas > 1 or place is not None:
+        raise UserError(
+            f"--gpu-memory {memory} streams the base through one GPU; --pipeline, --gpus, --replicas and "
+            "torchrun use several: choose one of the two"
+        )
+
+
 def stages_of(text: str) -> int:
     """The number that follows --pipeline, or `AUTO`."""
     from weft.errors import UserError
@@ -298,7 +322,7 @@ def stages_of(text: str) -> int:
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str, option: str = "--memory") -> int:
     """`8GiB` in bytes."""
     from weft.errors import UserError
 
@@ -307,4 +331,4 @@ def bytes_of(text: str) -> int:
     try:
         return int(float(number) * UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise UserError(f"--memory {text}: write a number and a unit, such as 8GiB") from None
+        raise UserError(f"{option} {text}: write a number and a unit, such as 8GiB") from None

@@ -19,6 +19,7 @@ OUTPUTS_FACTOR = 0.64
 """The same for fused layers: 0.83 to 0.85 by counting, and 0.55 to 0.57 if outputs of norms and activations
 are made again; the rest is for what a backward holds for a moment."""
 
+SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
 FUSED_SLACK_BYTES = 3 << 30
 """Logits of one chunk, temporaries and the allocator's rounding. A GPU's chunks are larger."""
@@ -154,4 +155,7 @@ def longest(jobs: Iterable[JobShape]) -> int:
 
 
 def gib(count: float) -> str:
+    """In GiB; what would be next to nothing then, in MiB or bytes."""
+    if 0 < count < SMALL_BYTES:
+        return f"{count / 2**20:.2f} MiB" if count >= TINY_BYTES else f"{count:.0f} bytes"
     return f"{count / 2**30:.2f} GiB"

@@ -93,8 +93,7 @@ def capacities(least: int, most: int, round_tokens: int) -> list[int]:
 def _whole(
     shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, most: int, round_tokens: int
 ) -> StreamChoice | None:
-    slack = device.slack / (FUSED_SLACK_BYTES if device.fused else SLACK_BYTES)
-    memory = MemoryModel(shape, device.budget, device.taken, device.fused, MemoryFit(slack=slack))
+    memory = _resident(shape, device)
     if memory.least_bytes(jobs) > device.budget:
         return None
     recompute = memory.recompute(jobs, most)
@@ -110,18 +109,25 @@ def _whole(
     return StreamChoice(whole.cut(travels=False), capacity, need, 0, seconds, 0.0, why)
 
 
+def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
+    """What a run needs with all of the base on the device."""
+    slack = device.slack / (FUSED_SLACK_BYTES if device.fused else SLACK_BYTES)
+    return MemoryModel(shape, device.budget, device.taken, device.fused, MemoryFit(slack=slack))
+
+
 def _why(found: Found) -> str:
     case, draft = found.case, found.draft
     sizes, stays = draft.sizes, sum(draft.resident)
-    whole = case.fixed_bytes + case.shape.layers * case.present_bytes
+    whole = _resident(case.shape, case.device).least_bytes(case.jobs)
     layers = f"{min(sizes)} to {max(sizes)} layers" if min(sizes) < max(sizes) else _layers(max(sizes))
     adapters = "travel with their stage" if case.travels else "stay on the GPU"
     slots = min(draft.slots, len(sizes) - stays)
     return (
         f"streamed in {len(sizes)} stages of {layers}, {stays} of them resident, the others in {slots} "
-        f"{'slots' if slots > 1 else 'slot'}, since the base and its adapters need {gib(whole)} and the GPU "
-        f"has {gib(case.device.budget)} for a run; adapters {adapters}, a microbatch has up to "
-        f"{case.capacity:,} tokens, and the GPU waits for uploads in {case.unhidden(draft):.0%} of a step"
+        f"{'slots' if slots > 1 else 'slot'}, since the base, its adapters and their passes need "
+        f"{gib(whole)} and the GPU has {gib(case.device.budget)} for a run; adapters {adapters}, a "
+        f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
+        f"{case.unhidden(draft):.0%} of a step"
     )
 
 

@@ -1,0 +1,114 @@
+"""`--gpu-memory`: a base larger than the device trains every job to what the resident base makes of it.
+
+The device is pretended: the same code, with host memory on both sides of the copies.
+"""
+
+import json
+import signal
+
+import pytest
+
+from tests.launches import deep_folder, fresh
+from tests.outputs import FOUR_JOBS, assert_same_job, assert_same_results, assert_whole, status
+
+SMALL = "640KiB"
+"""The base takes 282 KiB; what passes and four adapters hold does not fit beside it."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forks):
+    """A folder whose `undisturbed` is the output of a run with all of the base at hand."""
+    folder = deep_folder(tmp_path_factory.mktemp("streaming"), FOUR_JOBS)
+    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    return folder
+
+
+def stream(forks, place, output, memory, *more):
+    words = ("train", "jobs.yaml", "--device", "cpu", "--output", output, "--gpu-memory", memory)
+    return forks.weft(*words, *more, cwd=place)
+
+
+def notes(place, output):
+    return " ".join(status(place / output)["notes"])
+
+
+def test_losses_evaluations_and_adapters_equal_the_resident_run_and_it_says_what_it_chose(place, forks):
+    output = place / fresh(place, "small")
+    assert stream(forks, place, "small", SMALL) == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+    told = notes(place, "small")
+    assert "The base is streamed in" in told
+    assert "came from the host; training waited for them in" in told
+    assert "The base is streamed in" in " ".join((place / "log").read_text().split())
+
+
+def test_a_device_that_holds_it_all_streams_nothing(place, forks):
+    output = place / fresh(place, "large")
+    assert stream(forks, place, "large", "1GiB") == 0
+    assert "stream" not in notes(place, "large")
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_interrupted_while_streaming_it_goes_on_resident_to_the_same_curve(place, forks):
+    output = place / fresh(place, "shrunk")
+    words = ("train", "jobs.yaml", "--device", "cpu", "--output", "shrunk", "--gpu-memory", SMALL)
+    forks.start(*words, cwd=place)
+    metrics = output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 12):
+        assert forks.running()
+    forks.signal(signal.SIGINT)
+    assert forks.wait() == 130
+    assert forks.weft("train", "jobs.yaml", "--output", "shrunk", "--resume", cwd=place) == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_killed_resident_it_goes_on_streamed_to_the_same_curve(place, forks):
+    output = place / fresh(place, "killed")
+    forks.start("train", "jobs.yaml", "--output", "killed", cwd=place)
+    metrics = output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 20):
+        assert forks.running()
+    forks.signal(signal.SIGKILL)
+    assert forks.wait() == -signal.SIGKILL
+    assert stream(forks, place, "killed", SMALL, "--resume") == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_jobs_that_do_not_fit_beside_the_stages_wait_for_their_turn(place, forks):
+    output = place / fresh(place, "tight")
+    assert stream(forks, place, "tight", "330KiB") == 0
+    assert_whole(output)
+    windows = [json.loads(line) for line in (output / "windows.jsonl").read_text().splitlines()]
+    assert max(window["jobs"] for window in windows) < len(FOUR_JOBS)
+    for job in FOUR_JOBS:
+        assert_same_job(output, place / "undisturbed", job["name"])
+
+
+def test_a_device_too_small_for_one_layer_is_a_mistake_with_a_sentence(place, forks):
+    fresh(place, "never")
+    assert stream(forks, place, "never", "60KiB") == 2
+    told = " ".join((place / "log").read_text().split())
+    assert "one layer of the base needs" in told
+    assert "use a larger GPU or a smaller base" in told
+    assert not (place / "never" / "status.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--pipeline", "2"), "streams the base through one GPU"),
+        (("--gpus", "2"), "streams the base through one GPU"),
+        (("--replicas", "2"), "streams the base through one GPU"),
+    ],
+)
+def test_what_goes_with_several_devices_does_not_go_with_it(place, forks, words, sentence):
+    assert stream(forks, place, "never", SMALL, *words) == 2
+    assert sentence in " ".join((place / "log").read_text().split())
+
+
+def test_a_size_that_is_none_is_a_mistake_with_a_sentence(place, forks):
+    assert stream(forks, place, "never", "much") == 2
+    assert "--gpu-memory much: write a number and a unit" in (place / "log").read_text()

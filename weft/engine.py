@@ -1,0 +1,193 @@
+"""What makes a run's passes: all of the base on one device, a stage of it in each of several processes, or
+stages that take turns on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from weft.base.load import load_base
+from weft.base.model import Base
+from weft.base.spec import BaseSpec
+from weft.base.streamed import load_streamed
+from weft.errors import UserError
+from weft.jobs.store import Store
+from weft.journal import Journal
+from weft.loop import Loop
+from weft.pipelined import SPARE, PipelinedLoop
+from weft.plan.cut import cut_layers, stage_shape
+from weft.plan.memory import MemoryModel
+from weft.plan.profile import Profile, find_profile, read_profile
+from weft.plan.profile_cost import cost_of, memory_of
+from weft.plan.stream_choice import StreamChoice
+from weft.plan.stream_memory import StreamedMemory
+from weft.run.commands import Staff
+from weft.run.measure import budget_bytes, taken_bytes
+from weft.run.pipeline import Pipeline, open_pipeline
+from weft.run.profile import key_here
+from weft.run.stream_executor import StreamExecutor
+from weft.run.wires import Place, own_gpus
+from weft.shapes import JobShape, LayerRange, ModelShape
+from weft.streamed import StreamedLoop, Streaming, streaming
+
+MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""The token capacity that a device gets where memory allows more."""
+
+
+class Engine(Protocol):
+    @property
+    def base(self) -> Base: ...
+
+    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a run was asked to run on."""
+
+    spec: BaseSpec
+    base: Base | None
+    """Where it is in memory already."""
+    device: torch.device
+    shape: ModelShape
+    staff: Staff | None
+    memory: int | None
+    gpu_memory: int | None
+    capacity: int | None
+    profile: Path | None
+    checkpoints: Callable[[str], Path]
+
+    @property
+    def most(self) -> int:
+        """Tokens of a microbatch."""
+        return self.capacity or MOST_TOKENS.get(self.device.type, 1024)
+
+    @property
+    def budget(self) -> int:
+        return self.gpu_memory or self.memory or budget_bytes(self.device)
+
+
+def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
+    """Load the base as these jobs need it; `note` hears what was chosen."""
+    if setup.staff is not None:
+        return _in_stages(setup, setup.staff)
+    if (chosen := _streaming(setup, jobs)) is not None:
+        note(f"The base is {chosen.choice.why}.")
+        return _streamed(setup, chosen)
+    return _whole(setup)
+
+
+# -- one device -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    base: Base
+    memory: MemoryModel
+    most: int
+    profile: Profile | None
+
+    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
+        if self.profile is None:
+            return Loop(self.base, tokenizer, store, self.memory, self.most, journal)
+        memory = replace(self.memory, fit=memory_of(self.profile, self.memory))
+        cost = cost_of(self.profile, self.base.shape)
+        return Loop(self.base, tokenizer, store, memory, self.most, journal, cost)
+
+
+def _whole(setup: Setup) -> Whole:
+    # Made before the base is loaded: it counts what the process holds without it.
+    budget = setup.budget if setup.device.type == "cuda" else setup.memory or budget_bytes(setup.device)
+    memory = MemoryModel(setup.shape, budget, taken_bytes(setup.device))
+    base = setup.base or load_base(setup.spec, setup.device)
+    return Whole(base, memory, setup.most, _profile(setup, base))
+
+
+def _profile(setup: Setup, base: Base) -> Profile | None:
+    key, path = key_here(base.shape, base.device), setup.profile
+    profile = find_profile(key) if path is None else read_profile(path, key)
+    if profile is None and path is not None:
+        raise UserError(
+            f"{path} is no profile of {setup.spec.model} on this device; weft doctor --profile makes one"
+        )
+    return profile
+
+
+# -- stages in several processes ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InStages:
+    pipeline: Pipeline
+    memory: MemoryModel
+    most: int
+
+    @property
+    def base(self) -> Base:
+        return self.pipeline.base
+
+    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
+        return PipelinedLoop(self.pipeline, tokenizer, store, self.memory, self.most, journal)
+
+
+def _in_stages(setup: Setup, staff: Staff) -> InStages:
+    memory = _stage_memory(setup, staff.wires.place)
+    held = _layers(setup.shape, staff.wires.place)
+    pipeline = open_pipeline(staff, setup.spec, setup.device, held, setup.checkpoints)
+    return InStages(pipeline, memory, setup.most)
+
+
+def _stage_memory(setup: Setup, place: Place) -> MemoryModel:
+    """Of the heaviest stage."""
+    shared = 1 if own_gpus(place, setup.device) else place.local_ranks
+    budget, taken = setup.budget // shared, taken_bytes(setup.device)
+    if place.stages == 1:
+        return MemoryModel(setup.shape, budget, taken)
+    shapes = (stage_shape(setup.shape, held) for held in _layers(setup.shape, place))
+    heaviest = max(shapes, key=lambda one: one.parameters)
+    return MemoryModel(heaviest, budget, taken, in_flight=place.stages + SPARE)
+
+
+def _layers(shape: ModelShape, place: Place) -> tuple[LayerRange, ...]:
+    """Of every stage; a replica that is one process holds all."""
+    if place.stages == 1:
+        return (LayerRange(0, shape.layers, shape.layers),)
+    return cut_layers(shape, place.stages)
+
+
+# -- stages that take turns ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    executor: StreamExecutor
+    memory: StreamedMemory
+    choice: StreamChoice
+
+    @property
+    def base(self) -> Base:
+        return self.executor.base
+
+    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
+        return StreamedLoop(self.executor, tokenizer, store, self.memory, self.choice, journal)
+
+
+def _streaming(setup: Setup, jobs: Sequence[JobShape]) -> Streaming | None:
+    """On a GPU whenever the base does not fit; on a CPU only where it is to pretend to be a small one."""
+    if setup.base is not None or (setup.gpu_memory is None and setup.device.type != "cuda"):
+        return None
+    if setup.gpu_memory is not None and setup.device.type == "cuda":
+        # So that the promise is kept, whoever breaks it.
+        total = torch.cuda.get_device_properties(setup.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, setup.gpu_memory / total), setup.device)
+    return streaming(setup.spec, setup.shape, jobs, setup.device, setup.budget, setup.most)
+
+
+def _streamed(setup: Setup, chosen: Streaming) -> Streamed:
+    memory = chosen.memory(setup.shape, setup.device)
+    executor = StreamExecutor(load_streamed(setup.spec, setup.device, chosen.choice.cut))
+    return Streamed(executor, memory, chosen.choice)
