@@ -1,9 +1,11 @@
 """A share, or the launcher of all, that is killed: whoever is left goes on, and nobody's result changes."""
 
 import os
+import random
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import typer
@@ -14,6 +16,8 @@ from tests.outputs import FIVE_JOBS, assert_same_results, assert_whole, jobs_fol
 from tests.run.ranks import context
 from weft.cli.train import train
 from weft.report.read import read_run
+
+SEED = 20240607
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +118,28 @@ def test_a_killed_launcher_takes_its_shares_along_and_one_process_goes_on(place,
     assert not (output / ".shares").exists()
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
+
+
+@pytest.mark.slow
+def test_shares_killed_at_random_moments_end_in_the_same_adapters(place):
+    rng = random.Random(SEED)
+    print(f"seed {SEED}")
+    kills = 0
+    for _ in range(12):
+        output = place / fresh(place, "out")
+        run = Shares(place, "out", 2)
+        run.wait_until(lambda run=run: (run.output / "ranks" / "pids").exists() and len(run.pids()) == 2)
+        for _ in range(rng.randint(1, 3)):
+            time.sleep(rng.uniform(0.0, 0.8))
+            if run.code is None:
+                with suppress(ProcessLookupError):
+                    run.signal(rng.randrange(2), signal.SIGKILL)
+                    kills += 1
+        assert run.wait() == 0
+        assert_whole(output)
+        assert_same_results(output, place / "undisturbed")
+    print(f"{kills} kills in 12 runs")
+    assert kills >= 12
 
 
 def test_a_base_that_no_share_can_load_is_told_once_with_exit_code_2(tmp_path, capfd):

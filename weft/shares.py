@@ -119,12 +119,17 @@ class Hosts:
         profile = find_profile(key_here(self.shape, self.device))
         if profile is not None:
             return cost_of(profile, self.shape)
+        on_gpu = self.device.type == "cuda"
         try:
-            speed = sheet_speed(this_machine().devices[0])
+            sheet = this_machine().devices[0]
         except PlanError:
             return arithmetic(self.shape)
-        shared = 1 if self.device.type == "cuda" else len(self.devices)
-        return sheet_cost(self.shape, replace(speed, flops=speed.flops / shared))
+        if sheet.is_gpu != on_gpu:
+            return arithmetic(self.shape)
+        speed = sheet_speed(sheet)
+        return sheet_cost(
+            self.shape, speed if on_gpu else replace(speed, flops=speed.flops / len(self.devices))
+        )
 
 
 ADVICE = "give more memory, lower data.max_length or the rank, or cut the base into stages with --pipeline"
