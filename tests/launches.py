@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,12 @@ class Shares(Started):
     ) -> None:
         where = folder / output
         super().__init__(where, lambda: _train(folder / "jobs.yaml", where, count, resume, list(restart)))
+
+    def interrupt(self) -> None:
+        """As Ctrl-C would, every share; one that has just ended hears nothing."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
 
     def lines(self) -> int:
         return sum(map(_count_lines, share_metrics(self.output)))

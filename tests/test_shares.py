@@ -61,8 +61,7 @@ def test_interrupted_alone_then_in_two_shares_it_goes_on_in_three_and_ends_alone
         before = lines(output)
         run = Shares(place, "changing", count, resume=True)
         run.wait_for_lines(len(before) + at)
-        for number in range(len(run.pids())):
-            run.signal(number, signal.SIGINT)
+        run.interrupt()
         assert run.wait() == 130
         assert not (output / ".shares").exists()
         after = lines(output)
