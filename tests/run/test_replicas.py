@@ -62,7 +62,6 @@ def test_losses_and_adapters_equal_one_process_and_replicas_hold_the_same_bits(e
     assert not any(isinstance(event, Stepped) for events in told for event in events)
 
 
-@pytest.mark.slow
 def test_more_replicas_than_a_batch_has_samples_equal_one_process(exact):
     """`a` has batches of two samples, so that one replica at least has nothing of each of them."""
     found = train(1, 3)

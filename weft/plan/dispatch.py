@@ -30,12 +30,11 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """A device begins a pass, or ends it."""
+class Began:
+    """A device has begun a pass."""
 
     device: int
     action: Forward | Backward
-    begins: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,8 @@ class Dispatch:
             first.ready_forward.extend(numbers)
         self.delayed: set[int] = set()
         """Stages on which a launch had to wait for memory."""
-        self.log: list[Moment | Closed] = []
-        """All that happened, in the order in which it did."""
+        self.log: list[Began | Closed] = []
+        """What happened on all devices, in the order in which it did."""
         self._batches = batches
         everyone = set(range(len(self.devices)))
         self._near = [
@@ -140,7 +139,7 @@ class Dispatch:
             if not one.busy and (action := self._choose(one)) is not None:
                 one.busy = True
                 one.actions.append(action)
-                self.log.append(Moment(device, action, begins=True))
+                self.log.append(Began(device, action))
                 price = self.prices.passes[action.microbatch][one.stage]
                 forth = isinstance(action, Forward)
                 one.in_flight += forth
@@ -181,7 +180,6 @@ class Dispatch:
     def _end(self, device: int, action: Forward | Backward, now: float) -> None:
         one = self.devices[device]
         one.busy = False
-        self.log.append(Moment(device, action, begins=False))
         if isinstance(action, Forward):
             if one.stage < self.last:
                 self.devices[device + 1].ready_forward.append(action.microbatch)

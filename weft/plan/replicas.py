@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from weft.plan.check import check
-from weft.plan.dispatch import Closed, Dispatch, Moment, rows_left
+from weft.plan.dispatch import Began, Closed, Dispatch, rows_left
 from weft.plan.merge import BatchSample
 from weft.plan.pipeline import Work, multi_job_rules, transported
 from weft.plan.price import Prices
@@ -110,12 +110,12 @@ class _Meeting:
         self.due: list[dict[str, Step]] = [{} for _ in self.lists]
         """For each device the Steps that are still to be made; they come as late as they may."""
 
-    def lists_of(self, log: Iterable[Moment | Closed]) -> list[list[Action]]:
+    def lists_of(self, log: Iterable[Began | Closed]) -> list[list[Action]]:
         for moment in log:
             match moment:
-                case Moment(device, Forward() as action, begins=True):
+                case Began(device, Forward() as action):
                     self._forward(device, action)
-                case Moment(device, Backward() as action, begins=True):
+                case Began(device, Backward() as action):
                     self._backward(device, action)
                 case Closed(stage, job, step):
                     self._close(stage, job, step)
