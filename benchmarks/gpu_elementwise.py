@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
-from weft.ops.norm import add_rms_norm, rms_norm
+from weft.ops.norm import rms_norm
 from weft.ops.rotary import rotary_split
 from weft.ops.swiglu import swiglu
 
@@ -68,21 +68,11 @@ class Seconds:
     backward: float
 
 
-def norms(name: str, rows: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Case, Case]:
+def normalisation(name: str, rows: int, width: int, device: torch.device, dtype: torch.dtype) -> Case:
     norm = LlamaRMSNorm(width, eps=EPS).to(device, dtype).requires_grad_(False)
-
-    def add_and_norm(h_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
-        total_TD = h_TD + delta_TD
-        return total_TD, norm(total_TD)
-
-    one, two = ((rows, width),), ((rows, width), (rows, width))
-    alone = Side(lambda x: rms_norm(x, norm.weight, EPS), one)
-    added = Side(lambda h, delta: add_rms_norm(h, delta, norm.weight, EPS), two)
-    values = rows * width
-    return (
-        Case(f"{name}rms_norm", alone, Side(norm, one), 2 * values, 3 * values),
-        Case(f"{name}add_rms_norm", added, Side(add_and_norm, two), 4 * values, 4 * values),
-    )
+    values, shapes = rows * width, ((rows, width),)
+    ours = Side(lambda x: rms_norm(x, norm.weight, EPS), shapes)
+    return Case(name, ours, Side(norm, shapes), 2 * values, 3 * values)
 
 
 def activation(rows: int, width: int) -> Case:
@@ -118,8 +108,8 @@ def rotation(rows: int, sizes: Sizes, device: torch.device, dtype: torch.dtype) 
 
 def all_cases(rows: int, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> list[Case]:
     return [
-        *norms("", rows, sizes.width, device, dtype),
-        norms("head ", rows * sizes.heads, sizes.head, device, dtype)[0],
+        normalisation("rms_norm", rows, sizes.width, device, dtype),
+        normalisation("head rms_norm", rows * sizes.heads, sizes.head, device, dtype),
         activation(rows, sizes.hidden),
         rotation(rows, sizes, device, dtype),
     ]

@@ -15,7 +15,7 @@ from weft.ops.triton import norm, rotary, swiglu
 
 TARGET = GPUTarget("cuda", 90, 32)
 NORM = dict(WIDTH=4096, ROWS=1, BLOCK=4096)
-SWIGLU = dict(WIDTH=14336, BLOCK=1024, GELU=False)
+SWIGLU = dict(WIDTH=14336, BLOCK=1024)
 ROTARY = dict(HEADS=32, GROUPS=8, WIDTH=128, HALF=64, CHUNK=16, HALF_BLOCK=64, REST_BLOCK=1)
 PARTLY = ROTARY | dict(HALF=32, CHUNK=32, HALF_BLOCK=32, REST_BLOCK=64)
 FLOATS = ("eps", "offset")
@@ -45,12 +45,11 @@ def main():
     forward, backward = norm.norm_forward, norm.norm_backward
     turn, turn_back = rotary.rotary_forward, rotary.rotary_backward
     wanted = {
-        "norm": (forward, 8, "x weight n rstd", NORM | dict(delta=None, total=None)),
-        "norm backward": (backward, 8, "dn x weight rstd dx", NORM | dict(dtotal=None)),
-        "norm with delta": (forward, 8, "x delta total weight n rstd", NORM),
-        "norm with delta backward": (backward, 8, "dn dtotal x weight rstd dx", NORM),
+        "norm": (forward, 8, "x weight n rstd", NORM),
+        "norm backward": (backward, 8, "dn x weight rstd dx", NORM | dict(dskip=None)),
+        "norm beside a skip backward": (backward, 8, "dn dskip x weight rstd dx", NORM),
         "swiglu": (swiglu.swiglu_forward, 4, "gate_up act", SWIGLU),
-        "swiglu backward": (swiglu.swiglu_backward, 4, "dact gate_up dgate_up", SWIGLU | dict(GELU=True)),
+        "swiglu backward": (swiglu.swiglu_backward, 4, "dact gate_up dgate_up", SWIGLU),
         "rotary": (turn, 4, "qkv cos sin q k v", ROTARY),
         "rotary backward": (turn_back, 4, "dq dk dv cos sin dqkv", ROTARY),
         "rotary of a part": (turn, 4, "qkv cos sin q k v", PARTLY),

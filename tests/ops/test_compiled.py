@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.ops.norm import add_rms_norm, rms_norm
+from weft.ops.norm import rms_norm, skip_rms_norm
 from weft.ops.rotary import rotary_split
 from weft.ops.swiglu import swiglu
 
@@ -23,7 +23,7 @@ def test_kernels_compile_without_a_gpu_and_move_16_bytes_at_a_time(tmp_path):
     done = subprocess.run(asked, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 10
+    assert len(found) == 9
     for kernel, accesses in found.items():
         # The one float a row of a norm is the only thing that may be narrower.
         narrow = [access for access in accesses if not access.endswith(".v4.b32")]
@@ -33,7 +33,7 @@ def test_kernels_compile_without_a_gpu_and_move_16_bytes_at_a_time(tmp_path):
 
 def block(h_TD, delta_TD, weight_D, cos_TE, sin_TE):
     """Every op once, forward and backward: (what comes out, the gradients of h and of delta)."""
-    total_TD, n_TD = add_rms_norm(h_TD, delta_TD, weight_D, 1e-5)
+    total_TD, n_TD = skip_rms_norm(h_TD + delta_TD, weight_D, 1e-5)
     q_THD, k_TGD, v_TGD = rotary_split(n_TD, cos_TE, sin_TE, 4, 2)
     mixed_TD = torch.cat((q_THD, k_TGD, v_TGD), dim=1).flatten(1) + total_TD
     y_TI = swiglu(rms_norm(mixed_TD, weight_D, 1e-5, 1.0))

@@ -1,6 +1,6 @@
-"""RMSNorm of packed rows, alone or together with the addition of the residual that comes before it.
+"""RMSNorm of packed rows, alone or beside what goes around it.
 
-The weight is frozen. A fused node keeps its input, or the sum (an output anyway), and one float a row.
+The weight is frozen. A fused node keeps its input and one float a row.
 
 Shapes: T rows, D width.
 """
@@ -29,15 +29,6 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) ->
     return _RmsNorm.apply(x_TD, weight_D, eps, offset)
 
 
-def add_rms_norm(
-    h_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(h + delta, its RMSNorm)."""
-    if not kernels_at_hand(h_TD):
-        return add_rms_norm_reference(h_TD, delta_TD, weight_D, eps, offset)
-    return _AddRmsNorm.apply(h_TD, delta_TD, weight_D, eps, offset)
-
-
 def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(h, its RMSNorm): what goes around a branch and what goes into it; one backward for both."""
     if not kernels_at_hand(h_TD):
@@ -52,18 +43,11 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float
     return (x * rstd * (weight_D.to(wide) + offset)).to(x_TD.dtype)
 
 
-def add_rms_norm_reference(
-    h_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    total_TD = h_TD + delta_TD
-    return total_TD, rms_norm_reference(total_TD, weight_D, eps, offset)
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
         x_TD = with_whole_rows(x_TD)
-        n_TD, rstd_T = _forward(x_TD, None, None, weight_D, eps, offset)
+        n_TD, rstd_T = _forward(x_TD, weight_D, eps, offset)
         ctx.offset = offset
         ctx.save_for_backward(x_TD, weight_D, rstd_T)
         return n_TD
@@ -75,36 +59,11 @@ class _RmsNorm(torch.autograd.Function):
         return _backward(dn_TD, None, x_TD, weight_D, rstd_T, ctx.offset), None, None, None
 
 
-class _AddRmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, h_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, offset: float
-    ) -> tuple[Tensor, Tensor]:
-        total_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, device=h_TD.device)
-        h_TD, delta_TD = with_whole_rows(h_TD), with_whole_rows(delta_TD)
-        n_TD, rstd_T = _forward(h_TD, delta_TD, total_TD, weight_D, eps, offset)
-        ctx.offset = offset
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total_TD, weight_D, rstd_T)
-        return total_TD, n_TD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dtotal_TD: Tensor | None, dn_TD: Tensor | None) -> tuple[Tensor | None, ...]:
-        total_TD, weight_D, rstd_T = ctx.saved_tensors
-        # One tensor is the gradient of both summands, as with torch's own addition: autograd copies before it
-        # adds to a gradient that someone else holds.
-        d_TD = dtotal_TD
-        if dn_TD is not None:
-            d_TD = _backward(dn_TD, dtotal_TD, total_TD, weight_D, rstd_T, ctx.offset)
-        return d_TD, d_TD, None, None, None
-
-
 class _SkipRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         h_TD = with_whole_rows(h_TD)
-        n_TD, rstd_T = _forward(h_TD, None, None, weight_D, eps, offset)
+        n_TD, rstd_T = _forward(h_TD, weight_D, eps, offset)
         ctx.offset = offset
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_TD, weight_D, rstd_T)
@@ -119,33 +78,22 @@ class _SkipRmsNorm(torch.autograd.Function):
         return _backward(dn_TD, dskip_TD, h_TD, weight_D, rstd_T, ctx.offset), None, None, None
 
 
-def _forward(
-    x_TD: Tensor,
-    delta_TD: Tensor | None,
-    total_TD: Tensor | None,
-    weight_D: Tensor,
-    eps: float,
-    offset: float,
-) -> tuple[Tensor, Tensor]:
+def _forward(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     from weft.ops.triton.norm import norm_forward
 
     rows, width = x_TD.shape
     assert weight_D.shape == (width,)
     assert weight_D.is_contiguous()
-    assert delta_TD is None or (delta_TD.shape, delta_TD.dtype) == (x_TD.shape, x_TD.dtype)
     n_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     rstd_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
     tile_rows, block, warps = _tile(width)
     with torch.cuda.device_of(x_TD):
         norm_forward[(-(-rows // tile_rows),)](
             x_TD,
-            delta_TD,
-            total_TD,
             weight_D,
             n_TD,
             rstd_T,
             x_TD.stride(0),
-            0 if delta_TD is None else delta_TD.stride(0),
             rows,
             eps,
             offset,
@@ -158,25 +106,25 @@ def _forward(
 
 
 def _backward(
-    dn_TD: Tensor, dtotal_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
+    dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
 ) -> Tensor:
     from weft.ops.triton.norm import norm_backward
 
     rows, width = x_TD.shape
     dn_TD = with_whole_rows(dn_TD)
-    dtotal_TD = None if dtotal_TD is None else with_whole_rows(dtotal_TD)
+    dskip_TD = None if dskip_TD is None else with_whole_rows(dskip_TD)
     dx_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     tile_rows, block, warps = _tile(width)
     with torch.cuda.device_of(x_TD):
         norm_backward[(-(-rows // tile_rows),)](
             dn_TD,
-            dtotal_TD,
+            dskip_TD,
             x_TD,
             weight_D,
             rstd_T,
             dx_TD,
             dn_TD.stride(0),
-            0 if dtotal_TD is None else dtotal_TD.stride(0),
+            0 if dskip_TD is None else dskip_TD.stride(0),
             x_TD.stride(0),
             rows,
             offset,

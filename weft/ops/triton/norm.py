@@ -14,13 +14,10 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["rows"])
 def norm_forward(
     x: tl.tensor,
-    delta: tl.tensor,
-    total: tl.tensor,
     weight: tl.tensor,
     n: tl.tensor,
     rstd: tl.tensor,
     x_stride: tl.tensor,
-    delta_stride: tl.tensor,
     rows: tl.tensor,
     eps: tl.tensor,
     offset: tl.tensor,
@@ -28,7 +25,7 @@ def norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """n and rstd of x, or of total = x + delta where there is a delta."""
+    """n and rstd of x."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]
@@ -36,13 +33,6 @@ def norm_forward(
     x_at_RB = row_R[:, None] * x_stride + column_B[None, :]
     x_RB = tl.load(x + x_at_RB, mask=inside_RB, other=0.0).to(tl.float32)
     weight_B = tl.load(weight + column_B, mask=column_B < WIDTH, other=0.0).to(tl.float32) + offset
-    if delta is not None:
-        delta_at_RB = row_R[:, None] * delta_stride + column_B[None, :]
-        x_RB += tl.load(delta + delta_at_RB, mask=inside_RB, other=0.0).to(tl.float32)
-        rounded_RB = x_RB.to(total.dtype.element_ty)
-        tl.store(total + at_RB, rounded_RB, mask=inside_RB)
-        # The backward sees only the rounded sum, so that is what must be normalised.
-        x_RB = rounded_RB.to(tl.float32)
     rstd_R = tl.rsqrt(tl.sum(x_RB * x_RB, axis=1) / WIDTH + eps)
     tl.store(rstd + row_R, rstd_R, mask=row_R < rows)
     n_RB = x_RB * rstd_R[:, None] * weight_B[None, :]
@@ -52,13 +42,13 @@ def norm_forward(
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward(
     dn: tl.tensor,
-    dtotal: tl.tensor,
+    dskip: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
     rstd: tl.tensor,
     dx: tl.tensor,
     dn_stride: tl.tensor,
-    dtotal_stride: tl.tensor,
+    dskip_stride: tl.tensor,
     x_stride: tl.tensor,
     rows: tl.tensor,
     offset: tl.tensor,
@@ -66,7 +56,7 @@ def norm_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """dx = dtotal (where there is one) + what flows back through the norm of x."""
+    """dx = dskip (where there is one) + what flows back through the norm of x."""
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_B = tl.arange(0, BLOCK)
     inside_RB = (row_R < rows)[:, None] & (column_B < WIDTH)[None, :]
@@ -74,14 +64,14 @@ def norm_backward(
     x_RB = tl.load(x + row_R[:, None] * x_stride + column_B[None, :], mask=inside_RB, other=0.0)
     rstd_R = tl.load(rstd + row_R, mask=row_R < rows, other=0.0)
     weight_B = tl.load(weight + column_B, mask=column_B < WIDTH, other=0.0).to(tl.float32) + offset
-    if dtotal is not None:
-        dtotal_at_RB = row_R[:, None] * dtotal_stride + column_B[None, :]
-        dtotal_RB = tl.load(dtotal + dtotal_at_RB, mask=inside_RB, other=0.0)
+    if dskip is not None:
+        dskip_at_RB = row_R[:, None] * dskip_stride + column_B[None, :]
+        dskip_RB = tl.load(dskip + dskip_at_RB, mask=inside_RB, other=0.0)
     unit_RB = x_RB.to(tl.float32) * rstd_R[:, None]
     dunit_RB = dn_RB.to(tl.float32) * weight_B[None, :]
     along_R = tl.sum(dunit_RB * unit_RB, axis=1) / WIDTH
     dx_RB = (dunit_RB - unit_RB * along_R[:, None]) * rstd_R[:, None]
-    if dtotal is not None:
-        dx_RB += dtotal_RB.to(tl.float32)
+    if dskip is not None:
+        dx_RB += dskip_RB.to(tl.float32)
     at_RB = row_R[:, None] * WIDTH + column_B[None, :]
     tl.store(dx + at_RB, dx_RB.to(dx.dtype.element_ty), mask=inside_RB)

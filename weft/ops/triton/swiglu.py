@@ -1,4 +1,4 @@
-"""Kernels of SwiGLU and its kin: act = gate · σ(z) · up, where z says which activation it is.
+"""Kernels of SwiGLU: act = gate · σ(gate) · up.
 
 Shapes: B columns of a program, all in one row.
 """
@@ -8,28 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CUBIC = tl.constexpr(0.044715)
-TWICE_ROOT = tl.constexpr(1.5957691216057308)
-"""2·√(2/π)."""
-
 
 @triton.jit
-def shares_of(gate: tl.tensor, GELU: tl.constexpr) -> tuple:
-    """σ(z) and 1 − σ(z): the shares of the gate that pass and stay, without overflow or cancellation.
-
-    ½(1 + tanh u) = σ(2u) makes gelu of the same form as silu.
-    """
-    z = TWICE_ROOT * (gate + CUBIC * gate * gate * gate) if GELU else gate
-    small = tl.exp(-tl.abs(z))
+def shares_of(gate: tl.tensor) -> tuple:
+    """σ(gate) and 1 − σ(gate): the shares of it that pass and stay, without overflow or cancellation."""
+    small = tl.exp(-tl.abs(gate))
     large = 1.0 / (1.0 + small)
     small *= large
-    return tl.where(z < 0.0, small, large), tl.where(z < 0.0, large, small)
-
-
-@triton.jit
-def slope_of(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
-    """dz/dgate."""
-    return TWICE_ROOT * (1.0 + 3.0 * CUBIC * gate * gate) if GELU else 1.0
+    return tl.where(gate < 0.0, small, large), tl.where(gate < 0.0, large, small)
 
 
 @triton.jit
@@ -39,7 +25,6 @@ def swiglu_forward(
     gate_up_stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
 ) -> None:
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -48,7 +33,7 @@ def swiglu_forward(
     gate_at_B = gate_up + row * gate_up_stride + column_B
     gate_B = tl.load(gate_at_B, mask=inside_B, other=0.0).to(tl.float32)
     up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
-    passes_B, _ = shares_of(gate_B, GELU)
+    passes_B, _ = shares_of(gate_B)
     act_B = gate_B * passes_B * up_B
     tl.store(act + row * WIDTH + column_B, act_B.to(act.dtype.element_ty), mask=inside_B)
 
@@ -62,7 +47,6 @@ def swiglu_backward(
     gate_up_stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
 ) -> None:
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -72,8 +56,8 @@ def swiglu_backward(
     gate_B = tl.load(gate_at_B, mask=inside_B, other=0.0).to(tl.float32)
     up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
     dact_B = tl.load(dact + row * dact_stride + column_B, mask=inside_B, other=0.0).to(tl.float32)
-    passes_B, stays_B = shares_of(gate_B, GELU)
-    dgate_B = dact_B * up_B * passes_B * (1.0 + gate_B * stays_B * slope_of(gate_B, GELU))
+    passes_B, stays_B = shares_of(gate_B)
+    dgate_B = dact_B * up_B * passes_B * (1.0 + gate_B * stays_B)
     dup_B = dact_B * gate_B * passes_B
     dgate_at_B = dgate_up + row * (2 * WIDTH) + column_B
     tl.store(dgate_at_B, dgate_B.to(dgate_up.dtype.element_ty), mask=inside_B)
