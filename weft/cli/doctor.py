@@ -112,14 +112,13 @@ def package_checks() -> Iterator[Check]:
         yield Check("packaging", Verdict.MISSING, "", "pip install packaging")
         return
     wanted = [Requirement(line) for line in metadata.requires("weft") or []]
-    extras = ("", "demo", "tensorboard", "wandb", "mlflow")
+    extras = ("", "gpu", "demo", "tensorboard", "wandb", "mlflow")
     seen: set[str] = set()
     for extra in extras:
         for package in wanted:
             applies = package.marker is None or package.marker.evaluate({"extra": extra})
             if applies and package.name not in seen:
                 seen.add(package.name)
-                # A marker without an extra names a platform: triton, which only GPUs need.
                 yield package_check(package, optional=package.marker is not None)
 
 
