@@ -176,17 +176,24 @@ def assert_equal_float64(got: Trained, want: Trained) -> None:
     assert distance(got.moved(), want.moved()) <= 1e-8
 
 
-def assert_equal_float32(got: Trained, padded: Trained, one_by_one: Trained, exact: Trained) -> None:
+FLIPPED = 1e-3
+"""How far one element whose gradient has the other sign can take a tiny adapter: DESIGN says that PEFT differs
+from itself by so much. Seen in pipelines of four stages: 1.6e-4 where one process was 2.1e-5 from float64."""
+
+
+def assert_equal_float32(
+    got: Trained, padded: Trained, one_by_one: Trained, exact: Trained, floor: float = 0.0
+) -> None:
     """Losses to 1e-5, or where PEFT's own two ways of running the job drift further apart, to 3 × that drift;
     weights as near to the float64 run as those two are, times 3.
 
     Adam turns a gradient of the other sign near zero into a whole step, so that two float32 runs differ by a
     few such elements and their distance is a matter of luck (docs/design.md has the numbers). The distance to
-    the float64 run is not.
+    the float64 run is less so; where only one run is compared with another, `floor` is allowed in any case.
     """
     assert _drift(got, padded) <= max(1e-5, 3 * _drift(one_by_one, padded))
     for part in ("lora_A", "lora_B"):
-        allowed = 3 * max(_whole(padded, exact, part), _whole(one_by_one, exact, part))
+        allowed = max(floor, 3 * max(_whole(padded, exact, part), _whole(one_by_one, exact, part)))
         assert 0 < allowed < 0.1
         assert (error := _whole(got, exact, part)) <= allowed, f"{part}: {error:.1e} over {allowed:.1e}"
 

@@ -6,10 +6,11 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
-from tests.run.test_stage_executor import make_jobs, whole_base
+from tests.run.test_stage_executor import PACE, make_jobs, whole_base
 from weft.base.spec import BaseSpec
 from weft.base.streamed import stream_model
 from weft.errors import PlanError
+from weft.plan.pipeline_window import PipelineRules, plan_pipeline
 from weft.plan.planner import plan_window
 from weft.plan.program import Load
 from weft.plan.stream_cut import StreamCut
@@ -190,8 +191,7 @@ def test_one_load_of_a_stage_serves_all_jobs():
 def test_a_plan_for_several_devices_is_refused():
     executor = streamed("llama", torch.float32, CUTS["two and two"])
     jobs = make_jobs(executor.base)
-    from tests.run.test_stage_executor import pipeline_program
-    from weft.plan.pipeline_window import PipelineOrder
-
+    rules = PipelineRules(CAPACITY, (PACE, PACE))
+    program = plan_pipeline([job.course(0, 2, False) for job in jobs], rules)
     with pytest.raises(PlanError, match="for 2 devices"):
-        run(executor, pipeline_program(jobs, 2, PipelineOrder.multi_job), jobs)
+        run(executor, program, jobs)
