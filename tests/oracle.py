@@ -177,8 +177,8 @@ def assert_equal_float64(got: Trained, want: Trained) -> None:
 
 
 FLIPPED = 1e-3
-"""How far one element whose gradient has the other sign can take a tiny adapter: DESIGN says that PEFT differs
-from itself by so much. Seen in pipelines of four stages: 1.6e-4 where one process was 2.1e-5 from float64."""
+"""How far one element whose gradient has the other sign can take a tiny adapter: DESIGN says that PEFT is so
+far from itself. Seen in a pipeline of four stages: 1.6e-4 where one process was 2.1e-5 from float64."""
 
 
 def assert_equal_float32(
