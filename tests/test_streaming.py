@@ -39,7 +39,7 @@ def test_losses_evaluations_and_adapters_equal_the_resident_run_and_it_says_what
     assert_same_results(output, place / "undisturbed")
     told = notes(place, "small")
     assert "The base is streamed in" in told
-    assert "came from the host; training waited for them in" in told
+    assert "came from the host; training waited for the host in" in told
     assert "The base is streamed in" in " ".join((place / "log").read_text().split())
 
 

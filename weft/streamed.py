@@ -126,7 +126,7 @@ class StreamedLoop(Loop):
         if self.seconds:
             self.journal.note(
                 f"Streamed: {self.streamer.waited.copied_bytes / 2**30:.1f} GiB came from the host; training "
-                f"waited for them in {self.streamer.waited.total() / self.seconds:.0%} of the time, "
+                f"waited for the host in {self.streamer.waited.total() / self.seconds:.0%} of the time, "
                 f"{self.choice.unhidden:.0%} were predicted."
             )
 

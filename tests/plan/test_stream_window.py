@@ -184,3 +184,14 @@ def test_the_checker_of_slots_refuses_another_number_of_stages():
     program, _ = streamed_window()
     with pytest.raises(IllegalProgram, match="4 stages are planned, but the cut has 2"):
         check_slots(program, cut(1, 1))
+
+
+def test_an_evaluation_larger_than_what_training_keeps_goes_through_the_stages_in_runs():
+    looking = course("a", [[10]], evaluation=[10] * 9, evaluate_at={1})
+    program = plan_streamed([looking], cut(1, 1, slots=1), capacity=10)
+    looks = [action for action in program.actions if isinstance(action, Evaluate)]
+    # Two stages keep an input of 10 rows each, so two microbatches of 10 rows may be on their way at once.
+    assert [(one.microbatch - looks[0].microbatch, one.stage) for one in looks[:6]] == [
+        (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0),
+    ]  # fmt: skip
+    assert len(looks) == 2 * 9

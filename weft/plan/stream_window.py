@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.plan.check import check
 from weft.plan.check_slots import check_slots
-from weft.plan.planner import Course, Round, all_batches, lay_rounds
+from weft.plan.planner import Course, Laid, Round, all_batches, lay_rounds
 from weft.plan.program import Action, Backward, Evaluate, Evict, Forward, Load, Program
 from weft.plan.stream_cut import StreamCut
 
@@ -28,7 +28,10 @@ class _Visit:
 def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int) -> Program:
     """Train every course's batches. It begins and ends with `cut.waiting` in the slots, and is checked."""
     laid = lay_rounds(courses, capacity)
-    visits = [list(_visits(one, len(cut.stages))) for one in laid.rounds]
+    room = _room(laid, len(cut.stages), capacity)
+    visits = [
+        list(_visits(one, _together(one.evaluated, laid, room), len(cut.stages))) for one in laid.rounds
+    ]
     moves = _moves([visit for each in visits for visit in each], cut)
     actions: list[Action] = []
     for one, each in zip(laid.rounds, visits, strict=True):
@@ -47,8 +50,28 @@ def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int) -> P
     return program
 
 
-def _visits(one: Round, stages: int) -> Iterator[_Visit]:
-    """There and back, the last stage turning each microbatch round at once; then what is evaluated."""
+def _room(laid: Laid, stages: int, capacity: int) -> int:
+    """Rows that may be on their way at once: training keeps the input of every stage, an evaluation one."""
+    rounds = (sum(laid.microbatches[one.microbatch].rows for one in each.trained) for each in laid.rounds)
+    return stages * max(capacity, *rounds, 0)
+
+
+def _together(numbers: Sequence[int], laid: Laid, room: int) -> list[list[int]]:
+    """Microbatches in runs of so many rows: what is more than one run has every stage come once more."""
+    runs: list[list[int]] = []
+    taken = room
+    for number in numbers:
+        rows = laid.microbatches[number].rows
+        if taken + rows > room:
+            runs.append([])
+            taken = 0
+        runs[-1].append(number)
+        taken += rows
+    return runs
+
+
+def _visits(one: Round, looks: Sequence[Sequence[int]], stages: int) -> Iterator[_Visit]:
+    """There and back, the last stage turning each microbatch round at once; then the runs of `looks`."""
     last, numbers = stages - 1, [trained.microbatch for trained in one.trained]
     if numbers:
         for stage in range(last):
@@ -60,9 +83,9 @@ def _visits(one: Round, stages: int) -> Iterator[_Visit]:
                 actions += [Backward(trained.microbatch, stage)]
                 actions += trained.steps if stage == 0 else []
             yield _Visit(stage, tuple(actions))
-    if one.evaluated:
+    for run in looks:
         for stage in range(stages):
-            yield _Visit(stage, tuple(Evaluate(number, stage) for number in one.evaluated))
+            yield _Visit(stage, tuple(Evaluate(number, stage) for number in run))
 
 
 def _moves(visits: Sequence[_Visit], cut: StreamCut) -> Iterator[tuple[Action, ...]]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from weft.base.host import host_bytes
-from weft.ops.adamw import State, Update
-from weft.ops.adamw import update as torch_update
-from weft.run.measure import Stopwatch
+from weft.ops.adamw import State, Update, update
+from weft.run.measure import Stopwatch, release
 
 SAMPLE_BYTES = 256 << 20
 SIDE = 8192
@@ -38,15 +37,25 @@ PRETENDED = Link(bandwidth=1e10, flops=1e11, stepped=1e9)
 def measure_link(device: torch.device, dtype: torch.dtype) -> Link:
     if device.type != "cuda":
         return PRETENDED
-    host = torch.device("cpu")
-    update = _sample_update(dtype)
-    stepped = STEPPED / _quickest(host, lambda: torch_update([update]))
-    there = host_bytes(SAMPLE_BYTES, device)
+    found = Link(_bandwidth(device), _flops(device, dtype), _stepped(dtype))
+    release(device)
+    return found
+
+
+def _bandwidth(device: torch.device) -> float:
+    host = host_bytes(SAMPLE_BYTES, device)
     here = torch.empty(SAMPLE_BYTES, dtype=torch.uint8, device=device)
+    return SAMPLE_BYTES / _quickest(device, lambda: here.copy_(host, non_blocking=True))
+
+
+def _flops(device: torch.device, dtype: torch.dtype) -> float:
     x, y = (torch.ones(SIDE, SIDE, dtype=dtype, device=device) for _ in range(2))
-    copied = _quickest(device, lambda: here.copy_(there, non_blocking=True))
-    multiplied = _quickest(device, lambda: torch.mm(x, y))
-    return Link(SAMPLE_BYTES / copied, REACHED * 2 * SIDE**3 / multiplied, stepped)
+    return REACHED * 2 * SIDE**3 / _quickest(device, lambda: torch.mm(x, y))
+
+
+def _stepped(dtype: torch.dtype) -> float:
+    sample = _sample_update(dtype)
+    return STEPPED / _quickest(torch.device("cpu"), lambda: update([sample]))
 
 
 def _sample_update(dtype: torch.dtype) -> Update:

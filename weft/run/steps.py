@@ -118,7 +118,8 @@ def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
     """What the open batches came to; waits for the device once."""
     sums_J2 = torch.stack([_sums(training) for training in trainings])
     norm_J = gradient_norms([training.state for training in trainings])
-    values = torch.cat([sums_J2, norm_J[:, None]], dim=1).tolist()
+    # Where adapters live on the host, their losses are still on the device.
+    values = torch.cat([sums_J2.to(norm_J.device), norm_J[:, None]], dim=1).tolist()
     return [Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
 
 

@@ -8,6 +8,7 @@ Shapes: T rows of a microbatch, D hidden width.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -259,9 +260,14 @@ class StreamExecutor(Executor):
             yield from super()._step(program, steps)
             return
         jobs = [step.job for step in steps if step.job not in self.dead]
+        self.travel.wait()
+        began = time.perf_counter()
         self.travel.take_gradients(jobs)
-        yield from super()._step(program, steps)
+        events = list(super()._step(program, steps))
         self.travel.bring_weights(jobs)
+        # The device has nothing to do meanwhile.
+        self.streamer.waited.seconds += time.perf_counter() - began
+        yield from events
 
     # -- evaluation --------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ Beside = Callable[[int], None]
 
 @dataclass(slots=True)
 class Waited:
-    """How long the arithmetic waited for stages, summed over a window."""
+    """How long the arithmetic waited for the host: for stages to come, and for Steps that are made there."""
 
     seconds: float = 0.0
     copied_bytes: int = 0

@@ -108,7 +108,7 @@ class Travel:
 
     def leave(self, job: str) -> None:
         self.forget([job])
-        self._wait()  # for copies on other streams than the one that its room was taken on
+        self.wait()  # for copies on other streams than the one that its room was taken on
         del self.travellers[job]
 
     # -- with a stage ------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Travel:
         for job in jobs:
             for place in list(self._in):
                 self._take(self.travellers[job], place)
-        self._wait()
+        self.wait()
 
     def bring_weights(self, jobs: Iterable[str]) -> None:
         """After a Step, to every place that holds a stage."""
@@ -171,7 +171,8 @@ class Travel:
             traveller.training.gradient[part.start : part.stop].copy_(room, non_blocking=True)
             room.zero_()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the device has done what it was asked for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
