@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_churn, gpu_lengths, gpu_quality, gpu_step, gpu_stream
+from benchmarks import gpu_churn, gpu_lengths, gpu_quality, gpu_step, gpu_stream, pipeline_gpu
 from benchmarks.timing import Measured
 
 
@@ -110,3 +110,9 @@ def test_a_streamed_base_is_measured_in_every_cut_beside_the_resident_one(run: A
     assert len({row["cut"] for row in found["rows"][:3]}) >= 2
     assert offloaded["note"] == "needs a GPU"
     assert "streamed from host memory" in curve.read_text()
+
+
+@pytest.mark.slow
+def test_a_pipeline_on_one_device_has_the_losses_of_one_process(run: Any) -> None:
+    found = run(pipeline_gpu)
+    assert found["gap"] <= pipeline_gpu.NOISE * max(found["noise"], 1e-6)
