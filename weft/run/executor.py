@@ -6,7 +6,6 @@ Shapes: T rows of a microbatch, D hidden width, S supervised rows among them.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from weft.run import checkpoint
 from weft.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
+from weft.run.looks import Look, Looks
 from weft.run.measure import Stopwatch, is_out_of_memory
 from weft.run.steps import Begun, Due, NoStep, Outcome, begin_steps, take_steps
 from weft.run.woven import Woven
@@ -79,38 +79,6 @@ class _Asked:
     watch: Stopwatch
     settled: bool
     timed: list[Timed]
-
-
-@dataclass(slots=True)
-class _Look:
-    """Sums of one job's evaluation so far."""
-
-    loss: float = 0.0
-    hits: int = 0
-    tokens: int = 0
-
-
-class Looks:
-    """Evaluations in the making: their sums, and how many microbatches each still misses."""
-
-    def __init__(self, program: Program) -> None:
-        self.sums: defaultdict[tuple[str, int], _Look] = defaultdict(_Look)
-        self.left = Counter(
-            (segment.job, segment.step)
-            for action, plan in program.compute()
-            if isinstance(action, Evaluate)
-            for segment in plan.segments
-        )
-
-    def begin(self, plan: MicrobatchPlan) -> None:
-        self.left.subtract((segment.job, segment.step) for segment in plan.segments)
-
-    def add(self, key: tuple[str, int], more: _Look) -> _Look:
-        so_far = self.sums[key]
-        so_far.loss += more.loss
-        so_far.hits += more.hits
-        so_far.tokens += more.tokens
-        return so_far
 
 
 class Executor(Woven):
@@ -370,7 +338,7 @@ class Executor(Woven):
             yield from self._looked(segment, look)
 
     @torch.no_grad()
-    def _look_sums(self, laid: Laid, hidden: Callable[[Route], Tensor]) -> list[_Look]:
+    def _look_sums(self, laid: Laid, hidden: Callable[[Route], Tensor]) -> list[Look]:
         """What each segment comes to."""
         logprobs, hits = segment_logprobs(hidden(self.route), laid, self._head)
         sums = torch.stack([-part_S.sum() for part_S in logprobs])
@@ -379,11 +347,11 @@ class Executor(Woven):
             sums = torch.stack([-part_S.sum() for part_S in logprobs])
         counts = torch.stack([part_S.sum() for part_S in hits]).tolist()
         return [
-            _Look(loss, count, len(part_S))
+            Look(loss, count, len(part_S))
             for loss, count, part_S in zip(sums.tolist(), counts, hits, strict=True)
         ]
 
-    def _looked(self, segment: Segment, more: _Look) -> Iterator[Event]:
+    def _looked(self, segment: Segment, more: Look) -> Iterator[Event]:
         if segment.job in self.dead:
             return
         key = (segment.job, segment.step)
