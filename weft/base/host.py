@@ -30,7 +30,7 @@ def host_bytes(size: int, device: torch.device) -> Tensor:
                 f"The system does not let Weft lock {len(pages) / 2**30:.1f} GiB of host memory for the GPU "
                 f"({status}); raise the limit (ulimit -l, or the container's), or use a smaller base."
             )
-        weakref.finalize(buffer.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, address)
+        weakref.finalize(pages, torch.cuda.cudart().cudaHostUnregister, address)
     return buffer
 
 

@@ -20,7 +20,7 @@ from weft.base.model import Base, own_config
 from weft.base.place import explained, place
 from weft.base.shape import context, linears, model_shape, site_shape
 from weft.base.spec import BaseSpec
-from weft.base.weights import read_weights, weight_files
+from weft.base.weights import WeightFiles, read_weights, weight_files
 from weft.errors import BaseModelError
 from weft.shapes import LayerRange, ModelShape
 
@@ -65,21 +65,25 @@ def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
     """Read only the tensors of the layers `held` from the base's files."""
     if held.first and held.last:
         return load_base(spec, device)
-    where = place(spec)
-    config = load_config(spec, where)
-    refuse_uncut(config, spec.model)
-    dtype = base_dtype(spec, device)
-    files = weight_files(where, spec.revision)
+    model, files = outlined(spec, device)
+    whole = model_shape(model, model.dtype)
     with explained(spec):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        whole = model_shape(model, dtype)
         cut(model, held)
         if files is None or not read_weights(model, files, device):
             # The files name their weights in another way than the model does; transformers knows how.
             model = load_plain(spec, torch.device("cpu"))
             cut(model, held)
     return stage_of(model, spec, device, held, whole)
+
+
+def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """A base that can be cut, as it would be on `device`, without its weights, and the files with them."""
+    where = place(spec)
+    config = load_config(spec, where)
+    refuse_uncut(config, spec.model)
+    with explained(spec), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec, device))
+    return model, weight_files(where, spec.revision)
 
 
 def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:

@@ -14,18 +14,18 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from weft.base import attention
 from weft.base.families import refuse_modules
 from weft.base.host import host_bytes
-from weft.base.load import base_dtype, load_config, load_plain
+from weft.base.load import load_plain
 from weft.base.model import Base, own_config
-from weft.base.place import explained, place
+from weft.base.place import explained
 from weft.base.shape import linears, model_shape, site_shape
 from weft.base.spec import BaseSpec
-from weft.base.stages import ENDS, cut, decoder_of, refuse_uncut
-from weft.base.weights import file_reader, make_buffers, weight_files
+from weft.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut
+from weft.base.weights import file_reader, make_buffers
 from weft.plan.stream_cut import StreamCut
 from weft.shapes import LayerRange, ModelShape
 
@@ -75,14 +75,8 @@ class StreamedBase:
 
 def load_streamed(spec: BaseSpec, device: torch.device, cut: StreamCut) -> StreamedBase:
     """From the base's files, each tensor straight to where it stays."""
-    where = place(spec)
-    config = load_config(spec, where)
-    refuse_uncut(config, spec.model)
-    dtype = base_dtype(spec, device)
-    files = weight_files(where, spec.revision)
+    model, files = outlined(spec, device)
     with explained(spec):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         fill = None if files is None else file_reader(model, files)
         if fill is None:
             # The files name their weights in another way than the model does; transformers knows how.
