@@ -120,6 +120,9 @@ class _GpuQueue:
     def load(self, stage: int, slot: int) -> None:
         if slot in self._free:
             self._in.wait_event(self._free.pop(slot))
+        else:
+            # Nobody has left it yet; but room for adapters there may just be being made.
+            self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             self._streamer.copy(stage)
             self._there[stage] = torch.cuda.Event(enable_timing=True)
