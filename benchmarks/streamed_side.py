@@ -22,7 +22,7 @@ from weft.base.streamed import streamed_base
 from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
-from weft.plan.stream_need import StreamCase, StreamDevice
+from weft.plan.stream_need import SLACK_BYTES, StreamCase, StreamDevice
 from weft.plan.stream_search import largest_drafts, smallest_drafts
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import Link
@@ -30,7 +30,6 @@ from weft.run.measure import CPU_SHARE
 from weft.run.stream_executor import StreamExecutor
 from weft.run.streamer import Waited
 from weft.shapes import JobShape, ModelShape
-from weft.streamed import SLACK_BYTES
 
 SPREAD = 0.02
 

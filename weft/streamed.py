@@ -21,15 +21,12 @@ from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
 from weft.plan.stream_memory import StreamedMemory
-from weft.plan.stream_need import StreamDevice
+from weft.plan.stream_need import SLACK_BYTES, StreamDevice
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import measure_link
 from weft.run.measure import CPU_SHARE, taken_bytes
 from weft.run.stream_executor import StreamExecutor
 from weft.shapes import JobShape, ModelShape
-
-SLACK_BYTES = 2 << 30
-"""On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from weft.plan.fit import make_ground
 from weft.plan.program import Load
 from weft.plan.stream_explain import explain_streams
 from weft.plan.stream_outlook import ablate_streams, must_stream, stream_outlook, why_not_streamed
+from weft.plan.stream_run import run_choice
 
 
 def cards(roots: list[int], host: float = 8.0, memory: float = 6.0) -> Cluster:
@@ -76,7 +77,7 @@ def test_on_two_root_complexes_sequential_mapping_is_never_better_than_what_is_c
 
 def test_the_explanation_names_bytes_and_bare_seconds(one_card):
     text = "\n".join(explain_streams(one_card))
-    assert "cannot run such a plan yet" in text
+    assert "by the cut named above" in text
     assert "not hidden behind compute" in text
     assert f"Token capacity {one_card.forecast.capacity:,}" in text
 
@@ -99,3 +100,17 @@ def test_a_line_may_tell_root_complexes():
     assert (cluster.roots, cluster.name) == ((2, 2), "2+2xRTX3090:pcie")
     assert [device.root for device in cluster.priced().devices] == [0, 0, 1, 1]
     assert replace(cluster, roots=(4,)).name == "4xRTX3090:pcie"
+
+
+def test_over_several_devices_it_says_that_it_cannot_be_run():
+    found = stream_outlook(make_ground(SHAPE, cards([2])), outlines(2))
+    assert "cannot run such a plan over several devices yet" in " ".join(explain_streams(found))
+
+
+def test_what_a_run_would_choose_fits_the_device_and_names_its_cut():
+    place = ground("T4")
+    chosen = run_choice(place, outlines(2))
+    assert not chosen.whole
+    assert chosen.device_bytes <= place.budgets[0]
+    assert chosen.cut.layers == SHAPE.layers
+    assert chosen.why.startswith(f"streamed in {len(chosen.cut.stages)} stages of")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.plan.forecast import Forecast, Run
     from weft.plan.outlook import Outlook
     from weft.plan.share_outlook import ShareOutlook
+    from weft.plan.stream_choice import StreamChoice
     from weft.plan.stream_outlook import StreamOutlook
     from weft.shapes import ModelShape
 
@@ -131,17 +132,22 @@ def streamed(wanted: Wanted, console: Console) -> Answered:
     from weft.cli.plan_show import ablation_table, show_sentences, show_streams, show_waiting
     from weft.plan.stream_explain import explain_streams
     from weft.plan.stream_outlook import ablate_streams, refuse_streamed, stream_outlook, why_not_streamed
+    from weft.plan.stream_run import run_choice
 
     refuse_streamed(wanted.ground, wanted.company)
     admission = admitted(wanted, why_not_streamed)
-    found = stream_outlook(wanted.ground, wanted.aboard(admission))
-    show_streams(console, found, wanted.sampled)
+    aboard = wanted.aboard(admission)
+    found = stream_outlook(wanted.ground, aboard)
+    # A run streams through one device.
+    chosen = run_choice(wanted.ground, aboard) if len(wanted.ground.cluster.devices) == 1 else None
+    show_streams(console, found, chosen, wanted.sampled)
     show_waiting(console, admission)
     show_sentences(console, explain_streams(found) if wanted.explained else ())
     ablations = ablate_streams(found) if wanted.ablated else ()
     if ablations:
         console.print(ablation_table(ablations))
-    return Answered(found.run, stream_numbers(found) | common_numbers(found, admission, ablations))
+    numbers = stream_numbers(found) | common_numbers(found, admission, ablations)
+    return Answered(found.run, numbers | ({} if chosen is None else {"run": run_numbers(chosen)}))
 
 
 def described(base: BaseSpec, gpu: bool) -> ModelShape:
@@ -265,6 +271,22 @@ def stream_numbers(found: StreamOutlook) -> dict[str, Any]:
         "mapping": chosen.mapping,
         "unhidden_seconds": chosen.unhidden / steps,
         "uploaded_bytes": chosen.uploaded_bytes // steps,
+    }
+
+
+def run_numbers(chosen: StreamChoice) -> dict[str, Any]:
+    """What a run would choose."""
+    return {
+        "stages": [
+            {"layers": stage.stop - stage.start, "resident": stage.resident} for stage in chosen.cut.stages
+        ],
+        "slots": chosen.cut.slots,
+        "adapters_travel": chosen.cut.travels,
+        "capacity": chosen.capacity,
+        "device_bytes": chosen.device_bytes,
+        "host_bytes": chosen.host_bytes,
+        "round_seconds": chosen.step_seconds,
+        "unhidden": chosen.unhidden,
     }
 
 

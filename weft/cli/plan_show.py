@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.plan.forecast import Forecast
     from weft.plan.outlook import Outlook
     from weft.plan.share_outlook import ShareOutlook
+    from weft.plan.stream_choice import StreamChoice
     from weft.plan.stream_outlook import StreamOutlook
 
 
@@ -46,7 +47,9 @@ def show_shares(console: Console, found: ShareOutlook, cut: Outlook) -> None:
     console.print(share_table(found))
 
 
-def show_streams(console: Console, found: StreamOutlook, sampled: Sequence[str]) -> None:
+def show_streams(
+    console: Console, found: StreamOutlook, chosen_run: StreamChoice | None, sampled: Sequence[str]
+) -> None:
     chosen, steps = found.chosen, found.forecast.steps
     console.print(
         f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: the base does not fit with a job "
@@ -56,6 +59,8 @@ def show_streams(console: Console, found: StreamOutlook, sampled: Sequence[str])
         f"{found.source}.",
         highlight=False,
     )
+    if chosen_run is not None:
+        console.print(f"`weft train` would have the base {chosen_run.why}.", highlight=False, markup=False)
     show_sampled(console, sampled)
     console.print(stream_table(found))
     console.print(forecast_table(found.forecast, found.alternatives))

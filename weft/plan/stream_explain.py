@@ -10,7 +10,7 @@ def explain_streams(found: StreamOutlook) -> list[str]:
     return [
         f"Times are {found.source}.",
         "Streamed, because the base does not fit the cluster with a job aboard: its layers lie in the host's "
-        "memory and come in stages when they are needed. Weft cannot run such a plan yet.",
+        "memory and come in stages when they are needed. " + _whether_it_runs(found),
         _capacity(found),
         "Every layer is made again in the backward: of a microbatch a stage keeps its input only.",
         _cut(found),
@@ -18,6 +18,12 @@ def explain_streams(found: StreamOutlook) -> list[str]:
         _uploads(found),
         f"Packing: {found.run.merged.why()}.",
     ]
+
+
+def _whether_it_runs(found: StreamOutlook) -> str:
+    if len(found.ground.cluster.devices) == 1:
+        return "This forecast is Mobius's; `weft train` runs it by the cut named above."
+    return "Weft cannot run such a plan over several devices yet."
 
 
 def _capacity(found: StreamOutlook) -> str:
