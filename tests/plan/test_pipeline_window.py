@@ -1,5 +1,7 @@
 """Windows for pipelines: the same batches as on one device, legal in every order, ended by an evaluation."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +65,17 @@ def test_who_evaluates_where_it_begins_looks_and_saves_before_anybody_trains():
         assert of(program, device, Save) == [Save("new", 0)]
         assert len(of(program, device, Evaluate)) == 1
         assert not of(program, device, Forward)
+
+
+def test_who_waits_for_another_to_look_saves_where_it_begins_once_in_the_window_it_trains_in():
+    """Twice the same step, and one rank may write the second checkpoint while another names the first."""
+    looking = course("looking", [[5, 5]], 0, [6, 7], {0}, {0}, begins=True)
+    waiting = course("waiting", [[5, 5]], 0, save_at={0}, begins=True)
+    first = plan_pipeline([looking, waiting], rules())
+    then = plan_pipeline([replace(looking, begins=False), waiting], rules())
+    for device in range(3):
+        assert of(first, device, Save) == [Save("looking", 0)]
+        assert Save("waiting", 0) in of(then, device, Save)
 
 
 def test_a_save_stands_between_its_step_and_the_next_on_every_device():

@@ -91,7 +91,8 @@ def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
     last = {batch.job: batch.step for batch in batches}
     due = looking or [course for course in courses if _evaluates(course, last.get(course.job, -1))]
     program = _with_evaluation(program, [_look(course, after[course.job]) for course in due], rules)
-    program = _with_saves(program, courses)
+    # Whoever waits meanwhile begins in the next window, and must not save at the same step in both.
+    program = _with_saves(program, courses, looking or beginners)
     program = replace(program, recompute=rules.recompute)
     check(program, step)
     return program
@@ -326,13 +327,11 @@ def _look_room(looks: Sequence[SegmentPlan], rules: PipelineRules) -> int:
     return min(rules.capacity, max(longest, even))
 
 
-def _with_saves(program: Program, courses: Sequence[Course]) -> Program:
+def _with_saves(program: Program, courses: Sequence[Course], beginners: Sequence[Course]) -> Program:
     """A Save right behind its Step; who begins saves where it stands, before anything else. One replica's
     devices save: the others hold the same."""
     at = {course.job: course.save_at for course in courses}
-    begin = [
-        Save(course.job, course.step) for course in courses if course.begins and course.step in course.save_at
-    ]
+    begin = [Save(course.job, course.step) for course in beginners if course.step in course.save_at]
 
     def saved(actions: Sequence[Action]) -> tuple[Action, ...]:
         found: list[Action] = [*begin]

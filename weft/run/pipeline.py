@@ -82,6 +82,8 @@ class Pipeline:
         self._stage = StageExecutor(base, self._transport, wires.place.rank)
         self._checkpoints = checkpoints
         self._pending: dict[tuple[str, int], _Pending] = {}
+        self._early: dict[tuple[str, int], dict[int, Saved]] = {}
+        """Slices that other ranks wrote before this one came to its own."""
         self._through: dict[int, Through] = {}
         """Rank → its word that its list of this window is through."""
         self._awaited: set[tuple[str, int]] = set()
@@ -131,6 +133,7 @@ class Pipeline:
             parts.append(answer)
         drop_partial(self._checkpoints(job))
         self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
+        self._early = {key: one for key, one in self._early.items() if key[0] != job}
         layout = kind_named(own.member.spec.kind).layout(own.member.spec, self.base.whole_sites)
         return _whole(own, parts, layout)
 
@@ -164,6 +167,7 @@ class Pipeline:
             yield event
             while (heard := self.staff.heard()) is not None:
                 yield from self._hear(*heard)
+            yield from self._finish_saves()
         self._transport.settle()
         while len(self._through) < len(self.staff.ranks):
             yield from self._hear(*self.staff.wait())
@@ -186,8 +190,8 @@ class Pipeline:
         last_stages = self.reports[self.stages - 1 :: self.stages]
         yield from self._evaluations([look for report in last_stages for look in report.looks])
         self._awaited.clear()
-        for key in list(self._pending):
-            yield from self._finish(key)
+        yield from self._finish_saves()
+        self._early.clear()
 
     def _passed(self, program: Program) -> Iterator[Passed]:
         """Every microbatch's pass over the base, with its share of the ranks' time."""
@@ -233,7 +237,12 @@ class Pipeline:
         folder.mkdir(parents=True, exist_ok=True)
         pending = _Pending(folder, copy.copy(training.progress))
         pending.slices[0] = write_slice(folder, training, 0)
-        self._pending[job, training.progress.step] = pending
+        key = job, training.progress.step
+        for rank, early in self._early.pop(key, {}).items():
+            if early.slice is None:
+                raise OSError(early.error)
+            pending.slices[rank] = early.slice
+        self._pending[key] = pending
 
     def save_now(self, job: str, folder: Path) -> None:
         """Between windows: write a checkpoint of where the job stands, on all ranks."""
@@ -245,12 +254,13 @@ class Pipeline:
         for _ in self.staff.first_replica:
             rank, answer = self.staff.wait()
             assert isinstance(answer, Saved), f"rank {rank} answers {answer} where a slice was to be written"
-            for failure in self._on_saved(rank, answer):
+            for failure in (*self._on_saved(rank, answer), *self._finish_saves()):
                 raise OSError(failure.reason)
 
     def _on_saved(self, rank: int, answer: Saved) -> Iterator[Failed]:
         key = answer.job, answer.step
         if key not in self._pending:
+            self._early.setdefault(key, {})[rank] = answer
             return
         if answer.slice is None:
             del self._pending[key]
@@ -258,8 +268,12 @@ class Pipeline:
             yield Failed(answer.job, f"its checkpoint cannot be written: {answer.error}")
             return
         self._pending[key].slices[rank] = answer.slice
-        if key not in self._awaited:
-            yield from self._finish(key)
+
+    def _finish_saves(self) -> Iterator[Failed]:
+        """Name the checkpoints that are whole, but for those whose evaluation is still to come."""
+        for key in list(self._pending):
+            if key not in self._awaited:
+                yield from self._finish(key)
 
     def _finish(self, key: tuple[str, int]) -> Iterator[Failed]:
         """Put a checkpoint in its place if all its slices are written."""

@@ -1,0 +1,65 @@
+"""Checkpoints of a pipeline are whole, whichever rank comes first to writing its slice."""
+
+import time
+
+import torch
+
+from tests import bench
+from tests.run import aboard
+from tests.run.models import deep
+from tests.run.ranks import run_ranks
+from tests.run.test_stage_executor import CAPACITY, PACE, whole_base
+from weft.adapters.kind import Member
+from weft.base.load import inspect
+from weft.base.spec import BaseSpec
+from weft.plan.cut import cut_layers
+from weft.plan.pipeline_window import PipelineRules, plan_pipeline
+from weft.ready import lay_out
+from weft.run import checkpoint
+from weft.run.commands import Staff
+from weft.run.events import Failed, SaveDue
+from weft.run.pipeline import open_pipeline
+from weft.run.training import new_training
+from weft.run.worker import serve
+
+STEPS = 3
+
+
+def slow_leader(wires, folder):
+    """The first rank takes its time after every event, so that the others have long written their slices when
+    it comes to its own. What it sees of the checkpoints right after each window."""
+    if wires.place.rank > 0:
+        serve(wires, bench.CPU)
+        return None
+    staff = Staff(wires)
+    spec = BaseSpec(model=str(folder / "model"), dtype="float64")
+    held = cut_layers(inspect(spec, bench.CPU), wires.place.ranks)
+    pipeline = open_pipeline(staff, spec, bench.CPU, held, lambda job: folder / job)
+    jobs = [
+        aboard.ready(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS, save_every=1)
+        for seed, name in enumerate("ab", start=1)
+    ]
+    base = pipeline.base
+    for job in jobs:
+        member = Member(job.name, job.spec.adapter, job.spec.seed)
+        made = new_training(member, job.recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
+        pipeline.attach(made)
+    by_name, seen = {job.name: job for job in jobs}, []
+    for step in range(STEPS):
+        courses = [job.course(step, 1, step == 0) for job in jobs]
+        program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * wires.place.ranks))
+        fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
+        for event in pipeline.run(program, fetch, lambda: False):
+            assert not isinstance(event, Failed), event
+            time.sleep(0.1)
+            if isinstance(event, SaveDue):
+                pipeline.save(event.job, folder / event.job)
+        seen.append([checkpoint.newest_progress(folder / job.name).step for job in jobs])
+    staff.dismiss()
+    return seen
+
+
+def test_a_slice_that_another_rank_wrote_first_is_not_lost(tmp_path):
+    deep("llama", torch.float64).save_pretrained(tmp_path / "model")
+    seen, *_ = run_ranks(3, slow_leader, tmp_path)
+    assert seen == [[1, 1], [2, 2], [3, 3]]
