@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plan_bubbles, plan_week
+from benchmarks import plan_bubbles, plan_stream, plan_week
 from benchmarks.trace import DEVIATION, MEAN, RATE, WEEK, Kind, Service, Task, trace
 
 
@@ -29,6 +29,13 @@ def test_the_formula_holds_in_every_case_and_the_figure_has_all_bars(run: Any) -
     found = run(plan_bubbles)
     assert all(row["equal"]["many"] == row["cases"] for row in found["formula"])
     assert set(found["figure20"][0]["bars"]) == {"1F1B", "mLoRA", "1", "2", "3", "4"}
+
+
+def test_a_streamed_base_is_foreseen(run: Any, capsys: pytest.CaptureFixture) -> None:
+    (case,) = run(plan_stream)["cases"]
+    # Each of 32 layers of 436 MB has to come twice, but for the few that stay: at least 0.3 s at 55 GB/s.
+    assert 0.3 < case["seconds"] < 3.0
+    assert "8b, 10 GiB, 1 jobs" in capsys.readouterr().out
 
 
 def test_weft_serves_more_than_batching_and_that_more_than_separate_instances(run: Any) -> None:
