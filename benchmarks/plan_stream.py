@@ -41,7 +41,7 @@ CASES = (
 )
 TOY = (Case("8b", 10, 1),)
 TITLES = (
-    "", "stages", "stay", "slots", "adapters", "tokens", "GPU GiB", "host GB", "s a round", "waits", "planned",
+    "", "stages", "stay", "slots", "adapters", "tokens", "GPU GiB", "host GB", "s a round", "waits", "plan s",
 )  # fmt: skip
 
 
