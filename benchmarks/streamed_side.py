@@ -22,7 +22,7 @@ from weft.base.streamed import streamed_base
 from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
-from weft.plan.stream_need import SLACK_BYTES, StreamCase, StreamDevice
+from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamCase, StreamDevice
 from weft.plan.stream_search import largest_drafts, smallest_drafts
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import Link
@@ -119,7 +119,7 @@ def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
         bandwidth=link.bandwidth,
         flops=link.flops,
         host_parameters=link.stepped,
-        slack=SLACK_BYTES if on_gpu else 0,
+        slack=STREAM_SLACK_BYTES if on_gpu else 0,
         fused=on_gpu,
     )
 

@@ -8,8 +8,11 @@ import signal
 
 import pytest
 
+from tests import bench
 from tests.launches import deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_job, assert_same_results, assert_whole, status
+from weft import JobSpec, Options
+from weft.errors import UserError
 
 SMALL = "640KiB"
 """The base takes 282 KiB; what passes and four adapters hold does not fit beside it."""
@@ -112,3 +115,14 @@ def test_what_goes_with_several_devices_does_not_go_with_it(place, forks, words,
 def test_a_size_that_is_none_is_a_mistake_with_a_sentence(place, forks):
     assert stream(forks, place, "never", "much") == 2
     assert "--gpu-memory much: write a number and a unit" in (place / "log").read_text()
+
+
+def test_a_base_that_is_in_memory_already_cannot_be_streamed(tmp_path):
+    run = bench.trainer(
+        bench.base(),
+        tmp_path / "out",
+        [JobSpec(name="a", steps=1, data=bench.rows(bench.samples(4)), adapter={"rank": 2})],
+        options=Options(gpu_memory=1 << 20),
+    )
+    with pytest.raises(UserError, match="on its device already"):
+        run.run()

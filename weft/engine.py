@@ -178,6 +178,8 @@ class Streamed:
 
 def _streaming(setup: Setup, jobs: Sequence[JobShape]) -> Streaming | None:
     """On a GPU whenever the base does not fit; on a CPU only where it is to pretend to be a small one."""
+    if setup.base is not None and setup.gpu_memory is not None:
+        raise UserError("gpu_memory: this base is on its device already; give its name and Weft loads it")
     if setup.base is not None or (setup.gpu_memory is None and setup.device.type != "cuda"):
         return None
     if setup.gpu_memory is not None and setup.device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -14,6 +15,12 @@ class SiteShape:
     out_features: int
     fan_in_fan_out: bool = False
     """True where the weight is stored [in, out] (GPT-2's Conv1D)."""
+
+
+def layer_of(site: str) -> int | None:
+    """The layer that a site's name says it belongs to; None for what is outside the layers."""
+    found = re.search(r"\.(\d+)\.", site)
+    return None if found is None else int(found[1])
 
 
 @dataclass(frozen=True, slots=True)

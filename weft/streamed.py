@@ -21,7 +21,7 @@ from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
 from weft.plan.stream_memory import StreamedMemory
-from weft.plan.stream_need import SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import measure_link
 from weft.run.measure import CPU_SHARE, taken_bytes
@@ -58,7 +58,7 @@ def streaming(
     As many of the jobs as fit at once are planned for, in the order in which they would come aboard.
     """
     on_gpu = device.type == "cuda"
-    slack = SLACK_BYTES if on_gpu else 0
+    slack = STREAM_SLACK_BYTES if on_gpu else 0
     resident = MemoryModel(shape, budget, fused=on_gpu)
     if on_gpu and all(resident.why_not([job]) is None for job in jobs):
         return None

@@ -77,7 +77,7 @@ def test_on_two_root_complexes_sequential_mapping_is_never_better_than_what_is_c
 
 def test_the_explanation_names_bytes_and_bare_seconds(one_card):
     text = "\n".join(explain_streams(one_card))
-    assert "by the cut named above" in text
+    assert "chooses a cut of its own, named above" in text
     assert "not hidden behind compute" in text
     assert f"Token capacity {one_card.forecast.capacity:,}" in text
 

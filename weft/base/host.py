@@ -20,7 +20,13 @@ ALIGNMENT = 256
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
     """So many bytes, page-locked if `device` is a GPU; given back when the tensor and its views are gone."""
-    pages = mmap.mmap(-1, max(size, 1))
+    try:
+        pages = mmap.mmap(-1, max(size, 1))
+    except OSError as error:
+        raise BaseModelError(
+            f"The host has no {size / 2**30:.1f} GiB of memory left ({error.strerror}); use a smaller base "
+            "or fewer jobs."
+        ) from None
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
         address = buffer.data_ptr()

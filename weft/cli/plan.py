@@ -130,6 +130,7 @@ def resident(wanted: Wanted, console: Console) -> Answered:
 def streamed(wanted: Wanted, console: Console) -> Answered:
     """The base lies in the host's memory and comes in stages."""
     from weft.cli.plan_show import ablation_table, show_sentences, show_streams, show_waiting
+    from weft.errors import PlanError
     from weft.plan.stream_explain import explain_streams
     from weft.plan.stream_outlook import ablate_streams, refuse_streamed, stream_outlook, why_not_streamed
     from weft.plan.stream_run import run_choice
@@ -138,8 +139,12 @@ def streamed(wanted: Wanted, console: Console) -> Answered:
     admission = admitted(wanted, why_not_streamed)
     aboard = wanted.aboard(admission)
     found = stream_outlook(wanted.ground, aboard)
-    # A run streams through one device.
-    chosen = run_choice(wanted.ground, aboard) if len(wanted.ground.cluster.devices) == 1 else None
+    chosen = None
+    if len(wanted.ground.cluster.devices) == 1:  # a run streams through one
+        try:
+            chosen = run_choice(wanted.ground, aboard)
+        except PlanError as error:
+            console.print(f"`weft train` would refuse these jobs together: {error}.", markup=False)
     show_streams(console, found, chosen, wanted.sampled)
     show_waiting(console, admission)
     show_sentences(console, explain_streams(found) if wanted.explained else ())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from weft.errors import PlanError
 from weft.plan.partition import LayerCost, StageLimit, balance
-from weft.shapes import LayerRange, ModelShape
+from weft.shapes import LayerRange, ModelShape, layer_of
 
 ANY = 1 << 62
 
@@ -35,5 +34,5 @@ def stage_shape(shape: ModelShape, held: LayerRange) -> ModelShape:
 
 
 def _held(site: str, held: LayerRange) -> bool:
-    found = re.search(r"\.(\d+)\.", site)
-    return found is None or held.start <= int(found[1]) < held.stop
+    layer = layer_of(site)
+    return layer is None or held.start <= layer < held.stop

@@ -5,7 +5,6 @@ The seam for measurements is `Speed`: one made from a profile of the device take
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +12,7 @@ from typing import Literal
 from weft.plan.cluster import Device
 from weft.plan.cost import Line
 from weft.plan.partition import LayerCost
-from weft.shapes import JobShape, ModelShape, SiteShape
+from weft.shapes import JobShape, ModelShape, SiteShape, layer_of
 
 GPU_PART, CPU_PART = 0.6, 0.45
 """The share of the peak that the base's products reach, set by one measured step each, on an H200 and on a
@@ -93,8 +92,8 @@ def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, .
     by_layer: dict[int, list[SiteShape]] = {number: [] for number in range(shape.layers)}
     outside: list[SiteShape] = []
     for site in shape.sites:
-        number = re.search(r"\.(\d+)\.", site.name)
-        (by_layer[int(number[1])] if number else outside).append(site)
+        number = layer_of(site.name)
+        (outside if number is None else by_layer[number]).append(site)
     matrix = shape.vocabulary * shape.hidden
     inside = sum(_weights(site) for sites in by_layer.values() for site in sites)
     tied = shape.parameters < inside + 2 * matrix

@@ -22,7 +22,7 @@ def explain_streams(found: StreamOutlook) -> list[str]:
 
 def _whether_it_runs(found: StreamOutlook) -> str:
     if len(found.ground.cluster.devices) == 1:
-        return "This forecast is Mobius's; `weft train` runs it by the cut named above."
+        return "This forecast is Mobius's; `weft train` chooses a cut of its own, named above."
     return "Weft cannot run such a plan over several devices yet."
 
 

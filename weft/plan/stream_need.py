@@ -18,7 +18,7 @@ from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
 from weft.plan.stream_step import StreamStage
 from weft.shapes import JobShape, ModelShape
 
-SLACK_BYTES = 2 << 30
+STREAM_SLACK_BYTES = 2 << 30
 """On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
 HOST_PARAMETERS = 1e9
 """Adapter parameters that a host steps in a second: a guess, a pass over 30 bytes of each at 30 GB/s."""

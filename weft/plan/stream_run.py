@@ -8,7 +8,7 @@ from dataclasses import replace
 from weft.plan.estimate import JobOutline
 from weft.plan.fit import Ground
 from weft.plan.stream_choice import StreamChoice, choose_stream
-from weft.plan.stream_need import SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
 
 ENOUGH = 1 << 50
 """Bytes of host memory: a cluster's description does not tell how much there is."""
@@ -23,7 +23,7 @@ def run_choice(ground: Ground, jobs: Sequence[JobOutline]) -> StreamChoice:
         host_budget=ENOUGH,
         bandwidth=ground.cluster.host.bandwidth,
         flops=speed.flops,
-        slack=SLACK_BYTES if ground.is_gpu else 0,
+        slack=STREAM_SLACK_BYTES if ground.is_gpu else 0,
         fused=ground.is_gpu,
         launch=speed.launch,
     )

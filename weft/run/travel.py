@@ -7,7 +7,6 @@ masters and moments never leave the host, where the Steps are made.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from weft.adapters.layout import Layout
 from weft.base.host import host_vectors
 from weft.plan.stream_cut import StreamCut
 from weft.run.training import Training
+from weft.shapes import layer_of
 
 Place = tuple[str, int]
 """A slot, a resident stage, or what is outside all layers."""
@@ -188,8 +188,8 @@ def _parts(layout: Layout, cut: StreamCut) -> Iterator[tuple[int, Part]]:
     found: dict[int, Part] = {}
     at = 0
     for parameter in layout.parameters:
-        layer = re.search(r"\.(\d+)\.", parameter.site)
-        stage = OUTSIDE if layer is None else homes[int(layer[1])]
+        layer = layer_of(parameter.site)
+        stage = OUTSIDE if layer is None else homes[layer]
         part = found.get(stage, Part(at, at))
         assert part.stop == at, f"{parameter.site} lies apart from its stage"
         found[stage] = Part(part.start, at + parameter.size)
