@@ -9,6 +9,7 @@ import pytest
 import weft.launch
 from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines
+from tests.run.ranks import context
 from weft.run.heartbeat import LOST
 
 NOTICED = 10.0
@@ -85,3 +86,20 @@ def test_after_its_restarts_it_gives_up_with_a_sentence(place, capfd, monkeypatc
         run.signal(1, signal.SIGKILL)
     assert run.wait() == LOST
     assert "rank 1 was ended by SIGKILL; giving up" in capfd.readouterr().err
+
+
+def test_a_rank_that_ends_before_the_launcher_looks_is_lost_too():
+    started = [context().Process(target=time.sleep, args=(20,)) for _ in range(3)]
+    for process in started:
+        process.start()
+    started[1].kill()
+    started[1].join()
+    assert started[1].exitcode == -signal.SIGKILL
+    try:
+        began = time.monotonic()
+        assert weft.launch._watch(started) == weft.launch.Loss("rank 1 was ended by SIGKILL")
+        assert time.monotonic() - began < NOTICED, "the others had ended, too"
+    finally:
+        for process in started:
+            process.kill()
+            process.join()

@@ -167,20 +167,20 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _watch(processes: Sequence[Any]) -> int | Loss:
     """Wait for the first rank to end, or for any to be lost."""
-    first = processes[0]
     while True:
-        wait([process.sentinel for process in processes if process.exitcode is None])
-        for rank, process in enumerate(processes):
-            code = process.exitcode
+        # Looked at before any waiting: a rank may have ended before this is called.
+        codes = [process.exitcode for process in processes]
+        for rank, code in enumerate(codes):
             if code == FULL:
                 advice = "lower data.max_length or the ranks of the adapters, or use more stages"
                 return Loss(f"rank {rank} ran out of memory: {advice}", passes=False)
             if code is not None and (code < 0 or code in (LOST, CRASHED) or (rank > 0 and code != 0)):
                 return Loss(f"rank {rank} {how_ended(code)}")
-        if first.exitcode is not None:
+        if codes[0] is not None:
             for process in processes[1:]:
                 process.join(GRACE)
-            return int(first.exitcode)
+            return int(codes[0])
+        wait([process.sentinel for process, code in zip(processes, codes, strict=True) if code is None])
 
 
 def be_rank(main: Main, words: list[str], variables: dict[str, str], log: Path | None) -> None:

@@ -20,6 +20,8 @@ from weft.run.wires import Place, attempt
 EVERY = 1.0
 LOST_AFTER = 7.0
 """Seconds without a new mark after which a rank counts as lost; with one look a second that is within 10."""
+ABSENT_AFTER = 300.0
+"""Seconds after which a rank that never left a mark is lost, too: its machine may be slow to import."""
 LOST = 75
 """The exit code of a rank that lost another: a failure that passes."""
 
@@ -60,12 +62,13 @@ class Heartbeat:
         marks: dict[int, bytes] = {}
         seen: dict[int, float] = {}
         number = 0
+        began = time.monotonic()
         while not self._stop.wait(EVERY):
             number += 1
             try:
                 self._store.set(self._key(self._place.rank), str(number))
                 for rank in others:
-                    # A rank that has yet to start is the launcher's business.
+                    # A rank that has yet to start has left none.
                     if self._store.check([self._key(rank)]):
                         mark = self._store.get(self._key(rank))
                         if mark != marks.get(rank) or mark == b"done":
@@ -77,6 +80,10 @@ class Heartbeat:
             late = [rank for rank, when in seen.items() if time.monotonic() - when > LOST_AFTER]
             if late:
                 self._lose(f"rank {late[0]} has given no sign of life for {LOST_AFTER:.0f} seconds")
+                return
+            absent = [rank for rank in others if rank not in seen]
+            if absent and time.monotonic() - began > ABSENT_AFTER:
+                self._lose(f"rank {absent[0]} has not appeared in {ABSENT_AFTER:.0f} seconds")
                 return
 
     def _watch_store(self) -> None:
