@@ -44,6 +44,21 @@ def test_a_killed_share_alone_is_started_again_and_ends_in_the_same_adapters(pla
     assert "Traceback" not in told.out + told.err + (output / "ranks" / "share-1.log").read_text()
 
 
+def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch):
+    monkeypatch.setattr(weft.crew, "SILENT_AFTER", 6.0)
+    output = place / fresh(place, "hangs")
+    run = Shares(place, "hangs", 2)
+    run.wait_for_lines(16)
+    before = run.pids()
+    run.signal(1, signal.SIGSTOP)
+    run.wait_until(lambda: run.pids() != before)
+    assert run.pids()[0] == before[0], "the other share went on"
+    assert run.wait() == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+    assert "share 1 has given no sign of life for 6 seconds." in capfd.readouterr().out
+
+
 def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_finish(
     place, capfd, monkeypatch
 ):

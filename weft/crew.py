@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,10 @@ from weft.trainer import Options, trainer_for
 
 RESTARTS = 3
 """How often a share is started again after it was lost."""
+EVERY = 1.0
+SILENT_AFTER = 30.0
+"""Seconds without a sign of life after which a share counts as lost: long, for nobody waits for it, and what
+holds the interpreter's lock holds its signs back."""
 MISTAKEN, STOPPED = 2, 128 + signal.SIGINT
 """Exit codes of a share's process: a user's mistake, and an interruption that it has saved for."""
 
@@ -70,8 +75,8 @@ class Member:
     restarts: int = 0
 
 
-Message = JobRow | str | Trouble
-"""A row of the table, a sentence for the user, or the end of a share by a mistake."""
+Message = JobRow | str | Trouble | None
+"""A row of the table, a sentence for the user, the end of a share by a mistake, or a mere sign of life."""
 
 
 class Crew:
@@ -84,6 +89,8 @@ class Crew:
         self._logs = log_folder(output)
         self._members: dict[int, Member] = {}
         self._working: set[int] = set()
+        self._heard: dict[int, float] = {}
+        """Share → when it last gave a sign of life."""
         self._told: set[str] = set()
         self._stopped = False
 
@@ -111,6 +118,7 @@ class Crew:
         theirs.close()
         self._members[task.number] = Member(task, process, ours, restarts)
         self._working.add(task.number)
+        self._heard[task.number] = time.monotonic()
         write_pids(self._logs, [member.process for member in self._members.values()])
         if asked.is_set():
             # It may have been started just as somebody asked to stop.
@@ -118,7 +126,8 @@ class Crew:
 
     def _hear(self, asked: threading.Event) -> None:
         members = [self._members[number] for number in sorted(self._working)]
-        ready = set(wait([source for one in members for source in (one.process.sentinel, one.connection)]))
+        sources = [source for one in members for source in (one.process.sentinel, one.connection)]
+        ready = set(wait(sources, timeout=EVERY))
         for member in members:
             # Looked at before its messages are read: what it said last is then among them.
             has_ended = member.process.sentinel in ready
@@ -126,8 +135,15 @@ class Crew:
                 self._read(member, has_ended)
             if has_ended:
                 self._end(member, asked)
+            elif time.monotonic() - self._heard[member.task.number] > SILENT_AFTER:
+                self.view.note(
+                    f"share {member.task.number} has given no sign of life for {SILENT_AFTER:.0f} seconds."
+                )
+                member.process.kill()
+                member.process.join()
 
     def _read(self, member: Member, has_ended: bool) -> None:
+        self._heard[member.task.number] = time.monotonic()
         try:
             while member.connection.poll():
                 self._take(member.connection.recv())
@@ -145,6 +161,8 @@ class Crew:
                 self._note(message.sentence)
             case str():
                 self._note(message)
+            case None:
+                pass
 
     def _note(self, sentence: str) -> None:
         """Once: all shares say the same of what concerns them all."""
@@ -178,6 +196,13 @@ class Told:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._one_at_a_time = threading.Lock()
+
+    def live(self) -> None:
+        """Give signs of life, for ever."""
+        while True:
+            self._send(None)
+            time.sleep(EVERY)
 
     def update(self, row: JobRow) -> None:
         self._send(row)
@@ -185,9 +210,13 @@ class Told:
     def note(self, text: str) -> None:
         self._send(text)
 
+    def stumble(self, trouble: Trouble) -> None:
+        self._send(trouble)
+
     def _send(self, message: Message) -> None:
         try:
-            self._connection.send(message)
+            with self._one_at_a_time:
+                self._connection.send(message)
         except OSError:
             os._exit(LOST)
 
@@ -198,20 +227,20 @@ def be_share(task: Task, connection: Connection, log: Path) -> None:
 
 
 def _train(task: Task, connection: Connection) -> None:
+    told = Told(connection)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
+    threading.Thread(target=told.live, daemon=True).start()
     device = torch.device(task.options.device or "cpu")
     if device.type == "cuda":
         # Kernels are launched on the current device, whatever device their tensors are on.
         torch.cuda.set_device(device)
     options = replace(task.options, resume=True, restart=(), share=task.number)
-    trainer = trainer_for(
-        task.run, output=task.output, max_steps=task.max_steps, options=options, view=Told(connection)
-    )
+    trainer = trainer_for(task.run, output=task.output, max_steps=task.max_steps, options=options, view=told)
     try:
         trainer.run()
     except UserError as error:
         print(error, file=sys.stderr)
-        connection.send(Trouble(task.number, str(error), mistaken=True))
+        told.stumble(Trouble(task.number, str(error), mistaken=True))
         raise SystemExit(MISTAKEN) from None
     if trainer.interrupted:
         raise SystemExit(STOPPED)
