@@ -11,10 +11,12 @@ INSTALL := $(PIP) install --quiet --no-compile
 quickstart: $(VENV)/.demo
 	$(BIN)/python examples/quickstart/quickstart.py
 
-# Files of tests side by side, each with a thread of its own: most of them wait for one core. A test that hangs
-# fails and shows where it was.
+# Files of tests side by side, each with a thread of its own: most of them wait for one core. Then, alone, those
+# that look at a clock. A test that hangs fails and shows where it was.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --timeout 300
+	$(PYTEST) -n auto --maxprocesses 4 --dist loadfile -m 'not slow and not gpu and not timed'
+	$(PYTEST) -m 'timed and not slow and not gpu'
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow

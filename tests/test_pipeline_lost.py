@@ -38,6 +38,7 @@ def strike(place, ranks, rank, number, at):
     return seconds
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("rank", range(4))
 def test_kill_9_of_each_rank_in_turn_ends_in_the_same_adapters(place, rank, capfd):
     seconds = strike(place, 4, rank, signal.SIGKILL, at=8 + 6 * rank)
@@ -48,6 +49,7 @@ def test_kill_9_of_each_rank_in_turn_ends_in_the_same_adapters(place, rank, capf
     print(f"rank {rank} killed: all started again after {seconds:.1f} s")
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_is_noticed_in_ten_seconds(place, rank, capfd):
     seconds = strike(place, 2, rank, signal.SIGSTOP, at=14)
@@ -88,6 +90,7 @@ def test_after_its_restarts_it_gives_up_with_a_sentence(place, capfd, monkeypatc
     assert "rank 1 was ended by SIGKILL; giving up" in capfd.readouterr().err
 
 
+@pytest.mark.timed
 def test_a_rank_that_ends_before_the_launcher_looks_is_lost_too():
     started = [context().Process(target=time.sleep, args=(20,)) for _ in range(3)]
     for process in started:

@@ -18,6 +18,7 @@ def weft(*words: str, debug: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.timed
 def test_help_comes_in_under_half_a_second() -> None:
     def seconds() -> float:
         # Of the processor, not of the clock: other tests on the same machine would be counted too.

@@ -66,6 +66,7 @@ def weft(folder, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.timed
 def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(folder):
     file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}", long="{rank: 64}")
     start = time.perf_counter()

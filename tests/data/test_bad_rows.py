@@ -218,6 +218,7 @@ def test_a_template_that_refuses_a_row_names_the_row(tmp_path, write_lines):
         prepare(DataSpec(path=str(path)), None, families.mistral(), tmp_path / "cache")
 
 
+@pytest.mark.timed
 def test_ten_megabytes_of_bad_rows_are_found_within_two_seconds(smollm2, tmp_path):
     path = tmp_path / "rows.jsonl"
     bad = tail('{"role": "asistant", "content": "' + "yes " * 20 + '"}') + "\n"

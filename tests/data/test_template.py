@@ -15,6 +15,7 @@ from weft.errors import DataError
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "yes"}]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "source",
     [

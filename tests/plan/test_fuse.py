@@ -149,6 +149,7 @@ def test_no_jobs_make_no_groups():
     assert fuse([], Pipeline((stage(),), 1)).groups == ()
 
 
+@pytest.mark.timed
 def test_128_jobs_on_eight_stages_are_fused_in_under_two_seconds():
     jobs = [load(f"job{n}", 64 + 37 * n % 4096, stages=8, seconds=0.01 * (n % 7)) for n in range(128)]
     pipe = Pipeline((stage(),) * 8, 8)

@@ -82,6 +82,7 @@ def test_more_stages_than_layers_are_refused() -> None:
         balance([LayerCost("block", 1.0, 1.0, 1)] * 2, [StageLimit(10)] * 3)
 
 
+@pytest.mark.timed
 def test_128_layers_and_8_stages_take_well_under_a_second() -> None:
     block = LayerCost("block", 1.0, 2.0, 10, kept_bytes=1)
     layers = [LayerCost("embedding", 0.1, 0.0, 30), *[block] * 126, LayerCost("head", 2.0, 2.0, 30)]

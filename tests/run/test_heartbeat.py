@@ -5,6 +5,7 @@ import queue
 import signal
 import time
 
+import pytest
 from torch.distributed import TCPStore
 
 import weft.run.heartbeat
@@ -21,6 +22,7 @@ def hold_store(ports):
     time.sleep(600)
 
 
+@pytest.mark.timed
 def test_a_store_that_does_not_answer_is_a_loss_in_ten_seconds():
     """As when the network is cut: the connection is open, and nothing comes."""
     ports = context().Queue()
