@@ -20,6 +20,7 @@ from benchmarks.result import arguments, finish
 from benchmarks.streamed_side import choose
 from benchmarks.table import aligned
 from weft.base.shape import model_shape
+from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.stream_choice import StreamChoice
 from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
 
@@ -63,7 +64,12 @@ def main() -> None:
 def foreseen(case: Case) -> StreamChoice:
     shape = model_shape(outline(SIZES[case.shape], torch.device("meta"), torch.bfloat16), torch.bfloat16)
     device = StreamDevice(
-        budget=int(case.gib * GIB), host_budget=HOST, bandwidth=55e9, flops=600e12, slack=STREAM_SLACK_BYTES
+        budget=int(case.gib * GIB),
+        host_budget=HOST,
+        bandwidth=55e9,
+        flops=600e12,
+        slack=STREAM_SLACK_BYTES,
+        whole_slack=FUSED_SLACK_BYTES,
     )
     work = Work(jobs=case.jobs, batch=1, length=1024, rank=16)
     return choose(shape, work, device, 8192, "chosen")

@@ -19,6 +19,7 @@ from weft.adapters.lora.spec import LoraSpec
 from weft.base.shape import model_shape
 from weft.base.spec import BaseSpec
 from weft.base.streamed import streamed_base
+from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
@@ -120,6 +121,7 @@ def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
         flops=link.flops,
         host_parameters=link.stepped,
         slack=STREAM_SLACK_BYTES if on_gpu else 0,
+        whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
         fused=on_gpu,
     )
 

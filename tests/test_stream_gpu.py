@@ -99,7 +99,8 @@ def test_host_memory_is_page_locked_and_comes_back():
 def test_under_a_cap_the_trainer_streams_and_keeps_to_it(tmp_path):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    cap = 2560 << 20
+    # Slack, embedding and passes leave no room for the layers.
+    cap = 2110 << 20
     run = trainer_for(tmp_path / "small", "bfloat16", "cuda", gpu_memory=cap)
     try:
         results = run.run()
@@ -108,4 +109,4 @@ def test_under_a_cap_the_trainer_streams_and_keeps_to_it(tmp_path):
     assert all(result.state == "succeeded" for result in results.values())
     assert torch.cuda.max_memory_reserved() <= cap
     notes = json.loads((tmp_path / "small" / "status.json").read_text())["notes"]
-    assert any("streamed in" in note for note in notes)
+    assert any("streamed in" in note and "in 0 slot" not in note for note in notes), notes

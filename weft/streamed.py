@@ -16,7 +16,7 @@ from weft.errors import PlanError
 from weft.jobs.store import Store
 from weft.journal import Journal
 from weft.loop import Callback, Loop, Room
-from weft.plan.memory import MemoryModel
+from weft.plan.memory import FUSED_SLACK_BYTES, MemoryModel
 from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
@@ -70,6 +70,7 @@ def streaming(
         flops=link.flops,
         host_parameters=link.stepped,
         slack=slack,
+        whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
         fused=on_gpu,
     )
     ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))

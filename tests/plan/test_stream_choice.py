@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.plan.test_check import course
 from weft.errors import PlanError
+from weft.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weft.plan.stream_choice import StreamChoice, capacities, choose_stream
 from weft.plan.stream_need import Draft, StreamCase, StreamDevice
 from weft.plan.stream_search import plain_drafts
@@ -194,6 +195,18 @@ def test_a_base_that_fits_is_not_streamed():
     assert choice.cut.streamed == ()
     assert (choice.host_bytes, choice.unhidden, choice.capacity) == (0, 0.0, 256)
     assert choice.why.startswith("nothing is streamed, since the base, the adapters and their passes need 5.")
+
+
+def test_what_a_resident_run_would_refuse_is_not_called_whole():
+    shape, jobs = base(4), [job()]
+    device = gpu(choose_stream(shape, jobs, gpu(NEVER), 40, 40).device_bytes)
+    assert choose_stream(shape, jobs, device, 40, 40).whole
+    more = device.budget // 2
+    fit = MemoryFit(slack=more / FUSED_SLACK_BYTES)
+    assert MemoryModel(shape, device.budget, fused=True, fit=fit).why_not(jobs)
+    choice = choose_stream(shape, jobs, replace(device, whole_slack=more), 40, 40)
+    assert not choice.whole
+    assert choice.device_bytes <= device.budget
 
 
 def test_adapters_stay_on_the_device_unless_they_find_no_room_there():

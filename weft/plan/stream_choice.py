@@ -33,11 +33,8 @@ class StreamChoice:
     """The share of it in which the device waits for the host."""
     why: str
     """A sentence for the user."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether the base fits as it is; `cut` is then one resident stage, and nothing needs streaming."""
-        return len(self.cut.stages) == 1 and self.cut.stages[0].resident
+    whole: bool = False
+    """Whether the base fits as it is; `cut` is then one resident stage, and nothing needs streaming."""
 
 
 def choose_stream(
@@ -106,12 +103,13 @@ def _whole(
         f"has {gib(device.budget)} for a run"
     )
     whole = Draft((shape.layers,), (True,), 0)
-    return StreamChoice(whole.cut(travels=False), capacity, need, 0, seconds, 0.0, why)
+    return StreamChoice(whole.cut(travels=False), capacity, need, 0, seconds, 0.0, why, whole=True)
 
 
 def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
     """What a run needs with all of the base on the device."""
-    slack = device.slack / (FUSED_SLACK_BYTES if device.fused else SLACK_BYTES)
+    slack_bytes = device.slack if device.whole_slack is None else device.whole_slack
+    slack = slack_bytes / (FUSED_SLACK_BYTES if device.fused else SLACK_BYTES)
     return MemoryModel(shape, device.budget, device.taken, device.fused, MemoryFit(slack=slack))
 
 

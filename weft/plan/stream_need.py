@@ -40,6 +40,8 @@ class StreamDevice:
     """What passes reach in a second."""
     slack: int
     """Logits of one chunk, temporaries and the allocator's rounding."""
+    whole_slack: int | None = None
+    """The same for a run with all of the base on the device, where that is judged by more."""
     fused: bool = True
     launch: float = GPU_LAUNCH
     """Seconds that one pass over one layer takes however few its rows are."""

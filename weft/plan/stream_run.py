@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from weft.plan.estimate import JobOutline
 from weft.plan.fit import Ground
+from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.stream_choice import StreamChoice, choose_stream
 from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
 
@@ -24,6 +25,7 @@ def run_choice(ground: Ground, jobs: Sequence[JobOutline]) -> StreamChoice:
         bandwidth=ground.cluster.host.bandwidth,
         flops=speed.flops,
         slack=STREAM_SLACK_BYTES if ground.is_gpu else 0,
+        whole_slack=FUSED_SLACK_BYTES if ground.is_gpu else None,
         fused=ground.is_gpu,
         launch=speed.launch,
     )
