@@ -18,12 +18,13 @@ def peft_offloaded(
 ) -> Measured:
     """One job's step, times the jobs: every layer comes from the host, and is made again in the backward.
 
-    The cap holds from the first step on; weights are drawn on the device: a host would take minutes.
+    The cap holds from the first step on: weights are drawn on the device, since a host would take minutes,
+    and leave it layer by layer.
     """
     if place.device.type != "cuda":
         return Measured(None, None, "needs a GPU")
     with_group()
-    model = peft_model(size, work.rank, place, wide=False).to("cpu")
+    model = peft_model(size, work.rank, place, wide=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     sharded(model)

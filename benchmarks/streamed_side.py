@@ -19,6 +19,7 @@ from weft.adapters.lora.spec import LoraSpec
 from weft.base.shape import model_shape
 from weft.base.spec import BaseSpec
 from weft.base.streamed import streamed_base
+from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.planner import Course
 from weft.plan.program import Program
@@ -27,7 +28,7 @@ from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamCase, StreamDevice
 from weft.plan.stream_search import largest_drafts, smallest_drafts
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import Link
-from weft.run.measure import CPU_SHARE
+from weft.run.measure import CPU_SHARE, budget_bytes
 from weft.run.stream_executor import StreamExecutor
 from weft.run.streamer import Waited
 from weft.shapes import JobShape, ModelShape
@@ -90,18 +91,15 @@ def streamed_company(
 
 
 def choose(shape: ModelShape, work: Work, device: StreamDevice, most: int, how: str) -> StreamChoice:
-    adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
-    trainable = sum(
-        (site.in_features + site.out_features) * adapter.rank_at(site.name) for site in shape.sites
-    )
-    tokens = work.batch * work.length
-    jobs = [JobShape(f"job{at}", 0, at, trainable, work.length, tokens) for at in range(work.jobs)]
-    chosen = choose_stream(shape, jobs, device, most, tokens * work.jobs)
+    jobs = job_shapes(shape, work)
+    chosen = choose_stream(shape, jobs, device, most, work.tokens)
     if how == "chosen":
         return chosen
-    case = StreamCase(shape, tuple(jobs), device, tokens * work.jobs, chosen.capacity, chosen.cut.travels)
+    case = StreamCase(shape, tuple(jobs), device, work.tokens, chosen.capacity, chosen.cut.travels)
     drafts = largest_drafts(case) if how == "largest" else smallest_drafts(case)
-    draft = min(drafts, key=case.seconds)
+    draft = min(drafts, key=case.seconds, default=None)
+    if draft is None:
+        raise PlanError(f"there is no cut into the {how} stages here")
     return replace(
         chosen,
         cut=draft.cut(case.travels),
@@ -110,10 +108,20 @@ def choose(shape: ModelShape, work: Work, device: StreamDevice, most: int, how: 
     )
 
 
+def job_shapes(shape: ModelShape, work: Work) -> list[JobShape]:
+    """As the planner wants to know them."""
+    adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
+    trainable = sum(
+        (site.in_features + site.out_features) * adapter.rank_at(site.name) for site in shape.sites
+    )
+    tokens = work.batch * work.length
+    return [JobShape(f"job{at}", 0, at, trainable, work.length, tokens) for at in range(work.jobs)]
+
+
 def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
     on_gpu = place.device.type == "cuda"
     if cap is None:
-        cap = torch.cuda.mem_get_info(place.device)[0] if on_gpu else 1 << 30
+        cap = budget_bytes(place.device) if on_gpu else 1 << 30
     return StreamDevice(
         budget=cap,
         host_budget=int(psutil.virtual_memory().available * CPU_SHARE),

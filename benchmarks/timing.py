@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.errors import UserError
 from weft.run.events import OutOfMemory
 
 Block = Callable[[int], Callable[[], object]]
@@ -77,12 +78,15 @@ def repeated(step: Callable[[], object]) -> Block:
 
 
 def attempted(run: Callable[[], Measured], place: Place) -> Measured:
-    """What `run` measures with the device to itself; a lack of memory is a finding, not a crash."""
+    """What `run` measures with the device to itself; a lack of memory is a finding, not a crash, and so is
+    what cannot be planned: the rows after it are measured all the same."""
     fresh(place.device)
     try:
         return run()
     except (torch.OutOfMemoryError, OutOfMemory):
         return Measured(None, None, "out of memory")
+    except UserError as error:
+        return Measured(None, None, str(error).partition("\n")[0])
 
 
 def fresh(device: torch.device) -> None:

@@ -19,6 +19,7 @@ from weft.data.cache import Store
 from weft.data.collate import Part, collate
 from weft.data.samples import Samples, Share
 from weft.data.tally import Tally
+from weft.plan.memory import NOTHING
 from weft.plan.planner import Course, plan_window
 from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program
 from weft.run.events import Failed, Passed, Stepped
@@ -56,6 +57,7 @@ class Company:
         self.executor = executor
         self.stocks: dict[str, Stock] = {}
         self.losses: dict[str, list[float]] = {}
+        self.recompute = NOTHING
 
     def join(self, job: str, adapter: LoraSpec, batches: Lengths, seed: int) -> None:
         lengths = [length for batch in batches for length in batch]
@@ -81,7 +83,7 @@ class Company:
         return self._window(courses, capacity)
 
     def _window(self, courses: Sequence[Course], capacity: int) -> Program:
-        return plan_window(courses, capacity, ladder=self.executor.captures is not None)
+        return plan_window(courses, capacity, self.executor.captures is not None, self.recompute)
 
     def run(self, program: Program) -> list[Passed]:
         """Execute the program; every pass over the base that it made."""

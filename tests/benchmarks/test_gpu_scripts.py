@@ -105,7 +105,8 @@ def test_a_streamed_base_is_measured_in_every_cut_beside_the_resident_one(run: A
     )
     streamed, *_, resident, offloaded = found["rows"]
     assert 0 < found["loss_gap"] < 1e-5 or streamed["losses"] == resident["losses"]
-    assert len(streamed["losses"]) == 2
+    assert [len(rounds) for rounds in streamed["losses"]] == [2, 2]
+    assert streamed["losses"][0][0] != streamed["losses"][0][1]
     assert all(0 <= row["predicted_wait"] < 1 for row in found["rows"][:3])
     assert len({row["cut"] for row in found["rows"][:3]}) >= 2
     assert offloaded["note"] == "needs a GPU"

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.table import aligned, number, ratio
 from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, measure, repeated
+from weft.errors import PlanError
 from weft.run.events import OutOfMemory
 
 CPU = Place(torch.device("cpu"), torch.float32)
@@ -26,6 +27,13 @@ def test_a_lack_of_memory_is_a_row_that_says_so(error: Exception) -> None:
         raise error
 
     assert attempted(run, CPU) == Measured(None, None, "out of memory")
+
+
+def test_what_cannot_be_planned_is_a_row_that_says_why() -> None:
+    def run() -> Measured:
+        raise PlanError("the host needs more")
+
+    assert attempted(run, CPU) == Measured(None, None, "the host needs more")
 
 
 def test_any_other_error_is_not_swallowed() -> None:
