@@ -28,7 +28,7 @@ from weft.run.lay import Laid
 
 LEAST = 64
 """The smallest bucket of sample lengths."""
-MOST_GRAPHS = 64
+MOST_GRAPHS = 128
 """When so many are kept, the one that was used longest ago is dropped."""
 
 
