@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import bench
 from tests.run import aboard
@@ -15,6 +16,7 @@ from weft.ready import lay_out
 from weft.run.boxes import Inbox
 from weft.run.stage_executor import StageExecutor
 from weft.run.transport import Transport
+from weft.run.wires import lay_wires
 
 COMPUTE = 0.03
 """Seconds of a forward, slept through: a device that is busy without taking a core from the other rank."""
@@ -99,3 +101,29 @@ def exchange(wires):
     taken = [inbox.take() for _ in range(20)]
     assert all(bool((one == one[0, 0]).all()) for one in taken)
     return [one[0, 0].item() for one in taken]
+
+
+def greetings(wires):
+    """Whom this rank meets while wires are laid once more, in order; it never starts two at once."""
+    met, send, recv = [], dist.send, dist.recv
+
+    def sent(tensor, peer, **keys):
+        met.append((wires.place.rank, peer))
+        send(tensor, peer, **keys)
+
+    def received(tensor, peer, **keys):
+        met.append((peer, wires.place.rank))
+        recv(tensor, peer, **keys)
+
+    dist.send, dist.recv = sent, received
+    lay_wires(wires.place, torch.device("cpu"))
+    dist.send, dist.recv = send, recv
+    return met
+
+
+def test_ranks_meet_in_every_way_in_one_order_before_a_receive_is_posted():
+    """Two stages of two replicas: forth and back in each, and both ways between the copies of a stage."""
+    met = run_ranks(4, greetings, replicas=2)
+    ways = [(0, 1), (1, 0), (2, 3), (3, 2), (0, 2), (1, 3), (2, 0), (3, 1)]
+    for rank, own in enumerate(met):
+        assert own == [way for way in ways if rank in way]

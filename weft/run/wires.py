@@ -108,6 +108,8 @@ def store_here(place: Place) -> dist.TCPStore:
 
 
 Purpose = Literal["activation", "gradient", "sums", "word", "share"]
+SMALL: tuple[Purpose, ...] = ("sums", "word")
+"""What never leaves the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +142,9 @@ def _ways(place: Place) -> Iterator[_Way]:
 def lay_wires(place: Place, device: torch.device) -> Wires:
     """Every rank makes every group, in the same order, as torch wants it."""
     library = "nccl" if own_gpus(place, device) else "gloo"
-    small = ("sums", "word")
-    laid = {way: _group(way, "gloo" if way.purpose in small else library) for way in _ways(place)}
+    laid = {way: _group(way, "gloo" if way.purpose in SMALL else library) for way in _ways(place)}
+    for way, group in laid.items():
+        _greet(way, group, place, device if library == "nccl" else torch.device("cpu"))
     others = range(1, place.ranks)
     commands = {rank: _group(_Way("word", 0, rank), "gloo") for rank in others}
     reports = {rank: _group(_Way("word", rank, 0), "gloo") for rank in others}
@@ -177,6 +180,18 @@ def _only(lanes: tuple[Lane, ...]) -> Lane | None:
 def own_gpus(place: Place, device: torch.device) -> bool:
     """Whether every rank of this machine has a GPU for itself; NCCL wants that."""
     return device.type == "cuda" and torch.cuda.device_count() >= place.local_ranks
+
+
+def _greet(way: _Way, group: Any, place: Place, device: torch.device) -> None:
+    """NCCL joins two ranks in their first message, and whoever comes first waits there for the other. With
+    receives posted ahead, neighbours would wait for one another forever, each in a way of its own."""
+    if way.purpose in SMALL:
+        return
+    word = torch.zeros(1, device=device)
+    if place.rank == way.sender:
+        dist.send(word, way.receiver, group=group)
+    if place.rank == way.receiver:
+        dist.recv(word, way.sender, group=group)
 
 
 def _group(way: _Way, backend: str) -> Any:
