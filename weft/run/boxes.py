@@ -128,6 +128,8 @@ class DirectOutbox:
         self._works: deque[tuple[Tensor, Any]] = deque()
 
     def send(self, tensor: Tensor) -> None:
+        while self._works and self._works[0][1].is_completed():
+            self._works.popleft()
         kept = tensor.detach().contiguous()
         self._works.append((kept, dist.isend(kept, self._lane.peer, group=self._lane.group)))
 
