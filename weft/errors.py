@@ -61,6 +61,10 @@ class PlanError(UserError):
     """No plan can serve these jobs on these devices; the sentence names the job and the number."""
 
 
+class HostTooSmall(PlanError):
+    """The device would do, but the memory of its host does not hold what a plan keeps there."""
+
+
 class MissingPackage(UserError):
     """An optional package is needed; the sentence carries the command that installs it."""
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.plan.test_check import course
-from weft.errors import PlanError
+from weft.errors import HostTooSmall, PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weft.plan.stream_choice import StreamChoice, capacities, choose_stream
 from weft.plan.stream_need import Draft, StreamCase, StreamDevice
@@ -165,9 +165,12 @@ def test_the_bytes_are_those_of_ends_residents_slots_adapters_inputs_and_one_sta
     stay = StreamCase(base(6), pair, gpu(NEVER, **fields), 100, 30, travels=False)
     assert stay.device_bytes(draft) == 70 + 5000 + ENDS + 5 * LAYER + 9000 * 18 + inputs + 2 * kept
     assert stay.host_bytes(draft) == 5 * LAYER
+    mapped = replace(stay, device=replace(stay.device, staging=300))
+    assert (mapped.host_bytes(draft), mapped.device_bytes(draft)) == (300, stay.device_bytes(draft))
     travel = replace(stay, travels=True)
     assert travel.device_bytes(draft) == 70 + 5000 + ENDS + 5 * (LAYER + 1500 * 6) + inputs + 2 * kept
     assert travel.host_bytes(draft) == 5 * LAYER + 9000 * 18
+    assert replace(mapped, travels=True).host_bytes(draft) == 300 + 9000 * 18
 
 
 def test_a_tied_head_takes_no_room_of_its_own():
@@ -276,3 +279,29 @@ def test_a_host_too_small_is_told_what_it_needs_and_has():
     assert (
         choose_stream(huge(8), [job()], replace(device, host_budget=12 << 30), 64, 64).host_bytes == 12 << 30
     )
+
+
+def test_weights_in_their_files_need_a_staging_area_of_the_host_only():
+    device = gpu(10 << 30, slack=1 << 29, host_budget=10 << 30)
+    with pytest.raises(HostTooSmall):
+        choose_stream(huge(8), [job()], device, 64, 64)
+    choice = choose_stream(huge(8), [job()], replace(device, staging=1 << 27), 64, 64)
+    assert choice.mapped
+    assert choice.host_bytes == 1 << 27
+    assert choice.device_bytes <= device.budget
+    assert "weights are read from their files in every step, since the host has 10.00 GiB" in choice.why
+    streamed = [stage for stage in choice.cut.stages if not stage.resident]
+    assert f"they would take {2 * len(streamed)}.00 GiB" in choice.why
+    kept = choose_stream(huge(8), [job()], replace(device, host_budget=12 << 30), 64, 64)
+    assert not kept.mapped
+    assert "files" not in kept.why
+
+
+def test_a_host_too_small_even_for_that_is_told_what_it_needs():
+    device = gpu(10 << 30, slack=1 << 29, host_budget=1 << 30, staging=2 << 30)
+    with pytest.raises(HostTooSmall) as told:
+        choose_stream(huge(8), [job()], device, 64, 64)
+    assert "the host needs 2.00 GiB for reading the layers that find no room on the GPU from their" in str(
+        told.value
+    )
+    assert "but 1.00 GiB of its memory are available" in str(told.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryFit, MemoryModel, gib, longest
 from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_need import Draft, StreamCase, StreamDevice
@@ -33,6 +32,8 @@ class StreamChoice:
     """The share of it in which the device waits for the host."""
     why: str
     """A sentence for the user."""
+    mapped: bool = False
+    """Whether streamed weights stay in their files and are read from there in every round."""
     whole: bool = False
     """Whether the base fits as it is; `cut` is then one resident stage, and nothing needs streaming."""
 
@@ -59,7 +60,7 @@ def choose_stream(
     )
     found = _either(search(stay), search(travel))
     if found is None:
-        raise PlanError(why_not([*stay, *travel]))
+        raise why_not([*stay, *travel])
     case, draft = found.case, found.draft
     return StreamChoice(
         cut=draft.cut(case.travels),
@@ -69,6 +70,7 @@ def choose_stream(
         step_seconds=found.seconds,
         unhidden=case.unhidden(draft),
         why=_why(found),
+        mapped=device.staging is not None,
     )
 
 
@@ -125,7 +127,17 @@ def _why(found: Found) -> str:
         f"{'slots' if slots > 1 else 'slot'}, since the base, its adapters and their passes need "
         f"{gib(whole)} and the GPU has {gib(case.device.budget)} for a run; adapters {adapters}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
-        f"{case.unhidden(draft):.0%} of a step"
+        f"{case.unhidden(draft):.0%} of a step{_files(found)}"
+    )
+
+
+def _files(found: Found) -> str:
+    case, device = found.case, found.case.device
+    if device.staging is None:
+        return ""
+    return (
+        "; weights are read from their files in every step, since the host has "
+        f"{gib(device.host_budget)} for a run and they would take {gib(case.streamed_bytes(found.draft))}"
     )
 
 

@@ -20,6 +20,8 @@ from weft.shapes import JobShape, ModelShape
 
 STREAM_SLACK_BYTES = 2 << 30
 """On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
+STAGING_BYTES = 128 << 20
+"""On a host with a GPU: page-locked memory that weights pass through which stay in their files."""
 HOST_PARAMETERS = 1e9
 """Adapter parameters that a host steps in a second: a guess, a pass over 30 bytes of each at 30 GB/s."""
 
@@ -34,8 +36,10 @@ class StreamDevice:
     """What the process holds there before anything is loaded."""
     host_budget: int
     """Bytes that the run may take of the host's memory."""
+    staging: int | None = None
+    """Where weights stay in their files: bytes of the host that they pass through. None: they live there."""
     bandwidth: float
-    """Bytes per second from the host."""
+    """Bytes per second from the host, or, where weights stay there, from their files."""
     flops: float
     """What passes reach in a second."""
     slack: int
@@ -143,11 +147,16 @@ class StreamCase:
             + max(sizes) * self.kept_bytes
         )
 
-    def host_bytes(self, draft: Draft) -> int:
-        """Layers that come and go, and what of adapters stays behind."""
+    def streamed_bytes(self, draft: Draft) -> int:
+        """Of the layers that come and go."""
         sizes = zip(draft.sizes, draft.resident, strict=True)
-        passing = sum(size for size, stays in sizes if not stays)
-        return passing * self.layer_bytes + (self.state_bytes if self.travels else 0)
+        return sum(size for size, stays in sizes if not stays) * self.layer_bytes
+
+    def host_bytes(self, draft: Draft) -> int:
+        """Layers that come and go, or what they pass through, and what of adapters stays behind."""
+        staging = self.device.staging
+        layers = self.streamed_bytes(draft) if staging is None else staging
+        return layers + (self.state_bytes if self.travels else 0)
 
     def fits(self, draft: Draft) -> bool:
         return (

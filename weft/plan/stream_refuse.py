@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.errors import Mistake, PlanError
+from weft.errors import HostTooSmall, Mistake, PlanError
 from weft.plan.memory import gib
 from weft.plan.stream_need import StreamCase, StreamDevice
 from weft.plan.stream_search import even_drafts, frugal_drafts
@@ -27,18 +27,21 @@ def refuse_jobs(shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevic
         raise PlanError(mistakes)
 
 
-def why_not(cases: Sequence[StreamCase]) -> str:
+def why_not(cases: Sequence[StreamCase]) -> PlanError:
     """Where no cut fits in any of these cases: the device is too small for the company, or the host is."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if need := _too_large(smallest):
-        return f"the jobs do not fit together: the company {need}; train fewer at once"
+        return PlanError(f"the jobs do not fit together: the company {need}; train fewer at once")
     needs = {case.travels: host for case in smallest if (host := _least_host_bytes(case)) is not None}
     travels = min(needs, key=needs.__getitem__)
-    return (
-        f"the host needs {gib(needs[travels])} for the layers that find no room on the GPU"
-        f"{' and for the adapters' if travels else ''}, but {gib(cases[0].device.host_budget)} of its memory "
-        "are available; use a host with more memory, a larger GPU or a smaller base"
+    device = cases[0].device
+    layers = "the layers that find no room on the GPU"
+    purpose = layers if device.staging is None else f"reading {layers} from their files"
+    adapters = " and for the adapters" if travels else ""
+    return HostTooSmall(
+        f"the host needs {gib(needs[travels])} for {purpose}{adapters}, but {gib(device.host_budget)} of its "
+        "memory are available; use a host with more memory, a larger GPU or a smaller base"
     )
 
 
