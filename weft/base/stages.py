@@ -81,9 +81,10 @@ def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, Wei
     where = place(spec)
     config = load_config(spec, where)
     refuse_uncut(config, spec.model)
-    with explained(spec), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec, device))
-    return model, weight_files(where, spec.revision)
+    with explained(spec):
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec, device))
+        return model, weight_files(where, spec.revision)
 
 
 def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
