@@ -60,7 +60,7 @@ class Streamed:
 
     @property
     def streamed_bytes(self) -> int:
-        return sum(len(stage) for stage in self.executor.streamed.host.values())
+        return sum(source.size for source in self.executor.streamed.sources.values())
 
     @property
     def described(self) -> str:

@@ -1,6 +1,9 @@
 """Streaming on a CUDA device: run with `pytest -m gpu`."""
 
 import json
+import os
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from tests.test_gpu import ready
 from tests.test_gpu import train as trainer_for
 from weft.adapters.kind import Member
 from weft.base.host import host_bytes
-from weft.base.load import load_base
+from weft.base.load import load_base, load_plain
+from weft.base.source import CHUNK_BYTES, Staging
 from weft.base.spec import BaseSpec
 from weft.base.streamed import load_streamed
+from weft.errors import BaseModelError
 from weft.plan.planner import plan_window
 from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_step import StreamStage
@@ -86,6 +91,55 @@ def test_adapters_that_travel_are_stepped_on_the_host_to_the_same_weights(reside
     for name, want in resident.items():
         # The host's AdamW rounds otherwise than the kernel; bf16 passes amplify it where gradients are small.
         assert (moved[name] - want).norm() <= 0.02 * want.norm(), name
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The base as a run computes with it, in several files."""
+    folder = tmp_path_factory.mktemp("stored")
+    load_plain(SPEC, torch.device("cpu")).save_pretrained(folder, max_shard_size="8MB")
+    return BaseSpec(model=str(folder), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("chunk", [CHUNK_BYTES, 100_000])
+@pytest.mark.parametrize(
+    "cut",
+    [a_layer_each(1, travels=False), a_layer_each(2, travels=False, resident={1, 4})],
+    ids=["one slot", "two stay"],
+)
+def test_read_from_its_files_in_every_step_it_gives_the_very_bits_too(resident, stored, cut, chunk):
+    device = torch.device("cuda", 0)
+    streamed = load_streamed(stored, device, cut, mapped=True)
+    staging = Staging(device, chunk)
+    streamed = replace(
+        streamed, sources={stage: replace(one, staging=staging) for stage, one in streamed.sources.items()}
+    )
+    executor = StreamExecutor(streamed)
+    moved = trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    for name, want in resident.items():
+        assert torch.equal(moved[name], want), name
+
+
+def test_adapters_that_travel_beside_a_base_in_its_files(resident, stored):
+    cut = a_layer_each(2, travels=True, resident={2})
+    streamed = load_streamed(stored, torch.device("cuda", 0), cut, mapped=True)
+    executor = StreamExecutor(streamed)
+    moved = trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    for name, want in resident.items():
+        assert (moved[name] - want).norm() <= 0.02 * want.norm(), name
+
+
+def test_a_file_that_fails_under_way_is_told_by_the_main_thread(stored, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(stored.model, folder)
+    cut = a_layer_each(1, travels=False)
+    spec = BaseSpec(model=str(folder), dtype="bfloat16")
+    streamer = StreamExecutor(load_streamed(spec, torch.device("cuda", 0), cut, mapped=True)).streamer
+    for path in folder.glob("*.safetensors"):
+        os.truncate(path, 1000)
+    streamer.settle()
+    with pytest.raises(BaseModelError, match="has changed while weights are read from it"):
+        streamer.use(0)
 
 
 def test_host_memory_is_page_locked_and_comes_back():

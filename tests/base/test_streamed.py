@@ -25,8 +25,8 @@ def through(base, microbatch):
     """The last hidden states, each stage brought when its turn comes."""
     given_TD = None
     for number, stage in enumerate(base.stages):
-        if number in base.host:
-            base.slot(number).copy_(base.host[number])
+        if number in base.sources:
+            base.sources[number].copy_to(base.slot(number))
         given_TD = stage.hidden(microbatch, given_TD=given_TD)
     return given_TD
 
@@ -71,7 +71,7 @@ def test_only_streamed_layers_have_bytes_on_the_host_and_no_layer_has_them_twice
     base = stream_model(tiny("gemma3"), BaseSpec(model="tiny"), CPU, a_layer_each("gemma3", resident={1}))
     layers = base.whole.model.base_model.layers
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in layers]
-    assert {stage: len(held) for stage, held in base.host.items()} == {0: sizes[0], 2: sizes[2]}
+    assert {stage: source.size for stage, source in base.sources.items()} == {0: sizes[0], 2: sizes[2]}
     assert base.arena.shape == (1, max(sizes[0], sizes[2]))
     inside = range(base.arena.data_ptr(), base.arena.data_ptr() + base.arena.numel())
     assert all(p.data_ptr() in inside for index in (0, 2) for p in layers[index].parameters())

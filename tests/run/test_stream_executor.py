@@ -123,7 +123,7 @@ def test_a_stage_that_has_left_cannot_be_used():
 
 def test_stages_that_stay_have_no_copy_in_host_memory():
     executor = streamed("llama", torch.float32, CUTS["uneven, two stay"])
-    assert set(executor.streamed.host) == {1, 3}
+    assert set(executor.streamed.sources) == {1, 3}
     assert executor.streamed.arena.shape[0] == 1
 
 

@@ -1,13 +1,13 @@
-"""A base whose layers live in host memory and take turns in a few places of the device.
+"""A base whose layers live in host memory, or in their files, and take turns in a few places of the device.
 
-Every streamed stage is one run of bytes on the host and has one place on the device, its slot, where the
-parameters of its layers lie: to bring a stage is one copy, and no address ever changes.
+Every streamed stage is a number of bytes on the host and has one place on the device, its slot, where the
+parameters of its layers lie: to bring a stage is to copy its bytes there, and no address ever changes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -20,9 +20,11 @@ from weft.base import attention
 from weft.base.families import refuse_modules
 from weft.base.host import host_bytes
 from weft.base.load import load_plain
+from weft.base.mapped import MappedWeights, map_weights
 from weft.base.model import Base, own_config
 from weft.base.place import explained
 from weft.base.shape import linears, model_shape, site_shape
+from weft.base.source import HostStage, MappedStage, Part, StageSource, Staging
 from weft.base.spec import BaseSpec
 from weft.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut
 from weft.base.weights import file_reader, make_buffers
@@ -58,8 +60,8 @@ class StreamedBase:
     whole: Base
     """All of it; the parameters of streamed layers hold what their slot holds."""
     cut: StreamCut
-    host: Mapping[int, Tensor]
-    """Streamed stage → its bytes in host memory; resident stages have none there."""
+    sources: Mapping[int, StageSource]
+    """Streamed stage → where its bytes come from; resident stages have none there."""
     arena: Tensor
     """[slots, bytes] on the device."""
 
@@ -70,18 +72,28 @@ class StreamedBase:
 
     def slot(self, stage: int) -> Tensor:
         """The bytes of a streamed stage's place on the device."""
-        return self.arena[self.cut.slot(stage), : len(self.host[stage])]
+        return self.arena[self.cut.slot(stage), : self.sources[stage].size]
 
 
-def load_streamed(spec: BaseSpec, device: torch.device, cut: StreamCut) -> StreamedBase:
-    """From the base's files, each tensor straight to where it stays."""
+def load_streamed(spec: BaseSpec, device: torch.device, cut: StreamCut, mapped: bool = False) -> StreamedBase:
+    """From the base's files, each tensor straight to where it stays: streamed ones in host memory, or, if
+    `mapped`, where they are."""
     model, files = outlined(spec, device)
     with explained(spec):
+        weights = map_weights(model, files, spec.model) if mapped else None
         fill = None if files is None else file_reader(model, files)
         if fill is None:
             # The files name their weights in another way than the model does; transformers knows how.
             return stream_model(load_plain(spec, torch.device("cpu")), spec, device, cut)
-        return streamed_base(model, spec, device, cut, fill)
+        return streamed_base(model, spec, device, cut, fill, weights)
+
+
+def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
+    """Where a base's weights lie that a run on `device` would read in every step; BaseModelError says why it
+    cannot."""
+    model, files = outlined(spec, device)
+    with explained(spec):
+        return map_weights(model, files, spec.model)
 
 
 def stream_model(
@@ -98,9 +110,15 @@ def stream_model(
 
 
 def streamed_base(
-    model: PreTrainedModel, spec: BaseSpec, device: torch.device, cut: StreamCut, fill: Fill
+    model: PreTrainedModel,
+    spec: BaseSpec,
+    device: torch.device,
+    cut: StreamCut,
+    fill: Fill,
+    mapped: MappedWeights | None = None,
 ) -> StreamedBase:
-    """`model` gives the names and shapes of all parameters, `fill` their values."""
+    """`model` gives the names and shapes of all parameters, `fill` their values; what is streamed stays where
+    it is `mapped`, if it is."""
     refuse_modules(model, spec.model)
     shape = model_shape(model, model.dtype)
     assert shape.layers == cut.layers, f"the base has {shape.layers} layers, not {cut.layers}"
@@ -109,27 +127,44 @@ def streamed_base(
     arena = torch.zeros(
         cut.slots if sizes else 0, max(sizes.values(), default=0), dtype=torch.uint8, device=device
     )
-    host = _host(sizes, device)
     for stage, found in pieces.items():
         for piece in found:
             _set(model, piece.name, piece.view(arena[cut.slot(stage)]))
-            fill(piece.name, piece.view(host[stage]))
+    sources = _in_memory(pieces, device, fill) if mapped is None else _in_files(pieces, device, mapped)
     _place_the_rest(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
     model.eval().requires_grad_(False)
     own_config(model)
     attention.register()
     model.set_attn_implementation(attention.NAME)
-    return StreamedBase(Base(model, spec, shape, device, model.dtype), cut, host, arena)
+    return StreamedBase(Base(model, spec, shape, device, model.dtype), cut, sources, arena)
 
 
-def _host(sizes: Mapping[int, int], device: torch.device) -> dict[int, Tensor]:
+def _in_memory(
+    pieces: Mapping[int, Sequence[Piece]], device: torch.device, fill: Fill
+) -> dict[int, StageSource]:
     """One piece of host memory, a run of bytes for each stage."""
     starts, total = {}, 0
-    for stage, size in sizes.items():
+    for stage, found in pieces.items():
         starts[stage] = total
-        total += -(-size // ALIGNMENT) * ALIGNMENT
+        total += -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
     buffer = host_bytes(total, device)
-    return {stage: buffer[starts[stage] : starts[stage] + size] for stage, size in sizes.items()}
+    sources: dict[int, StageSource] = {}
+    for stage, found in pieces.items():
+        held = buffer[starts[stage] : starts[stage] + found[-1].stop]
+        for piece in found:
+            fill(piece.name, piece.view(held))
+        sources[stage] = HostStage(held)
+    return sources
+
+
+def _in_files(
+    pieces: Mapping[int, Sequence[Piece]], device: torch.device, mapped: MappedWeights
+) -> dict[int, StageSource]:
+    staging = Staging(device) if device.type == "cuda" else None
+    return {
+        stage: MappedStage(tuple(Part(one.start, mapped.tensors[one.name]) for one in found), staging)
+        for stage, found in pieces.items()
+    }
 
 
 def _pieces(model: PreTrainedModel, held: LayerRange) -> list[Piece]:

@@ -44,21 +44,27 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
 
 def file_reader(model: PreTrainedModel, files: WeightFiles) -> Callable[[str, Tensor], None] | None:
     """Writes a parameter of `model`, by its name, into a tensor; None if the files do not know them all."""
-    wanted = {
-        name: _name_in(files, model, name) for name, _ in model.named_parameters(remove_duplicate=False)
-    }
-    known = {name: stored for name, stored in wanted.items() if stored is not None}
-    if len(known) < len(wanted):
+    known = stored_names(model, files)
+    if known is None:
         return None
 
     def read(name: str, out: Tensor) -> None:
         stored = known[name]
         with safe_open(files.path(stored), framework="pt") as file:
             value = file.get_tensor(stored)
-        _refuse_other_shape(name, value.shape, out.shape)
+        refuse_other_shape(name, value.shape, out.shape)
         out.copy_(value)
 
     return read
+
+
+def stored_names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str] | None:
+    """Parameter of `model` → what the files call it; None if they do not know them all."""
+    wanted = {
+        name: _name_in(files, model, name) for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    known = {name: stored for name, stored in wanted.items() if stored is not None}
+    return known if len(known) == len(wanted) else None
 
 
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
@@ -92,14 +98,14 @@ def _put(model: PreTrainedModel, name: str, value: Tensor, device: torch.device)
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     before = getattr(module, last)
-    _refuse_other_shape(name, value.shape, before.shape)
+    refuse_other_shape(name, value.shape, before.shape)
     parameter = nn.Parameter(value.to(device, before.dtype), requires_grad=False)
     # Transformers' own mark: `_init_weights` leaves such a parameter alone.
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     setattr(module, last, parameter)
 
 
-def _refuse_other_shape(name: str, stored: torch.Size, wanted: torch.Size) -> None:
+def refuse_other_shape(name: str, stored: torch.Size, wanted: torch.Size) -> None:
     if stored != wanted:
         raise ValueError(f"{name} is {list(stored)} in its file, but {list(wanted)} in the model")
 

@@ -1,13 +1,17 @@
-"""How fast bytes come from the host and how fast the device multiplies: what a streamed plan hangs on."""
+"""How fast bytes come from the host or from files, and how fast the device multiplies: what a streamed plan
+hangs on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft.base.host import host_bytes
+from weft.base.mapped import MappedFile
+from weft.base.source import CHUNK_BYTES
 from weft.ops.adamw import State, Update, update
 from weft.run.measure import Stopwatch, release
 
@@ -40,6 +44,29 @@ def measure_link(device: torch.device, dtype: torch.dtype) -> Link:
     found = Link(_bandwidth(device), _flops(device, dtype), _stepped(dtype))
     release(device)
     return found
+
+
+def measure_files(files: Sequence[MappedFile]) -> float:
+    """Bytes per second out of some of these files, in chunks as a run reads them.
+
+    Weights stay in their files where memory is too short for them, and then the page cache is, too: what the
+    cache holds of a sample leaves it first. What the system keeps all the same will be as fast as it seems.
+    """
+    out = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
+    left, seconds = SAMPLE_BYTES, 0.0
+    for file in files:
+        sample = min(len(file), left)
+        file.leave_cache(sample)
+        began = time.perf_counter()
+        for start in range(0, sample, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, sample)
+            file.expect(stop, min(stop + CHUNK_BYTES, sample))
+            file.read(start, stop, out[: stop - start])
+        seconds += time.perf_counter() - began
+        left -= sample
+        if not left:
+            break
+    return (SAMPLE_BYTES - left) / seconds
 
 
 def _bandwidth(device: torch.device) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +50,7 @@ class Streamer:
         """Streamed stages that were brought and not given up."""
         self.waited = Waited()
         self._coming, self._going = coming, going
-        self._queue: _Queue = _GpuQueue(self) if base.whole.device.type == "cuda" else _HostQueue(self)
+        self._queue = _queue(self)
 
     def load(self, stage: int) -> None:
         assert stage not in self.there, f"stage {stage} is there already"
@@ -57,7 +58,7 @@ class Streamer:
         taken = [other for other in self.there if self.base.cut.slot(other) == slot]
         assert not taken, f"stage {stage} would overwrite stage {taken[0]}"
         self.there.add(stage)
-        self.waited.copied_bytes += len(self.base.host[stage])
+        self.waited.copied_bytes += self.base.sources[stage].size
         self._queue.load(stage, slot)
 
     def evict(self, stage: int) -> None:
@@ -79,7 +80,9 @@ class Streamer:
             self.load(stage)
 
     def copy(self, stage: int) -> None:
-        self.base.slot(stage).copy_(self.base.host[stage], non_blocking=True)
+        self.base.sources[stage].copy_to(self.base.slot(stage))
+
+    def come(self, stage: int) -> None:
         self._coming(stage)
 
     def leave(self, stage: int) -> None:
@@ -95,6 +98,7 @@ class _HostQueue:
     def load(self, stage: int, slot: int) -> None:
         began = time.perf_counter()
         self._streamer.copy(stage)
+        self._streamer.come(stage)
         self._streamer.waited.seconds += time.perf_counter() - began
 
     def evict(self, stage: int, slot: int) -> None:
@@ -125,6 +129,7 @@ class _GpuQueue:
             self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             self._streamer.copy(stage)
+            self._streamer.come(stage)
             self._there[stage] = torch.cuda.Event(enable_timing=True)
             self._there[stage].record()
 
@@ -145,4 +150,56 @@ class _GpuQueue:
         self._streamer.waited.marks.append((ready, there))
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A stage on its way out of its files, and the adapters that come with it."""
+
+    there: Future[torch.cuda.Event]
+    """Known once all of the stage has been asked for: when it will have come."""
+    beside: torch.cuda.Event
+
+
+class _ReadQueue(_GpuQueue):
+    """A thread reads stages out of their files and sends them on, in a stream of its own, so that nothing the
+    main thread asks for stands behind a stage that is still being read, or before one."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        super().__init__(streamer)
+        self._pages = torch.cuda.Stream(streamer.base.whole.device)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._reads: dict[int, _Read] = {}
+
+    def load(self, stage: int, slot: int) -> None:
+        free = self._free.pop(slot, None) or torch.cuda.current_stream().record_event()
+        self._in.wait_event(free)
+        with torch.cuda.stream(self._in):
+            self._streamer.come(stage)
+            beside = self._in.record_event()
+        self._reads[stage] = _Read(self._reader.submit(self._read, stage, free), beside)
+
+    def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:
+        self._pages.wait_event(free)
+        with torch.cuda.stream(self._pages):
+            self._streamer.copy(stage)
+            return self._pages.record_event(torch.cuda.Event(enable_timing=True))
+
+    def use(self, stage: int) -> None:
+        read = self._reads.pop(stage, None)
+        if read is None:
+            return
+        ready = torch.cuda.Event(enable_timing=True)
+        ready.record()
+        there = read.there.result()
+        for came in (there, read.beside):
+            torch.cuda.current_stream().wait_event(came)
+        self._streamer.waited.marks.append((ready, there))
+
+
 _Queue = _HostQueue | _GpuQueue
+
+
+def _queue(streamer: Streamer) -> _Queue:
+    if streamer.base.whole.device.type != "cuda":
+        return _HostQueue(streamer)
+    read = any(source.blocks for source in streamer.base.sources.values())
+    return _ReadQueue(streamer) if read else _GpuQueue(streamer)

@@ -1,0 +1,97 @@
+"""A base whose weights stay in their files trains every job to the bits that the resident base gives it."""
+
+import os
+
+import pytest
+import torch
+
+from tests import bench
+from tests.run.models import deep
+from tests.run.test_stream_executor import (
+    CAPACITY,
+    CUTS,
+    evaluated_jobs,
+    run,
+    take_aboard,
+    travelling,
+    windows,
+)
+from weft.base.load import load_base
+from weft.base.mapped import MappedFile
+from weft.base.source import MappedStage
+from weft.base.spec import BaseSpec
+from weft.base.streamed import load_streamed
+from weft.errors import BaseModelError
+from weft.plan.planner import plan_window
+from weft.plan.stream_window import plan_streamed
+from weft.run.events import Stepped
+from weft.run.executor import Executor
+from weft.run.link import SAMPLE_BYTES, measure_files
+from weft.run.stream_executor import StreamExecutor
+
+
+def saved(folder, family):
+    deep(family, torch.float32).save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return BaseSpec(model=str(folder), dtype="float32")
+
+
+def mapped(spec, cut):
+    executor = StreamExecutor(load_streamed(spec, bench.CPU, cut, mapped=True))
+    assert all(isinstance(source, MappedStage) for source in executor.streamed.sources.values())
+    return executor
+
+
+@pytest.mark.parametrize(
+    ("family", "cut"),
+    [
+        ("llama", CUTS["one slot"]),
+        ("llama", travelling(CUTS["uneven, two stay"])),
+        ("gemma3", travelling(CUTS["a layer at a time"])),
+        ("opt", CUTS["two and two"]),
+        ("gpt2", CUTS["three slots"]),
+    ],
+)
+def test_losses_evaluations_and_adapters_have_the_bits_of_the_resident_run(family, cut, tmp_path):
+    spec = saved(tmp_path, family)
+    executor, whole = mapped(spec, cut), Executor(load_base(spec, bench.CPU))
+    found = []
+    for one, plan in (
+        (executor, lambda courses: plan_streamed(courses, cut, CAPACITY)),
+        (whole, lambda courses: plan_window(courses, CAPACITY)),
+    ):
+        jobs = evaluated_jobs(one.base)
+        take_aboard(one, jobs)
+        found.append(windows(one, jobs, plan))
+    (events, masters), (wanted, wanted_masters) = found
+    assert {event.job for event in wanted if isinstance(event, Stepped)} == set(wanted_masters)
+    assert sorted(events, key=str) == sorted(wanted, key=str)
+    for name, master in wanted_masters.items():
+        assert torch.equal(masters[name], master), name
+
+
+def test_a_file_that_fails_under_way_ends_the_window_with_its_name(tmp_path):
+    cut = CUTS["one slot"]
+    executor = mapped(saved(tmp_path, "llama"), cut)
+    jobs = evaluated_jobs(executor.base)
+    take_aboard(executor, jobs)
+    program = plan_streamed([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+    executor.streamer.settle()
+    for path in tmp_path.glob("*.safetensors"):
+        os.truncate(path, 100)
+    with pytest.raises(BaseModelError, match=r"safetensors has changed while weights are read from it"):
+        run(executor, program, jobs)
+
+
+def test_files_are_measured_by_a_sample_of_them(tmp_path):
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.write_bytes(bytes(range(256)) * (3 << 12))
+    speed = measure_files([MappedFile(path) for path in paths])
+    assert 1e6 < speed < 1e12
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 4 * SAMPLE_BYTES)
+    never = MappedFile(paths[0])
+    os.truncate(paths[0], 1)
+    # All of the sample comes from the first file, so that the other, which would fail, is not read.
+    assert measure_files([MappedFile(tmp_path / "sparse"), never]) > 1e6
