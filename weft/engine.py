@@ -191,5 +191,6 @@ def _streaming(setup: Setup, jobs: Sequence[JobShape]) -> Streaming | None:
 
 def _streamed(setup: Setup, chosen: Streaming) -> Streamed:
     memory = chosen.memory(setup.shape, setup.device)
-    executor = StreamExecutor(load_streamed(setup.spec, setup.device, chosen.choice.cut))
-    return Streamed(executor, memory, chosen.choice)
+    choice = chosen.choice
+    executor = StreamExecutor(load_streamed(setup.spec, setup.device, choice.cut, choice.mapped))
+    return Streamed(executor, memory, choice)

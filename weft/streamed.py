@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -12,7 +12,8 @@ import torch
 
 from weft.base.load import base_dtype
 from weft.base.spec import BaseSpec
-from weft.errors import PlanError
+from weft.base.streamed import weights_in_files
+from weft.errors import BaseModelError, HostTooSmall, PlanError
 from weft.jobs.store import Store
 from weft.journal import Journal
 from weft.loop import Callback, Loop, Room
@@ -21,9 +22,9 @@ from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
 from weft.plan.stream_memory import StreamedMemory
-from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import STAGING_BYTES, STREAM_SLACK_BYTES, StreamDevice
 from weft.plan.stream_window import plan_streamed
-from weft.run.link import measure_link
+from weft.run.link import measure_files, measure_link
 from weft.run.measure import CPU_SHARE, taken_bytes
 from weft.run.stream_executor import StreamExecutor
 from weft.shapes import JobShape, ModelShape
@@ -65,7 +66,7 @@ def streaming(
     link = measure_link(device, base_dtype(spec, device))
     place = StreamDevice(
         budget=budget,
-        host_budget=int(psutil.virtual_memory().available * CPU_SHARE),
+        host_budget=host_budget(),
         bandwidth=link.bandwidth,
         flops=link.flops,
         host_parameters=link.stepped,
@@ -74,8 +75,34 @@ def streaming(
         fused=on_gpu,
     )
     ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
-    choice = _most(lambda count: _chosen(shape, ordered[:count], place, most), len(ordered))
+    try:
+        choice = _for_most(shape, ordered, place, most)
+    except HostTooSmall as short:
+        choice = _for_most(shape, ordered, _from_files(spec, device, place, short), most)
     return None if choice.whole else Streaming(choice, budget, slack)
+
+
+def host_budget() -> int:
+    """Bytes of the host's memory that a run may take."""
+    return int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+def _from_files(
+    spec: BaseSpec, device: torch.device, place: StreamDevice, short: HostTooSmall
+) -> StreamDevice:
+    """The same place for a base whose weights stay in their files; if they cannot, both reasons."""
+    try:
+        weights = weights_in_files(spec, device)
+    except BaseModelError as error:
+        raise HostTooSmall([*short.mistakes, *error.mistakes]) from None
+    if device.type != "cuda":
+        return replace(place, staging=0)
+    bandwidth = min(place.bandwidth, measure_files(weights.files))
+    return replace(place, staging=STAGING_BYTES, bandwidth=bandwidth)
+
+
+def _for_most(shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int) -> StreamChoice:
+    return _most(lambda count: _chosen(shape, jobs[:count], place, most), len(jobs))
 
 
 def _chosen(
@@ -122,10 +149,11 @@ class StreamedLoop(Loop):
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
         super().run(stop, callback)
         if self.seconds:
+            place = "base's files" if self.choice.mapped else "host"
             self.journal.note(
-                f"Streamed: {self.streamer.waited.copied_bytes / 2**30:.1f} GiB came from the host; training "
-                f"waited for the host in {self.streamer.waited.total() / self.seconds:.0%} of the time, "
-                f"{self.choice.unhidden:.0%} were predicted."
+                f"Streamed: {self.streamer.waited.copied_bytes / 2**30:.1f} GiB came from the {place}; "
+                f"training waited for the host in {self.streamer.waited.total() / self.seconds:.0%} of the "
+                f"time, {self.choice.unhidden:.0%} were predicted."
             )
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
