@@ -150,11 +150,13 @@ def map_weights(model: PreTrainedModel, files: WeightFiles | None, base: str) ->
     names = None if files is None else stored_names(model, files)
     if files is None or names is None:
         raise _not_as_they_are(base, "they are in no safetensors files that name them as the model does")
-    mapped: dict[Path, MappedFile] = {}
+    mapped: dict[str, MappedFile] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        path = files.path(names[name])
-        file = mapped.get(path) or mapped.setdefault(path, MappedFile(path))
+        within = files.files[names[name]]
+        if within not in mapped:
+            mapped[within] = MappedFile(files.path(names[name]))
+        file = mapped[within]
         stored = file.tensors[names[name]]
         refuse_other_shape(name, torch.Size(stored.shape), parameter.shape)
         wanted = STORED_AS.get(parameter.dtype, str(parameter.dtype))
