@@ -80,9 +80,15 @@ class Streamer:
             self.load(stage)
 
     def copy(self, stage: int) -> None:
+        self.fetch(stage)
+        self.come(stage)
+
+    def fetch(self, stage: int) -> None:
+        """A stage's own bytes."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
 
     def come(self, stage: int) -> None:
+        """What comes beside them."""
         self._coming(stage)
 
     def leave(self, stage: int) -> None:
@@ -98,7 +104,6 @@ class _HostQueue:
     def load(self, stage: int, slot: int) -> None:
         began = time.perf_counter()
         self._streamer.copy(stage)
-        self._streamer.come(stage)
         self._streamer.waited.seconds += time.perf_counter() - began
 
     def evict(self, stage: int, slot: int) -> None:
@@ -129,7 +134,6 @@ class _GpuQueue:
             self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             self._streamer.copy(stage)
-            self._streamer.come(stage)
             self._there[stage] = torch.cuda.Event(enable_timing=True)
             self._there[stage].record()
 
@@ -180,7 +184,7 @@ class _ReadQueue(_GpuQueue):
     def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:
         self._pages.wait_event(free)
         with torch.cuda.stream(self._pages):
-            self._streamer.copy(stage)
+            self._streamer.fetch(stage)
             return self._pages.record_event(torch.cuda.Event(enable_timing=True))
 
     def use(self, stage: int) -> None:
