@@ -5,10 +5,12 @@ import torch
 
 from tests import bench
 from tests.outputs import assert_same_results, status
+from tests.plan.test_stream_choice import base, job
 from tests.run.models import deep
 from weft import JobSpec, Options
 from weft.base.spec import BaseSpec
 from weft.errors import HostTooSmall
+from weft.streamed import streaming
 
 GPU = 480 << 10
 """Too little for a base of 282 KiB, two adapters and their passes."""
@@ -37,8 +39,8 @@ def trainer(folder, output, dtype="float64", **options):
         )
         for seed, name in enumerate("ab")
     ]
-    base = BaseSpec(model=str(folder), dtype=dtype)
-    return bench.trainer(base, output, jobs, options=Options(device="cpu", **options))
+    spec = BaseSpec(model=str(folder), dtype=dtype)
+    return bench.trainer(spec, output, jobs, options=Options(device="cpu", **options))
 
 
 def notes(output):
@@ -86,3 +88,18 @@ def test_a_file_that_is_cut_off_is_told_before_anything_is_loaded(tmp_path, smal
     with pytest.raises(HostTooSmall, match="file not fully covered"):
         trainer(tmp_path / "model", tmp_path / "out", gpu_memory=GPU).run()
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_fewer_jobs_at_once_are_better_than_weights_in_files(monkeypatch):
+    """The host holds the layers and the state of one job, but not of two; no file is looked at."""
+    jobs = [job(name, trainable=400_000, longest=8) for name in "ab"]
+    monkeypatch.setattr("weft.streamed.host_budget", lambda: 13_000_000)
+    nowhere = BaseSpec(model="/nowhere/at/all", dtype="float32")
+    found = streaming(nowhere, base(8), jobs, bench.CPU, 4_000_000, 64)
+    assert found is not None
+    assert not found.choice.mapped
+    assert found.choice.cut.travels
+    assert found.choice.host_bytes <= 13_000_000
+    monkeypatch.setattr("weft.streamed.host_budget", lambda: 8_000_000)
+    with pytest.raises(HostTooSmall, match="There is no folder /nowhere/at/all"):
+        streaming(nowhere, base(8), jobs, bench.CPU, 4_000_000, 64)

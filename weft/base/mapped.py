@@ -70,17 +70,10 @@ class MappedFile:
         return {name: _stored(entry, 8 + length) for name, entry in header.items()}
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
-        if self._looks() != self._made:
-            raise BaseModelError(
-                f"{self.path} has changed while weights are read from it; put the file back as it was and go "
-                "on with --resume."
-            )
+        self._refuse_changed()
         failed = self._advise(start, stop, MADV_POPULATE_READ)
         if failed not in (0, errno.EINVAL):  # an older system does not know this advice
-            raise BaseModelError(
-                f"{self.path} can no longer be read ({os.strerror(failed)}), and weights are read from it in "
-                "every step; mend that and go on with --resume."
-            )
+            raise self._unreadable(failed)
         out.copy_(self._bytes[start:stop])
         self._advise(start, stop, mmap.MADV_DONTNEED)
 
@@ -94,8 +87,24 @@ class MappedFile:
             os.posix_fadvise(self._descriptor, 0, size, os.POSIX_FADV_DONTNEED)
 
     def _looks(self) -> tuple[int, int]:
-        status = os.fstat(self._descriptor)
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:  # a server's file can go
+            raise self._unreadable(error.errno or 0) from None
         return status.st_size, status.st_mtime_ns
+
+    def _refuse_changed(self) -> None:
+        if self._looks() != self._made:
+            raise BaseModelError(
+                f"{self.path} has changed while weights are read from it; put the file back as it was and go "
+                "on with --resume."
+            )
+
+    def _unreadable(self, number: int) -> BaseModelError:
+        return BaseModelError(
+            f"{self.path} can no longer be read ({os.strerror(number)}), and weights are read from it in "
+            "every step; mend that and go on with --resume."
+        )
 
     def _advise(self, start: int, stop: int, advice: int) -> int:
         """The number of the error, or 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -90,6 +90,16 @@ class Part:
     def stop(self) -> int:
         return self.start + self.held.stop - self.held.start
 
+    def read(self, start: int, out: Tensor) -> None:
+        """What `out` has of it, which holds the stage's bytes from `start` on."""
+        first, last = max(self.start, start), min(self.stop, start + len(out))
+        if first < last:
+            self.held.read(first - self.start, last - self.start, out[first - start : last - start])
+
+    def expect(self, start: int, stop: int) -> None:
+        """What of it lies between these bytes of the stage will be read next."""
+        self.held.expect(max(self.start, start) - self.start, min(self.stop, stop) - self.start)
+
 
 @dataclass(frozen=True, slots=True)
 class MappedStage:
@@ -110,26 +120,19 @@ class MappedStage:
         here = slot.data
         chunk = CHUNK_BYTES if self.staging is None else self.staging.chunk
         for start in range(0, self.size, chunk):
-            place = here[start : start + chunk]
-            self._expect(start + len(place), start + len(place) + chunk)
+            stop = min(start + chunk, self.size)
+            self._expect(stop, stop + chunk)
             fill = partial(self._read, start)
             if self.staging is None:
-                fill(place)
+                fill(here[start:stop])
             else:
-                self.staging.bring(fill, place)
+                self.staging.bring(fill, here[start:stop])
 
     def _read(self, start: int, out: Tensor) -> None:
-        """The bytes from `start` on; between two parameters nothing is written."""
-        for part, first, last in self._within(start, start + len(out)):
-            part.held.read(first - part.start, last - part.start, out[first - start : last - start])
+        """Between two parameters nothing is written."""
+        for part in self.parts:
+            part.read(start, out)
 
     def _expect(self, start: int, stop: int) -> None:
-        for part, first, last in self._within(start, stop):
-            part.held.expect(first - part.start, last - part.start)
-
-    def _within(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """The parts that have bytes between `start` and `stop`, and from where to where."""
         for part in self.parts:
-            first, last = max(part.start, start), min(part.stop, stop)
-            if first < last:
-                yield part, first, last
+            part.expect(start, stop)
