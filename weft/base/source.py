@@ -62,8 +62,9 @@ class Staging:
         self.chunk = chunk
         both = host_bytes(2 * chunk, device)
         on_gpu = device.type == "cuda"
+        # Blocking: whoever waits for one sleeps, and leaves its core to the arithmetic's host side.
         self._next, self._other = (
-            _Buffer(part, torch.cuda.Event() if on_gpu else None) for part in both.split(chunk)
+            _Buffer(part, torch.cuda.Event(blocking=True) if on_gpu else None) for part in both.split(chunk)
         )
 
     def bring(self, fill: Callable[[Tensor], None], place: Tensor) -> None:
