@@ -7,7 +7,7 @@ floor (the arithmetic with every layer's forward made twice, or the transfers, w
 measured time.
 
     python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --compare resident,fsdp
-    python -m benchmarks.gpu_stream --shape 32b --cap 24 --jobs 1,2,4,8,16 --compare resident --plot curve.png
+    python -m benchmarks.gpu_stream --shape 32b --cap 24 --jobs 16,8,4,2,1 --compare resident --plot x.html
     python -m benchmarks.gpu_stream --shape 70b --jobs 8
     python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --cuts chosen,largest,smallest
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ import torch
 from benchmarks.baselines import Work
 from benchmarks.fsdp import peft_offloaded
 from benchmarks.llama import SIZES, Size, base_bytes, floor_seconds
+from benchmarks.processes import first_line
 from benchmarks.result import arguments, finish
 from benchmarks.streamed_side import Streamed, job_shapes, random_model, streamed_company
 from benchmarks.table import aligned, number, ratio
@@ -40,6 +42,7 @@ COMPARED = ("resident", "fsdp")
 CUTS = ("chosen", "largest", "smallest")
 GIB = 1 << 30
 TOY_CAP = 320 << 10
+TITLES = ("", "jobs", "s a round", "tokens/s", "peak GiB", "ρ", "waits, predicted", "measured", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +157,13 @@ def roomy(company: Company, case: Case, work: Work) -> int:
 
 
 def fsdp_row(case: Case, work: Work) -> Row:
-    measured = attempted(
-        lambda: peft_offloaded(case.size, work, case.place, case.pace, capped(case)), case.place
-    )
+    try:
+        measured = attempted(
+            lambda: peft_offloaded(case.size, work, case.place, case.pace, capped(case)), case.place
+        )
+    except RuntimeError as error:
+        # Of all rows this one alone hangs on libraries of others: what they say is its finding.
+        measured = Measured(None, None, first_line(error))
     return Row("PEFT + FSDP2 offload, one by one", work.jobs, work.tokens, measured)
 
 
@@ -180,33 +187,32 @@ def capped(case: Case) -> Iterator[None]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    titles = ("", "jobs", "s a round", "tokens/s", "peak GiB", "ρ", "waits, predicted", "measured", "")
-    return aligned(
-        titles,
-        [
-            (
-                row.name,
-                str(row.jobs),
-                number(row.measured.seconds, ".3f"),
-                number(ratio(row.tokens, row.measured.seconds), ",.0f"),
-                number(row.measured.peak_bytes, ".1f", 1 / GIB),
-                number(ratio(row.floor, row.measured.seconds), ".2f"),
-                number(row.predicted_wait, ".1%"),
-                number(row.measured_wait, ".1%"),
-                row.measured.note or row.cut,
-            )
-            for row in rows
-        ],
+    return aligned(TITLES, [cells(row) for row in rows])
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.name,
+        str(row.jobs),
+        number(row.measured.seconds, ".3f"),
+        number(ratio(row.tokens, row.measured.seconds), ",.0f"),
+        number(row.measured.peak_bytes, ".1f", 1 / GIB),
+        number(ratio(row.floor, row.measured.seconds), ".2f"),
+        number(row.predicted_wait, ".1%"),
+        number(row.measured_wait, ".1%"),
+        row.measured.note or row.cut,
     )
 
 
 def loss_gap(rows: Sequence[Row]) -> float | None:
     """The largest difference between the losses of any job in any round, streamed and resident."""
-    by_name = {row.name: row.losses for row in rows if row.losses}
+    company = max(row.jobs for row in rows)
+    by_name = {row.name: row.losses for row in rows if row.jobs == company and any(row.losses)}
     if not {"Weft, streamed", "Weft, resident"} <= by_name.keys():
         return None
+    # One that ran out of memory has fewer rounds than the other.
     jobs = zip(by_name["Weft, streamed"], by_name["Weft, resident"], strict=True)
-    return max(abs(a - b) for one, other in jobs for a, b in zip(one, other, strict=True))
+    return max(abs(a - b) for one, other in jobs for a, b in zip(one, other, strict=False))
 
 
 def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
@@ -214,6 +220,7 @@ def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
     import plotly.graph_objects as go
 
     streamed = [row for row in rows if row.name == "Weft, streamed" and row.measured.seconds]
+    streamed.sort(key=lambda row: row.jobs)
     figure = go.Figure(
         go.Scatter(
             x=[row.jobs for row in streamed],
@@ -244,11 +251,10 @@ def main() -> None:
     rows: list[Row] = []
 
     def add(row: Row) -> None:
+        # The whole row at once: a run that is cut off has then said what it knew.
         rows.append(row)
-        print(
-            f"{row.name}, {row.jobs} jobs: {number(row.measured.seconds, '.3f')} s {row.measured.note}",
-            flush=True,
-        )
+        print(", ".join(f"{title} {cell}".strip() for title, cell in zip(TITLES, cells(row), strict=True)))
+        sys.stdout.flush()
 
     counts = [2] if asked.toy else [int(word) for word in asked.jobs.split(",")]
     for count in counts:
@@ -256,7 +262,7 @@ def main() -> None:
             add(streamed_row(case, work_of(asked, count), how))
     others: dict[str, Callable[[Case, Work], Row]] = {"resident": resident_row, "fsdp": fsdp_row}
     for name in compared:
-        add(others[name](case, work_of(asked, counts[-1])))
+        add(others[name](case, work_of(asked, max(counts))))
     print("\n" + table(rows))
     gap = loss_gap(rows)
     if gap is not None:

@@ -113,6 +113,15 @@ def test_a_streamed_base_is_measured_in_every_cut_beside_the_resident_one(run: A
     assert "streamed from host memory" in curve.read_text()
 
 
+def test_streamed_losses_are_held_to_those_of_as_many_resident_jobs() -> None:
+    def row(name: str, jobs: int, loss: float) -> gpu_stream.Row:
+        return gpu_stream.Row(name, jobs, 16, Measured(1.0, 0), losses=((loss, 2.0),) * jobs)
+
+    rows = [row("Weft, streamed", jobs, 3.0 + jobs) for jobs in (4, 2, 1)]
+    assert gpu_stream.loss_gap(rows) is None
+    assert gpu_stream.loss_gap([*rows, row("Weft, resident", 4, 7.5)]) == 0.5
+
+
 @pytest.mark.slow
 def test_a_pipeline_on_one_device_has_the_losses_of_one_process(run: Any) -> None:
     found = run(pipeline_gpu)
