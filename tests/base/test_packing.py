@@ -136,3 +136,15 @@ def test_the_final_softcap_bounds_the_logits() -> None:
     assert head.softcap == 2.0
     logits_TV = head.logits(base.hidden(packed(random_samples())))
     assert 1.0 < logits_TV.abs().max() < 2.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_pass_asks_the_device_where_samples_begin(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that waits for an answer in every pass cannot lay out the next while the device computes."""
+
+    def asked(*_: object) -> None:
+        raise AssertionError("transformers looks for packed samples by itself")
+
+    base = base_of(tiny(family))
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", asked)
+    assert base.hidden(packed(random_samples(LENGTHS))).isfinite().all()

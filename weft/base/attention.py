@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
+from weft.batch import to_device
 from weft.errors import BaseModelError
 
 NAME = "weft"
@@ -48,18 +49,17 @@ class Rule:
 
 
 def pack(lengths: Sequence[int], device: torch.device) -> Pack:
-    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    boundaries = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
     return Pack(tuple(lengths), boundaries, max(lengths), len(set(lengths)) == 1)
 
 
 def register() -> None:
-    """Make `weft` a name that transformers knows; saying it twice does no harm."""
+    """Make `weft` a name that transformers knows; saying it twice does no harm.
+
+    Samples are kept apart by `attend`. Of an attention that has no way to make masks transformers makes none;
+    where it has one, every pass first asks the device whether positions begin anew, and waits for the answer.
+    """
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, no_mask)
-
-
-def no_mask(*_: Any, **__: Any) -> None:
-    """Samples are kept apart by `attend`, so no mask over the pack is ever built."""
 
 
 def attend(
