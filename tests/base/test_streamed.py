@@ -8,6 +8,7 @@ import torch
 from tests.base.folders import model_folder
 from tests.base.packs import CPU, base_of, packed, random_samples
 from tests.families import FAMILIES, config, randomised, tiny
+from weft.adapters.banks import Banks
 from weft.base.host import host_vectors
 from weft.base.load import load_base
 from weft.base.spec import BaseSpec
@@ -85,6 +86,18 @@ def test_what_shares_its_input_lies_side_by_side():
         parts = [getattr(getattr(attention, name), kind) for name in ("q_proj", "k_proj", "v_proj")]
         for before, after in pairwise(parts):
             assert after.data_ptr() == before.data_ptr() + before.numel() * before.element_size()
+
+
+def test_sites_that_were_copied_out_of_their_slot_to_be_multiplied_together_are_refused():
+    """Their copies would never hear of a stage that comes."""
+    base = stream_model(tiny("llama"), BaseSpec(model="tiny"), CPU, a_layer_each("llama"))
+    base.refuse_copies()
+    whole = base.whole
+    apart = [name for name in whole.sites() if ".0." in name and name.endswith(("q_proj", "o_proj"))]
+    assert len(apart) == 2
+    Banks(whole.sites(), whole.shape.sites, next(whole.model.parameters()), [apart])
+    with pytest.raises(AssertionError, match="has left its slot"):
+        base.refuse_copies()
 
 
 def test_vectors_of_one_piece_of_host_memory_are_apart_and_aligned():

@@ -240,20 +240,21 @@ def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
     if len(modules) == 1:
         return Frozen(weights[0].T if fan_in_fan_out else weights[0], biases[0])
     assert not fan_in_fan_out
-    given = [bias for bias in biases if bias is not None]
-    assert len(given) in (0, len(biases)), "either all sites of a group have a bias or none"
-    bias_N = _joined(given) if given else None
-    if (lying_NK := _side_by_side(weights)) is not None:
-        return Frozen(lying_NK, bias_N)
-    weight_NK = torch.cat(weights)
-    for module, part in zip(modules, weight_NK.split([len(weight) for weight in weights]), strict=True):
-        module.weight = nn.Parameter(part, requires_grad=False)
-    return Frozen(weight_NK, bias_N)
+    has_bias = {bias is not None for bias in biases}
+    assert len(has_bias) == 1, "either all sites of a group have a bias or none"
+    bias_N = _laid_together(modules, "bias") if True in has_bias else None
+    return Frozen(_laid_together(modules, "weight"), bias_N)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    lying = _side_by_side(parts)
-    return torch.cat(list(parts)) if lying is None else lying
+def _laid_together(modules: Sequence[nn.Module], name: str) -> Tensor:
+    """The modules' parameters of that name as one; where they must be moved for it, each becomes a view."""
+    parts = [cast(Tensor, getattr(module, name)) for module in modules]
+    if (lying := _side_by_side(parts)) is not None:
+        return lying
+    together = torch.cat(parts)
+    for module, part in zip(modules, together.split([len(part) for part in parts]), strict=True):
+        setattr(module, name, nn.Parameter(part, requires_grad=False))
+    return together
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:

@@ -74,6 +74,15 @@ class StreamedBase:
         """The bytes of a streamed stage's place on the device."""
         return self.arena[self.cut.slot(stage), : self.sources[stage].size]
 
+    def refuse_copies(self) -> None:
+        """Once adapters are woven in: sites that are multiplied together must read what comes to their slot,
+        not a copy that was made of it before anything came."""
+        arena = self.arena.untyped_storage().data_ptr()
+        for stage in self.cut.streamed:
+            for piece in _pieces(self.whole.model, self.cut.held(stage)):
+                parameter = self.whole.model.get_parameter(piece.name)
+                assert parameter.untyped_storage().data_ptr() == arena, f"{piece.name} has left its slot"
+
 
 def load_streamed(spec: BaseSpec, device: torch.device, cut: StreamCut, mapped: bool = False) -> StreamedBase:
     """From the base's files, each tensor straight to where it stays: streamed ones in host memory, or, if

@@ -102,6 +102,7 @@ class StreamExecutor(Executor):
         super().__init__(base.whole, route, graphs=False)
         assert not self.route.mixes_rows, "nothing is replayed, so no route may mix rows"
         self.streamed = base
+        base.refuse_copies()
         self.travel = Travel(base.cut, base.whole.device, base.whole.dtype) if base.cut.travels else None
         nobody: Callable[[int], None] = lambda stage: None  # noqa: E731
         self.streamer = Streamer(
