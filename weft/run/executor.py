@@ -30,7 +30,7 @@ from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
 from weft.run.looks import Look, Looks
 from weft.run.measure import Stopwatch, is_out_of_memory
-from weft.run.steps import Begun, Due, NoStep, Outcome, begin_steps, take_steps
+from weft.run.steps import Due, NoStep, Outcome, Underway, begin_steps, take_steps
 from weft.run.woven import Woven
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
@@ -72,11 +72,11 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Steps that the device has yet to make, and the passes before them."""
+class Asked:
+    """Steps that have yet to be made, and the passes before them."""
 
-    begun: Begun
-    watch: Stopwatch
+    begun: Underway
+    watch: Laps
     settled: bool
     timed: list[Timed]
 
@@ -87,7 +87,7 @@ class Executor(Woven):
         self._flights: dict[int, _Flight] = {}
         self._next: tuple[MicrobatchPlan, Laid] | None = None
         self._timed: list[Timed] = []
-        self._asked: _Asked | None = None
+        self._asked: Asked | None = None
         self._made: set[str] = set()
         """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
         self._looks = Looks(NOTHING_TO_DO)
@@ -265,16 +265,15 @@ class Executor(Woven):
         """Consecutive Steps are made together. Where kernels make them, the device is only asked for them:
         while it is at them the host goes on to the next pass, and hears at the next Step what came of it."""
         yield from self._made_steps()
-        jobs = [step for step in steps if step.job not in self.dead]
-        if not jobs:
+        due = self._due(program, steps)
+        if not due:
             return
-        due = [Due(self.aboard[step.job], program.batch(step.job, step.step).supervised) for step in jobs]
         settled, watch = self._again("step"), Stopwatch(self.base.device)
         master = due[0].training.master
         if kernels_run(master.device, master.dtype):
             begun = begin_steps(due)
             watch.mark()
-            self._asked = _Asked(begun, watch, settled, self._timed)
+            self._asked = Asked(begun, watch, settled, self._timed)
             self._timed = []
             return
         outcomes = take_steps(due)
@@ -283,8 +282,12 @@ class Executor(Woven):
         self._timed.clear()
         yield from self._stepped(due, outcomes, watch, settled)
 
+    def _due(self, program: Program, steps: Sequence[Step]) -> list[Due]:
+        alive = [step for step in steps if step.job not in self.dead]
+        return [Due(self.aboard[step.job], program.batch(step.job, step.step).supervised) for step in alive]
+
     def _made_steps(self) -> Iterator[Event]:
-        """Report the Steps that the device was asked for; waits for them."""
+        """Report the Steps that were asked for; waits for them."""
         if (asked := self._asked) is None:
             return
         self._asked = None
@@ -293,7 +296,7 @@ class Executor(Woven):
         yield from self._stepped(asked.begun.due, outcomes, asked.watch, asked.settled)
 
     def _stepped(
-        self, due: Sequence[Due], outcomes: Sequence[Outcome], watch: Stopwatch, settled: bool
+        self, due: Sequence[Due], outcomes: Sequence[Outcome], watch: Laps, settled: bool
     ) -> Iterator[Event]:
         if settled:
             parameters = sum(one.training.layout.size for one in due)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,15 @@ class NoStep:
 
 
 Outcome = StepOutcome | NoStep
+
+
+class Underway(Protocol):
+    """Steps that are being made; who asks what came of them waits for them."""
+
+    @property
+    def due(self) -> Sequence[Due]: ...
+
+    def outcomes(self) -> list[Outcome]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,7 @@ class Begun:
             reason = why_no_step(one.training, sums)
             if reason is None and not finite:
                 reason = _spoilt(made)
-            found.append(NoStep(reason) if reason else _counted(one, sums, made.learning_rate, tokens))
+            found.append(NoStep(reason) if reason else counted(one, sums, made.learning_rate, tokens))
         return found
 
 
@@ -84,7 +94,7 @@ def take_steps(due: Sequence[Due]) -> list[Outcome]:
 def begin_steps(due: Sequence[Due]) -> Begun:
     """Have the device make the steps of all jobs, each only if its loss and its gradient are finite."""
     trainings = [one.training for one in due]
-    tokens = tuple(_open_tokens(training) for training in trainings)
+    tokens = tuple(open_tokens(training) for training in trainings)
     sums_J2 = torch.stack([_sums(training) for training in trainings])
     norm_J = gradient_norms([training.state for training in trainings])
     clips = [training.recipe.clip or math.inf for training in trainings]
@@ -116,11 +126,23 @@ def _take_alone(due: Due) -> Outcome:
 
 def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
     """What the open batches came to; waits for the device once."""
-    sums_J2 = torch.stack([_sums(training) for training in trainings])
+    return with_norms(trainings, torch.stack([_sums(training) for training in trainings]))
+
+
+def with_norms(trainings: Sequence[Training], sums_J2: Tensor) -> list[Sums]:
+    """Losses and hits of batches, and beside them the norms of their gradients."""
     norm_J = gradient_norms([training.state for training in trainings])
-    # Where adapters live on the host, their losses are still on the device.
-    values = torch.cat([sums_J2.to(norm_J.device), norm_J[:, None]], dim=1).tolist()
+    values = torch.cat([sums_J2, norm_J[:, None]], dim=1).tolist()
     return [Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
+
+
+def sums_to_host(trainings: Sequence[Training]) -> Tensor:
+    """Losses and hits of the open batches, in float64 [J, 2], on the host once the device has got there."""
+    sums_J2 = torch.stack([_sums(training) for training in trainings])
+    if not sums_J2.is_cuda:
+        return sums_J2
+    host_J2 = torch.empty_like(sums_J2, device="cpu", pin_memory=True)
+    return host_J2.copy_(sums_J2, non_blocking=True)
 
 
 def why_no_step(training: Training, sums: Sums) -> str | None:
@@ -153,12 +175,13 @@ def _make_alone(one: Update) -> str | None:
 
 def close_batch(due: Due, sums: Sums, rate: float) -> StepOutcome:
     """Count the step that was made."""
-    tokens = _open_tokens(due.training)
+    tokens = open_tokens(due.training)
     due.training.open = None
-    return _counted(due, sums, rate, tokens)
+    return counted(due, sums, rate, tokens)
 
 
-def _counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
+def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
+    """The job has made a step."""
     progress = due.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
@@ -171,7 +194,8 @@ def _counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
     )
 
 
-def _open_tokens(training: Training) -> int:
+def open_tokens(training: Training) -> int:
+    """Rows of the open batch."""
     assert training.open is not None, "a step needs an open batch"
     return training.open.tokens
 

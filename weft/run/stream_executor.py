@@ -8,9 +8,10 @@ Shapes: T rows of a microbatch, D hidden width.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ from weft.plan.program import (
     Step,
 )
 from weft.run.events import Event
-from weft.run.executor import Executor, Fetch, Timed, refuse_other_devices
+from weft.run.executor import Asked, Executor, Fetch, Timed, refuse_other_devices
+from weft.run.host_steps import HostBegun, HostSteps
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
 from weft.run.measure import Stopwatch
@@ -106,8 +108,13 @@ class StreamExecutor(Executor):
         self.travel = Travel(base.cut, base.whole.device, base.whole.dtype) if base.cut.travels else None
         nobody: Callable[[int], None] = lambda stage: None  # noqa: E731
         self.streamer = Streamer(
-            base, self.travel.come if self.travel else nobody, self.travel.go if self.travel else nobody
+            base, self._come if self.travel else nobody, self.travel.go if self.travel else nobody
         )
+        self.host = HostSteps()
+        """Makes the Steps of adapters that travel."""
+        self._begun = HostBegun(self.host)
+        self._waits = _Visits(base.whole.device)
+        """What the Steps that were last begun kept the arithmetic waiting."""
         self._in_flight: dict[int, _Flight] = {}
         self._looking: dict[int, _Looking] = {}
 
@@ -130,12 +137,14 @@ class StreamExecutor(Executor):
         self.aboard[training.job] = training
 
     def detach(self, job: str) -> Training:
+        self.host.finish()
         training = super().detach(job)
         if self.travel is not None:
             self.travel.leave(job)
         return training
 
     def kill(self, job: str) -> None:
+        self.host.finish()
         super().kill(job)
         if self.travel is not None:
             with self._on_stream():
@@ -160,17 +169,41 @@ class StreamExecutor(Executor):
             case Evict(stage):
                 self.streamer.evict(stage)
             case Forward(number, stage):
-                self.streamer.use(stage)
+                self._use(stage, program.microbatches[number])
                 self._forth(number, stage, program, fetch)
             case Backward(number, stage):
-                self.streamer.use(stage)
+                self._use(stage, program.microbatches[number])
                 yield from self._back(number, stage)
             case Evaluate(number, stage):
-                yield from self._made_steps()
-                self.streamer.use(stage)
+                # A look need not wait for all that the host makes; but whom a Step has failed has no loss.
+                if self.travel is None or stage + 1 == len(self.streamed.stages):
+                    yield from self._made_steps()
+                self._use(stage, program.microbatches[number])
                 yield from self._look_on(number, stage, program, fetch)
             case _:
                 yield from super()._do(action, program, fetch)
+
+    def _come(self, stage: int) -> None:
+        assert self.travel is not None
+        self.travel.come(stage, self.host.unfinished)
+
+    def _use(self, stage: int, plan: MicrobatchPlan) -> None:
+        """From here on the device may read the stage, with the weights there of the microbatch's jobs."""
+        if self.travel is not None:
+            self._begun.used |= not self._begun.jobs.isdisjoint(plan.jobs)
+            if old := self.travel.old(stage, plan.jobs):
+                with self._waiting():
+                    self.host.wait(old)
+                    self.streamer.renew(stage, partial(self.travel.bring, old))
+        self.streamer.use(stage)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """For Steps: the device may have nothing else to do meanwhile."""
+        self._waits.begin()
+        with self.streamer.waiting():
+            yield
+        self._waits.mark()
 
     def _inside_a_step(self) -> bool:
         """A round that has begun is ended: stages are where the plan wants them only then."""
@@ -257,18 +290,33 @@ class StreamExecutor(Executor):
             self._timed.clear()
 
     def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
+        """Where adapters travel the host is only asked for the Steps: the next round's passes wait for what
+        they need of them, and what came of them is reported when that round has come to its own."""
         if self.travel is None:
             yield from super()._step(program, steps)
             return
-        jobs = [step.job for step in steps if step.job not in self.dead]
-        self.travel.wait()
-        began = time.perf_counter()
-        self.travel.take_gradients(jobs)
-        events = list(super()._step(program, steps))
-        self.travel.bring_weights(jobs)
-        # The device has nothing to do meanwhile.
-        self.streamer.waited.seconds += time.perf_counter() - began
-        yield from events
+        if self._begun.used:
+            yield from self._made_steps()
+        due = self._due(program, steps)
+        if not due:
+            return
+        if self._asked is None:
+            self._begun, self._waits = HostBegun(self.host), _Visits(self.base.device)
+            self._asked = Asked(self._begun, self._waits, self._again("step"), timed=[])
+        self._asked.timed.extend(self._timed)
+        self._timed.clear()
+        jobs = [one.training.job for one in due]
+        with self._waiting():
+            self.travel.take_gradients(jobs)
+        self.travel.note_steps(jobs)
+        parts = [self.travel.travellers[job].by_stage for job in jobs]
+        self.host.begin(self._begun, due, parts, self.streamer.gone)
+
+    def _made_steps(self) -> Iterator[Event]:
+        if self.travel is not None and self._asked is not None:
+            with self._waiting():
+                self.host.finish()
+        yield from super()._made_steps()
 
     # -- evaluation --------------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ with what it held.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +32,7 @@ class Waited:
     seconds: float = 0.0
     copied_bytes: int = 0
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    """On a GPU: when the device was ready for a stage, and when the stage was there."""
+    """On a GPU: when the device was ready for something, and when it was there."""
 
     def total(self) -> float:
         """Waits for the device."""
@@ -41,6 +42,20 @@ class Waited:
             self.seconds += max(0.0, ready.elapsed_time(there) / 1000)
         self.marks.clear()
         return self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What was sent to the host: it is there when all of these have come to pass."""
+
+    events: tuple[torch.cuda.Event, ...] = ()
+
+    def query(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
 
 
 class Streamer:
@@ -70,6 +85,29 @@ class Streamer:
         if not self.base.cut.stages[stage].resident:
             assert stage in self.there, f"stage {stage} is used but was not brought"
             self._queue.use(stage)
+
+    def gone(self) -> Gone:
+        """What has been sent to the host until now. Every pass before a Step is behind the device then."""
+        return self._queue.gone()
+
+    def renew(self, stage: int, copies: Callable[[], None]) -> None:
+        """Have new weights of adapters copied to where a stage is, before the next pass; none has read what
+        is there since `gone` was last called."""
+        self._queue.renew(stage, copies)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What is done in here keeps the arithmetic waiting, unless the device is still busy."""
+        if self.base.whole.device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self.waited.seconds += time.perf_counter() - began
+            return
+        ready, there = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        ready.record()
+        yield
+        there.record()
+        self.waited.marks.append((ready, there))
 
     def settle(self) -> None:
         """Have those stages there that a window begins with, whatever an unfinished one has left."""
@@ -102,9 +140,8 @@ class _HostQueue:
         self._streamer = streamer
 
     def load(self, stage: int, slot: int) -> None:
-        began = time.perf_counter()
-        self._streamer.copy(stage)
-        self._streamer.waited.seconds += time.perf_counter() - began
+        with self._streamer.waiting():
+            self._streamer.copy(stage)
 
     def evict(self, stage: int, slot: int) -> None:
         self._streamer.leave(stage)
@@ -112,6 +149,12 @@ class _HostQueue:
 
     def use(self, stage: int) -> None:
         pass
+
+    def gone(self) -> Gone:
+        return Gone()
+
+    def renew(self, stage: int, copies: Callable[[], None]) -> None:
+        copies()
 
 
 class _GpuQueue:
@@ -121,10 +164,16 @@ class _GpuQueue:
         device = streamer.base.whole.device
         self._streamer = streamer
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # New weights are needed sooner than stages that were asked for before them, so they have their own.
+        self._new = torch.cuda.Stream(device)
         self._free: dict[int, torch.cuda.Event] = {}
         """Slot → when nobody needs any longer what is in it."""
         self._there: dict[int, torch.cuda.Event] = {}
         """Stage → when all of it has come; until it is first used."""
+        self._came: dict[int, torch.cuda.Event] = {}
+        """Stage → when it last came: nobody reads any longer what its slot held before."""
+        self._stepped: torch.cuda.Event | None = None
+        """When the last pass before the last Step was made."""
 
     def load(self, stage: int, slot: int) -> None:
         if slot in self._free:
@@ -134,7 +183,7 @@ class _GpuQueue:
             self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             self._streamer.copy(stage)
-            self._there[stage] = torch.cuda.Event(enable_timing=True)
+            self._came[stage] = self._there[stage] = torch.cuda.Event(enable_timing=True)
             self._there[stage].record()
 
     def evict(self, stage: int, slot: int) -> None:
@@ -152,6 +201,21 @@ class _GpuQueue:
         ready.record()
         torch.cuda.current_stream().wait_event(there)
         self._streamer.waited.marks.append((ready, there))
+
+    def gone(self) -> Gone:
+        left, self._stepped = torch.cuda.Event(), torch.cuda.Event()
+        left.record(self._out)
+        self._stepped.record()
+        return Gone((left, self._stepped))
+
+    def renew(self, stage: int, copies: Callable[[], None]) -> None:
+        """A stage that came since the last Step may lie where others were read since."""
+        for event in (self._stepped, self._came.get(stage)):
+            if event is not None:
+                self._new.wait_event(event)
+        with torch.cuda.stream(self._new):
+            copies()
+        torch.cuda.current_stream().wait_stream(self._new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +242,7 @@ class _ReadQueue(_GpuQueue):
         self._in.wait_event(free)
         with torch.cuda.stream(self._in):
             self._streamer.come(stage)
-            beside = self._in.record_event()
+            self._came[stage] = beside = self._in.record_event()
         self._reads[stage] = _Read(self._reader.submit(self._read, stage, free), beside)
 
     def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:

@@ -7,7 +7,7 @@ masters and moments never leave the host, where the Steps are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,8 @@ from weft.shapes import layer_of
 Place = tuple[str, int]
 """A slot, a resident stage, or what is outside all layers."""
 ENDS: Place = ("ends", 0)
+Pair = tuple[str, int]
+"""A job, and a stage in which it has parameters."""
 OUTSIDE = -1
 """In the place of a stage's number: sites before the first layer or behind the last, which stay."""
 
@@ -47,6 +49,10 @@ class Traveller:
     parts: Mapping[Place, Mapping[int, Part]]
     weights: Mapping[Place, Tensor]
     gradient: Mapping[Place, Tensor]
+
+    @property
+    def by_stage(self) -> dict[int, Part]:
+        return {stage: part for parts in self.parts.values() for stage, part in parts.items()}
 
     def parameters(self) -> tuple[Parameters, Parameters]:
         """What passes read and what they add to, in the rooms of the places that the stages come to."""
@@ -77,8 +83,10 @@ class Travel:
         self.cut = cut
         self.device, self.dtype = device, dtype
         self.travellers: dict[str, Traveller] = {}
-        self._made: set[tuple[str, int]] = set()
+        self._made: set[Pair] = set()
         """Whose gradient of which stage is on the device only."""
+        self._old: set[Pair] = set()
+        """Whose weights of which stage were stepped since they last came to the device."""
         self._in: dict[Place, int] = {ENDS: OUTSIDE}
         for number, stage in enumerate(cut.stages):
             if stage.resident:
@@ -108,17 +116,16 @@ class Travel:
 
     def leave(self, job: str) -> None:
         self.forget([job])
+        self._old = {pair for pair in self._old if pair[0] != job}
         self.wait()  # for copies on other streams than the one that its room was taken on
         del self.travellers[job]
 
     # -- with a stage ------------------------------------------------------------------------------------
 
-    def come(self, stage: int) -> None:
-        """A stage comes to its place: so do the weights of everybody there."""
-        place = self._place(stage)
-        self._in[place] = stage
-        for traveller in self.travellers.values():
-            self._bring(traveller, place)
+    def come(self, stage: int, unfinished: Callable[[str, int], bool]) -> None:
+        """A stage comes to its place: so do the weights there of everybody for whom they are finished."""
+        self._in[self._place(stage)] = stage
+        self.bring((job, stage) for job in self.travellers if not unfinished(job, stage))
 
     def go(self, stage: int) -> None:
         """A stage leaves its place: so do the gradients that were made there."""
@@ -137,17 +144,29 @@ class Travel:
     # -- for a Step --------------------------------------------------------------------------------------
 
     def take_gradients(self, jobs: Iterable[str]) -> None:
-        """Bring what the places hold to the host, and wait until all of it is there."""
+        """Send what the places hold to the host."""
         for job in jobs:
             for place in list(self._in):
                 self._take(self.travellers[job], place)
-        self.wait()
+
+    def note_steps(self, jobs: Iterable[str]) -> None:
+        """These jobs' weights are about to change."""
+        self._old |= {(job, stage) for job in jobs for stage in self.travellers[job].by_stage}
+
+    def old(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
+        """What a pass of these jobs over a stage would find there from before their last Step."""
+        stages = (stage, OUTSIDE) if stage in (0, len(self.cut.stages) - 1) else (stage,)
+        return sorted(self._old & {(job, one) for job in jobs for one in stages})
 
     def bring_weights(self, jobs: Iterable[str]) -> None:
-        """After a Step, to every place that holds a stage."""
-        for job in jobs:
-            for place in self._in:
-                self._bring(self.travellers[job], place)
+        """To every place that holds a stage."""
+        self.bring((job, stage) for job in jobs for stage in self._in.values())
+
+    def bring(self, pairs: Iterable[Pair]) -> None:
+        """Weights, from the host to the places where their stages are."""
+        for job, stage in pairs:
+            self._bring(self.travellers[job], stage)
+            self._old.discard((job, stage))
 
     def forget(self, jobs: Iterable[str]) -> None:
         """Drop gradients in the making."""
@@ -156,8 +175,10 @@ class Travel:
                 room.zero_()
             self._made = {(other, stage) for other, stage in self._made if other != job}
 
-    def _bring(self, traveller: Traveller, place: Place) -> None:
-        if (part := traveller.parts.get(place, {}).get(self._in[place])) is not None:
+    def _bring(self, traveller: Traveller, stage: int) -> None:
+        place = self._place(stage)
+        assert self._in.get(place) == stage, f"stage {stage} is not in its place"
+        if (part := traveller.parts.get(place, {}).get(stage)) is not None:
             host = traveller.training.state.weights[part.start : part.stop]
             traveller.weights[place][: part.size].copy_(host, non_blocking=True)
 
