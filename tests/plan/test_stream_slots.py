@@ -30,6 +30,65 @@ def test_rounds_take_what_the_simulator_says_of_their_program(stages, resident, 
     assert simulate(program, prices, cluster).makespan == pytest.approx(foreseen)
 
 
+STEPPED = st.lists(
+    st.builds(StageRound, SECONDS, SECONDS, *[st.integers(0, 40)] * 2, SECONDS, st.integers(0, 9)),
+    min_size=1,
+    max_size=8,
+)
+
+
+def by_what_waits_for_what(stages, resident, slots, bandwidth, norms):
+    """A round as tasks, each with its seconds and the tasks before it: when the last of them ends."""
+    numbers = range(len(stages))
+    tasks = {"norms": (norms, [])}
+    for stage, one in enumerate(stages):
+        tasks["part", stage] = one.stepped, [("part", stage - 1) if stage else "norms"]
+        tasks["new", stage] = one.new_bytes / bandwidth, [("part", stage)]
+    visits = [*(("forth", stage) for stage in numbers), *(("back", stage) for stage in reversed(numbers))]
+    streamed = [stage for stage in numbers if not resident[stage]]
+    left = dict(enumerate((stage, None) for stage in streamed[:slots]))
+    before, load, gone = None, None, None
+    for way, stage in visits:
+        waits = [before] if before else []
+        waits += [("new", stage)] if way == "forth" else []
+        slot = streamed.index(stage) % slots if stage in streamed else None
+        if slot is not None and left[slot][0] != stage:
+            tasks["load", way, stage] = (
+                stages[stage].load_bytes / bandwidth,
+                [one for one in (load, left[slot][1]) if one],
+            )
+            load = "load", way, stage
+            waits.append(load)
+        before = way, stage
+        tasks[before] = stages[stage].forward if way == "forth" else stages[stage].backward, waits
+        if way == "back":
+            sent = "gone", stage
+            tasks[sent] = stages[stage].gone_bytes / bandwidth, [before, *([gone] if gone else [])]
+            gone = sent
+        left[slot] = stage, gone if way == "back" and stages[stage].gone_bytes else before
+    ends = {}
+    for task, (seconds, waits) in tasks.items():
+        ends[task] = seconds + max((ends[one] for one in waits), default=0.0)
+    return max(ends[before], ends[gone])
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPPED, st.sets(st.integers(0, 7)), st.integers(1, 4), SECONDS)
+def test_a_round_ends_when_all_that_waits_for_one_another_has_come_to_pass(stages, resident, slots, norms):
+    bits = [number in resident for number in range(len(stages))]
+    expected = by_what_waits_for_what(stages, bits, slots, 10.0, norms)
+    assert slotted_seconds(stages, bits, slots, 10.0, norms) == pytest.approx(expected)
+
+
+def test_of_steps_the_device_waits_for_the_norms_the_first_part_and_what_the_forward_overtakes():
+    quick = [StageRound(4.0, 8.0, stepped=3.0, new_bytes=1)] * 3
+    stays = [True] * 3
+    assert slotted_seconds(quick, stays, 1, 1.0, norms=2.0) == compute_seconds(quick) + 2 + 3 + 1
+    slow = [StageRound(4.0, 8.0, stepped=6.0, new_bytes=1)] * 3
+    # The parts are there at 9, 15 and 21: each time the forward has waited 2.
+    assert slotted_seconds(slow, stays, 1, 1.0, norms=2.0) == 21 + 4 + 3 * 8
+
+
 @given(STAGES, st.integers(1, 4))
 def test_with_everything_resident_or_a_slot_for_each_there_is_nothing_to_wait_for(stages, slots):
     everything = [True] * len(stages)

@@ -3,6 +3,9 @@
 Loads go over one link, one after another, in the order of the visits. A visit's load begins when the slot's
 last visit has ended and the link is free; its passes begin when the visit before has ended and its load is
 done. A round ends with the first stages in the slots and the link idle, as it began: rounds add up.
+
+Where the host makes Steps, it does so at the beginning of a round, one stage's part after another: a stage's
+forward also waits for its part, and for the new weights to come. They are too few to keep Loads waiting.
 """
 
 from __future__ import annotations
@@ -23,18 +26,30 @@ class StageRound:
     """What comes when it is loaded."""
     gone_bytes: int = 0
     """What leaves after its backward: its slot is taken until then."""
+    stepped: float = 0.0
+    """Seconds that the host takes for its part of the Steps before the round."""
+    new_bytes: int = 0
+    """What comes of that."""
 
 
 def slotted_seconds(
-    stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
+    stages: Sequence[StageRound],
+    resident: Sequence[bool],
+    slots: int,
+    bandwidth: float,
+    norms: float = 0.0,
 ) -> float:
-    """From the first forward of a round to its last backward, and to the end of what leaves after it."""
+    """From the first forward of a round to its last backward, and to the end of what leaves after it.
+
+    Where the host makes Steps it first takes the `norms` of all gradients, so many seconds.
+    """
     streamed = [number for number, stays in enumerate(resident) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     held = {slot_of[stage]: stage for stage in streamed[:slots]}
     freed = dict.fromkeys(held, 0.0)
     last = len(stages) - 1
     now = link = leaving = 0.0
+    made = norms
 
     def arrive(stage: int) -> None:
         """Go on to when the stage is there."""
@@ -45,11 +60,19 @@ def slotted_seconds(
             held[slot] = stage
             now = max(now, link)
 
+    def step(stage: int) -> None:
+        """Go on to when its new weights are there, too."""
+        nonlocal now, made
+        made += stages[stage].stepped
+        now = max(now, made + stages[stage].new_bytes / bandwidth)
+
     for stage in range(last):
         arrive(stage)
+        step(stage)
         now += stages[stage].forward
         if stage in slot_of:
             freed[slot_of[stage]] = now
+    step(last)
     for stage in range(last, -1, -1):
         arrive(stage)
         now += stages[stage].backward + (stages[stage].forward if stage == last else 0.0)
