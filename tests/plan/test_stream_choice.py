@@ -13,7 +13,7 @@ from tests.plan.test_check import course
 from weft.errors import HostTooSmall, PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weft.plan.stream_choice import StreamChoice, capacities, choose_stream
-from weft.plan.stream_need import NORMS, Draft, StreamCase, StreamDevice
+from weft.plan.stream_need import NORMS, PART, Draft, StreamCase, StreamDevice
 from weft.plan.stream_search import plain_drafts
 from weft.plan.stream_window import plan_streamed
 from weft.shapes import JobShape, ModelShape, SiteShape
@@ -189,14 +189,14 @@ def test_the_last_stage_makes_nothing_again_and_travelling_adapters_wait_for_the
     # only the norms and the first stage's part, with the copy of it, are waited for.
     left, copied = 250 * 4 / 1e3, 250 * 2 / 1e3
     assert travel.seconds(everything) == pytest.approx(
-        stay.seconds(everything) + left + NORMS * 1000 / 500.0 + 250 / 500.0 + copied
+        stay.seconds(everything) + left + NORMS * 1000 / 500.0 + 250 / 500.0 + PART + copied
     )
     # A host that takes 50 s for a layer, and layers that take a little longer: the last stage's two are made
     # when the two before have been passed for a while.
     slow = replace(travel, device=replace(device, host_parameters=5.0))
     assert 50.0 < layer < 55.0
     assert slow.seconds(everything) == pytest.approx(
-        stay.seconds(everything) - 2 * layer + left + NORMS * 200.0 + 200.0 + 2 * copied
+        stay.seconds(everything) - 2 * layer + left + NORMS * 200.0 + 200.0 + 3 * PART + 2 * copied
     )
 
 

@@ -138,11 +138,11 @@ def test_a_round_takes_its_passes_and_the_first_part_not_its_passes_and_its_step
     # The last round has no forward behind it: its Steps are waited for.
     behind = (rounds - 1) + parts
     assert rounds * passes * BEAT <= seconds
-    assert behind * BEAT <= executor.streamer.waited.seconds
-    assert executor.streamer.waited.seconds < (behind + rounds * parts) / 2 * BEAT
-    # Rounds that are measured are those after the first one's Steps.
-    (*_, steps) = (event.time.seconds for event in events if isinstance(event, StepsMade))
-    assert steps == pytest.approx(parts * BEAT, abs=BEAT)
+    assert behind / 2 * BEAT < executor.streamer.waited.seconds < (behind + rounds * parts) / 2 * BEAT
+    # What is reported of Steps is what they kept the device waiting: the first part, and at the end all four.
+    *inner, final = (event.time.seconds for event in events if isinstance(event, StepsMade))
+    assert len(inner) == rounds - 2
+    assert max(inner) < (1 + parts) / 2 * BEAT < final
 
 
 def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():

@@ -26,6 +26,8 @@ HOST_PARAMETERS = 1e9
 """Adapter parameters that a host steps in a second: a guess, a pass over 30 bytes of each at 30 GB/s."""
 NORMS = 0.04
 """Beside a Step, what the norm of its gradient takes before: 0.03 to 0.05 were measured."""
+PART = 1e-4
+"""Seconds that the host takes for a job's part of a Step however small it is, as measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +226,7 @@ class StreamCase:
             backward,
             load_bytes=size * (self.layer_bytes + copies),
             gone_bytes=size * gradients,
-            stepped=size * self._layer_step,
+            stepped=size * self._layer_step + (PART * len(self.jobs) if self.travels else 0.0),
             new_bytes=size * copies,
         )
 
