@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,8 @@ from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
 from weft.run.executor import Executor
+from weft.run.host_steps import HostSteps
+from weft.run.steps import make_updates
 from weft.run.stream_executor import StreamExecutor
 from weft.run.training import new_training
 
@@ -140,6 +143,27 @@ def test_a_file_that_fails_under_way_is_told_by_the_main_thread(stored, tmp_path
     streamer.settle()
     with pytest.raises(BaseModelError, match="has changed while weights are read from it"):
         streamer.use(0)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_host_that_lingers_over_its_steps_changes_no_bit(slots):
+    """Meanwhile it has NaN where the new weights will be: whoever came too early would take them along."""
+
+    def lingering(updates):
+        for update in updates:
+            update.state.weights.fill_(torch.nan)
+        time.sleep(0.003)
+        return make_updates(updates)
+
+    cut = a_layer_each(slots, travels=True, resident={2})
+    found = []
+    for make in (make_updates, lingering):
+        streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
+        executor = StreamExecutor(streamed, host=HostSteps(make))
+        found.append(trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY)))
+        assert executor.streamer.waited.total() > 0
+    for name, want in found[0].items():
+        assert torch.equal(found[1][name], want), name
 
 
 def test_host_memory_is_page_locked_and_comes_back():

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests import bench
 from tests.run import aboard
-from tests.run.models import LAYERS
+from tests.run.models import LAYERS, deep
 from tests.run.test_stage_executor import make_jobs
 from tests.run.test_stream_executor import (
     CAPACITY,
@@ -18,17 +19,19 @@ from tests.run.test_stream_executor import (
     evaluated_jobs,
     resident,
     run,
-    streamed,
     take_aboard,
     told,
     travelling,
     windows,
 )
+from weft.base.spec import BaseSpec
+from weft.base.streamed import stream_model
 from weft.plan.program import Backward, Step
 from weft.plan.stream_window import plan_streamed
 from weft.run.events import Evaluated, Failed, OutOfMemory, Stepped, StepsMade
 from weft.run.host_steps import HostSteps
 from weft.run.steps import make_updates
+from weft.run.stream_executor import StreamExecutor
 
 ENOUGH = 20.0
 """Seconds in which whatever should come to pass does."""
@@ -42,9 +45,9 @@ def one_job(base, steps=4):
 
 
 def executor_of(cut, make):
-    executor = streamed("llama", torch.float32, travelling(cut))
-    executor.host = HostSteps(make)
-    return executor
+    model = deep("llama", torch.float32)
+    base = stream_model(model, BaseSpec(model="tiny"), bench.CPU, travelling(cut))
+    return StreamExecutor(base, host=HostSteps(make))
 
 
 @contextmanager

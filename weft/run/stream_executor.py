@@ -100,18 +100,19 @@ class _Looking:
 
 
 class StreamExecutor(Executor):
-    def __init__(self, base: StreamedBase, route: Route | None = None) -> None:
+    def __init__(self, base: StreamedBase, route: Route | None = None, host: HostSteps | None = None) -> None:
+        """`host` makes the Steps of adapters that travel."""
         super().__init__(base.whole, route, graphs=False)
         assert not self.route.mixes_rows, "nothing is replayed, so no route may mix rows"
         self.streamed = base
         base.refuse_copies()
         self.travel = Travel(base.cut, base.whole.device, base.whole.dtype) if base.cut.travels else None
-        nobody: Callable[[int], None] = lambda stage: None  # noqa: E731
-        self.streamer = Streamer(
-            base, self._come if self.travel else nobody, self.travel.go if self.travel else nobody
-        )
-        self.host = HostSteps()
-        """Makes the Steps of adapters that travel."""
+        self.host = host or HostSteps()
+        coming: Callable[[int], None] = lambda stage: None  # noqa: E731
+        going = coming
+        if self.travel is not None:
+            coming, going = partial(self.travel.come, unfinished=self.host.unfinished), self.travel.go
+        self.streamer = Streamer(base, coming, going)
         self._begun = HostBegun(self.host)
         self._waits = _Visits(base.whole.device)
         """What the Steps that were last begun kept the arithmetic waiting."""
@@ -169,7 +170,6 @@ class StreamExecutor(Executor):
             case Evict(stage):
                 self.streamer.evict(stage)
             case Forward(number, stage):
-                self._use(stage, program.microbatches[number])
                 self._forth(number, stage, program, fetch)
             case Backward(number, stage):
                 self._use(stage, program.microbatches[number])
@@ -178,14 +178,9 @@ class StreamExecutor(Executor):
                 # A look need not wait for all that the host makes; but whom a Step has failed has no loss.
                 if self.travel is None or stage + 1 == len(self.streamed.stages):
                     yield from self._made_steps()
-                self._use(stage, program.microbatches[number])
                 yield from self._look_on(number, stage, program, fetch)
             case _:
                 yield from super()._do(action, program, fetch)
-
-    def _come(self, stage: int) -> None:
-        assert self.travel is not None
-        self.travel.come(stage, self.host.unfinished)
 
     def _use(self, stage: int, plan: MicrobatchPlan) -> None:
         """From here on the device may read the stage, with the weights there of the microbatch's jobs."""
@@ -226,6 +221,8 @@ class StreamExecutor(Executor):
                 dealt = deal(self.base, self.banks, laid, self.route)
                 visits = _ThereAndBack(_Visits(self.base.device), _Visits(self.base.device))
                 self._in_flight[number] = _Flight(plan, laid, dealt, visits)
+        # Not before: what is laid out here is laid out while the host makes the first part of Steps.
+        self._use(stage, program.microbatches[number])
         if (flight := self._in_flight.get(number)) is None:
             return
         flight.visits.forward.begin()
@@ -331,6 +328,7 @@ class StreamExecutor(Executor):
                 laid = lay(microbatch, microbatch.rows, self.base.device)
                 dealt = deal(self.base, self.banks, laid, self.route)
                 self._looking[number] = _Looking(alive, laid, dealt, _Visits(self.base.device))
+        self._use(stage, program.microbatches[number])
         if (looking := self._looking.get(number)) is None:
             return
         looking.visits.begin()
