@@ -27,6 +27,8 @@ from tests.run.test_stream_executor import (
 from weft.base.spec import BaseSpec
 from weft.base.streamed import stream_model
 from weft.plan.program import Backward, Step
+from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
 from weft.run.events import Evaluated, Failed, OutOfMemory, Stepped, StepsMade
 from weft.run.host_steps import HostSteps
@@ -73,7 +75,10 @@ def wanted():
     return resident("llama", torch.float32)
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+ALL_CUTS = CUTS | {"in one piece": StreamCut((StreamStage(0, LAYERS, True),), slots=0)}
+
+
+@pytest.mark.parametrize("cut", ALL_CUTS.values(), ids=ALL_CUTS.keys())
 def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_finished(cut, wanted):
     def lingering(updates):
         for update in updates:
