@@ -114,6 +114,7 @@ class Streamer:
         waiting = set(self.base.cut.waiting)
         for stage in sorted(self.there - waiting):
             self.evict(stage)
+        self._queue.settle()
         for stage in sorted(waiting - self.there):
             self.load(stage)
 
@@ -148,6 +149,9 @@ class _HostQueue:
         self._streamer.base.slot(stage).fill_(NOTHING_THERE)
 
     def use(self, stage: int) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def gone(self) -> Gone:
@@ -201,6 +205,10 @@ class _GpuQueue:
         ready.record()
         torch.cuda.current_stream().wait_event(there)
         self._streamer.waited.marks.append((ready, there))
+
+    def settle(self) -> None:
+        """A job that came aboard since a slot was left may still be given its room there."""
+        self._in.wait_stream(torch.cuda.current_stream())
 
     def gone(self) -> Gone:
         left, self._stepped = torch.cuda.Event(), torch.cuda.Event()
