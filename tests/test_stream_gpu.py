@@ -26,8 +26,10 @@ from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
 from weft.run.executor import Executor
 from weft.run.host_steps import HostSteps
+from weft.run.inputs import Visitor, rows_at_once, stage_inputs
 from weft.run.steps import make_updates
 from weft.run.stream_executor import StreamExecutor
+from weft.run.streamer import Waited
 from weft.run.training import new_training
 
 pytestmark = [
@@ -83,6 +85,77 @@ def test_streamed_it_gives_the_very_bits_of_the_resident_base(resident, cut):
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
     assert executor.streamer.waited.copied_bytes > 0
+
+
+@pytest.mark.parametrize("rows", [4096, 1], ids=["reserved", "grown"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, slots, rows):
+    cut = replace(a_layer_each(slots, travels=False, resident={3}), offloaded_rows=rows)
+    streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
+    executor = StreamExecutor(streamed)
+    most = 0
+    read = executor.inputs.read
+
+    def noted(by):
+        nonlocal most
+        most = max(most, executor.inputs.rows_here)
+        return read(by)
+
+    executor.inputs.read = noted
+    longest = 0
+
+    def plan(courses):
+        nonlocal longest
+        program = plan_streamed(courses, cut, CAPACITY)
+        longest = max(longest, rows_at_once(program))
+        return program
+
+    moved = trained(executor, streamed.whole, plan)
+    for name, want in resident.items():
+        assert torch.equal(moved[name], want), name
+    assert longest < most <= longest + CAPACITY
+    assert executor.inputs.rows_here == 0
+    assert executor.inputs.reserved_rows == max(rows, longest)
+
+
+def test_offloaded_inputs_leave_the_memory_of_the_gpu():
+    """A round of many rows through narrow stages: what is kept of it is most of what a run takes."""
+    device, peaks = torch.device("cuda", 0), {}
+    for rows in (0, 1 << 16):
+        cut = replace(a_layer_each(2, travels=False), offloaded_rows=rows)
+        streamed = load_streamed(SPEC, device, cut)
+        inputs = stage_inputs(streamed, Waited)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        values = go_round(inputs, streamed, microbatches=16, rows=4096)
+        torch.cuda.synchronize()
+        assert all(bool((value == number).all()) for number, value in values)
+        peaks[rows] = torch.cuda.max_memory_allocated() - before
+    assert peaks[1 << 16] < 0.5 * peaks[0]
+
+
+def go_round(inputs, streamed, microbatches, rows):
+    """Every visit's input holds one number of its own; what was read of it on the way back."""
+    last, values = LAYERS - 1, []
+
+    def made(number, stage):
+        shape = (rows, streamed.whole.shape.hidden)
+        return torch.full(shape, 16.0 * stage + number, dtype=streamed.whole.dtype, device="cuda")
+
+    for stage in range(last):
+        for number in range(microbatches):
+            inputs.give(Visitor(number, stage + 1), made(number, stage + 1))
+            if stage:
+                inputs.passed(Visitor(number, stage))
+    for stage in range(last, 0, -1):
+        for number in range(microbatches):
+            if stage > 1:
+                inputs.bring(Visitor(number, stage - 1))
+            values.append((16.0 * stage + number, inputs.read(Visitor(number, stage))[::512, 0].clone()))
+            inputs.drop(Visitor(number, stage))
+    return values
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

@@ -1,7 +1,7 @@
 """A streamed window: the resident one's microbatches in its order, every stage alone in its slot."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -195,3 +195,16 @@ def test_an_evaluation_larger_than_what_training_keeps_goes_through_the_stages_i
         (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0),
     ]  # fmt: skip
     assert len(looks) == 2 * 9
+
+
+def test_where_inputs_are_offloaded_an_evaluation_holds_no_more_than_training_does():
+    looking = course("a", [[10] * 6], evaluation=[10] * 99, evaluate_at={1})
+    lengths = {}
+    for offloaded in (0, 60):
+        chosen = replace(cut(*[1] * 8, slots=1), offloaded_rows=offloaded)
+        program = plan_streamed([looking], chosen, capacity=10)
+        first = [isinstance(action, Evaluate) and action.stage == 0 for action in program.actions]
+        lengths[offloaded] = max(sum(run) for looks, run in groupby(first) if looks)
+    # Of every stage a round of six microbatches; or of inputs and gradients a round and a microbatch each, of
+    # which one is what the microbatch at work hands on.
+    assert lengths == {0: 8 * 6, 60: 2 * 6 + 1}

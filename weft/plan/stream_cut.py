@@ -9,15 +9,47 @@ from weft.shapes import LayerRange
 
 
 @dataclass(frozen=True, slots=True)
+class HeldInputs:
+    """Rows on the device at the peak: what stages were given, and the gradients that go back."""
+
+    rounds: int
+    """Whole rounds of rows."""
+    microbatches: int
+
+
+def held_inputs(stages: int, offloads: bool) -> HeldInputs:
+    """Kept, one round for every stage. Offloaded, what a visit goes through: in a backward the inputs of the
+    stage at work and, in their place, those of the stage before as they come back, and the gradients; of
+    either one microbatch more than a round, since one comes before another goes. A forward holds less."""
+    return HeldInputs(2, 2) if offloads else HeldInputs(stages, 0)
+
+
+def offloaded_inputs(stages: int) -> int:
+    """Stages whose input can wait in host memory: the first has none, the last turns round at once."""
+    return max(0, stages - 2)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamCut:
     stages: tuple[StreamStage, ...]
     slots: int
     """Places on the device, as large as the largest streamed stage; streamed stages take them in turn."""
     travels: bool = False
     """Whether adapters live in host memory, too, and come and go with their stage."""
+    offloaded_rows: int = 0
+    """Rows of a round for whose inputs host memory is reserved; 0: inputs stay on the device."""
 
     def __post_init__(self) -> None:
         assert self.slots >= 1 or not self.streamed, "a streamed stage needs a place to come to"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what stages are given waits in host memory for the way back."""
+        return self.offloaded_rows > 0
+
+    @property
+    def held_inputs(self) -> HeldInputs:
+        return held_inputs(len(self.stages), self.offloads)
 
     @property
     def layers(self) -> int:

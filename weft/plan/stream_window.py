@@ -28,7 +28,7 @@ class _Visit:
 def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int) -> Program:
     """Train every course's batches. It begins and ends with `cut.waiting` in the slots, and is checked."""
     laid = lay_rounds(courses, capacity)
-    room = _room(laid, len(cut.stages), capacity)
+    room = _room(laid, cut, capacity)
     visits = [
         list(_visits(one, _together(one.evaluated, laid, room), len(cut.stages))) for one in laid.rounds
     ]
@@ -50,10 +50,15 @@ def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int) -> P
     return program
 
 
-def _room(laid: Laid, stages: int, capacity: int) -> int:
-    """Rows that may be on their way at once: training keeps the input of every stage, an evaluation one."""
+def _room(laid: Laid, cut: StreamCut, capacity: int) -> int:
+    """Rows of an evaluation that may be on their way at once: as many as training holds of inputs, less those
+    that its microbatch at work makes of them."""
     rounds = (sum(laid.microbatches[one.microbatch].rows for one in each.trained) for each in laid.rounds)
-    return stages * max(capacity, *rounds, 0)
+    largest = max(rounds, default=0)
+    if cut.offloads:
+        held = cut.held_inputs
+        return held.rounds * largest + (held.microbatches - 1) * capacity
+    return len(cut.stages) * max(capacity, largest)
 
 
 def _together(numbers: Sequence[int], laid: Laid, room: int) -> list[list[int]]:

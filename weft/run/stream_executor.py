@@ -1,5 +1,5 @@
-"""Runs a Program whose stages take turns on one device: what came in is kept, and each stage's forward is
-made again when its turn to go back comes.
+"""Runs a Program whose stages take turns on one device: what came in is kept or comes back, and each stage's
+forward is made again when its turn to go back comes.
 
 Only the last stage keeps what its forward made: its backward follows at once.
 
@@ -33,6 +33,7 @@ from weft.plan.program import (
 from weft.run.events import Event
 from weft.run.executor import Asked, Executor, Fetch, Timed, refuse_other_devices
 from weft.run.host_steps import HostBegun, HostSteps
+from weft.run.inputs import Visitor, rows_at_once, stage_inputs
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
 from weft.run.measure import Stopwatch
@@ -77,8 +78,6 @@ class _Flight:
     laid: Laid
     dealt: Dealt
     visits: _ThereAndBack
-    given: dict[int, Tensor] = field(default_factory=dict)
-    """Stage → what it was given, until its backward."""
     dh_TD: Tensor | None = None
     """What the stage after hands back."""
     last: Plain | None = None
@@ -116,6 +115,7 @@ class StreamExecutor(Executor):
         self._begun = HostBegun(self.host)
         self._waits = _Visits(base.whole.device)
         """What the Steps that were last begun kept the arithmetic waiting."""
+        self.inputs = stage_inputs(base, lambda: self.streamer.waited)
         self._in_flight: dict[int, _Flight] = {}
         self._looking: dict[int, _Looking] = {}
 
@@ -161,6 +161,7 @@ class StreamExecutor(Executor):
 
     def _act(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         self.streamer.settle()
+        self.inputs.reserve(rows_at_once(program))
         yield from super()._act(program, fetch, stop)
 
     def _do(self, action: Action, program: Program, fetch: Fetch) -> Iterator[Event]:
@@ -208,6 +209,7 @@ class StreamExecutor(Executor):
         super()._abandon()
         self._in_flight.clear()
         self._looking.clear()
+        self.inputs.forget()
         if self.travel is not None:
             self.travel.forget(self.aboard)
 
@@ -225,18 +227,22 @@ class StreamExecutor(Executor):
         self._use(stage, program.microbatches[number])
         if (flight := self._in_flight.get(number)) is None:
             return
+        passed = self._pass(flight, Visitor(number, stage))
         flight.visits.forward.begin()
-        passed = self._pass(flight, stage)
-        if stage + 1 < len(self.streamed.stages):
-            with torch.no_grad():
-                flight.given[stage + 1] = passed.forward()
-        else:
+        if stage + 1 == len(self.streamed.stages):
             self._end(flight, passed, program)
+            flight.visits.forward.mark()
+            return
+        with torch.no_grad():
+            h_TD = passed.forward()
         flight.visits.forward.mark()
+        self.inputs.give(Visitor(number, stage + 1), h_TD)
+        if stage > 0:
+            self.inputs.passed(Visitor(number, stage))
 
-    def _pass(self, flight: _Flight, stage: int) -> Plain:
-        given_TD = flight.given[stage].detach() if stage else None
-        base = self.streamed.stages[stage]
+    def _pass(self, flight: _Flight, visitor: Visitor) -> Plain:
+        given_TD = self.inputs.read(visitor).detach() if visitor.stage else None
+        base = self.streamed.stages[visitor.stage]
         return Plain(base, self.banks, flight.laid, self.route, given_TD, flight.dealt)
 
     def _end(self, flight: _Flight, passed: Plain, program: Program) -> None:
@@ -253,14 +259,17 @@ class StreamExecutor(Executor):
     def _back(self, number: int, stage: int) -> Iterator[Event]:
         if (flight := self._in_flight.get(number)) is None:
             return
+        if stage > 1:
+            self.inputs.bring(Visitor(number, stage - 1))
+        passed = flight.last or self._pass(flight, Visitor(number, stage))
         flight.visits.backward.begin()
         if flight.last is not None:
             assert flight.leaf_TD is not None
             torch.stack(flight.losses).sum().backward()
-            passed, dh_TD = flight.last, flight.leaf_TD.grad
+            dh_TD = flight.leaf_TD.grad
             flight.last = flight.leaf_TD = None
         else:
-            passed, dh_TD = self._pass(flight, stage), flight.dh_TD
+            dh_TD = flight.dh_TD
             passed.forward()
         assert dh_TD is not None
         passed.backward(dh_TD)
@@ -269,7 +278,7 @@ class StreamExecutor(Executor):
         flight.visits.backward.mark()
         if stage > 0:
             flight.dh_TD = passed.dgiven_TD
-            del flight.given[stage]
+            self.inputs.drop(Visitor(number, stage))
             return
         del self._in_flight[number]
         yield from self._through(flight)

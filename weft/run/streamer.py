@@ -34,14 +34,23 @@ class Waited:
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     """On a GPU: when the device was ready for something, and when it was there."""
 
+    def note(self, ready: torch.cuda.Event, there: torch.cuda.Event) -> None:
+        """Such a wait is to come; those that are over are counted, so that a long run gathers no marks."""
+        while self.marks and all(mark.query() for mark in self.marks[0]):
+            self._count(*self.marks.pop(0))
+        self.marks.append((ready, there))
+
     def total(self) -> float:
         """Waits for the device."""
         for ready, there in self.marks:
             there.synchronize()
             ready.synchronize()
-            self.seconds += max(0.0, ready.elapsed_time(there) / 1000)
+            self._count(ready, there)
         self.marks.clear()
         return self.seconds
+
+    def _count(self, ready: torch.cuda.Event, there: torch.cuda.Event) -> None:
+        self.seconds += max(0.0, ready.elapsed_time(there) / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +213,7 @@ class _GpuQueue:
         ready = torch.cuda.Event(enable_timing=True)
         ready.record()
         torch.cuda.current_stream().wait_event(there)
-        self._streamer.waited.marks.append((ready, there))
+        self._streamer.waited.note(ready, there)
 
     def settle(self) -> None:
         """A job that came aboard since a slot was left may still be given its room there."""
