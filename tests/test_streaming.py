@@ -16,6 +16,8 @@ from weft.errors import UserError
 
 SMALL = "640KiB"
 """The base takes 282 KiB; what passes and four adapters hold does not fit beside it."""
+SMALLER = "520KiB"
+"""Nor does what four stages are given in a round of all four jobs."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,16 @@ def test_losses_evaluations_and_adapters_equal_the_resident_run_and_it_says_what
     assert "The base is streamed in" in told
     assert "came from the host; training waited for the host in" in told
     assert "The base is streamed in" in " ".join((place / "log").read_text().split())
+
+
+def test_where_inputs_of_stages_find_no_room_they_wait_in_host_memory_and_nothing_else_changes(place, forks):
+    output = place / fresh(place, "smaller")
+    assert stream(forks, place, "smaller", SMALLER) == 0
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+    assert "inputs of stages wait in host memory for the way back" in notes(place, "smaller")
+    windows = [json.loads(line) for line in (output / "windows.jsonl").read_text().splitlines()]
+    assert max(window["jobs"] for window in windows) == len(FOUR_JOBS)
 
 
 def test_a_device_that_holds_it_all_streams_nothing(place, forks):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.plan.test_check import course
 from weft.errors import HostTooSmall, PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
-from weft.plan.stream_choice import StreamChoice, capacities, choose_stream
+from weft.plan.stream_choice import WAYS, StreamChoice, Way, capacities, choose_stream
 from weft.plan.stream_need import NORMS, PART, Draft, StreamCase, StreamDevice
 from weft.plan.stream_search import plain_drafts
 from weft.plan.stream_window import plan_streamed
@@ -77,8 +77,8 @@ def cases(
 ) -> list[StreamCase]:
     longest = max(one.longest for one in jobs)
     return [
-        StreamCase(shape, tuple(jobs), device, tokens, capacity, travels)
-        for travels in (False, True)
+        StreamCase(shape, tuple(jobs), device, tokens, capacity, way.travels, way.offloads)
+        for way in WAYS
         for capacity in capacities(longest, most, tokens)
     ]
 
@@ -125,7 +125,7 @@ def test_it_is_never_slower_than_the_largest_or_the_smallest_stages(layers, jobs
     plain = [
         case.seconds(draft)
         for case in cases(shape, jobs, device, 256, tokens)
-        if choice is None or case.travels == choice.cut.travels
+        if choice is None or (case.travels, case.offloads) == (choice.cut.travels, choice.cut.offloads)
         for draft in plain_drafts(case)
     ]
     assert (choice.step_seconds if choice else math.inf) <= min(plain, default=math.inf) * (1 + 1e-9)
@@ -171,6 +171,20 @@ def test_the_bytes_are_those_of_ends_residents_slots_adapters_inputs_and_one_sta
     assert travel.device_bytes(draft) == 70 + 5000 + ENDS + 5 * (LAYER + 1500 * 6) + inputs + 2 * kept
     assert travel.host_bytes(draft) == 5 * LAYER + 9000 * 18
     assert replace(mapped, travels=True).host_bytes(draft) == 300 + 9000 * 18
+
+
+def test_offloaded_inputs_leave_two_rounds_and_two_microbatches_on_the_device():
+    """Of inputs and gradients each a round and a microbatch; inputs of the two inner stages wait there."""
+    draft = Draft((1, 2, 2, 1), (True, False, False, False), slots=2)
+    kept = StreamCase(base(6), (job("a", 6000),), gpu(NEVER), 100, 30, travels=False)
+    offloaded = replace(kept, offloads=True)
+    row = HIDDEN * 2
+    assert kept.device_bytes(draft) - offloaded.device_bytes(draft) == (4 * 100 - 2 * (100 + 30)) * row
+    assert offloaded.host_bytes(draft) - kept.host_bytes(draft) == 2 * 100 * row
+    longer = Draft((1, 1, 1, 1, 1, 1), (True, False, False, False, False, False), slots=2)
+    shorter = Draft((2, 1, 1, 1, 1), (True, False, False, False, False), slots=1)
+    assert kept.device_bytes(longer) - kept.device_bytes(shorter) == 100 * row - kept.kept_bytes
+    assert offloaded.device_bytes(longer) - offloaded.device_bytes(shorter) == -kept.kept_bytes
 
 
 def test_a_tied_head_takes_no_room_of_its_own():
@@ -239,6 +253,40 @@ def test_a_base_that_fits_in_one_stage_only_because_its_adapters_travel_is_not_w
     assert not choice.whole
 
 
+def offload_company() -> list[JobShape]:
+    return [job(str(one), 1000, 40) for one in range(10)]
+
+
+def test_inputs_are_offloaded_where_that_is_clearly_faster_and_the_sentence_says_so():
+    """A round has 1000 tokens, for every stage as many bytes as one layer."""
+    company, device = offload_company(), gpu(ENDS + 5000 + 16 * LAYER, bandwidth=1e7, flops=1e12)
+    kept = choose_stream(base(24), company, device, 64, 1000, [way for way in WAYS if not way.offloads])
+    free = choose_stream(base(24), company, device, 64, 1000)
+    assert not kept.cut.offloads
+    assert "inputs of stages" not in kept.why
+    assert free.cut.offloads
+    assert free.cut.offloaded_rows == 1000
+    assert free.step_seconds < 0.99 * kept.step_seconds
+    assert "inputs of stages wait in host memory for the way back" in free.why
+    assert free.host_bytes > kept.host_bytes
+
+
+def test_inputs_are_kept_where_offloading_gains_nothing():
+    """One token a round: there is nothing to gain, and what is equal is left alone."""
+    choice = choose_stream(base(8), [job(longest=1)], gpu(ENDS + 5000 + 5 * LAYER), 64, 1)
+    assert not choice.whole
+    assert not choice.cut.offloads
+
+
+def test_a_company_fits_with_inputs_offloaded_that_does_not_fit_with_inputs_kept():
+    company, device = offload_company(), gpu(ENDS + 5000 + 6 * LAYER)
+    with pytest.raises(PlanError, match="the jobs do not fit together"):
+        choose_stream(base(16), company, device, 64, 2000, [Way(False, False)])
+    choice = choose_stream(base(16), company, device, 64, 2000)
+    assert choice.cut.offloads
+    assert choice.device_bytes <= device.budget
+
+
 def test_the_sentence_names_stages_residents_slots_and_what_is_not_hidden():
     choice = choose_stream(base(8), [job(longest=20)], gpu(ENDS + 5000 + 5 * LAYER), 64, 64)
     assert not choice.whole
@@ -275,7 +323,8 @@ def test_a_job_too_large_even_alone_is_named():
     large = job("greedy", longest=4000)
     with pytest.raises(PlanError) as told:
         choose_stream(base(8), [job(longest=10), large], gpu(ENDS + 5 * LAYER), 64, 64)
-    assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 30.")
+    assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 22.")
+    assert "with adapters in host memory, inputs of stages in host memory" in str(told.value)
     assert "and 4000 tokens in a microbatch, but 2.60 MiB are available" in str(told.value)
 
 

@@ -1,5 +1,7 @@
 """The recurrence of slots: what the simulator says of the Programs, and of nothing else."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,3 +115,43 @@ def test_a_slot_is_taken_until_gradients_have_left_it():
     assert slotted_seconds(stages, [False, False], 1, 1.0) == 16.0
     # What stays need not wait for them, but the round does.
     assert slotted_seconds(stages, [True, True], 1, 1.0) == 1 + 2 + 4 + 4
+
+
+INPUTS = st.lists(st.integers(0, 40), min_size=8, max_size=8)
+
+
+@given(STAGES, INPUTS, st.sets(st.integers(0, 7)), st.integers(1, 4))
+def test_inputs_that_wait_on_the_host_cost_no_more_than_their_way_there_and_back(
+    stages, inputs, resident, slots
+):
+    bits = [number in resident for number in range(len(stages))]
+    waiting = [
+        replace(stage, input_bytes=inputs[number] if 0 < number < len(stages) - 1 else 0)
+        for number, stage in enumerate(stages)
+    ]
+    way = sum(stage.input_bytes for stage in waiting) / 10.0
+    kept, offloaded = (slotted_seconds(each, bits, slots, 10.0) for each in (stages, waiting))
+    assert kept <= offloaded <= kept + 2 * way + 1e-9
+
+
+def waiting_inside(stage, count, seconds):
+    """The first stage has no input, the last one's never leaves."""
+    inner = replace(stage, input_bytes=seconds)
+    return [stage, *[inner] * (count - 2), stage]
+
+
+def test_inputs_hide_behind_the_visit_before_and_behind_their_stages_forward():
+    stages = waiting_inside(StageRound(1.0, 2.0), 4, seconds=1)
+    assert slotted_seconds(stages, [True] * 4, 1, 1.0) == compute_seconds(stages)
+    # Out until 6 and 11, the last stage until 14; back 5 after each visit began: at 16 and 21.
+    stages = waiting_inside(StageRound(1.0, 2.0), 4, seconds=5)
+    assert slotted_seconds(stages, [True] * 4, 1, 1.0) == 21 + 2 + 2
+
+
+def test_inputs_come_while_the_link_waits_for_a_slot_and_delay_the_loads_where_it_does_not():
+    stages = waiting_inside(StageRound(1.0, 2.0, load_bytes=3), 4, seconds=1)
+    streamed = [False] * 4
+    # With one slot the link is idle during every visit.
+    assert slotted_seconds(stages, streamed, 1, 1.0) == 4 * 3.0 + 6 * 3.0
+    # With two the second stage's load follows the last one's visit at once, and its input comes behind.
+    assert slotted_seconds(stages, streamed, 2, 1.0) == 18.0 + 1.0

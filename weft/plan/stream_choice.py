@@ -15,7 +15,22 @@ from weft.shapes import JobShape, ModelShape
 SMALLEST = 256
 """Passes of fewer tokens are not tried unless every sample is shorter."""
 WORTH = 0.01
-"""Adapters travel only where a step gets shorter by so much: what the host takes for it is a guess."""
+"""Inputs are offloaded and adapters travel only where a step gets shorter by so much: what the host takes for
+it is a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What else than layers may live in host memory."""
+
+    travels: bool
+    """Adapters, which come and go with their stage."""
+    offloads: bool
+    """What stages were given, between their forward and their backward."""
+
+
+WAYS = (Way(False, False), Way(False, True), Way(True, False), Way(True, True))
+"""The plainest first. Inputs go before adapters do: Steps are then still the device's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +54,36 @@ class StreamChoice:
 
 
 def choose_stream(
-    shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, most: int, round_tokens: int
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    most: int,
+    round_tokens: int,
+    ways: Sequence[Way] = WAYS,
 ) -> StreamChoice:
     """Microbatches have at most `most` tokens, a round of all jobs `round_tokens`.
 
-    Whole if it fits so; else the fastest cut and capacity, adapters on the device unless it is clearly faster
-    when they travel, or fits only so. PlanError says what does not fit.
+    Whole if it fits so; else the fastest cut and capacity, by the first of the ways unless another is clearly
+    faster, or it fits only so. PlanError says what does not fit.
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, longest(jobs))
     if choice := _whole(shape, jobs, device, most, round_tokens):
         return choice
     refuse_jobs(shape, jobs, device, round_tokens)
-    stay, travel = (
+    by_way = [
         [
-            StreamCase(shape, tuple(jobs), device, round_tokens, capacity, travels)
+            StreamCase(shape, tuple(jobs), device, round_tokens, capacity, way.travels, way.offloads)
             for capacity in capacities(longest(jobs), most, round_tokens)
         ]
-        for travels in (False, True)
-    )
-    found = _either(search(stay), search(travel))
+        for way in ways
+    ]
+    found = _plainest([best for cases in by_way if (best := search(cases))])
     if found is None:
-        raise why_not([*stay, *travel])
+        raise why_not([case for cases in by_way for case in cases])
     case, draft = found.case, found.draft
     return StreamChoice(
-        cut=draft.cut(case.travels),
+        cut=draft.cut(case.travels, round_tokens if case.offloads else 0),
         capacity=case.capacity,
         device_bytes=case.device_bytes(draft),
         host_bytes=case.host_bytes(draft),
@@ -74,10 +94,10 @@ def choose_stream(
     )
 
 
-def _either(stay: Found | None, travel: Found | None) -> Found | None:
-    if stay is None or travel is None:
-        return stay or travel
-    return travel if travel.seconds < (1 - WORTH) * stay.seconds else stay
+def _plainest(by_way: Sequence[Found]) -> Found | None:
+    """The first than which none is clearly faster."""
+    least = min((found.seconds for found in by_way), default=0.0)
+    return next((found for found in by_way if (1 - WORTH) * found.seconds <= least), None)
 
 
 def capacities(least: int, most: int, round_tokens: int) -> list[int]:
@@ -121,11 +141,12 @@ def _why(found: Found) -> str:
     whole = _resident(case.shape, case.device).least_bytes(case.jobs)
     layers = f"{min(sizes)} to {max(sizes)} layers" if min(sizes) < max(sizes) else _layers(max(sizes))
     adapters = "travel with their stage" if case.travels else "stay on the GPU"
+    inputs = ", inputs of stages wait in host memory for the way back" if case.offloads else ""
     slots = min(draft.slots, len(sizes) - stays)
     return (
         f"streamed in {len(sizes)} stages of {layers}, {stays} of them resident, the others in {slots} "
         f"{'slots' if slots > 1 else 'slot'}, since the base, its adapters and their passes need "
-        f"{gib(whole)} and the GPU has {gib(case.device.budget)} for a run; adapters {adapters}, a "
+        f"{gib(whole)} and the GPU has {gib(case.device.budget)} for a run; adapters {adapters}{inputs}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
         f"{case.unhidden(draft):.0%} of a step{_files(found)}"
     )

@@ -25,9 +25,14 @@ class StreamedMemory(MemoryModel):
         return sum(size for size, stays in sizes if stays) + self.cut.slots * streamed
 
     def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
-        """Of a microbatch, while the largest stage goes back."""
+        """Of a microbatch, while the largest stage goes back, and offloaded inputs of another come."""
         largest = max(stage.stop - stage.start for stage in self.cut.stages)
-        return MemoryModel.bytes_per_token(self, recompute) * largest // self.shape.layers
+        passing = MemoryModel.bytes_per_token(self, recompute) * largest // self.shape.layers
+        return passing + self.cut.held_inputs.microbatches * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.shape.hidden * self.shape.bytes_per_value
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -43,7 +48,7 @@ class StreamedMemory(MemoryModel):
         layer = layer_bytes(self.shape)
         ends = max(0, self.shape.base_bytes - self.shape.layers * layer)
         rows = sum(job.batch_tokens for job in jobs)
-        inputs = len(self.cut.stages) * rows * self.shape.hidden * self.shape.bytes_per_value
+        inputs = self.cut.held_inputs.rounds * rows * self._row_bytes
         return Need(
             resident=self.taken + ends + self._present * layer,
             state=self.state_bytes(jobs),

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from weft.plan.estimate import GPU_LAUNCH, base_layers
 from weft.plan.memory import MemoryModel
-from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_cut import StreamCut, held_inputs, offloaded_inputs
 from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
 from weft.plan.stream_step import StreamStage
 from weft.shapes import JobShape, ModelShape
@@ -65,24 +65,27 @@ class Draft:
     resident: tuple[bool, ...]
     slots: int
 
-    def cut(self, travels: bool) -> StreamCut:
+    def cut(self, travels: bool, offloaded_rows: int = 0) -> StreamCut:
         ends = pairwise(accumulate(self.sizes, initial=0))
         bounds = zip(ends, self.resident, strict=True)
         stages = tuple(StreamStage(start, stop, stays) for (start, stop), stays in bounds)
-        return StreamCut(stages, min(self.slots, self.resident.count(False)), travels)
+        slots = min(self.slots, self.resident.count(False))
+        return StreamCut(stages, slots, travels, offloaded_rows)
 
 
 @dataclass(frozen=True)
 class StreamCase:
-    """A base, its company and a device, with microbatches of one capacity; adapters stay or travel."""
+    """A base, its company and a device, with microbatches of one capacity; adapters stay or travel, inputs of
+    stages are kept or offloaded."""
 
     shape: ModelShape
     jobs: tuple[JobShape, ...]
     device: StreamDevice
     round_tokens: int
-    """Tokens of one round of all jobs: of each a stage keeps its input."""
+    """Tokens of one round of all jobs: of each a stage's input is needed again."""
     capacity: int
     travels: bool
+    offloads: bool = False
 
     # -- bytes -------------------------------------------------------------------------------------------
 
@@ -120,8 +123,17 @@ class StreamCase:
 
     @cached_property
     def input_bytes(self) -> int:
-        """What a stage keeps of a round."""
-        return self.round_tokens * self.shape.hidden * self.shape.bytes_per_value
+        """What a stage is given in a round."""
+        return self.round_tokens * self._row_bytes
+
+    @cached_property
+    def stage_input_bytes(self) -> int:
+        """Of that, what every stage more adds to what is on the device."""
+        return 0 if self.offloads else self.input_bytes
+
+    @cached_property
+    def _row_bytes(self) -> int:
+        return self.shape.hidden * self.shape.bytes_per_value
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -132,7 +144,12 @@ class StreamCase:
     def fixed_bytes(self) -> int:
         """On the device, however the base is cut."""
         state = 0 if self.travels else self.state_bytes
-        return self.device.taken + self.device.slack + self.ends_bytes + state
+        inputs = 0
+        if self.offloads:
+            held = held_inputs(self.shape.layers, offloads=True)
+            rows = held.rounds * self.round_tokens + held.microbatches * self.capacity
+            inputs = rows * self._row_bytes
+        return self.device.taken + self.device.slack + self.ends_bytes + state + inputs
 
     @cached_property
     def _memory(self) -> MemoryModel:
@@ -147,7 +164,7 @@ class StreamCase:
         return (
             self.fixed_bytes
             + layers * self.present_bytes
-            + len(sizes) * self.input_bytes
+            + len(sizes) * self.stage_input_bytes
             + max(sizes) * self.kept_bytes
         )
 
@@ -157,10 +174,12 @@ class StreamCase:
         return sum(size for size, stays in sizes if not stays) * self.layer_bytes
 
     def host_bytes(self, draft: Draft) -> int:
-        """Layers that come and go, or what they pass through, and what of adapters stays behind."""
+        """Layers that come and go, or what they pass through, what of adapters stays behind, and inputs that
+        wait there."""
         staging = self.device.staging
         layers = self.streamed_bytes(draft) if staging is None else staging
-        return layers + (self.state_bytes if self.travels else 0)
+        inputs = offloaded_inputs(len(draft.sizes)) * self.input_bytes if self.offloads else 0
+        return layers + (self.state_bytes if self.travels else 0) + inputs
 
     def fits(self, draft: Draft) -> bool:
         return (
@@ -192,7 +211,10 @@ class StreamCase:
 
     def rounds(self, sizes: Sequence[int]) -> list[StageRound]:
         """Each stage's; the last turns every microbatch round at once, so nothing is made again there."""
-        return [*(self._inner[size] for size in sizes[:-1]), self._last[sizes[-1]]]
+        if len(sizes) == 1:
+            return [self._last[sizes[0]]]
+        first, *inner, last = sizes
+        return [self._first[first], *(self._inner[size] for size in inner), self._last[last]]
 
     def seconds(self, draft: Draft) -> float:
         """Of a round; infinite where the draft does not fit."""
@@ -208,10 +230,15 @@ class StreamCase:
         return max(0.0, seconds - compute_seconds(self.rounds(draft.sizes))) / seconds
 
     @cached_property
-    def _inner(self) -> list[StageRound]:
+    def _first(self) -> list[StageRound]:
         """By the number of layers."""
         once = self.layer_seconds
         return [self._stage(size, size * once, 2 * size * once) for size in range(self.shape.layers + 1)]
+
+    @cached_property
+    def _inner(self) -> list[StageRound]:
+        waiting = self.input_bytes if self.offloads else 0
+        return [replace(one, input_bytes=waiting) for one in self._first]
 
     @cached_property
     def _last(self) -> list[StageRound]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 from weft.errors import HostTooSmall, Mistake, PlanError
 from weft.plan.memory import gib
@@ -20,7 +21,10 @@ def refuse_jobs(shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevic
     for job in jobs:
         # What of a round is this job's is not known, but it is a sample at the least.
         tokens = round_tokens if len(jobs) == 1 else job.longest
-        alone = [StreamCase(shape, (job,), device, tokens, job.longest, travels) for travels in (False, True)]
+        alone = [
+            StreamCase(shape, (job,), device, tokens, job.longest, travels, offloads)
+            for travels, offloads in product((False, True), repeat=2)
+        ]
         if need := _too_large(alone):
             mistakes.append(Mistake(f"job {job.name}", f"even alone, with the base streamed, it {need}"))
     if mistakes:
@@ -31,17 +35,17 @@ def why_not(cases: Sequence[StreamCase]) -> PlanError:
     """Where no cut fits in any of these cases: the device is too small for the company, or the host is."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
-    if need := _too_large(smallest):
-        return PlanError(f"the jobs do not fit together: the company {need}; train fewer at once")
-    needs = {case.travels: host for case in smallest if (host := _least_host_bytes(case)) is not None}
-    travels = min(needs, key=needs.__getitem__)
-    device = cases[0].device
+    if lacks := _too_large(smallest):
+        return PlanError(f"the jobs do not fit together: the company {lacks}; train fewer at once")
+    needs = [(host, case) for case in smallest if (host := _least_host_bytes(case)) is not None]
+    need, case = min(needs, key=lambda pair: pair[0])
     layers = "the layers that find no room on the GPU"
-    purpose = layers if device.staging is None else f"reading {layers} from their files"
-    adapters = " and for the adapters" if travels else ""
+    purpose = layers if case.device.staging is None else f"reading {layers} from their files"
+    adapters = " and for the adapters" if case.travels else ""
+    inputs = " and for inputs of stages" if case.offloads else ""
     return HostTooSmall(
-        f"the host needs {gib(needs[travels])} for {purpose}{adapters}, but {gib(device.host_budget)} of its "
-        "memory are available; use a host with more memory, a larger GPU or a smaller base"
+        f"the host needs {gib(need)} for {purpose}{adapters}{inputs}, but {gib(case.device.host_budget)} of "
+        "its memory are available; use a host with more memory, a larger GPU or a smaller base"
     )
 
 
@@ -63,9 +67,10 @@ def _too_large(cases: Sequence[StreamCase]) -> str | None:
     if need <= case.device.budget:
         return None
     where = "in host memory" if case.travels else "on the GPU"
+    inputs = ", inputs of stages in host memory" if case.offloads else ""
     return (
-        f"needs {gib(need)} on the GPU with adapters {where} and {case.capacity} tokens in a microbatch, but "
-        f"{gib(case.device.budget)} are available"
+        f"needs {gib(need)} on the GPU with adapters {where}{inputs} and {case.capacity} tokens in a "
+        f"microbatch, but {gib(case.device.budget)} are available"
     )
 
 

@@ -173,7 +173,7 @@ def _costs(case: StreamCase) -> list[LayerCost]:
 
 def _host(case: StreamCase) -> Host:
     room = max(0, case.device.budget - case.fixed_bytes)
-    return Host(1, room, case.device.bandwidth, case.input_bytes)
+    return Host(1, room, case.device.bandwidth, case.stage_input_bytes)
 
 
 # -- the descent -----------------------------------------------------------------------------------------
@@ -200,6 +200,7 @@ def _changes(draft: Draft) -> Iterator[Draft]:
     """Small ones first: they help most often."""
     yield from _other_residents(draft)
     yield from _other_boundaries(draft)
+    yield from _traded_slots(draft)
     yield from _other_orders(draft)
 
 
@@ -234,6 +235,18 @@ def _other_boundaries(draft: Draft) -> Iterator[Draft]:
         for part in range(1, size):
             for both in {(stays, stays), (True, False), (False, True)}:
                 yield _spliced(draft, number, 1, (part, size - part), both)
+
+
+def _traded_slots(draft: Draft) -> Iterator[Draft]:
+    """A stage that stays in place of a slot, or the other way round; or two stages that stay as one."""
+    for number, stays in enumerate(draft.resident):
+        slots = draft.slots + (1 if stays else -1)
+        if slots in SLOTS:
+            yield replace(_toggled(draft, number), slots=slots)
+    if draft.slots - 1 in SLOTS:
+        for number in range(len(draft.sizes) - 1):
+            both = sum(draft.sizes[number : number + 2])
+            yield replace(_spliced(draft, number, 2, (both,), (True,)), slots=draft.slots - 1)
 
 
 def _other_orders(draft: Draft) -> Iterator[Draft]:

@@ -1,0 +1,68 @@
+"""Who may come aboard while a streamed run goes on: what the choice of its cut counted with."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.test_stream_choice import NEVER, base, every_draft, gpu
+from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_memory import StreamedMemory
+from weft.plan.stream_need import StreamCase
+from weft.shapes import JobShape
+
+LAYERS = 5
+DRAFTS = st.sampled_from(list(every_draft(LAYERS)))
+COMPANIES = st.lists(
+    st.builds(
+        JobShape,
+        st.just("a"),
+        st.just(0),
+        st.just(0),
+        trainable=st.sampled_from([0, 5000, 80_000]),
+        longest=st.integers(1, 60),
+        batch_tokens=st.integers(60, 200),
+    ),
+    min_size=1,
+    max_size=3,
+)
+CAPACITIES = st.integers(60, 200)
+
+
+def memory(cut: StreamCut, budget: int = NEVER) -> StreamedMemory:
+    return StreamedMemory(base(LAYERS), budget, cut=cut, slack=5000)
+
+
+@settings(max_examples=150, deadline=None)
+@given(DRAFTS, COMPANIES, CAPACITIES, st.booleans(), st.booleans())
+def test_it_counts_what_the_choice_counted(draft, jobs, capacity, travels, offloads):
+    tokens = sum(job.batch_tokens for job in jobs)
+    device = gpu(NEVER, fused=False)
+    case = StreamCase(base(LAYERS), tuple(jobs), device, tokens, capacity, travels, offloads)
+    found = memory(draft.cut(travels, tokens if offloads else 0)).peak_bytes(jobs, capacity)
+    # Bytes of a token and of a parameter are whole numbers here.
+    rounding = capacity + LAYERS + sum(job.trainable for job in jobs)
+    assert abs(found - case.device_bytes(draft)) <= rounding
+
+
+@settings(max_examples=150, deadline=None)
+@given(DRAFTS, COMPANIES, CAPACITIES, st.booleans())
+def test_offloaded_inputs_make_the_room_that_the_choice_foresaw(draft, jobs, capacity, travels):
+    tokens = sum(job.batch_tokens for job in jobs)
+    kept = StreamCase(base(LAYERS), tuple(jobs), gpu(NEVER, fused=False), tokens, capacity, travels)
+    cut = draft.cut(travels)
+    saved = memory(cut).peak_bytes(jobs, capacity)
+    saved -= memory(replace(cut, offloaded_rows=tokens)).peak_bytes(jobs, capacity)
+    assert saved == kept.device_bytes(draft) - replace(kept, offloads=True).device_bytes(draft)
+
+
+@settings(max_examples=100, deadline=None)
+@given(DRAFTS, COMPANIES, st.integers(0, 500_000), st.booleans())
+def test_microbatches_are_as_large_as_the_budget_allows(draft, jobs, more, offloads):
+    cut = draft.cut(False, 1 if offloads else 0)
+    least = memory(cut).peak_bytes(jobs, 60)
+    found = memory(cut, least + more)
+    capacity = found.capacity(jobs, most=10_000)
+    assert capacity >= 60
+    assert found.peak_bytes(jobs, capacity) <= least + more
+    assert capacity == 10_000 or found.peak_bytes(jobs, capacity + 2) > least + more
