@@ -1,7 +1,8 @@
 """What the planner foresees for bases that are streamed through one GPU: the cut, and what a round takes.
 
 Predictions only, for a link of 55 GB/s, passes at 600 TFLOP/s and a host that steps a billion adapter
-parameters a second; every job has rank 16 on all linears and batches of 1×1024 tokens.
+parameters a second; every job has rank 16 on all linears and samples of 1024 tokens. Beside each choice stand
+the best one that keeps inputs of stages on the GPU, and the bytes of the same cut, were they kept.
 
     python -m benchmarks.plan_stream [--toy] [--json FILE]
 """
@@ -9,7 +10,7 @@ parameters a second; every job has rank 16 on all linears and batches of 1×1024
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,17 @@ from benchmarks.result import arguments, finish
 from benchmarks.streamed_side import choose
 from benchmarks.table import aligned
 from weft.base.shape import model_shape
+from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES
-from weft.plan.stream_choice import StreamChoice
+from weft.plan.stream_choice import WAYS, StreamChoice, Way
+from weft.plan.stream_cut import held_inputs
 from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
+from weft.shapes import ModelShape
 
 GIB = 1 << 30
 HOST = int(120e9)
+LARGE_HOST = int(200e9)
+KEPT = [way for way in WAYS if not way.offloads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +39,32 @@ class Case:
     shape: str
     gib: float
     jobs: int
+    batch: int = 1
+    host: int = HOST
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, {self.gib:g} GiB, {self.jobs} × {self.batch}"
+
+    @property
+    def work(self) -> Work:
+        return Work(jobs=self.jobs, batch=self.batch, length=1024, rank=16)
 
 
 CASES = (
     Case("8b", 10, 16),
+    Case("8b", 10, 4, batch=8),
     *(Case("32b", 24, jobs) for jobs in (1, 2, 4, 8, 16)),
+    Case("32b", 24, 16, batch=4),
+    Case("32b", 24, 8, batch=16),
     Case("70b", 139, 8),
+    Case("70b", 48, 8, host=LARGE_HOST),
+    Case("70b", 24, 4, batch=4, host=LARGE_HOST),
 )
 TOY = (Case("8b", 10, 1),)
 TITLES = (
-    "", "stages", "stay", "slots", "adapters", "tokens", "GPU GiB", "host GB", "s a round", "waits", "plan s",
+    "jobs × samples", "stages", "stay", "slots", "adapters", "inputs", "tokens", "GPU GiB", "host GB",
+    "s a round", "waits", "plan s", "kept: s", "this cut, kept: GiB",
 )  # fmt: skip
 
 
@@ -52,27 +74,56 @@ def main() -> None:
     asked = parser.parse_args()
     rows, found = [], []
     for case in TOY if asked.toy else CASES:
+        shape = model_shape(outline(SIZES[case.shape], torch.device("meta"), torch.bfloat16), torch.bfloat16)
         began = time.perf_counter()
-        chosen = foreseen(case)
+        chosen = foreseen(case, shape)
         seconds = time.perf_counter() - began
-        rows.append([f"{case.shape}, {case.gib:g} GiB, {case.jobs} jobs", *cells(chosen), f"{seconds:.1f}"])
-        found.append({"shape": case.shape, "jobs": case.jobs, "seconds": chosen.step_seconds})
+        kept = kept_seconds(case, shape)
+        whole = chosen.device_bytes + saved_bytes(case, shape, chosen)
+        rows.append([case.name, *cells(chosen), f"{seconds:.1f}", told(kept), f"{whole / GIB:.1f}"])
+        found.append(
+            {
+                "shape": case.shape,
+                "jobs": case.jobs,
+                "batch": case.batch,
+                "seconds": chosen.step_seconds,
+                "kept_seconds": kept,
+            }
+        )
     print(aligned(TITLES, rows))
     finish({"cases": found}, asked.json)
 
 
-def foreseen(case: Case) -> StreamChoice:
-    shape = model_shape(outline(SIZES[case.shape], torch.device("meta"), torch.bfloat16), torch.bfloat16)
+def foreseen(case: Case, shape: ModelShape, ways: Sequence[Way] = WAYS) -> StreamChoice:
     device = StreamDevice(
         budget=int(case.gib * GIB),
-        host_budget=HOST,
+        host_budget=case.host,
         bandwidth=55e9,
         flops=600e12,
         slack=STREAM_SLACK_BYTES,
         whole_slack=FUSED_SLACK_BYTES,
     )
-    work = Work(jobs=case.jobs, batch=1, length=1024, rank=16)
-    return choose(shape, work, device, 8192, "chosen")
+    return choose(shape, case.work, device, 8192, "chosen", ways)
+
+
+def kept_seconds(case: Case, shape: ModelShape) -> float | None:
+    """Of a round where inputs may not leave the GPU; None if the jobs do not fit so."""
+    try:
+        return foreseen(case, shape, KEPT).step_seconds
+    except PlanError:
+        return None
+
+
+def told(seconds: float | None) -> str:
+    return "does not fit" if seconds is None else f"{seconds:.2f}"
+
+
+def saved_bytes(case: Case, shape: ModelShape, chosen: StreamChoice) -> int:
+    """What the same cut would need more, were inputs kept."""
+    kept, held = held_inputs(len(chosen.cut.stages), offloads=False), chosen.cut.held_inputs
+    tokens = case.work.jobs * case.work.batch * case.work.length
+    rows = (kept.rounds - held.rounds) * tokens - held.microbatches * chosen.capacity
+    return rows * shape.hidden * shape.bytes_per_value
 
 
 def cells(chosen: StreamChoice) -> Iterator[str]:
@@ -81,6 +132,7 @@ def cells(chosen: StreamChoice) -> Iterator[str]:
     yield str(len(cut.stages) - len(cut.streamed))
     yield str(cut.slots)
     yield "travel" if cut.travels else "stay"
+    yield "offloaded" if cut.offloads else "kept"
     yield str(chosen.capacity)
     yield f"{chosen.device_bytes / GIB:.1f}"
     yield f"{chosen.host_bytes / 1e9:.0f}"

@@ -23,7 +23,7 @@ from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.planner import Course
 from weft.plan.program import Program
-from weft.plan.stream_choice import StreamChoice, choose_stream
+from weft.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
 from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamCase, StreamDevice
 from weft.plan.stream_search import largest_drafts, smallest_drafts
 from weft.plan.stream_window import plan_streamed
@@ -67,9 +67,10 @@ class Streamed:
         cut = self.choice.cut
         stays = len(cut.stages) - len(cut.streamed)
         travels = ", adapters travel" if cut.travels else ""
+        offloads = ", inputs offloaded" if cut.offloads else ""
         return (
             f"{len(cut.stages)} stages, {stays} stay, {cut.slots} slots, "
-            f"{self.choice.capacity} tokens a microbatch{travels}"
+            f"{self.choice.capacity} tokens a microbatch{travels}{offloads}"
         )
 
 
@@ -90,19 +91,27 @@ def streamed_company(
     return Streamed(StreamedCompany(executor, choice), choice, executor)
 
 
-def choose(shape: ModelShape, work: Work, device: StreamDevice, most: int, how: str) -> StreamChoice:
+def choose(
+    shape: ModelShape,
+    work: Work,
+    device: StreamDevice,
+    most: int,
+    how: str,
+    ways: Sequence[Way] = WAYS,
+) -> StreamChoice:
     jobs = job_shapes(shape, work)
-    chosen = choose_stream(shape, jobs, device, most, work.tokens)
+    chosen = choose_stream(shape, jobs, device, most, work.tokens, ways)
     if how == "chosen":
         return chosen
-    case = StreamCase(shape, tuple(jobs), device, work.tokens, chosen.capacity, chosen.cut.travels)
+    cut = chosen.cut
+    case = StreamCase(shape, tuple(jobs), device, work.tokens, chosen.capacity, cut.travels, cut.offloads)
     drafts = largest_drafts(case) if how == "largest" else smallest_drafts(case)
     draft = min(drafts, key=case.seconds, default=None)
     if draft is None:
         raise PlanError(f"there is no cut into the {how} stages here")
     return replace(
         chosen,
-        cut=draft.cut(case.travels),
+        cut=draft.cut(cut.travels, cut.offloaded_rows),
         step_seconds=case.seconds(draft),
         unhidden=case.unhidden(draft) if case.fits(draft) else 1.0,
     )
