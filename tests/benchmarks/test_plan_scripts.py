@@ -35,7 +35,7 @@ def test_a_streamed_base_is_foreseen(run: Any, capsys: pytest.CaptureFixture) ->
     (case,) = run(plan_stream)["cases"]
     # Each of 32 layers of 436 MB has to come twice, but for the few that stay: at least 0.3 s at 55 GB/s.
     assert 0.3 < case["seconds"] < 3.0
-    assert "8b, 10 GiB, 1 jobs" in capsys.readouterr().out
+    assert "8b, 10 GiB, 1 × 1" in capsys.readouterr().out
 
 
 def test_weft_serves_more_than_batching_and_that_more_than_separate_instances(run: Any) -> None:

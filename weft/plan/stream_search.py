@@ -23,7 +23,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 SLOTS = range(1, 5)
 STARTS = 4
 """So many of the best drafts are changed bit by bit, and the best of every case and number of slots."""
-CHANGES = 5000
+CHANGES = 2000
 """How many changes all descents from them may try, and the last one again: not seconds, since a plan must not
 depend on the clock."""
 PREFIXES = 2000
