@@ -287,6 +287,7 @@ def run_numbers(chosen: StreamChoice) -> dict[str, Any]:
         ],
         "slots": chosen.cut.slots,
         "adapters_travel": chosen.cut.travels,
+        "inputs_offloaded": chosen.cut.offloads,
         "capacity": chosen.capacity,
         "device_bytes": chosen.device_bytes,
         "host_bytes": chosen.host_bytes,
