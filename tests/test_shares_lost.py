@@ -28,17 +28,23 @@ def place(tmp_path_factory, forks):
     return folder
 
 
-def test_a_killed_share_alone_is_started_again_and_ends_in_the_same_adapters(place, capfd):
-    output = place / fresh(place, "killed")
-    run = Shares(place, "killed", 2)
+def strike(place, name, number):
+    """Send the second of two shares a signal: it alone is started again, and ends in the same adapters."""
+    output = place / fresh(place, name)
+    run = Shares(place, name, 2)
     run.wait_for_lines(16)
     before = run.pids()
-    run.signal(1, signal.SIGKILL)
+    run.signal(1, number)
     run.wait_until(lambda: run.pids() != before)
     assert run.pids()[0] == before[0], "the other share went on"
     assert run.wait() == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
+    return output
+
+
+def test_a_killed_share_alone_is_started_again_and_ends_in_the_same_adapters(place, capfd):
+    output = strike(place, "killed", signal.SIGKILL)
     told = capfd.readouterr()
     assert "share 1 was ended by SIGKILL; starting it again from the last checkpoints (1 of 3)." in told.out
     assert "Traceback" not in told.out + told.err + (output / "ranks" / "share-1.log").read_text()
@@ -46,16 +52,7 @@ def test_a_killed_share_alone_is_started_again_and_ends_in_the_same_adapters(pla
 
 def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch):
     monkeypatch.setattr(weft.crew, "SILENT_AFTER", 6.0)
-    output = place / fresh(place, "hangs")
-    run = Shares(place, "hangs", 2)
-    run.wait_for_lines(16)
-    before = run.pids()
-    run.signal(1, signal.SIGSTOP)
-    run.wait_until(lambda: run.pids() != before)
-    assert run.pids()[0] == before[0], "the other share went on"
-    assert run.wait() == 0
-    assert_whole(output)
-    assert_same_results(output, place / "undisturbed")
+    strike(place, "hangs", signal.SIGSTOP)
     assert "share 1 has given no sign of life for 6 seconds." in capfd.readouterr().out
 
 
