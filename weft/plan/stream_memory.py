@@ -34,14 +34,13 @@ class StreamedMemory(MemoryModel):
     def _row_bytes(self) -> int:
         return self.shape.hidden * self.shape.bytes_per_value
 
-    @property
-    def bytes_per_parameter(self) -> int:
-        """Of an adapter that travels, the copy and the gradient of the layers that are there."""
-        whole = MemoryModel.bytes_per_parameter.fget(self)  # type: ignore[attr-defined]
+    def state_bytes(self, jobs: Iterable[JobShape]) -> int:
+        """Of adapters that travel, the copy and the gradient of the layers there; counted as when the
+        cut was chosen, or jobs that it was chosen for would have to wait."""
         if not self.cut.travels:
-            return int(whole)
-        passing = self.shape.bytes_per_value + max(4, self.shape.bytes_per_value)
-        return -(-passing * self._present // self.shape.layers)
+            return MemoryModel.state_bytes(self, jobs)
+        in_a_layer = -(-sum(job.trainable for job in jobs) // self.shape.layers)
+        return self._present * in_a_layer * (self.shape.bytes_per_value + max(4, self.shape.bytes_per_value))
 
     def need(self, jobs: Iterable[JobShape], tokens: float, recompute: Recompute = NOTHING) -> Need:
         jobs = list(jobs)
