@@ -125,6 +125,7 @@ def test_the_forward_goes_on_while_a_later_stages_part_is_still_being_made(name)
     assert second[-2][1] == LAYERS - 1
 
 
+@pytest.mark.timed
 def test_a_round_takes_its_passes_and_the_first_part_not_its_passes_and_its_steps():
     """Four rounds of seven passes and, behind each, four parts, which all take as long."""
     made = []

@@ -25,6 +25,9 @@ class NotedEvent:
     def record(self):
         current().record_event(self)
 
+    def query(self):
+        return False
+
 
 class NotedStream:
     def __init__(self, device=None):

@@ -116,7 +116,7 @@ class Streamer:
         ready.record()
         yield
         there.record()
-        self.waited.marks.append((ready, there))
+        self.waited.note(ready, there)
 
     def settle(self) -> None:
         """Have those stages there that a window begins with, whatever an unfinished one has left."""
@@ -277,7 +277,7 @@ class _ReadQueue(_GpuQueue):
         there = read.there.result()
         for came in (there, read.beside):
             torch.cuda.current_stream().wait_event(came)
-        self._streamer.waited.marks.append((ready, there))
+        self._streamer.waited.note(ready, there)
 
 
 _Queue = _HostQueue | _GpuQueue
