@@ -1,5 +1,7 @@
 """A host too small for the layers that the device does not hold: they stay in their files, and it is said."""
 
+import os
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.plan.test_stream_choice import base, job
 from tests.run.models import deep
 from weft import JobSpec, Options
 from weft.base.spec import BaseSpec
-from weft.errors import HostTooSmall
+from weft.errors import BaseModelError, HostTooSmall
 from weft.streamed import streaming
 
 GPU = 480 << 10
@@ -88,6 +90,26 @@ def test_a_file_that_is_cut_off_is_told_before_anything_is_loaded(tmp_path, smal
     with pytest.raises(HostTooSmall, match="file not fully covered"):
         trainer(tmp_path / "model", tmp_path / "out", gpu_memory=GPU).run()
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_file_that_changes_under_way_ends_the_run_with_a_sentence_and_nothing_is_lost(
+    folder, tmp_path, small_host
+):
+    trainer(folder, tmp_path / "whole").run()
+    shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    written = shard.stat().st_mtime_ns
+
+    def touch(_event):
+        os.utime(shard, ns=(written, written + 10**9))
+
+    try:
+        with pytest.raises(BaseModelError, match=r"has changed while weights .* go on with --resume"):
+            trainer(folder, tmp_path / "mapped", gpu_memory=GPU).run(touch)
+    finally:
+        os.utime(shard, ns=(written, written))
+    results = trainer(folder, tmp_path / "mapped", gpu_memory=GPU, resume=True).run()
+    assert all(result.state == "succeeded" for result in results.values())
+    assert_same_results(tmp_path / "mapped", tmp_path / "whole")
 
 
 def test_fewer_jobs_at_once_are_better_than_weights_in_files(monkeypatch):
