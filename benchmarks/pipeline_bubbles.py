@@ -11,12 +11,13 @@ busy in its passes and its Steps; bubbles are those of the steady part, between 
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -101,23 +102,32 @@ class Found:
 
 
 def main() -> None:
-    parser = arguments("Bubbles of a real pipeline, beside the simulator's prediction.")
-    parser.add_argument("--stages", type=int, default=Setting.stages)
-    parser.add_argument("--threads", type=int, default=Setting.threads, help="of each process")
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds that every message takes more")
-    parser.add_argument("--spare", type=int, default=Setting.spare, help="more in flight than 1F1B has")
-    parser.add_argument("--toy", action="store_true", help="tiny, to see that it runs")
-    asked = parser.parse_args()
-    asked_for = replace(
-        Setting(), stages=asked.stages, threads=asked.threads, delay=asked.delay, spare=asked.spare
-    )
-    setting = TOY if asked.toy else asked_for
+    asked = bubble_arguments().parse_args()
+    setting = setting_asked(asked)
     found = measure(setting)
     print(table(found))
     first = found[0].tokens_per_second
     for one in found[1:]:
         print(f"{one.name}: {one.tokens_per_second / first:.2f} × the tokens per second of 1F1B job by job")
     finish({"setting": asdict(setting), "cases": [asdict(one) for one in found]}, asked.json)
+
+
+def bubble_arguments() -> argparse.ArgumentParser:
+    parser, usual = arguments("Bubbles of a real pipeline, beside the simulator's prediction."), Setting()
+    parser.add_argument("--stages", type=int, default=usual.stages)
+    parser.add_argument("--threads", type=int, default=usual.threads, help="of each process")
+    parser.add_argument(
+        "--delay", type=float, default=usual.delay, help="seconds that every message takes more"
+    )
+    parser.add_argument("--spare", type=int, default=usual.spare, help="more in flight than 1F1B has")
+    parser.add_argument("--toy", action="store_true", help="tiny, to see that it runs")
+    return parser
+
+
+def setting_asked(asked: argparse.Namespace) -> Setting:
+    if asked.toy:
+        return TOY
+    return Setting(stages=asked.stages, threads=asked.threads, delay=asked.delay, spare=asked.spare)
 
 
 def table(found: Sequence[Found]) -> str:

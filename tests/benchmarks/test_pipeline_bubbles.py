@@ -14,3 +14,8 @@ def test_the_toy_measures_every_case_on_every_rank(monkeypatch, capsys, tmp_path
     assert "2 jobs, ours" in told
     assert "× the tokens per second of 1F1B" in told
     assert (tmp_path / "found.json").exists()
+
+
+def test_what_is_not_asked_for_is_as_the_setting_says():
+    asked = pipeline_bubbles.bubble_arguments().parse_args(["--threads", "3"])
+    assert pipeline_bubbles.setting_asked(asked) == pipeline_bubbles.Setting(threads=3)
