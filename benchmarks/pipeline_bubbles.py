@@ -65,7 +65,7 @@ class Setting:
     """Of a microbatch."""
     microbatches: int = 4
     """Of a job's global batch."""
-    steps: int = 8
+    steps: int = 4
     """Of every job in a window."""
     windows: int = 2
     spare: int = 1
@@ -156,7 +156,10 @@ def measure(setting: Setting) -> list[Found]:
         pipeline = open_pipeline(
             staff, spec, CPU, held, lambda job: Path(folder) / "checkpoints" / job, setting.delay
         )
-        found = [run_case(pipeline, setting, case) for case in cases]
+        found = []
+        for case in cases:
+            found.append(run_case(pipeline, setting, case))
+            print(table(found[-1:]), "\n", flush=True)
         staff.dismiss()
         torch.distributed.destroy_process_group()
     return found

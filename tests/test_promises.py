@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -50,6 +51,16 @@ def test_the_report_shows_predicted_beside_measured(trained) -> None:
     page = (trained / "report.html").read_text()
     assert "Predicted and measured" in page
     assert "whose jobs or lengths changed" in page
+
+
+def test_where_only_the_highest_peak_so_far_can_be_measured_no_lower_one_is_promised(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("weft.loop.begin_peak", lambda device: False)
+    bench.trainer(bench.base(), tmp_path / "out", [job("a", 1)]).run()
+    windows = read_run(tmp_path / "out").windows
+    for before, after in pairwise(windows):
+        assert after.predicted_peak_bytes >= before.peak_bytes
 
 
 @pytest.mark.parametrize("torn", [False, True])

@@ -110,7 +110,6 @@ class Loop:
         """Every executed Program, where a test or a benchmark asks for them by setting a list."""
         self._endings: dict[str, Ending] = {}
         self._timed = Timed()
-        self._promised_peak = 0
         self._crowd: int | None = None
 
     # -- jobs come ---------------------------------------------------------------------------------------
@@ -246,8 +245,11 @@ class Loop:
         company = {name: self.jobs[name].shape for name in self.executor.aboard}
         promise = self._promise(program, company)
         self._timed = Timed()
-        own_peak, began = begin_peak(self.base.device), time.monotonic()
-        fitted = True
+        own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
+        if not own_peak:
+            # What will be measured is the highest peak so far, so that is what is promised.
+            promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
+        fitted, began = True, time.monotonic()
         try:
             for event in self.executor.run(program, self._fetch, stop):
                 self._handle(event, callback)
@@ -265,10 +267,6 @@ class Loop:
         self.learned.learn(program, company, outcome)
         if self.learned.adopt():
             self.journal.keep_learned(self.learned.recorded())
-        if not own_peak:
-            # What is measured is the highest peak so far, so that is what can be compared.
-            self._promised_peak = max(self._promised_peak, promise.peak_bytes)
-            promise = replace(promise, peak_bytes=self._promised_peak)
         self.journal.window(
             Window(
                 program=program,

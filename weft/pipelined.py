@@ -78,4 +78,4 @@ class PipelinedLoop(Loop):
         return self.learned.promise(program, company, self.pipeline.paces.predicted_seconds)
 
     def _peak_bytes(self) -> int:
-        return max(super()._peak_bytes(), *self.pipeline.peaks)
+        return max([super()._peak_bytes(), *self.pipeline.peaks])
