@@ -50,15 +50,27 @@ def gradient_norms(states: Sequence[State]) -> Tensor:
     """The norm of each job's gradient, in float64 [J]."""
     if not kernels_at_hand(states[0].gradient):
         return torch.stack([state.gradient.norm().double() for state in states])
+    return square_sums([state.gradient for state in states]).sqrt()
+
+
+def square_sums(vectors: Sequence[Tensor]) -> Tensor:
+    """Of each vector, in float64 [J]: with so many digits to spare that the norm of a gradient whose parts
+    were summed apart is that of the whole. Only where kernels are at hand."""
     from weft.ops.triton import adamw as kernels
 
-    device, blocks = states[0].gradient.device, _blocks(states)
-    squares_JB = torch.empty(len(states), blocks, dtype=torch.float32, device=device)
+    device, blocks = vectors[0].device, max(-(-vector.numel() // BLOCK) for vector in vectors)
+    rows = [[_address(vector), vector.numel()] for vector in vectors]
+    even = all(vector.numel() % 16 == 0 for vector in vectors)
+    squares_JB = torch.empty(len(vectors), blocks, dtype=torch.float64, device=device)
     with torch.cuda.device_of(squares_JB):
-        kernels.squares[(blocks, len(states))](
-            _table(states), squares_JB, EVEN=_even(states), BLOCK=BLOCK, num_warps=8
+        kernels.squares[(blocks, len(vectors))](
+            _to_device(torch.tensor(rows, dtype=torch.int64), device),
+            squares_JB,
+            EVEN=even,
+            BLOCK=BLOCK,
+            num_warps=8,
         )
-    return squares_JB.double().sum(dim=1).sqrt()
+    return squares_JB.sum(dim=1)
 
 
 def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
@@ -135,10 +147,14 @@ def _table(states: Sequence[State]) -> Tensor:
     rows = []
     for state in states:
         vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
-        addresses = [vector.data_ptr() for vector in vectors]
-        assert all(address % 16 == 0 for address in addresses), "a flat vector starts a tensor of its own"
-        rows.append([*addresses, state.master.numel()])
+        rows.append([*map(_address, vectors), state.master.numel()])
     return _to_device(torch.tensor(rows, dtype=torch.int64), states[0].master.device)
+
+
+def _address(vector: Tensor) -> int:
+    address = vector.data_ptr()
+    assert address % 16 == 0, "a flat vector starts a tensor of its own"
+    return address
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -16,24 +16,26 @@ MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, SIZE = (tl.constexpr(n) for n in
 FACTOR, KEPT, RATE, ROOT = (tl.constexpr(n) for n in range(4))
 """Columns of the table of numbers: what clipping leaves (below 0: no step is made), what decay leaves,
 lr / (1 − β₁ⁿ), √(1 − β₂ⁿ)."""
+VECTOR, LENGTH = (tl.constexpr(n) for n in range(2))
+"""Columns of the table of vectors whose squares are summed."""
 
 
 @triton.jit
-def _size(table_J6, EVEN: tl.constexpr):
-    """How many values the job has. Where all jobs have a multiple of 16, masks allow wide accesses."""
-    size = tl.load(table_J6 + SIZE)
+def _size(entry, EVEN: tl.constexpr):
+    """How many values there are. Where all vectors have a multiple of 16, masks allow wide accesses."""
+    size = tl.load(entry)
     return tl.multiple_of(size, 16) if EVEN else size
 
 
 @triton.jit
-def squares(table_J6, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of squares of each block of each job's gradient."""
+def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of squares of each block of each vector."""
     job, block = tl.program_id(1), tl.program_id(0)
-    table_J6 += job * 6
-    size = _size(table_J6, EVEN)
-    gradient = tl.multiple_of(tl.load(table_J6 + GRADIENT).to(tl.pointer_type(tl.float32)), 16)
+    table_J2 += job * 2
+    size = _size(table_J2 + LENGTH, EVEN)
+    vector = tl.multiple_of(tl.load(table_J2 + VECTOR).to(tl.pointer_type(tl.float32)), 16)
     at_B = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g_B = tl.load(gradient + at_B, mask=at_B < size, other=0.0)
+    g_B = tl.load(vector + at_B, mask=at_B < size, other=0.0).to(tl.float64)
     tl.store(squares_JB + job * tl.num_programs(0) + block, tl.sum(g_B * g_B, axis=0))
 
 
@@ -57,7 +59,7 @@ def update(
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
     numbers_J4 += job * 4
-    size = _size(table_J6, EVEN)
+    size = _size(table_J6 + SIZE, EVEN)
     at_B = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside_B = at_B < size
     float_ptr = tl.pointer_type(tl.float32)
