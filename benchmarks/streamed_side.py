@@ -136,7 +136,6 @@ def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
         host_budget=int(psutil.virtual_memory().available * CPU_SHARE),
         bandwidth=link.bandwidth,
         flops=link.flops,
-        host_parameters=link.stepped,
         slack=STREAM_SLACK_BYTES if on_gpu else 0,
         whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
         fused=on_gpu,

@@ -69,7 +69,6 @@ def streaming(
         host_budget=host_budget(),
         bandwidth=link.bandwidth,
         flops=link.flops,
-        host_parameters=link.stepped,
         slack=slack,
         whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
         fused=on_gpu,

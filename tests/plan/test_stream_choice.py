@@ -13,7 +13,8 @@ from tests.plan.test_check import course
 from weft.errors import HostTooSmall, PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weft.plan.stream_choice import WAYS, StreamChoice, Way, capacities, choose_stream
-from weft.plan.stream_need import NORMS, PART, Draft, StreamCase, StreamDevice
+from weft.plan.stream_need import Draft, StreamCase, StreamDevice
+from weft.plan.stream_ring import PIECE, PIECES
 from weft.plan.stream_search import plain_drafts
 from weft.plan.stream_window import plan_streamed
 from weft.shapes import JobShape, ModelShape, SiteShape
@@ -54,7 +55,6 @@ DEVICES = st.builds(
     slack=st.sampled_from([0, 5000]),
     fused=st.booleans(),
     launch=st.sampled_from([0.0, 1e-3]),
-    host_parameters=st.sampled_from([1e4, 1e6, 1e9]),
 )
 
 
@@ -168,7 +168,8 @@ def test_the_bytes_are_those_of_ends_residents_slots_adapters_inputs_and_one_sta
     mapped = replace(stay, device=replace(stay.device, staging=300))
     assert (mapped.host_bytes(draft), mapped.device_bytes(draft)) == (300, stay.device_bytes(draft))
     travel = replace(stay, travels=True)
-    assert travel.device_bytes(draft) == 70 + 5000 + ENDS + 5 * (LAYER + 1500 * 6) + inputs + 2 * kept
+    ring = 3 * (6000 + 128) * 18
+    assert travel.device_bytes(draft) == 70 + 5000 + ENDS + 5 * (LAYER + 1500 * 6) + ring + inputs + 2 * kept
     assert travel.host_bytes(draft) == 5 * LAYER + 9000 * 18
     assert replace(mapped, travels=True).host_bytes(draft) == 300 + 9000 * 18
 
@@ -192,26 +193,47 @@ def test_a_tied_head_takes_no_room_of_its_own():
     assert tied.ends_bytes == ENDS // 2
 
 
-def test_the_last_stage_makes_nothing_again_and_travelling_adapters_wait_for_the_host():
-    device = gpu(NEVER, flops=1e6, bandwidth=1e3, host_parameters=500.0)
+def test_the_last_stage_makes_nothing_again_and_adapters_that_travel_come_before_their_forward():
+    device = gpu(NEVER, flops=1e6, bandwidth=1e3)
     stay = StreamCase(base(4), (job(trainable=1000),), device, 100, 100, travels=False)
     layer, head = 2 * LAYER / 2 * 100 / 1e6, 2 * HIDDEN * VOCABULARY * 100 / 1e6
     everything = Draft((1, 1, 2), (True,) * 3, 1)
     assert stay.seconds(everything) == pytest.approx((2 * 3 + 2 * 2) * layer + 2 * head)
     travel = replace(stay, travels=True)
     # The first stages' gradients leave while others compute, the last one's when all is done. Of the Steps
-    # only the norms and the first stage's part, with the copy of it, are waited for.
-    left, copied = 250 * 4 / 1e3, 250 * 2 / 1e3
-    assert travel.seconds(everything) == pytest.approx(
-        stay.seconds(everything) + left + NORMS * 1000 / 500.0 + 250 / 500.0 + PART + copied
-    )
-    # A host that takes 50 s for a layer, and layers that take a little longer: the last stage's two are made
+    # only the first stage's is waited for: gradient, master and moments.
+    left, came = 250 * 4 / 1e3, 250 * 16 / 1e3
+    assert travel.seconds(everything) == pytest.approx(stay.seconds(everything) + left + came)
+    # A link that takes 80 s for what a layer's Step needs, and layers that take 50: the last stage's two come
     # when the two before have been passed for a while.
-    slow = replace(travel, device=replace(device, host_parameters=5.0))
+    slow = replace(travel, device=replace(device, bandwidth=50.0))
     assert 50.0 < layer < 55.0
     assert slow.seconds(everything) == pytest.approx(
-        stay.seconds(everything) - 2 * layer + left + NORMS * 200.0 + 200.0 + 3 * PART + 2 * copied
+        stay.seconds(everything) - 2 * layer + 20 * left + 4 * 20 * came
     )
+
+
+def test_of_a_stage_that_travels_its_parameters_come_and_go_as_often_as_they_must():
+    travel = StreamCase(base(4), (job(trainable=1000),), gpu(NEVER), 100, 100, travels=True)
+    stage = travel.rounds((1, 2, 1))[1]
+    assert (stage.load_bytes, stage.copy_bytes, stage.gone_bytes) == (2 * LAYER, 500 * 2, 500 * 4)
+    assert (stage.step_bytes, stage.back_bytes) == (500 * 16, 500 * 14)
+    doubles = replace(travel, shape=replace(base(4), bytes_per_value=8)).rounds((1, 2, 1))[1]
+    assert (doubles.step_bytes, doubles.back_bytes) == (500 * 32, 500 * 32)
+    stay = replace(travel, travels=False).rounds((1, 2, 1))[1]
+    assert (stage.forward, stage.load_bytes) == (stay.forward, stay.load_bytes)
+    assert (stay.copy_bytes, stay.gone_bytes, stay.step_bytes, stay.back_bytes) == (0, 0, 0, 0)
+
+
+def test_buffers_that_steps_pass_through_are_as_large_as_the_largest_job_asks_up_to_a_piece():
+    draft = Draft((2, 2), (False, False), 1)
+    small, huge = (job("a", 1000), job("b", 500)), (job("a", 3 * PIECE), job("b", 500))
+    for company, piece in ((small, 1000 + 128), (huge, PIECE)):
+        travel = StreamCase(base(4), company, gpu(NEVER), 100, 100, travels=True)
+        nobody = replace(travel, jobs=())
+        there = 2 * (travel.copy_bytes + travel.gradient_bytes)
+        more = travel.device_bytes(draft) - nobody.device_bytes(draft)
+        assert more == there + PIECES * piece * 18
 
 
 def test_a_base_that_fits_is_not_streamed():
@@ -236,7 +258,7 @@ def test_what_a_resident_run_would_refuse_is_not_called_whole():
 
 def test_adapters_stay_on_the_device_unless_they_find_no_room_there():
     room = ENDS + 5000 + 8 * LAYER
-    device = gpu(room, host_parameters=1e3)
+    device = gpu(room)
     few = choose_stream(base(12), [job(longest=20)], device, 64, 100)
     many = choose_stream(base(12), [job(str(one), 20_000, 20) for one in range(12)], device, 64, 100)
     assert not few.cut.travels
@@ -246,8 +268,8 @@ def test_adapters_stay_on_the_device_unless_they_find_no_room_there():
 
 
 def test_a_base_that_stays_only_because_its_adapters_travel_is_not_whole():
-    jobs = [job(str(one), 80_000, longest=1) for one in range(2)]
-    device = sized(gpu(0, bandwidth=1e5, flops=1e8, slack=0, fused=False), 0.6, base(4), jobs, 229)
+    jobs = [job(str(one), 5000, longest=1) for one in range(32)]
+    device = sized(gpu(0, bandwidth=1e5, flops=1e8, slack=0, fused=False), 0.7, base(4), jobs, 229)
     choice = choose_stream(base(4), jobs, device, 256, 229)
     assert (choice.cut.streamed, choice.cut.travels) == ((), True)
     assert not choice.whole
@@ -324,12 +346,20 @@ def test_a_job_too_large_even_alone_is_named():
     with pytest.raises(PlanError) as told:
         choose_stream(base(8), [job(longest=10), large], gpu(ENDS + 5 * LAYER), 64, 64)
     assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 22.")
-    assert "with adapters in host memory, inputs of stages in host memory" in str(told.value)
+    assert "with adapters on the GPU, inputs of stages in host memory" in str(told.value)
     assert "and 4000 tokens in a microbatch, but 2.60 MiB are available" in str(told.value)
 
 
+def test_a_job_with_too_many_parameters_even_alone_and_in_host_memory_is_named():
+    """Fewer than three pieces would need no more of the GPU if they stayed there."""
+    with pytest.raises(PlanError) as told:
+        choose_stream(base(8), [job("greedy", 8 * PIECE, longest=10)], gpu(ENDS + 5 * LAYER), 64, 64)
+    assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 0.12 GiB")
+    assert "with adapters in host memory" in str(told.value)
+
+
 def test_a_company_too_large_is_told_to_train_fewer():
-    company = [job(str(one), 400_000, longest=10) for one in range(30)]
+    company = [job(str(one), 40_000, longest=10) for one in range(30)]
     with pytest.raises(PlanError, match=r"the jobs do not fit together: the company needs .* train fewer"):
         choose_stream(base(8), company, gpu(ENDS + 4 * LAYER), 64, 64)
 

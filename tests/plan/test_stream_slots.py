@@ -32,63 +32,98 @@ def test_rounds_take_what_the_simulator_says_of_their_program(stages, resident, 
     assert simulate(program, prices, cluster).makespan == pytest.approx(foreseen)
 
 
-STEPPED = st.lists(
-    st.builds(StageRound, SECONDS, SECONDS, *[st.integers(0, 40)] * 2, SECONDS, st.integers(0, 9)),
-    min_size=1,
-    max_size=8,
+TRAVELLING = st.lists(
+    st.builds(StageRound, SECONDS, SECONDS, *[st.integers(0, 40)] * 5), min_size=1, max_size=8
 )
 
 
-def by_what_waits_for_what(stages, resident, slots, bandwidth, norms):
-    """A round as tasks, each with its seconds and the tasks before it: when the last of them ends."""
+def by_what_waits_for_what(stages, resident, slots, bandwidth, rounds=1):
+    """Rounds as tasks, each with its seconds and the tasks before it: when the last of them ends."""
     numbers = range(len(stages))
-    tasks = {"norms": (norms, [])}
-    for stage, one in enumerate(stages):
-        tasks["part", stage] = one.stepped, [("part", stage - 1) if stage else "norms"]
-        tasks["new", stage] = one.new_bytes / bandwidth, [("part", stage)]
-    visits = [*(("forth", stage) for stage in numbers), *(("back", stage) for stage in reversed(numbers))]
     streamed = [stage for stage in numbers if not resident[stage]]
-    left = dict(enumerate((stage, None) for stage in streamed[:slots]))
-    before, load, gone = None, None, None
-    for way, stage in visits:
-        waits = [before] if before else []
-        waits += [("new", stage)] if way == "forth" else []
-        slot = streamed.index(stage) % slots if stage in streamed else None
-        if slot is not None and left[slot][0] != stage:
-            tasks["load", way, stage] = (
-                stages[stage].load_bytes / bandwidth,
-                [one for one in (load, left[slot][1]) if one],
-            )
-            load = "load", way, stage
-            waits.append(load)
-        before = way, stage
-        tasks[before] = stages[stage].forward if way == "forth" else stages[stage].backward, waits
-        if way == "back":
-            sent = "gone", stage
-            tasks[sent] = stages[stage].gone_bytes / bandwidth, [before, *([gone] if gone else [])]
-            gone = sent
-        left[slot] = stage, gone if way == "back" and stages[stage].gone_bytes else before
+    visits = [*(("forth", stage) for stage in numbers), *(("back", stage) for stage in reversed(numbers))]
+    tasks = {"begin": (0.0, [])}
+    inside = dict(enumerate(streamed[:slots]))
+    free = dict.fromkeys(inside, "begin")
+    before = up = down = "begin"
+
+    def add(name, seconds, *waits):
+        tasks[name] = seconds, waits
+        return name
+
+    for turn in range(rounds):
+        all_gone = down
+        for way, stage in visits:
+            one = stages[stage]
+            slot = streamed.index(stage) % slots if stage in streamed else None
+            there = "begin"
+            if slot is not None and inside[slot] != stage:
+                copies, written = (0, "begin") if way == "forth" else (one.copy_bytes, ("new", turn, stage))
+                seconds = (one.load_bytes + copies) / bandwidth
+                there = up = add(("load", turn, way, stage), seconds, up, free[slot], written)
+                inside[slot] = stage
+            if way == "forth":
+                there = up = add(("step", turn, stage), one.step_bytes / bandwidth, up, there, all_gone)
+                down = add(("new", turn, stage), one.back_bytes / bandwidth, up, down)
+            before = add((way, turn, stage), one.forward if way == "forth" else one.backward, before, there)
+            left = before
+            if way == "back":
+                down = add(("gone", turn, stage), one.gone_bytes / bandwidth, before, down)
+                left = down if one.gone_bytes else before
+            if slot is not None:
+                free[slot] = left
     ends = {}
     for task, (seconds, waits) in tasks.items():
         ends[task] = seconds + max((ends[one] for one in waits), default=0.0)
-    return max(ends[before], ends[gone])
+    return max(ends[before], ends[down])
 
 
 @settings(max_examples=300, deadline=None)
-@given(STEPPED, st.sets(st.integers(0, 7)), st.integers(1, 4), SECONDS)
-def test_a_round_ends_when_all_that_waits_for_one_another_has_come_to_pass(stages, resident, slots, norms):
+@given(TRAVELLING, st.sets(st.integers(0, 7)), st.integers(1, 4), st.integers(1, 3))
+def test_rounds_end_when_all_that_waits_for_one_another_has_come_to_pass(stages, resident, slots, rounds):
     bits = [number in resident for number in range(len(stages))]
-    expected = by_what_waits_for_what(stages, bits, slots, 10.0, norms)
-    assert slotted_seconds(stages, bits, slots, 10.0, norms) == pytest.approx(expected)
+    expected = by_what_waits_for_what(stages, bits, slots, 10.0, rounds)
+    assert rounds * slotted_seconds(stages, bits, slots, 10.0) == pytest.approx(expected)
 
 
-def test_of_steps_the_device_waits_for_the_norms_the_first_part_and_what_the_forward_overtakes():
-    quick = [StageRound(4.0, 8.0, stepped=3.0, new_bytes=1)] * 3
+def test_of_steps_the_device_waits_for_the_first_and_for_what_the_forward_overtakes():
     stays = [True] * 3
-    assert slotted_seconds(quick, stays, 1, 1.0, norms=2.0) == compute_seconds(quick) + 2 + 3 + 1
-    slow = [StageRound(4.0, 8.0, stepped=6.0, new_bytes=1)] * 3
-    # The parts are there at 9, 15 and 21: each time the forward has waited 2.
-    assert slotted_seconds(slow, stays, 1, 1.0, norms=2.0) == 21 + 4 + 3 * 8
+    quick = [StageRound(4.0, 8.0, step_bytes=3)] * 3
+    assert slotted_seconds(quick, stays, 1, 1.0) == 3 + compute_seconds(quick)
+    slow = [StageRound(4.0, 8.0, step_bytes=6)] * 3
+    # They are there at 6, 12 and 18: each time but the first the forward has waited 2.
+    assert slotted_seconds(slow, stays, 1, 1.0) == 18 + 4 + 3 * 8
+
+
+def test_a_step_comes_behind_the_load_of_its_stage_and_before_the_next_one():
+    stages = [StageRound(1.0, 1.0, load_bytes=2, step_bytes=3)] * 3
+    # Steps until 3 and 6, passes until 7; the slot of the first is free at 4, but the link at 6: the last
+    # stage's load until 8, its Step until 11, both ways until 13; the second is there, the first comes from
+    # 13 to 15, while the second goes back.
+    assert slotted_seconds(stages, [False] * 3, 2, 1.0) == 15 + 1
+
+
+def test_a_load_in_the_backward_brings_a_copy_of_the_weights_once_they_have_gone_back():
+    stages = [StageRound(1.0, 1.0, load_bytes=2, copy_bytes=4)] * 2
+    # Forth 1, load 2, both ways 2, load 6, back 1: the forward's load has brought no copy.
+    assert slotted_seconds(stages, [False, False], 1, 1.0) == 1 + 2 + 2 + 6 + 1
+    # What went back of the first Step is there at 20, and after it a load of 6.
+    late = [replace(stages[0], back_bytes=20), stages[1]]
+    assert slotted_seconds(late, [False, False], 1, 1.0) == 20 + 6 + 1
+
+
+def test_what_goes_back_of_a_step_keeps_gradients_and_later_inputs_waiting_and_not_its_own_input():
+    stays = [True] * 3
+    gradients = [StageRound(1.0, 1.0, gone_bytes=1, back_bytes=5)] * 3
+    # It has gone back at 5, 10 and 15, though the backward ends at 6; then the gradients go.
+    assert slotted_seconds(gradients, stays, 1, 1.0) == 15 + 3
+    inner = StageRound(1.0, 2.0, input_bytes=1)
+    # The first stage's is back at 10, and the second's input leaves until 11, with which its forward ends.
+    first = [StageRound(1.0, 2.0, back_bytes=10), inner, StageRound(1.0, 2.0)]
+    assert slotted_seconds(first, stays, 1, 1.0) == 11 + 3 + 2 + 2
+    # The second's own goes behind its input.
+    second = [StageRound(1.0, 2.0), replace(inner, back_bytes=5), StageRound(1.0, 2.0)]
+    assert slotted_seconds(second, stays, 1, 1.0) == compute_seconds(second)
 
 
 @given(STAGES, st.integers(1, 4))
@@ -120,7 +155,7 @@ def test_a_slot_is_taken_until_gradients_have_left_it():
 INPUTS = st.lists(st.integers(0, 40), min_size=8, max_size=8)
 
 
-@given(STAGES, INPUTS, st.sets(st.integers(0, 7)), st.integers(1, 4))
+@given(STAGES | TRAVELLING, INPUTS, st.sets(st.integers(0, 7)), st.integers(1, 4))
 def test_inputs_that_wait_on_the_host_cost_no_more_than_their_way_there_and_back(
     stages, inputs, resident, slots
 ):

@@ -15,8 +15,8 @@ from weft.shapes import JobShape, ModelShape
 SMALLEST = 256
 """Passes of fewer tokens are not tried unless every sample is shorter."""
 WORTH = 0.01
-"""Inputs are offloaded and adapters travel only where a step gets shorter by so much: what the host takes for
-it is a guess."""
+"""Inputs are offloaded and adapters travel only where a step gets shorter by so much: that the link moves all
+of it at its best is a hope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Way:
 
 
 WAYS = (Way(False, False), Way(False, True), Way(True, False), Way(True, True))
-"""The plainest first. Inputs go before adapters do: Steps are then still the device's."""
+"""The plainest first. Inputs go before adapters do: no Step waits for them."""
 
 
 @dataclass(frozen=True, slots=True)

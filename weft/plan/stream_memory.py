@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from weft.plan.memory import NOTHING, MemoryModel, Need, Recompute
 from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_need import layer_bytes
+from weft.plan.stream_ring import ring_bytes
 from weft.shapes import JobShape
 
 
@@ -35,12 +36,13 @@ class StreamedMemory(MemoryModel):
         return self.shape.hidden * self.shape.bytes_per_value
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
-        """Of adapters that travel, the copy and the gradient of the layers there; counted as when the
-        cut was chosen, or jobs that it was chosen for would have to wait."""
+        """Of adapters that travel, the copy and the gradient of the layers there, and what their Steps pass
+        through; counted as when the cut was chosen, or jobs that it was chosen for would have to wait."""
         if not self.cut.travels:
             return MemoryModel.state_bytes(self, jobs)
+        jobs, value = list(jobs), self.shape.bytes_per_value
         in_a_layer = -(-sum(job.trainable for job in jobs) // self.shape.layers)
-        return self._present * in_a_layer * (self.shape.bytes_per_value + max(4, self.shape.bytes_per_value))
+        return self._present * in_a_layer * (value + max(4, value)) + ring_bytes(jobs, value)
 
     def need(self, jobs: Iterable[JobShape], tokens: float, recompute: Recompute = NOTHING) -> Need:
         jobs = list(jobs)

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from weft.plan.estimate import GPU_LAUNCH, base_layers
 from weft.plan.memory import MemoryModel
 from weft.plan.stream_cut import StreamCut, held_inputs, offloaded_inputs
+from weft.plan.stream_ring import back_bytes, ring_bytes, step_bytes
 from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
 from weft.plan.stream_step import StreamStage
 from weft.shapes import JobShape, ModelShape
@@ -22,12 +23,6 @@ STREAM_SLACK_BYTES = 2 << 30
 """On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
 STAGING_BYTES = 128 << 20
 """On a host with a GPU: page-locked memory that weights pass through which stay in their files."""
-HOST_PARAMETERS = 1e9
-"""Adapter parameters that a host steps in a second: a guess, a pass over 30 bytes of each at 30 GB/s."""
-NORMS = 0.04
-"""Beside a Step, what the norm of its gradient takes before: 0.03 to 0.05 by hand on two CPU cores."""
-PART = 1e-4
-"""Seconds that the host takes for a job's part of a Step however small it is, by hand on the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +48,6 @@ class StreamDevice:
     fused: bool = True
     launch: float = GPU_LAUNCH
     """Seconds that one pass over one layer takes however few its rows are."""
-    host_parameters: float = HOST_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +97,18 @@ class StreamCase:
         return sum(job.trainable for job in self.jobs)
 
     @cached_property
+    def _layer_parameters(self) -> int:
+        """Of one layer's adapters."""
+        return math.ceil(self.trainable / self.shape.layers)
+
+    @cached_property
     def copy_bytes(self) -> int:
         """Of one layer's adapters: what passes read of them."""
-        return math.ceil(self.trainable / self.shape.layers) * self.shape.bytes_per_value
+        return self._layer_parameters * self.shape.bytes_per_value
 
     @cached_property
     def gradient_bytes(self) -> int:
-        return math.ceil(self.trainable / self.shape.layers) * max(4, self.shape.bytes_per_value)
+        return self._layer_parameters * max(4, self.shape.bytes_per_value)
 
     @cached_property
     def present_bytes(self) -> int:
@@ -143,7 +142,9 @@ class StreamCase:
     @cached_property
     def fixed_bytes(self) -> int:
         """On the device, however the base is cut."""
-        state = 0 if self.travels else self.state_bytes
+        state = self.state_bytes
+        if self.travels:
+            state = ring_bytes(self.jobs, self.shape.bytes_per_value)
         inputs = 0
         if self.offloads:
             held = held_inputs(self.shape.layers, offloads=True)
@@ -204,11 +205,6 @@ class StreamCase:
     def _passes(self) -> int:
         return math.ceil(self.round_tokens / self.capacity)
 
-    @cached_property
-    def _layer_step(self) -> float:
-        """The host's Steps of one layer's adapters."""
-        return self.trainable / self.shape.layers / self.device.host_parameters if self.travels else 0.0
-
     def rounds(self, sizes: Sequence[int]) -> list[StageRound]:
         """Each stage's; the last turns every microbatch round at once, so nothing is made again there."""
         if len(sizes) == 1:
@@ -221,8 +217,7 @@ class StreamCase:
         if not self.fits(draft):
             return math.inf
         rounds = self.rounds(draft.sizes)
-        norms = NORMS * self.shape.layers * self._layer_step
-        return slotted_seconds(rounds, draft.resident, draft.slots, self.device.bandwidth, norms)
+        return slotted_seconds(rounds, draft.resident, draft.slots, self.device.bandwidth)
 
     def unhidden(self, draft: Draft) -> float:
         """The share of a round in which the device waits for the host."""
@@ -246,15 +241,16 @@ class StreamCase:
         return [self._stage(size, once, once) for size, once in enumerate(times)]
 
     def _stage(self, size: int, forward: float, backward: float) -> StageRound:
-        copies = self.copy_bytes if self.travels else 0
-        gradients = self.gradient_bytes if self.travels else 0
-        return StageRound(
-            forward,
-            backward,
-            load_bytes=size * (self.layer_bytes + copies),
-            gone_bytes=size * gradients,
-            stepped=size * self._layer_step + (PART * len(self.jobs) if self.travels else 0.0),
-            new_bytes=size * copies,
+        loaded = StageRound(forward, backward, load_bytes=size * self.layer_bytes)
+        if not self.travels:
+            return loaded
+        parameters = size * self._layer_parameters
+        return replace(
+            loaded,
+            gone_bytes=size * self.gradient_bytes,
+            copy_bytes=size * self.copy_bytes,
+            step_bytes=parameters * step_bytes(self.shape.bytes_per_value),
+            back_bytes=parameters * back_bytes(self.shape.bytes_per_value),
         )
 
 

@@ -4,13 +4,16 @@ Loads go over one link, one after another, in the order of the visits. A visit's
 last visit has ended and the link is free; its passes begin when the visit before has ended and its load is
 done. A round ends with the first stages in the slots and the link idle, as it began: rounds add up.
 
-Where the host makes Steps, it does so at the beginning of a round, one stage's part after another: a stage's
-forward also waits for its part, and for the new weights to come. They are too few to keep Loads waiting.
+Adapters that travel are stepped before their stage's forward: what a Step needs comes over the link in the
+same order, behind the stage's load if there is one, and what is new of it goes back once it has come. The
+weights are then made on the device; a load in the backward brings a copy of them, which must have gone back.
+Gradients leave after the backward, and no Step begins before the last of them has left.
 
-Inputs that wait on the host leave, the other way of the link, once the visit that made them has ended, and
-are off the device before their stage's forward ends. They are asked for when the backward of the stage behind
-begins, and share the link with the loads in the order of the visits; what the link does not move of them
-while it has nothing to load comes behind the stage.
+Inputs that wait on the host leave once the visit that made them has ended, and are off the device before
+their stage's forward ends. They are asked for when the backward of the stage behind begins, and share the
+link with the loads in the order of the visits; what the link does not move of them while it has nothing to
+load comes behind the stage. All that leaves takes the other way of the link, in the order of the visits, the
+input of a stage before what goes back of its Step.
 """
 
 from __future__ import annotations
@@ -28,71 +31,66 @@ class StageRound:
     backward: float
     """The same, with what is made again of the forward."""
     load_bytes: int = 0
-    """What comes when it is loaded."""
+    """What comes whenever it is loaded."""
     gone_bytes: int = 0
     """What leaves after its backward: its slot is taken until then."""
-    stepped: float = 0.0
-    """Seconds that the host takes for its part of the Steps before the round."""
-    new_bytes: int = 0
-    """What comes of that."""
+    copy_bytes: int = 0
+    """Weights of adapters, which come beside it when it is loaded for its backward."""
+    step_bytes: int = 0
+    """What comes for its Step, before its forward."""
+    back_bytes: int = 0
+    """What goes back of that."""
     input_bytes: int = 0
     """What it is given, if that waits on the host between its forward and its backward."""
 
 
 def slotted_seconds(
-    stages: Sequence[StageRound],
-    resident: Sequence[bool],
-    slots: int,
-    bandwidth: float,
-    norms: float = 0.0,
+    stages: Sequence[StageRound], resident: Sequence[bool], slots: int, bandwidth: float
 ) -> float:
-    """From the first forward of a round to its last backward, and to the end of what leaves after it.
-
-    Where the host makes Steps it first takes the `norms` of all gradients, so many seconds.
-    """
+    """From the first Step of a round to its last backward, and to the end of what leaves after it."""
     streamed = [number for number, stays in enumerate(resident) if not stays]
     slot_of = {stage: place % slots for place, stage in enumerate(streamed)}
     held = {slot_of[stage]: stage for stage in streamed[:slots]}
     freed = dict.fromkeys(held, 0.0)
+    home = [0.0] * len(stages)
     last = len(stages) - 1
     now = link = leaving = began = 0.0
-    made = norms
 
-    def arrive(stage: int, inputs: float = 0.0) -> None:
-        """Go on to when the stage is there, and its inputs, which take so many seconds to come."""
-        nonlocal now, link
+    def come(stage: int, copies: int = 0, inputs: float = 0.0) -> None:
+        """Have the link bring the stage, unless it is there, with so many bytes of copies; and its inputs,
+        which take so many seconds."""
+        nonlocal link
         slot, behind = slot_of.get(stage), inputs
         if slot is not None and held[slot] != stage:
-            begins = max(link, freed[slot])
+            begins = max(link, freed[slot], home[stage])
             if inputs:
                 behind = max(0.0, inputs - max(0.0, begins - max(link, began)))
-            link = begins + stages[stage].load_bytes / bandwidth
+            link = begins + (stages[stage].load_bytes + copies) / bandwidth
             held[slot] = stage
-        elif not inputs:
-            return
         link += behind
-        now = max(now, link, began + inputs)
 
     def step(stage: int) -> None:
-        """Go on to when its new weights are there, too."""
-        nonlocal now, made
-        made += stages[stage].stepped
-        now = max(now, made + stages[stage].new_bytes / bandwidth)
+        """Go on to when the stage and what its Step needs are there."""
+        nonlocal now, link, leaving
+        come(stage)
+        link += stages[stage].step_bytes / bandwidth
+        now = max(now, link)
+        if back := stages[stage].back_bytes:
+            home[stage] = leaving = max(leaving, link) + back / bandwidth
 
     for stage in range(last):
+        off = 0.0
         if gone := stages[stage].input_bytes:
-            leaving = max(leaving, now) + gone / bandwidth
-        arrive(stage)
+            off = leaving = max(leaving, now) + gone / bandwidth
         step(stage)
-        now += stages[stage].forward
-        if gone:
-            now = max(now, leaving)
+        now = max(now + stages[stage].forward, off)
         if stage in slot_of:
             freed[slot_of[stage]] = now
     step(last)
     for stage in range(last, -1, -1):
-        arrive(stage, stages[stage].input_bytes / bandwidth)
-        began = now
+        inputs = stages[stage].input_bytes / bandwidth
+        come(stage, stages[stage].copy_bytes, inputs)
+        began = now = max(now, link, began + inputs)
         now += stages[stage].backward + (stages[stage].forward if stage == last else 0.0)
         leaving = max(leaving, now) + stages[stage].gone_bytes / bandwidth
         if stage in slot_of:

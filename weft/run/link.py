@@ -12,14 +12,11 @@ import torch
 from weft.base.host import host_bytes
 from weft.base.mapped import MappedFile
 from weft.base.source import CHUNK_BYTES
-from weft.ops.adamw import State, Update, update
 from weft.run.measure import Stopwatch, release
 
 SAMPLE_BYTES = 256 << 20
 SIDE = 8192
 """Of the matrices that are multiplied."""
-STEPPED = 16 << 20
-"""Parameters of a sample adapter."""
 REACHED = 0.8
 """Of a plain product's speed, what whole layers reach."""
 
@@ -30,18 +27,16 @@ class Link:
     """Bytes per second from the host."""
     flops: float
     """What passes reach in a second."""
-    stepped: float
-    """Adapter parameters that the host steps in a second."""
 
 
-PRETENDED = Link(bandwidth=1e10, flops=1e11, stepped=1e9)
+PRETENDED = Link(bandwidth=1e10, flops=1e11)
 """A device that shares the host's memory: nobody waits for what is only copied."""
 
 
 def measure_link(device: torch.device, dtype: torch.dtype) -> Link:
     if device.type != "cuda":
         return PRETENDED
-    found = Link(_bandwidth(device), _flops(device, dtype), _stepped(dtype))
+    found = Link(_bandwidth(device), _flops(device, dtype))
     release(device)
     return found
 
@@ -80,17 +75,6 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
     drawn = torch.Generator(device).manual_seed(0)
     x, y = (torch.randn(SIDE, SIDE, dtype=dtype, device=device, generator=drawn) for _ in range(2))
     return REACHED * 2 * SIDE**3 / _quickest(device, lambda: torch.mm(x, y))
-
-
-def _stepped(dtype: torch.dtype) -> float:
-    sample = _sample_update(dtype)
-    return STEPPED / _quickest(torch.device("cpu"), lambda: update([sample]))
-
-
-def _sample_update(dtype: torch.dtype) -> Update:
-    master, exp_avg, exp_avg_sq, gradient = (torch.zeros(STEPPED) for _ in range(4))
-    state = State(master, exp_avg, exp_avg_sq, gradient, torch.zeros(STEPPED, dtype=dtype))
-    return Update(state, step=1, learning_rate=1e-4, weight_decay=0.0, factor=1.0)
 
 
 def _quickest(device: torch.device, work: Callable[[], object], times: int = 4) -> float:

@@ -1,0 +1,37 @@
+"""How Steps of adapters that travel pass through the device: in pieces, through a ring of a few buffers.
+
+For every parameter its gradient, master and two moments come up; the last three and the new weights go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.shapes import JobShape
+
+PIECE = 1 << 21
+"""Parameters that a buffer holds at the most."""
+PIECES = 3
+"""Buffers: while one is stepped another fills, and a third goes back."""
+MARGIN = 128
+"""Parameters by which a part may grow, since it is cut at multiples of what is stepped at a time."""
+_STATE = 4
+"""Values of a parameter that come: gradient, master and two moments. The first of them does not go back."""
+
+
+def ring_bytes(jobs: Sequence[JobShape], bytes_per_value: int) -> int:
+    """On the device, all the time."""
+    if not jobs:
+        return 0
+    piece = min(PIECE, max(job.trainable for job in jobs) + MARGIN)
+    return PIECES * piece * (step_bytes(bytes_per_value) + bytes_per_value)
+
+
+def step_bytes(bytes_per_value: int) -> int:
+    """Of one parameter, what comes for its Step."""
+    return _STATE * max(4, bytes_per_value)
+
+
+def back_bytes(bytes_per_value: int) -> int:
+    """Of one parameter, what goes back of it."""
+    return (_STATE - 1) * max(4, bytes_per_value) + bytes_per_value
