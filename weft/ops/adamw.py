@@ -32,6 +32,16 @@ class State:
     gradient: Tensor
     weights: Tensor
 
+    def within(self, start: int, stop: int) -> State:
+        """Of the parameters from `start` to `stop`."""
+        return State(
+            master=self.master[start:stop],
+            exp_avg=self.exp_avg[start:stop],
+            exp_avg_sq=self.exp_avg_sq[start:stop],
+            gradient=self.gradient[start:stop],
+            weights=self.weights[start:stop],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Update:

@@ -69,6 +69,23 @@ class Begun:
     """On the host, once `read` has come to pass: loss, hits, norm, and whether the weights are finite."""
     read: torch.cuda.Event | None
 
+    @classmethod
+    def of(
+        cls,
+        due: tuple[Due, ...],
+        updates: tuple[Update, ...],
+        tokens: tuple[int, ...],
+        sums_J3: Tensor,
+        finite_J: Tensor,
+    ) -> Begun:
+        """`sums_J3` are loss, hits and norm. Whatever comes later on this stream is not waited for."""
+        values_J4 = torch.cat([sums_J3, finite_J[:, None].double()], dim=1)
+        if not values_J4.is_cuda:
+            return cls(due, updates, tokens, values_J4, None)
+        host_J4 = torch.empty_like(values_J4, device="cpu", pin_memory=True)
+        host_J4.copy_(values_J4, non_blocking=True)
+        return cls(due, updates, tokens, host_J4, torch.cuda.current_stream().record_event())
+
     def outcomes(self) -> list[Outcome]:
         """What came of every step. Where a NoStep comes back, the weights must not be used."""
         if self.read is not None:
@@ -95,24 +112,21 @@ def begin_steps(due: Sequence[Due]) -> Begun:
     """Have the device make the steps of all jobs, each only if its loss and its gradient are finite."""
     trainings = [one.training for one in due]
     tokens = tuple(open_tokens(training) for training in trainings)
-    sums_J2 = torch.stack([_sums(training) for training in trainings])
+    sums_J2 = open_sums(trainings)
     norm_J = gradient_norms([training.state for training in trainings])
-    clips = [training.recipe.clip or math.inf for training in trainings]
-    clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
-    factor_J = (clip_J / (norm_J + LITTLE)).clamp(max=1.0)
-    good_J = sums_J2[:, 0].isfinite() & norm_J.isfinite()
     updates = tuple(training.update() for training in trainings)
-    finite_J = update(updates, torch.where(good_J, factor_J, -1.0).float())
-    values_J4 = torch.cat([sums_J2, norm_J[:, None], finite_J[:, None].double()], dim=1)
+    finite_J = update(updates, factors(trainings, sums_J2, norm_J).float())
     for training in trainings:
         training.open = None
-    if not values_J4.is_cuda:
-        return Begun(tuple(due), updates, tokens, values_J4, None)
-    host_J4 = torch.empty_like(values_J4, device="cpu", pin_memory=True)
-    host_J4.copy_(values_J4, non_blocking=True)
-    read = torch.cuda.Event()
-    read.record()
-    return Begun(tuple(due), updates, tokens, host_J4, read)
+    return Begun.of(tuple(due), updates, tokens, torch.cat([sums_J2, norm_J[:, None]], dim=1), finite_J)
+
+
+def factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:
+    """What clipping leaves of each gradient, in float64 [J]; below 0 where no step can be made."""
+    clips = [training.recipe.clip or math.inf for training in trainings]
+    clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
+    good_J = sums_J2[:, 0].isfinite() & norm_J.isfinite()
+    return torch.where(good_J, (clip_J / (norm_J + LITTLE)).clamp(max=1.0), -1.0)
 
 
 def _take_alone(due: Due) -> Outcome:
@@ -126,23 +140,14 @@ def _take_alone(due: Due) -> Outcome:
 
 def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
     """What the open batches came to; waits for the device once."""
-    return with_norms(trainings, torch.stack([_sums(training) for training in trainings]))
-
-
-def with_norms(trainings: Sequence[Training], sums_J2: Tensor) -> list[Sums]:
-    """Losses and hits of batches, and beside them the norms of their gradients."""
     norm_J = gradient_norms([training.state for training in trainings])
-    values = torch.cat([sums_J2, norm_J[:, None]], dim=1).tolist()
+    values = torch.cat([open_sums(trainings), norm_J[:, None]], dim=1).tolist()
     return [Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
 
 
-def sums_to_host(trainings: Sequence[Training]) -> Tensor:
-    """Losses and hits of the open batches, in float64 [J, 2], on the host once the device has got there."""
-    sums_J2 = torch.stack([_sums(training) for training in trainings])
-    if not sums_J2.is_cuda:
-        return sums_J2
-    host_J2 = torch.empty_like(sums_J2, device="cpu", pin_memory=True)
-    return host_J2.copy_(sums_J2, non_blocking=True)
+def open_sums(trainings: Sequence[Training]) -> Tensor:
+    """Loss and hits of the open batches, in float64 [J, 2]."""
+    return torch.stack([_sums(training) for training in trainings])
 
 
 def why_no_step(training: Training, sums: Sums) -> str | None:

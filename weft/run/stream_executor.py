@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from weft.base.streamed import StreamedBase
 from weft.objectives import sft
+from weft.ops.adamw import update
 from weft.ops.lora import Route
 from weft.plan.program import (
     Action,
@@ -32,7 +34,6 @@ from weft.plan.program import (
 )
 from weft.run.events import Event
 from weft.run.executor import Asked, Executor, Fetch, Timed, refuse_other_devices
-from weft.run.host_steps import HostBegun, HostSteps
 from weft.run.inputs import Visitor, rows_at_once, stage_inputs
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
@@ -41,6 +42,7 @@ from weft.run.passes import Dealt, Plain, deal
 from weft.run.streamer import Streamer
 from weft.run.training import Training
 from weft.run.travel import Travel
+from weft.run.travel_steps import Make, TravelBegun, TravelSteps
 
 
 class _Visits:
@@ -99,20 +101,16 @@ class _Looking:
 
 
 class StreamExecutor(Executor):
-    def __init__(self, base: StreamedBase, route: Route | None = None, host: HostSteps | None = None) -> None:
-        """`host` makes the Steps of adapters that travel."""
+    def __init__(self, base: StreamedBase, route: Route | None = None, make: Make = update) -> None:
+        """`make` makes the updates of adapters that travel."""
         super().__init__(base.whole, route, graphs=False)
         assert not self.route.mixes_rows, "nothing is replayed, so no route may mix rows"
         self.streamed = base
         base.refuse_copies()
         self.travel = Travel(base.cut, base.whole.device, base.whole.dtype) if base.cut.travels else None
-        self.host = host or HostSteps()
-        coming: Callable[[int], None] = lambda stage: None  # noqa: E731
-        going = coming
-        if self.travel is not None:
-            coming, going = partial(self.travel.come, unfinished=self.host.unfinished), self.travel.go
-        self.streamer = Streamer(base, coming, going)
-        self._begun = HostBegun(self.host)
+        self.steps = TravelSteps(self.travel, make) if self.travel else None
+        self.streamer = Streamer(base, self._come, self._go)
+        self._begun: TravelBegun | None = None
         self._waits = _Visits(base.whole.device)
         """What the Steps that were last begun kept the arithmetic waiting."""
         self.inputs = stage_inputs(base, lambda: self.streamer.waited)
@@ -126,11 +124,12 @@ class StreamExecutor(Executor):
         return torch.device("cpu") if self.travel else self.base.device
 
     def attach(self, training: Training) -> None:
-        if self.travel is None:
+        if self.steps is None:
             super().attach(training)
             return
         with self._on_stream():
-            traveller = self.travel.board(training)
+            traveller = self.steps.travel.board(training)
+            self.steps.fit(training.job)
             state = training.state
             self.banks.attach(
                 training.member, training.layout, state.weights, state.gradient, *traveller.parameters()
@@ -138,14 +137,14 @@ class StreamExecutor(Executor):
         self.aboard[training.job] = training
 
     def detach(self, job: str) -> Training:
-        self.host.finish()
+        self._make_all()
         training = super().detach(job)
         if self.travel is not None:
             self.travel.leave(job)
         return training
 
     def kill(self, job: str) -> None:
-        self.host.finish()
+        self._make_all()
         super().kill(job)
         if self.travel is not None:
             with self._on_stream():
@@ -169,6 +168,8 @@ class StreamExecutor(Executor):
             case Load(stage):
                 self.streamer.load(stage)
             case Evict(stage):
+                if self.travel is not None:
+                    self.travel.measure(stage)
                 self.streamer.evict(stage)
             case Forward(number, stage):
                 self._forth(number, stage, program, fetch)
@@ -176,7 +177,7 @@ class StreamExecutor(Executor):
                 self._use(stage, program.microbatches[number])
                 yield from self._back(number, stage)
             case Evaluate(number, stage):
-                # A look need not wait for all that the host makes; but whom a Step has failed has no loss.
+                # A look need not wait for all Steps; but whom a Step has failed has no loss.
                 if self.travel is None or stage + 1 == len(self.streamed.stages):
                     yield from self._made_steps()
                 yield from self._look_on(number, stage, program, fetch)
@@ -185,17 +186,36 @@ class StreamExecutor(Executor):
 
     def _use(self, stage: int, plan: MicrobatchPlan) -> None:
         """From here on the device may read the stage, with the weights there of the microbatch's jobs."""
-        if self.travel is not None:
-            self._begun.used |= not self._begun.jobs.isdisjoint(plan.jobs)
-            if old := self.travel.old(stage, plan.jobs):
+        if self.steps is not None:
+            if self._begun is not None:
+                self._begun.used |= not self._begun.jobs.isdisjoint(plan.jobs)
+            if left := self.steps.left(stage, plan.jobs):
                 with self._waiting():
-                    self.host.wait(old)
-                    self.streamer.renew(stage, partial(self.travel.bring, old))
+                    self.steps.make(left, self.streamer.writable(stage))
         self.streamer.use(stage)
+
+    def _make_all(self) -> None:
+        """What is left of Steps; all of it is on the host then."""
+        if self.steps is None:
+            return
+        with self._on_stream():
+            for stage, pairs in groupby(self.steps.all_left(), key=itemgetter(1)):
+                self.steps.make(list(pairs), self.streamer.writable(stage))
+        self.steps.wait()
+
+    def _come(self, stage: int) -> None:
+        """What comes beside a stage."""
+        if self.steps is not None:
+            self.steps.wait_here()
+            self.steps.travel.come(stage, self.steps.unfinished)
+
+    def _go(self, stage: int) -> None:
+        if self.travel is not None:
+            self.travel.go(stage)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """For Steps: the device may have nothing else to do meanwhile."""
+        """For Steps: the arithmetic has nothing else to do meanwhile."""
         self._waits.begin()
         with self.streamer.waiting():
             yield
@@ -223,7 +243,7 @@ class StreamExecutor(Executor):
                 dealt = deal(self.base, self.banks, laid, self.route)
                 visits = _ThereAndBack(_Visits(self.base.device), _Visits(self.base.device))
                 self._in_flight[number] = _Flight(plan, laid, dealt, visits)
-        # Not before: what is laid out here is laid out while the host makes the first part of Steps.
+        # Not before: what is laid out here is laid out while what the first part of Steps needs comes.
         self._use(stage, program.microbatches[number])
         if (flight := self._in_flight.get(number)) is None:
             return
@@ -296,32 +316,30 @@ class StreamExecutor(Executor):
             self._timed.clear()
 
     def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
-        """Where adapters travel the host is only asked for the Steps: the next round's passes wait for what
-        they need of them, and what came of them is reported when that round has come to its own."""
-        if self.travel is None:
+        """Where adapters travel, Steps are only noted: what a pass of the next round needs of them is made
+        before it, and what came of them is reported when that round has come to its own."""
+        if self.steps is None:
             yield from super()._step(program, steps)
             return
-        if self._begun.used:
+        if self._begun is not None and self._begun.used:
             yield from self._made_steps()
         due = self._due(program, steps)
         if not due:
             return
-        if self._asked is None:
-            self._begun, self._waits = HostBegun(self.host), _Visits(self.base.device)
+        if self._asked is None or self._begun is None:
+            self._begun, self._waits = TravelBegun(self.steps), _Visits(self.base.device)
             self._asked = Asked(self._begun, self._waits, self._again("step"), timed=[])
         self._asked.timed.extend(self._timed)
         self._timed.clear()
-        jobs = [one.training.job for one in due]
         with self._waiting():
-            self.travel.take_gradients(jobs)
-        self.travel.note_steps(jobs)
-        parts = [self.travel.travellers[job].by_stage for job in jobs]
-        self.host.begin(self._begun, due, parts, self.streamer.gone)
+            self.steps.travel.take_gradients([one.training.job for one in due])
+        self.steps.begin(self._begun, due, self.streamer.gone)
 
     def _made_steps(self) -> Iterator[Event]:
-        if self.travel is not None and self._asked is not None:
+        if self.steps is not None and self._asked is not None:
             with self._waiting():
-                self.host.finish()
+                self._make_all()
+            self._begun = None
         yield from super()._made_steps()
 
     # -- evaluation --------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ Beside = Callable[[int], None]
 
 @dataclass(slots=True)
 class Waited:
-    """How long the arithmetic waited for the host: for stages to come, and for Steps that are made there."""
+    """How long the arithmetic waited for the host: for stages to come, and for what Steps need."""
 
     seconds: float = 0.0
     copied_bytes: int = 0
@@ -55,7 +55,7 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """What was sent to the host: it is there when all of these have come to pass."""
+    """What the device was asked for: done when all of these have come to pass."""
 
     events: tuple[torch.cuda.Event, ...] = ()
 
@@ -99,10 +99,10 @@ class Streamer:
         """What has been sent to the host until now. Every pass before a Step is behind the device then."""
         return self._queue.gone()
 
-    def renew(self, stage: int, copies: Callable[[], None]) -> None:
-        """Have new weights of adapters copied to where a stage is, before the next pass; none has read what
-        is there since `gone` was last called."""
-        self._queue.renew(stage, copies)
+    def writable(self, stage: int) -> Gone:
+        """When weights of adapters whose Step was asked for with the last `gone`, and which no pass has read
+        since, may be written where the stage is."""
+        return self._queue.writable(stage)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -166,8 +166,8 @@ class _HostQueue:
     def gone(self) -> Gone:
         return Gone()
 
-    def renew(self, stage: int, copies: Callable[[], None]) -> None:
-        copies()
+    def writable(self, stage: int) -> Gone:
+        return Gone()
 
 
 class _GpuQueue:
@@ -177,27 +177,30 @@ class _GpuQueue:
         device = streamer.base.whole.device
         self._streamer = streamer
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # New weights are needed sooner than stages that were asked for before them, so they have their own.
-        self._new = torch.cuda.Stream(device)
         self._free: dict[int, torch.cuda.Event] = {}
         """Slot → when nobody needs any longer what is in it."""
         self._there: dict[int, torch.cuda.Event] = {}
         """Stage → when all of it has come; until it is first used."""
         self._came: dict[int, torch.cuda.Event] = {}
-        """Stage → when it last came: nobody reads any longer what its slot held before."""
+        """Stage → when it last came, with the adapters' weights that came beside it."""
+        self._writable: dict[int, torch.cuda.Event] = {}
+        """Stage → when nobody writes or reads any longer what it finds of adapters in its slot."""
         self._stepped: torch.cuda.Event | None = None
         """When the last pass before the last Step was made."""
 
     def load(self, stage: int, slot: int) -> None:
-        if slot in self._free:
-            self._in.wait_event(self._free.pop(slot))
-        else:
-            # Nobody has left it yet; but room for adapters there may just be being made.
-            self._in.wait_stream(torch.cuda.current_stream())
+        free = self._freed(slot)
+        self._in.wait_event(free)
         with torch.cuda.stream(self._in):
             self._streamer.copy(stage)
             self._came[stage] = self._there[stage] = torch.cuda.Event(enable_timing=True)
             self._there[stage].record()
+        # Weights whose Step has been asked for do not come beside it.
+        self._writable[stage] = free
+
+    def _freed(self, slot: int) -> torch.cuda.Event:
+        # If nobody has left it yet, room for adapters there may just be being made.
+        return self._free.pop(slot, None) or torch.cuda.current_stream().record_event()
 
     def evict(self, stage: int, slot: int) -> None:
         self._out.wait_stream(torch.cuda.current_stream())
@@ -223,16 +226,14 @@ class _GpuQueue:
         left, self._stepped = torch.cuda.Event(), torch.cuda.Event()
         left.record(self._out)
         self._stepped.record()
+        # What has come until now came with weights from before this Step.
+        self._writable = dict(self._came)
         return Gone((left, self._stepped))
 
-    def renew(self, stage: int, copies: Callable[[], None]) -> None:
+    def writable(self, stage: int) -> Gone:
         """A stage that came since the last Step may lie where others were read since."""
-        for event in (self._stepped, self._came.get(stage)):
-            if event is not None:
-                self._new.wait_event(event)
-        with torch.cuda.stream(self._new):
-            copies()
-        torch.cuda.current_stream().wait_stream(self._new)
+        events = (self._stepped, self._writable.get(stage))
+        return Gone(tuple(event for event in events if event is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +256,12 @@ class _ReadQueue(_GpuQueue):
         self._reads: dict[int, _Read] = {}
 
     def load(self, stage: int, slot: int) -> None:
-        free = self._free.pop(slot, None) or torch.cuda.current_stream().record_event()
+        free = self._freed(slot)
         self._in.wait_event(free)
         with torch.cuda.stream(self._in):
             self._streamer.come(stage)
             self._came[stage] = beside = self._in.record_event()
+        self._writable[stage] = free
         self._reads[stage] = _Read(self._reader.submit(self._read, stage, free), beside)
 
     def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:

@@ -2,13 +2,15 @@
 
 On the device a job has, for every place that a stage can be in, room for the stage's part of its weights and
 of its gradient. The weights come with the stage, the gradient leaves when the stage does or a Step wants it;
-masters and moments never leave the host, where the Steps are made.
+masters and moments come only for their Steps (`travel_steps.py`).
+
+Shapes: J jobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 from weft.adapters.kind import Parameters
 from weft.adapters.layout import Layout
 from weft.base.host import host_vectors
+from weft.ops.adamw import State, gradient_norms, square_sums
+from weft.ops.triton.at_hand import kernels_at_hand, kernels_run
 from weft.plan.stream_cut import StreamCut
 from weft.run.training import Training
 from weft.shapes import layer_of
@@ -85,8 +89,8 @@ class Travel:
         self.travellers: dict[str, Traveller] = {}
         self._made: set[Pair] = set()
         """Whose gradient of which stage is on the device only."""
-        self._old: set[Pair] = set()
-        """Whose weights of which stage were stepped since they last came to the device."""
+        self._squares: dict[str, list[Tensor]] = {}
+        """Job → sums of squares of the parts of its gradient that have left the device."""
         self._in: dict[Place, int] = {ENDS: OUTSIDE}
         for number, stage in enumerate(cut.stages):
             if stage.resident:
@@ -98,27 +102,23 @@ class Travel:
         for stage, part in _parts(training.layout, self.cut):
             parts.setdefault(self._place(stage), {})[stage] = part
         rooms = {place: max(part.size for part in held.values()) for place, held in parts.items()}
-        state = training.state
-        weights, gradient = host_vectors(
-            [(training.layout.size, self.dtype), (training.layout.size, state.gradient.dtype)], self.device
-        )
-        weights.copy_(state.weights)
-        training.state = replace(state, weights=weights, gradient=gradient)
+        training.state = _on_the_host(training.state, self.device)
+        dtype = training.gradient.dtype
         traveller = Traveller(
             training,
             parts,
             {place: torch.zeros(n, dtype=self.dtype, device=self.device) for place, n in rooms.items()},
-            {place: torch.zeros(n, dtype=gradient.dtype, device=self.device) for place, n in rooms.items()},
+            {place: torch.zeros(n, dtype=dtype, device=self.device) for place, n in rooms.items()},
         )
         self.travellers[training.job] = traveller
+        self._squares[training.job] = []
         self.bring_weights([training.job])
         return traveller
 
     def leave(self, job: str) -> None:
         self.forget([job])
-        self._old = {pair for pair in self._old if pair[0] != job}
         self.wait()  # for copies on other streams than the one that its room was taken on
-        del self.travellers[job]
+        del self.travellers[job], self._squares[job]
 
     # -- with a stage ------------------------------------------------------------------------------------
 
@@ -127,11 +127,14 @@ class Travel:
         self._in[self._place(stage)] = stage
         self.bring((job, stage) for job in self.travellers if not unfinished(job, stage))
 
+    def measure(self, stage: int) -> None:
+        """Sum up the gradients that were made in the place of a stage which is about to go."""
+        self._measure((traveller, self._place(stage)) for traveller in self.travellers.values())
+
     def go(self, stage: int) -> None:
         """A stage leaves its place: so do the gradients that were made there."""
         place = self._place(stage)
-        for traveller in self.travellers.values():
-            self._take(traveller, place)
+        self._take((traveller, place) for traveller in self.travellers.values())
         del self._in[place]
 
     def note_backward(self, stage: int, jobs: Iterable[str]) -> None:
@@ -141,22 +144,37 @@ class Travel:
             if stage in (0, len(self.cut.stages) - 1):
                 self._made.add((job, OUTSIDE))
 
+    def there(self, stage: int) -> bool:
+        """Whether the stage is in its place, or will be when what the device was asked for is done."""
+        return self._in.get(self._place(stage)) == stage
+
     # -- for a Step --------------------------------------------------------------------------------------
 
     def take_gradients(self, jobs: Iterable[str]) -> None:
         """Send what the places hold to the host."""
+        places = [(self.travellers[job], place) for job in jobs for place in self._in]
+        self._measure(places)
+        self._take(places)
+
+    def gradient_norms(self, jobs: Sequence[str]) -> Tensor:
+        """Of gradients that were all sent to the host, in float64 [J]. Where kernels can, the device has
+        summed them up before they left."""
+        states = [self.travellers[job].training.state for job in jobs]
+        if not kernels_run(self.device, states[0].gradient.dtype):
+            self.wait()
+            return gradient_norms(states)
+        none = torch.zeros((), dtype=torch.float64, device=self.device)
+        squares = [torch.stack([none, *self._squares[job]]).sum() for job in jobs]
         for job in jobs:
-            for place in list(self._in):
-                self._take(self.travellers[job], place)
+            self._squares[job] = []
+        return torch.stack(squares).sqrt()
 
-    def note_steps(self, jobs: Iterable[str]) -> None:
-        """These jobs' weights are about to change."""
-        self._old |= {(job, stage) for job in jobs for stage in self.travellers[job].by_stage}
-
-    def old(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
-        """What a pass of these jobs over a stage would find there from before their last Step."""
-        stages = (stage, OUTSIDE) if stage in (0, len(self.cut.stages) - 1) else (stage,)
-        return sorted(self._old & {(job, one) for job in jobs for one in stages})
+    def room(self, job: str, stage: int) -> Tensor | None:
+        """For the job's weights of a stage on the device; None while it is not there."""
+        if not self.there(stage):
+            return None
+        traveller, place = self.travellers[job], self._place(stage)
+        return traveller.weights[place][: traveller.parts[place][stage].size]
 
     def bring_weights(self, jobs: Iterable[str]) -> None:
         """To every place that holds a stage."""
@@ -166,31 +184,46 @@ class Travel:
         """Weights, from the host to the places where their stages are."""
         for job, stage in pairs:
             self._bring(self.travellers[job], stage)
-            self._old.discard((job, stage))
 
     def forget(self, jobs: Iterable[str]) -> None:
         """Drop gradients in the making."""
         for job in jobs:
             for room in self.travellers[job].gradient.values():
                 room.zero_()
+            self._squares[job] = []
             self._made = {(other, stage) for other, stage in self._made if other != job}
 
     def _bring(self, traveller: Traveller, stage: int) -> None:
         place = self._place(stage)
-        assert self._in.get(place) == stage, f"stage {stage} is not in its place"
+        assert self.there(stage), f"stage {stage} is not in its place"
         if (part := traveller.parts.get(place, {}).get(stage)) is not None:
             host = traveller.training.state.weights[part.start : part.stop]
             traveller.weights[place][: part.size].copy_(host, non_blocking=True)
 
-    def _take(self, traveller: Traveller, place: Place) -> None:
+    def _made_in(self, places: Iterable[tuple[Traveller, Place]]) -> list[tuple[Traveller, Part, Tensor]]:
+        """Of these, where there is a gradient: whose, which part of it, and its room."""
+        found = []
+        for traveller, place in places:
+            stage = self._in[place]
+            part = traveller.parts.get(place, {}).get(stage)
+            if part is not None and (traveller.training.job, stage) in self._made:
+                found.append((traveller, part, traveller.gradient[place][: part.size]))
+        return found
+
+    def _measure(self, places: Iterable[tuple[Traveller, Place]]) -> None:
+        made = self._made_in(places)
+        if made and kernels_at_hand(made[0][2]):
+            squares_J = square_sums([room for _, _, room in made])
+            for (traveller, _, _), squares in zip(made, squares_J, strict=True):
+                self._squares[traveller.training.job].append(squares)
+
+    def _take(self, places: Iterable[tuple[Traveller, Place]]) -> None:
         """A stage is gone back through once a round, so that what leaves is all there is."""
-        stage = self._in[place]
-        part = traveller.parts.get(place, {}).get(stage)
-        if part is not None and (traveller.training.job, stage) in self._made:
-            self._made.remove((traveller.training.job, stage))
-            room = traveller.gradient[place][: part.size]
+        places = list(places)
+        for traveller, part, room in self._made_in(places):
             traveller.training.gradient[part.start : part.stop].copy_(room, non_blocking=True)
             room.zero_()
+        self._made -= {(traveller.training.job, self._in[place]) for traveller, place in places}
 
     def wait(self) -> None:
         """Until the device has done what it was asked for."""
@@ -201,6 +234,13 @@ class Travel:
         if stage == OUTSIDE:
             return ENDS
         return ("stage", stage) if self.cut.stages[stage].resident else ("slot", self.cut.slot(stage))
+
+
+def _on_the_host(state: State, device: torch.device) -> State:
+    """The same in host memory that the device reads and writes by itself."""
+    vectors = [getattr(state, one.name) for one in fields(state)]
+    found = host_vectors([(len(vector), vector.dtype) for vector in vectors], device)
+    return State(*(here.copy_(vector) for here, vector in zip(found, vectors, strict=True)))
 
 
 def _parts(layout: Layout, cut: StreamCut) -> Iterator[tuple[int, Part]]:

@@ -1,0 +1,275 @@
+"""Steps of adapters that live in host memory: gradient, master and moments come to the device in pieces, are
+updated there and go back, those of a stage before its first pass in the next round.
+
+Nobody but the device writes a job's state between `begin` and the end of its last piece.
+
+Shapes: J jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from weft.ops.adamw import State, Update, update
+from weft.ops.triton.at_hand import kernels_run
+from weft.plan.stream_ring import PIECE, PIECES
+from weft.run.steps import Begun, Due, Outcome, factors, open_sums, open_tokens
+from weft.run.streamer import Gone
+from weft.run.travel import OUTSIDE, Pair, Part, Travel
+
+ALIGNMENT = 64
+"""Parameters. Torch's fused AdamW rounds the odd ones at a vector's end otherwise than all before them: cut
+at multiples of whatever a processor takes at a time, pieces get the bits of the whole."""
+
+Make = Callable[[Sequence[Update], Tensor | None], Tensor]
+"""Makes updates, with factors that are on the device; which jobs' weights are finite after it, bool [J]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Parameters of a part that are updated at a time."""
+
+    inside: Part
+    whole: Part
+    """The same and what lies between it and the next multiples: computed with, but not kept."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Steps that were begun together."""
+
+    due: tuple[Due, ...]
+    updates: tuple[Update, ...]
+    tokens: tuple[int, ...]
+    sums_J3: Tensor
+    """Loss, hits and norm."""
+    factor_J: Tensor | None
+    """Where kernels make the updates; else the updates know theirs."""
+    gone: Gone
+    """When all gradients are on the host."""
+    finite: tuple[list[Tensor], ...]
+    """For each job, whether the weights of its pieces are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Left:
+    """What is left of a job's Step in one stage."""
+
+    run: _Run
+    number: int
+    """Of the job in the run."""
+    part: Part
+    pieces: list[Piece]
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """A piece on the device."""
+
+    state: State
+    free: torch.cuda.Event | None = None
+    """When what it held last has gone back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """Streams of a GPU, beside that of the passes."""
+
+    up: torch.cuda.Stream
+    """What comes, and the updates."""
+    down: torch.cuda.Stream
+    """What goes back."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Lanes:
+        return cls(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
+@dataclass(slots=True)
+class TravelBegun:
+    """Steps whose outcomes will be read together."""
+
+    steps: TravelSteps
+    runs: list[_Run] = field(default_factory=list)
+    used: bool = False
+    """Whether one of the jobs has been in a pass since."""
+
+    @property
+    def due(self) -> list[Due]:
+        return [one for run in self.runs for one in run.due]
+
+    @property
+    def jobs(self) -> set[str]:
+        return {one.training.job for one in self.due}
+
+    def outcomes(self) -> list[Outcome]:
+        """All of them must have been made."""
+        return [outcome for run in self.runs for outcome in self.steps.outcomes(run)]
+
+
+class TravelSteps:
+    def __init__(self, travel: Travel, make: Make = update) -> None:
+        self.travel, self._make_update = travel, make
+        self._left: dict[Pair, _Left] = {}
+        self._buffers: list[_Buffer] = []
+        self._turn = 0
+        self._lanes = _Lanes.on(travel.device) if travel.device.type == "cuda" else None
+        self._back: torch.cuda.Event | None = None
+        """When the last piece has gone back."""
+
+    def fit(self, job: str) -> None:
+        """Have buffers for the pieces of a job that has come aboard."""
+        traveller = self.travel.travellers[job]
+        state, size = traveller.training.state, traveller.training.layout.size
+        found = (piece for part in traveller.by_stage.values() for piece in pieces(part, size))
+        largest = max((piece.whole.size for piece in found), default=0)
+        if self._buffers and largest <= len(self._buffers[0].state.master):
+            return
+        self.travel.wait()
+        self._buffers = []
+        vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
+        for _ in range(PIECES):
+            here = (torch.zeros(largest, dtype=one.dtype, device=self.travel.device) for one in vectors)
+            self._buffers.append(_Buffer(State(*here)))
+
+    # -- asked for ---------------------------------------------------------------------------------------
+
+    def begin(self, begun: TravelBegun, due: Sequence[Due], gone: Callable[[], Gone]) -> None:
+        """Close the open batches: their Steps are to be made. Their gradients have been sent to the host;
+        `gone` tells when they, and all else that the device was asked for until then, will be there."""
+        trainings = [one.training for one in due]
+        tokens = tuple(open_tokens(training) for training in trainings)
+        sums_J2 = open_sums(trainings)
+        norm_J = self.travel.gradient_norms([training.job for training in trainings]).to(sums_J2.device)
+        updates = tuple(training.update() for training in trainings)
+        factor_J: Tensor | None = factors(trainings, sums_J2, norm_J).float()
+        if not kernels_run(self.travel.device, trainings[0].master.dtype):
+            known = factors(trainings, sums_J2, norm_J).tolist()
+            updates = tuple(replace(one, factor=factor) for one, factor in zip(updates, known, strict=True))
+            factor_J = None
+        sums_J3 = torch.cat([sums_J2, norm_J[:, None]], dim=1)
+        run = _Run(tuple(due), updates, tokens, sums_J3, factor_J, gone(), tuple([] for _ in due))
+        begun.runs.append(run)
+        for number, training in enumerate(trainings):
+            training.open = None
+            for stage, part in self.travel.travellers[training.job].by_stage.items():
+                left = _Left(run, number, part, list(pieces(part, training.layout.size)))
+                self._left[training.job, stage] = left
+
+    def unfinished(self, job: str, stage: int) -> bool:
+        """Whether the job's weights of that stage have yet to be made."""
+        return (job, stage) in self._left
+
+    def left(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
+        """What of these jobs' Steps has yet to be made before a pass over the stage."""
+        last = len(self.travel.cut.stages) - 1
+        stages = (stage, OUTSIDE) if stage in (0, last) else (stage,)
+        return [(job, one) for job in jobs for one in stages if (job, one) in self._left]
+
+    def all_left(self) -> list[Pair]:
+        return sorted(self._left, key=lambda pair: (pair[1], pair[0]))
+
+    # -- made --------------------------------------------------------------------------------------------
+
+    def make(self, pairs: Iterable[Pair], writable: Gone) -> None:
+        """Have these made before whatever the device is asked for next; their weights go to the host and,
+        once they are writable, to the places where their stages are."""
+        with self._aside(writable):
+            for job, stage in pairs:
+                left = self._left[job, stage]
+                self._wait_for(left.run.gone)
+                while left.pieces:
+                    self._make(left, job, stage, left.pieces[0])
+                    left.pieces.pop(0)
+                del self._left[job, stage]
+        if self._lanes is not None:
+            torch.cuda.current_stream().wait_stream(self._lanes.up)
+
+    def outcomes(self, run: _Run) -> list[Outcome]:
+        assert not any(left.run is run for left in self._left.values()), "a Step is not all made"
+        with self._aside(Gone()):
+            # Not on the stream of the passes: the next round's may be on their way.
+            none = torch.ones(1, dtype=torch.bool, device=run.sums_J3.device)
+            finite_J = torch.stack([torch.cat([none, *found]).all() for found in run.finite])
+            begun = Begun.of(run.due, run.updates, run.tokens, run.sums_J3, finite_J)
+        return begun.outcomes()
+
+    def wait(self) -> None:
+        """Until all that was made is on the host."""
+        if self._back is not None:
+            self._back.synchronize()
+
+    def wait_here(self) -> None:
+        """The same for what this stream is asked for next."""
+        if self._back is not None:
+            torch.cuda.current_stream().wait_event(self._back)
+
+    def _make(self, left: _Left, job: str, stage: int, piece: Piece) -> None:
+        run, host = left.run, left.run.updates[left.number].state
+        if run.factor_J is None and run.updates[left.number].factor < 0.0:
+            return
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % PIECES
+        if buffer.free is not None:
+            torch.cuda.current_stream().wait_event(buffer.free)
+        here = buffer.state.within(0, piece.whole.size)
+        _bring(host.within(piece.whole.start, piece.whole.stop), here)
+        factor = None if run.factor_J is None else run.factor_J[left.number : left.number + 1]
+        one = replace(run.updates[left.number], state=here)
+        run.finite[left.number].append(self._make_update([one], factor))
+        first, inside = piece.whole.start, piece.inside
+        made = here.within(inside.start - first, inside.stop - first)
+        if (room := self.travel.room(job, stage)) is not None:
+            at = inside.start - left.part.start
+            room[at : at + inside.size].copy_(made.weights)
+        self._send(buffer, made, host.within(inside.start, inside.stop))
+
+    def _send(self, buffer: _Buffer, made: State, host: State) -> None:
+        if self._lanes is None:
+            _give_back(made, host)
+            return
+        self._lanes.down.wait_stream(self._lanes.up)
+        with torch.cuda.stream(self._lanes.down):
+            _give_back(made, host)
+            buffer.free = self._back = self._lanes.down.record_event()
+
+    @contextmanager
+    def _aside(self, after: Gone) -> Iterator[None]:
+        """On the stream of what comes for Steps."""
+        with nullcontext() if self._lanes is None else torch.cuda.stream(self._lanes.up):
+            self._wait_for(after)
+            yield
+
+    def _wait_for(self, gone: Gone) -> None:
+        for event in gone.events:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def pieces(part: Part, size: int) -> Iterator[Piece]:
+    """Of a part of a vector of so many parameters."""
+    first = part.start - part.start % ALIGNMENT
+    for at in range(first, part.stop, PIECE):
+        inside = Part(max(at, part.start), min(at + PIECE, part.stop))
+        stop = min(-(-inside.stop // ALIGNMENT) * ALIGNMENT, size)
+        yield Piece(inside, Part(at, stop))
+
+
+def _bring(host: State, here: State) -> None:
+    """Everything but the weights, which will be made."""
+    here.gradient.copy_(host.gradient, non_blocking=True)
+    here.master.copy_(host.master, non_blocking=True)
+    here.exp_avg.copy_(host.exp_avg, non_blocking=True)
+    here.exp_avg_sq.copy_(host.exp_avg_sq, non_blocking=True)
+
+
+def _give_back(here: State, host: State) -> None:
+    """Everything but the gradient, which nobody needs any longer."""
+    host.master.copy_(here.master, non_blocking=True)
+    host.exp_avg.copy_(here.exp_avg, non_blocking=True)
+    host.exp_avg_sq.copy_(here.exp_avg_sq, non_blocking=True)
+    host.weights.copy_(here.weights, non_blocking=True)
