@@ -4,9 +4,10 @@ Random weights are made in memory, all linears carry adapters, all tokens are su
 torch's own allocator. For every number of jobs: seconds and tokens of a round, the most memory that was
 taken, the share of the time in which the device waited for the host (predicted and measured), and ρ: the
 floor (the arithmetic with every layer's forward made twice, or the transfers, whichever is longer) over the
-measured time.
+measured time. `same` is a resident run with the microbatches and the passes of the streamed one, which should
+give its losses to the last bit; `resident` is one as a user would have it, with captured passes.
 
-    python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --compare resident,fsdp
+    python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --compare same,resident,fsdp
     python -m benchmarks.gpu_stream --shape 32b --cap 24 --jobs 16,8,4,2,1 --compare resident --plot x.html
     python -m benchmarks.gpu_stream --shape 70b --jobs 8
     python -m benchmarks.gpu_stream --shape 8b --cap 10 --jobs 16 --cuts chosen,largest,smallest
@@ -38,7 +39,8 @@ from weft.plan.memory import MemoryModel
 from weft.run.link import Link, measure_link
 from weft.run.measure import budget_bytes
 
-COMPARED = ("resident", "fsdp")
+STREAMED, RESIDENT, SAME = "Weft, streamed", "Weft, resident", "Weft, resident, same passes"
+COMPARED = ("same", "resident", "fsdp")
 CUTS = ("chosen", "largest", "smallest")
 GIB = 1 << 30
 TOY_CAP = 320 << 10
@@ -57,6 +59,8 @@ class Row:
     losses: tuple[tuple[float, ...], ...] = ()
     """Of every job, round by round."""
     cut: str = ""
+    capacity: int = 0
+    """Tokens of a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ def streamed_row(case: Case, work: Work, how: str) -> Row:
             return measure(block, case.place, replace(case.pace, warmup=0))
 
     measured = attempted(run, case.place)
-    name = f"Weft, {how} cut" if how != "chosen" else "Weft, streamed"
+    name = f"Weft, {how} cut" if how != "chosen" else STREAMED
     if not found:
         return Row(name, work.jobs, work.tokens, measured)
     made = found.pop()
@@ -108,6 +112,7 @@ def streamed_row(case: Case, work: Work, how: str) -> Row:
         measured_wait=None if taken is None else made.waited.total() / taken,
         losses=all_losses(made.company),
         cut=made.described,
+        capacity=made.choice.capacity,
     )
     del made
     gc.collect()
@@ -115,24 +120,24 @@ def streamed_row(case: Case, work: Work, how: str) -> Row:
 
 
 def streamed_floor(case: Case, work: Work, made: Streamed) -> float:
-    """Every stage but the last goes forward twice; every streamed byte comes twice."""
+    """Every stage but the last goes forward twice; every streamed byte comes twice, and what Steps need."""
     cut = made.choice.cut
     last = cut.stages[-1].stop - cut.stages[-1].start
     arithmetic = floor_seconds(
         case.size, case.rate, work.lengths, work.rank, recomputed=1 - last / case.size.layers
     )
-    return max(arithmetic, 2 * made.streamed_bytes / case.link.bandwidth)
+    return max(arithmetic, (2 * made.streamed_bytes + made.stepped_bytes) / case.link.bandwidth)
 
 
-def resident_row(case: Case, work: Work) -> Row:
-    """The same run with all of the base on the device, and no cap."""
+def resident_row(case: Case, work: Work, passes: int | None = None) -> Row:
+    """The same run with all of the base on the device, and no cap; with plain passes of so many tokens."""
     losses: tuple[tuple[float, ...], ...] = ()
     described = ""
 
     def run() -> Measured:
         nonlocal losses, described
-        company = resident(random_model(case.size, case.place), case.place.device)
-        capacity = roomy(company, case, work)
+        company = resident(random_model(case.size, case.place), case.place.device, graphs=passes is None)
+        capacity = passes or roomy(company, case, work)
         again = company.recompute.layers
         described = f"{capacity} tokens a microbatch, {again} layers made again"
         join_all(company, work)
@@ -142,7 +147,8 @@ def resident_row(case: Case, work: Work) -> Row:
 
     measured = attempted(run, case.place)
     floor = floor_seconds(case.size, case.rate, work.lengths, work.rank)
-    return Row("Weft, resident", work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
+    name = RESIDENT if passes is None else SAME
+    return Row(name, work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
 
 
 def roomy(company: Company, case: Case, work: Work) -> int:
@@ -154,6 +160,12 @@ def roomy(company: Company, case: Case, work: Work) -> int:
     jobs, most = job_shapes(base.shape, work), max(case.most, work.length)
     company.recompute = memory.recompute(jobs, most)
     return memory.capacity(jobs, most, company.recompute)
+
+
+def streamed_capacity(rows: Sequence[Row], work: Work) -> int:
+    """That the streamed run of this work had; a sample's length where there was none."""
+    found = (row.capacity for row in rows if row.name == STREAMED and row.jobs == work.jobs)
+    return next(found, 0) or work.length
 
 
 def fsdp_row(case: Case, work: Work) -> Row:
@@ -204,14 +216,14 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def loss_gap(rows: Sequence[Row]) -> float | None:
-    """The largest difference between the losses of any job in any round, streamed and resident."""
+def loss_gap(rows: Sequence[Row], other: str) -> float | None:
+    """The largest difference between the losses of any job in any round, streamed and in that row."""
     company = max(row.jobs for row in rows)
     by_name = {row.name: row.losses for row in rows if row.jobs == company and any(row.losses)}
-    if not {"Weft, streamed", "Weft, resident"} <= by_name.keys():
+    if not {STREAMED, other} <= by_name.keys():
         return None
     # One that ran out of memory has fewer rounds than the other.
-    jobs = zip(by_name["Weft, streamed"], by_name["Weft, resident"], strict=True)
+    jobs = zip(by_name[STREAMED], by_name[other], strict=True)
     return max(abs(a - b) for one, other in jobs for a, b in zip(one, other, strict=False))
 
 
@@ -219,7 +231,7 @@ def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
     """How company pays for the transfers."""
     import plotly.graph_objects as go
 
-    streamed = [row for row in rows if row.name == "Weft, streamed" and row.measured.seconds]
+    streamed = [row for row in rows if row.name == STREAMED and row.measured.seconds]
     streamed.sort(key=lambda row: row.jobs)
     figure = go.Figure(
         go.Scatter(
@@ -260,17 +272,22 @@ def main() -> None:
     for count in counts:
         for how in cuts:
             add(streamed_row(case, work_of(asked, count), how))
-    others: dict[str, Callable[[Case, Work], Row]] = {"resident": resident_row, "fsdp": fsdp_row}
+    most = work_of(asked, max(counts))
+    others: dict[str, Callable[[], Row]] = {
+        "same": lambda: resident_row(case, most, passes=streamed_capacity(rows, most)),
+        "resident": lambda: resident_row(case, most),
+        "fsdp": lambda: fsdp_row(case, most),
+    }
     for name in compared:
-        add(others[name](case, work_of(asked, max(counts))))
+        add(others[name]())
     print("\n" + table(rows))
-    gap = loss_gap(rows)
-    if gap is not None:
-        print(f"\nlosses of all jobs and rounds, streamed against resident: {gap:.2e} apart at most")
+    gaps = {name: gap for name in (SAME, RESIDENT) if (gap := loss_gap(rows, name)) is not None}
+    for name, gap in gaps.items():
+        print(f'\nlosses of all jobs and rounds, streamed against "{name}": {gap:.2e} apart at most')
     if asked.plot is not None:
         plot(rows, case.size, asked.plot)
     finish(
-        {"shape": case.size.name, "cap": case.cap, "loss_gap": gap, "rows": [as_json(r) for r in rows]},
+        {"shape": case.size.name, "cap": case.cap, "loss_gaps": gaps, "rows": [as_json(r) for r in rows]},
         asked.json,
     )
 
@@ -310,8 +327,8 @@ def stream_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--cuts", default="chosen", help=f"some of {', '.join(CUTS)}, with commas")
     parser.add_argument("--plot", type=Path, metavar="HTML", help="draw tokens/s over the number of jobs")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before the clock runs")
-    parser.add_argument("--blocks", type=int, default=3, help="the median of so many blocks")
-    parser.add_argument("--steps", type=int, default=1, help="rounds of a block")
+    parser.add_argument("--blocks", type=int, default=2, help="the median of so many blocks")
+    parser.add_argument("--steps", type=int, default=4, help="rounds of a block, which is a window")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 

@@ -25,6 +25,7 @@ from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
 from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamCase, StreamDevice
+from weft.plan.stream_ring import step_bytes
 from weft.plan.stream_search import largest_drafts, smallest_drafts
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import Link
@@ -61,6 +62,14 @@ class Streamed:
     @property
     def streamed_bytes(self) -> int:
         return sum(source.size for source in self.executor.streamed.sources.values())
+
+    @property
+    def stepped_bytes(self) -> int:
+        """What comes of adapters that travel in a round: for their Steps, and weights for the backward."""
+        if not self.choice.cut.travels:
+            return 0
+        each = step_bytes(self.executor.base.dtype.itemsize) + self.executor.base.dtype.itemsize
+        return each * sum(training.layout.size for training in self.executor.aboard.values())
 
     @property
     def described(self) -> str:

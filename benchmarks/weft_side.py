@@ -120,9 +120,10 @@ class Company:
         )
 
 
-def resident(model: PreTrainedModel, device: torch.device) -> Company:
+def resident(model: PreTrainedModel, device: torch.device, graphs: bool = True) -> Company:
     """All of the base on the device."""
-    return Company(Executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
+    base = Base.from_model(model, BaseSpec(model="random weights"), device)
+    return Company(Executor(base, graphs=graphs))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:

@@ -100,11 +100,12 @@ def test_without_a_gpu_a_script_says_so(
 
 def test_a_streamed_base_is_measured_in_every_cut_beside_the_resident_one(run: Any, tmp_path: Path) -> None:
     curve = tmp_path / "curve.html"
-    found = run(
-        gpu_stream, "--cuts", "chosen,largest,smallest", "--compare", "resident,fsdp", "--plot", str(curve)
-    )
-    streamed, *_, resident, offloaded = found["rows"]
-    assert 0 < found["loss_gap"] < 1e-5 or streamed["losses"] == resident["losses"]
+    asked = "--cuts chosen,largest,smallest --compare same,resident,fsdp --plot"
+    found = run(gpu_stream, *asked.split(), str(curve))
+    streamed, *_, same, _, offloaded = found["rows"]
+    assert streamed["losses"] == same["losses"]
+    assert found["loss_gaps"][gpu_stream.SAME] == 0.0
+    assert found["loss_gaps"][gpu_stream.RESIDENT] < 1e-5
     assert [len(rounds) for rounds in streamed["losses"]] == [2, 2]
     assert streamed["losses"][0][0] != streamed["losses"][0][1]
     assert all(0 <= row["predicted_wait"] < 1 for row in found["rows"][:3])
@@ -118,8 +119,8 @@ def test_streamed_losses_are_held_to_those_of_as_many_resident_jobs() -> None:
         return gpu_stream.Row(name, jobs, 16, Measured(1.0, 0), losses=((loss, 2.0),) * jobs)
 
     rows = [row("Weft, streamed", jobs, 3.0 + jobs) for jobs in (4, 2, 1)]
-    assert gpu_stream.loss_gap(rows) is None
-    assert gpu_stream.loss_gap([*rows, row("Weft, resident", 4, 7.5)]) == 0.5
+    assert gpu_stream.loss_gap(rows, gpu_stream.RESIDENT) is None
+    assert gpu_stream.loss_gap([*rows, row(gpu_stream.RESIDENT, 4, 7.5)], gpu_stream.RESIDENT) == 0.5
 
 
 @pytest.mark.slow
