@@ -14,9 +14,9 @@ from tests.outputs import FOUR_JOBS, assert_same_job, assert_same_results, asser
 from weft import JobSpec, Options
 from weft.errors import UserError
 
-SMALL = "640KiB"
+SMALL = "960KiB"
 """The base takes 282 KiB; what passes and four adapters hold does not fit beside it."""
-SMALLER = "520KiB"
+SMALLER = "800KiB"
 """Nor does what four stages are given in a round of all four jobs."""
 
 
@@ -94,7 +94,7 @@ def test_killed_resident_it_goes_on_streamed_to_the_same_curve(place, forks):
 
 def test_jobs_that_do_not_fit_beside_the_stages_wait_for_their_turn(place, forks):
     output = place / fresh(place, "tight")
-    assert stream(forks, place, "tight", "330KiB") == 0
+    assert stream(forks, place, "tight", "700KiB") == 0
     assert_whole(output)
     windows = [json.loads(line) for line in (output / "windows.jsonl").read_text().splitlines()]
     assert max(window["jobs"] for window in windows) < len(FOUR_JOBS)

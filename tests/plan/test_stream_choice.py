@@ -168,7 +168,7 @@ def test_the_bytes_are_those_of_ends_residents_slots_adapters_inputs_and_one_sta
     mapped = replace(stay, device=replace(stay.device, staging=300))
     assert (mapped.host_bytes(draft), mapped.device_bytes(draft)) == (300, stay.device_bytes(draft))
     travel = replace(stay, travels=True)
-    ring = 3 * (6000 + 128) * 18
+    ring = 3 * (2 * 1000 + 128) * 18
     assert travel.device_bytes(draft) == 70 + 5000 + ENDS + 5 * (LAYER + 1500 * 6) + ring + inputs + 2 * kept
     assert travel.host_bytes(draft) == 5 * LAYER + 9000 * 18
     assert replace(mapped, travels=True).host_bytes(draft) == 300 + 9000 * 18
@@ -225,13 +225,13 @@ def test_of_a_stage_that_travels_its_parameters_come_and_go_as_often_as_they_mus
     assert (stay.copy_bytes, stay.gone_bytes, stay.step_bytes, stay.back_bytes) == (0, 0, 0, 0)
 
 
-def test_buffers_that_steps_pass_through_are_as_large_as_the_largest_job_asks_up_to_a_piece():
-    draft = Draft((2, 2), (False, False), 1)
+def test_buffers_that_steps_pass_through_hold_what_the_largest_stage_has_of_the_largest_job_up_to_a_piece():
+    draft = Draft((1, 3), (False, False), 1)
     small, huge = (job("a", 1000), job("b", 500)), (job("a", 3 * PIECE), job("b", 500))
-    for company, piece in ((small, 1000 + 128), (huge, PIECE)):
+    for company, piece in ((small, 3 * 250 + 128), (huge, PIECE)):
         travel = StreamCase(base(4), company, gpu(NEVER), 100, 100, travels=True)
         nobody = replace(travel, jobs=())
-        there = 2 * (travel.copy_bytes + travel.gradient_bytes)
+        there = 3 * (travel.copy_bytes + travel.gradient_bytes)
         more = travel.device_bytes(draft) - nobody.device_bytes(draft)
         assert more == there + PIECES * piece * 18
 
@@ -268,7 +268,7 @@ def test_adapters_stay_on_the_device_unless_they_find_no_room_there():
 
 
 def test_a_base_that_stays_only_because_its_adapters_travel_is_not_whole():
-    jobs = [job(str(one), 5000, longest=1) for one in range(32)]
+    jobs = [job(str(one), 20_000, longest=1) for one in range(8)]
     device = sized(gpu(0, bandwidth=1e5, flops=1e8, slack=0, fused=False), 0.7, base(4), jobs, 229)
     choice = choose_stream(base(4), jobs, device, 256, 229)
     assert (choice.cut.streamed, choice.cut.travels) == ((), True)
@@ -346,20 +346,12 @@ def test_a_job_too_large_even_alone_is_named():
     with pytest.raises(PlanError) as told:
         choose_stream(base(8), [job(longest=10), large], gpu(ENDS + 5 * LAYER), 64, 64)
     assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 22.")
-    assert "with adapters on the GPU, inputs of stages in host memory" in str(told.value)
+    assert "with adapters in host memory, inputs of stages in host memory" in str(told.value)
     assert "and 4000 tokens in a microbatch, but 2.60 MiB are available" in str(told.value)
 
 
-def test_a_job_with_too_many_parameters_even_alone_and_in_host_memory_is_named():
-    """Fewer than three pieces would need no more of the GPU if they stayed there."""
-    with pytest.raises(PlanError) as told:
-        choose_stream(base(8), [job("greedy", 8 * PIECE, longest=10)], gpu(ENDS + 5 * LAYER), 64, 64)
-    assert str(told.value).startswith("job greedy: even alone, with the base streamed, it needs 0.12 GiB")
-    assert "with adapters in host memory" in str(told.value)
-
-
 def test_a_company_too_large_is_told_to_train_fewer():
-    company = [job(str(one), 40_000, longest=10) for one in range(30)]
+    company = [job(str(one), 40_000, longest=10) for one in range(300)]
     with pytest.raises(PlanError, match=r"the jobs do not fit together: the company needs .* train fewer"):
         choose_stream(base(8), company, gpu(ENDS + 4 * LAYER), 64, 64)
 

@@ -27,9 +27,13 @@ class StreamedMemory(MemoryModel):
 
     def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
         """Of a microbatch, while the largest stage goes back, and offloaded inputs of another come."""
-        largest = max(stage.stop - stage.start for stage in self.cut.stages)
-        passing = MemoryModel.bytes_per_token(self, recompute) * largest // self.shape.layers
+        passing = MemoryModel.bytes_per_token(self, recompute) * self._largest // self.shape.layers
         return passing + self.cut.held_inputs.microbatches * self._row_bytes
+
+    @property
+    def _largest(self) -> int:
+        """Layers of the largest stage."""
+        return max(stage.stop - stage.start for stage in self.cut.stages)
 
     @property
     def _row_bytes(self) -> int:
@@ -41,8 +45,9 @@ class StreamedMemory(MemoryModel):
         if not self.cut.travels:
             return MemoryModel.state_bytes(self, jobs)
         jobs, value = list(jobs), self.shape.bytes_per_value
+        ring = ring_bytes(jobs, self._largest, self.shape)
         in_a_layer = -(-sum(job.trainable for job in jobs) // self.shape.layers)
-        return self._present * in_a_layer * (value + max(4, value)) + ring_bytes(jobs, value)
+        return self._present * in_a_layer * (value + max(4, value)) + ring
 
     def need(self, jobs: Iterable[JobShape], tokens: float, recompute: Recompute = NOTHING) -> Need:
         jobs = list(jobs)

@@ -142,15 +142,18 @@ class StreamCase:
     @cached_property
     def fixed_bytes(self) -> int:
         """On the device, however the base is cut."""
-        state = self.state_bytes
-        if self.travels:
-            state = ring_bytes(self.jobs, self.shape.bytes_per_value)
+        state = 0 if self.travels else self.state_bytes
         inputs = 0
         if self.offloads:
             held = held_inputs(self.shape.layers, offloads=True)
             rows = held.rounds * self.round_tokens + held.microbatches * self.capacity
             inputs = rows * self._row_bytes
         return self.device.taken + self.device.slack + self.ends_bytes + state + inputs
+
+    @cached_property
+    def _rings(self) -> list[int]:
+        """What Steps pass through, by the layers of the largest stage."""
+        return [ring_bytes(self.jobs, size, self.shape) for size in range(self.shape.layers + 1)]
 
     @cached_property
     def _memory(self) -> MemoryModel:
@@ -164,6 +167,7 @@ class StreamCase:
         layers = sum(sizes) - sum(passing) + slots * max(passing, default=0)
         return (
             self.fixed_bytes
+            + (self._rings[max(sizes)] if self.travels else 0)
             + layers * self.present_bytes
             + len(sizes) * self.stage_input_bytes
             + max(sizes) * self.kept_bytes

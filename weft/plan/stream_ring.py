@@ -1,13 +1,14 @@
 """How Steps of adapters that travel pass through the device: in pieces, through a ring of a few buffers.
 
 For every parameter its gradient, master and two moments come up; the last three and the new weights go back.
+A piece is of one job and one stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from weft.shapes import JobShape
+from weft.shapes import JobShape, ModelShape
 
 PIECE = 1 << 21
 """Parameters that a buffer holds at the most."""
@@ -19,12 +20,16 @@ _STATE = 4
 """Values of a parameter that come: gradient, master and two moments. The first of them does not go back."""
 
 
-def ring_bytes(jobs: Sequence[JobShape], bytes_per_value: int) -> int:
-    """On the device, all the time."""
-    if not jobs:
-        return 0
-    piece = min(PIECE, max(job.trainable for job in jobs) + MARGIN)
-    return PIECES * piece * (step_bytes(bytes_per_value) + bytes_per_value)
+def ring_bytes(jobs: Iterable[JobShape], largest: int, shape: ModelShape) -> int:
+    """On the device, all the time, where the largest stage has so many layers."""
+    trainable = max((job.trainable for job in jobs), default=0)
+    piece = piece_parameters(-(-trainable // shape.layers) * largest)
+    return PIECES * piece * (step_bytes(shape.bytes_per_value) + shape.bytes_per_value)
+
+
+def piece_parameters(part: int) -> int:
+    """What a buffer holds where the largest part, of all jobs and stages, has so many parameters."""
+    return min(PIECE, part + MARGIN) if part else 0
 
 
 def step_bytes(bytes_per_value: int) -> int:
