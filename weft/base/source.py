@@ -45,7 +45,10 @@ class HostStage:
         return len(self.held)
 
     def copy_to(self, slot: Tensor) -> None:
-        slot.copy_(self.held, non_blocking=True)
+        # In chunks, between which what Steps need finds its turn on the link.
+        for start in range(0, self.size, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, self.size)
+            slot[start:stop].copy_(self.held[start:stop], non_blocking=True)
 
 
 @dataclass(slots=True)

@@ -159,6 +159,11 @@ class StreamCase:
     def _memory(self) -> MemoryModel:
         return MemoryModel(self.shape, self.device.budget, self.device.taken, self.device.fused)
 
+    @cached_property
+    def layer_ring_bytes(self) -> int:
+        """What each layer of the largest stage adds to the buffers, at the most."""
+        return self._rings[1] if self.travels else 0
+
     def device_bytes(self, draft: Draft) -> int:
         """At the peak, on the device."""
         sizes = draft.sizes

@@ -167,7 +167,8 @@ def _thinned(case: StreamCase, draft: Draft) -> Draft:
 def _costs(case: StreamCase) -> list[LayerCost]:
     microbatches = math.ceil(case.round_tokens / case.capacity)
     once = case.layer_seconds / microbatches
-    layer = LayerCost("layer", once, 2 * once, case.present_bytes, kept_bytes=case.kept_bytes)
+    passing = case.kept_bytes + case.layer_ring_bytes
+    layer = LayerCost("layer", once, 2 * once, case.present_bytes, kept_bytes=passing)
     return [layer] * case.shape.layers
 
 

@@ -87,7 +87,8 @@ class _Lanes:
 
     @classmethod
     def on(cls, device: torch.device) -> _Lanes:
-        return cls(torch.cuda.Stream(device), torch.cuda.Stream(device))
+        # What comes is needed sooner than stages that were asked for before it.
+        return cls(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device))
 
 
 @dataclass(slots=True)
