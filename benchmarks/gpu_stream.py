@@ -43,7 +43,7 @@ STREAMED, RESIDENT, SAME = "Weft, streamed", "Weft, resident", "Weft, resident, 
 COMPARED = ("same", "resident", "fsdp")
 CUTS = ("chosen", "largest", "smallest")
 GIB = 1 << 30
-TOY_CAP = 440 << 10
+TOY_CAP = 448 << 10
 TITLES = ("", "jobs", "s a round", "tokens/s", "peak GiB", "ρ", "waits, predicted", "measured", "")
 
 

@@ -132,6 +132,18 @@ def test_it_is_never_slower_than_the_largest_or_the_smallest_stages(layers, jobs
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.integers(2, 12), JOBS, DEVICES, SHARES, TOKENS)
+def test_the_largest_and_the_smallest_stages_fit_with_all_that_passes_beside_them(
+    layers, jobs, device, share, tokens
+):
+    shape = base(layers)
+    device = sized(device, share, shape, jobs, tokens)
+    for case in cases(shape, jobs, device, 256, tokens):
+        streamed = [draft for draft in plain_drafts(case) if draft.slots == 1 and not any(draft.resident)]
+        assert all(case.device_bytes(draft) <= device.budget for draft in streamed)
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), JOBS, DEVICES, SHARES, TOKENS)
 def test_what_is_chosen_fits_and_its_window_is_legal(layers, jobs, device, share, tokens):
     device = sized(device, share, base(layers), jobs, tokens)

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from weft.plan.estimate import GPU_LAUNCH, base_layers
 from weft.plan.memory import MemoryModel
 from weft.plan.stream_cut import StreamCut, held_inputs, offloaded_inputs
-from weft.plan.stream_ring import back_bytes, ring_bytes, step_bytes
+from weft.plan.stream_ring import back_bytes, layer_part, ring_bytes, step_bytes
 from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
 from weft.plan.stream_step import StreamStage
 from weft.shapes import JobShape, ModelShape
@@ -151,18 +151,16 @@ class StreamCase:
         return self.device.taken + self.device.slack + self.ends_bytes + state + inputs
 
     @cached_property
-    def _rings(self) -> list[int]:
-        """What Steps pass through, by the layers of the largest stage."""
-        return [ring_bytes(self.jobs, size, self.shape) for size in range(self.shape.layers + 1)]
+    def _layer_part(self) -> int:
+        return layer_part(self.jobs, self.shape.layers)
+
+    def ring_bytes(self, largest: int) -> int:
+        """What Steps of adapters that travel pass through, where the largest stage has so many layers."""
+        return ring_bytes(largest * self._layer_part, self.shape.bytes_per_value) if self.travels else 0
 
     @cached_property
     def _memory(self) -> MemoryModel:
         return MemoryModel(self.shape, self.device.budget, self.device.taken, self.device.fused)
-
-    @cached_property
-    def layer_ring_bytes(self) -> int:
-        """What each layer of the largest stage adds to the buffers, at the most."""
-        return self._rings[1] if self.travels else 0
 
     def device_bytes(self, draft: Draft) -> int:
         """At the peak, on the device."""
@@ -172,7 +170,7 @@ class StreamCase:
         layers = sum(sizes) - sum(passing) + slots * max(passing, default=0)
         return (
             self.fixed_bytes
-            + (self._rings[max(sizes)] if self.travels else 0)
+            + self.ring_bytes(max(sizes))
             + layers * self.present_bytes
             + len(sizes) * self.stage_input_bytes
             + max(sizes) * self.kept_bytes

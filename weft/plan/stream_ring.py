@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.shapes import JobShape, ModelShape
+from weft.shapes import JobShape
 
 PIECE = 1 << 21
 """Parameters that a buffer holds at the most."""
@@ -20,16 +20,19 @@ _STATE = 4
 """Values of a parameter that come: gradient, master and two moments. The first of them does not go back."""
 
 
-def ring_bytes(jobs: Iterable[JobShape], largest: int, shape: ModelShape) -> int:
-    """On the device, all the time, where the largest stage has so many layers."""
-    trainable = max((job.trainable for job in jobs), default=0)
-    piece = piece_parameters(-(-trainable // shape.layers) * largest)
-    return PIECES * piece * (step_bytes(shape.bytes_per_value) + shape.bytes_per_value)
+def layer_part(jobs: Iterable[JobShape], layers: int) -> int:
+    """The most parameters that a job has in one of so many layers, which are alike."""
+    return -(-max((job.trainable for job in jobs), default=0) // layers)
 
 
 def piece_parameters(part: int) -> int:
     """What a buffer holds where the largest part, of all jobs and stages, has so many parameters."""
     return min(PIECE, part + MARGIN) if part else 0
+
+
+def ring_bytes(part: int, bytes_per_value: int) -> int:
+    """Of all buffers, on the device."""
+    return PIECES * piece_parameters(part) * (step_bytes(bytes_per_value) + bytes_per_value)
 
 
 def step_bytes(bytes_per_value: int) -> int:

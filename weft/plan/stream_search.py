@@ -167,14 +167,20 @@ def _thinned(case: StreamCase, draft: Draft) -> Draft:
 def _costs(case: StreamCase) -> list[LayerCost]:
     microbatches = math.ceil(case.round_tokens / case.capacity)
     once = case.layer_seconds / microbatches
-    passing = case.kept_bytes + case.layer_ring_bytes
-    layer = LayerCost("layer", once, 2 * once, case.present_bytes, kept_bytes=passing)
+    kept = case.kept_bytes + _layer_ring(case)
+    layer = LayerCost("layer", once, 2 * once, case.present_bytes, kept_bytes=kept)
     return [layer] * case.shape.layers
 
 
 def _host(case: StreamCase) -> Host:
-    room = max(0, case.device.budget - case.fixed_bytes)
+    ring = case.ring_bytes(1) - _layer_ring(case)
+    room = max(0, case.device.budget - case.fixed_bytes - ring)
     return Host(1, room, case.device.bandwidth, case.stage_input_bytes)
+
+
+def _layer_ring(case: StreamCase) -> int:
+    """What Steps pass through takes so much more for every layer of a stage, at the most."""
+    return case.ring_bytes(2) - case.ring_bytes(1)
 
 
 # -- the descent -----------------------------------------------------------------------------------------
