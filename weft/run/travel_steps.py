@@ -221,6 +221,9 @@ class TravelSteps:
         here = buffer.state.within(0, piece.whole.size)
         _bring(host.within(piece.whole.start, piece.whole.stop), here)
         factor = None if run.factor_J is None else run.factor_J[left.number : left.number + 1]
+        if factor is not None:
+            # Where the device finds that no step can be made, those of the buffer's last job would go back.
+            here.weights.copy_(here.master)
         one = replace(run.updates[left.number], state=here)
         run.finite[left.number].append(self._make_update([one], factor))
         first, inside = piece.whole.start, piece.inside
