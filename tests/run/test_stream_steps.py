@@ -1,10 +1,9 @@
-"""Steps that the host makes while the next round is under way: no pass overtakes them or waits for more than
-it needs."""
+"""Steps that are made piece by piece before the next round's passes: no pass overtakes them or has more made
+than it needs."""
 
 import math
-import threading
-import time
 from contextlib import contextmanager
+from dataclasses import fields
 
 import pytest
 import torch
@@ -26,19 +25,18 @@ from tests.run.test_stream_executor import (
 )
 from weft.base.spec import BaseSpec
 from weft.base.streamed import stream_model
+from weft.ops.adamw import update
+from weft.plan import stream_ring
 from weft.plan.program import Backward, Step
 from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_ring import ring_bytes
 from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
-from weft.run.events import Evaluated, Failed, OutOfMemory, Stepped, StepsMade
-from weft.run.host_steps import HostSteps
-from weft.run.steps import make_updates
+from weft.run import travel_steps
+from weft.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weft.run.stream_executor import StreamExecutor
 
-ENOUGH = 20.0
-"""Seconds in which whatever should come to pass does."""
-BEAT = 0.04
-"""Seconds that a slowed pass over a stage and a slowed part of a Step take."""
+ALL_CUTS = CUTS | {"in one piece": StreamCut((StreamStage(0, LAYERS, True),), slots=0)}
 
 
 def one_job(base, steps=4):
@@ -46,10 +44,9 @@ def one_job(base, steps=4):
     return aboard.ready(base, "a", steps=steps, batch_size=1, adapter={"rank": 4, "targets": "all-linear"})
 
 
-def executor_of(cut, make):
-    model = deep("llama", torch.float32)
-    base = stream_model(model, BaseSpec(model="tiny"), bench.CPU, travelling(cut))
-    return StreamExecutor(base, host=HostSteps(make))
+def executor_of(cut, make=update, dtype=torch.float32):
+    base = stream_model(deep("llama", dtype), BaseSpec(model="tiny"), bench.CPU, travelling(cut))
+    return StreamExecutor(base, make=make)
 
 
 @contextmanager
@@ -65,9 +62,43 @@ def before_passes(executor, do):
         hook.remove()
 
 
+def after_begin(executor, monkeypatch, do):
+    """`do(training)` for every job whose Step has just been asked for."""
+    begin = executor.steps.begin
+
+    def begun(*asked):
+        begin(*asked)
+        for one in asked[1]:
+            do(one.training)
+
+    monkeypatch.setattr(executor.steps, "begin", begun)
+
+
 def plan(executor, jobs, rounds, begins=False):
     courses = [job.course(executor.aboard[job.name].progress.step, rounds, begins) for job in jobs]
     return plan_streamed(courses, executor.streamed.cut, CAPACITY)
+
+
+def to_the_end(executor, jobs, rounds=2):
+    events = []
+    while any(executor.aboard[job.name].progress.step < job.recipe.steps for job in jobs):
+        events += told(run(executor, plan(executor, jobs, rounds), jobs))
+    return events
+
+
+def masters_of(executor):
+    return {name: one.master.clone() for name, one in executor.aboard.items()}
+
+
+class Noted:
+    """Makes updates and counts them."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __call__(self, updates, factor_J=None):
+        self.made += 1
+        return update(updates, factor_J)
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +106,33 @@ def wanted():
     return resident("llama", torch.float32)
 
 
-ALL_CUTS = CUTS | {"in one piece": StreamCut((StreamStage(0, LAYERS, True),), slots=0)}
+# -- no pass is too early --------------------------------------------------------------------------------
 
 
+def poison(executor, monkeypatch):
+    """NaN where weights of jobs are, from the moment that their Step is asked for until it is made."""
+
+    def spoil(training):
+        training.state.weights.fill_(math.nan)
+        for room in executor.travel.travellers[training.job].weights.values():
+            room.fill_(math.nan)
+
+    after_begin(executor, monkeypatch, spoil)
+
+
+def poisoned_update(updates, factor_J=None):
+    """A buffer's weights are nothing that anybody may read before the update."""
+    for one in updates:
+        one.state.weights.fill_(math.nan)
+    return update(updates, factor_J)
+
+
+@pytest.mark.parametrize("piece", [128, stream_ring.PIECE], ids=["many pieces", "a piece a part"])
 @pytest.mark.parametrize("cut", ALL_CUTS.values(), ids=ALL_CUTS.keys())
-def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_finished(cut, wanted):
-    def lingering(updates):
-        for update in updates:
-            update.state.weights.fill_(math.nan)
-        time.sleep(0.003)
-        return make_updates(updates)
-
-    executor = executor_of(cut, lingering)
+def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_made(cut, piece, wanted, monkeypatch):
+    monkeypatch.setattr(travel_steps, "PIECE", piece)
+    executor = executor_of(cut, poisoned_update)
+    poison(executor, monkeypatch)
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
     cut = executor.streamed.cut
@@ -96,103 +142,107 @@ def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_finished(cut,
         assert torch.equal(masters[name], master), name
 
 
+def test_what_is_saved_and_looked_at_between_windows_is_made(monkeypatch):
+    """A window's end leaves nothing to be made, on the host or where stages are."""
+    executor = executor_of(CUTS["uneven, two stay"])
+    poison(executor, monkeypatch)
+    jobs = evaluated_jobs(executor.base)
+    take_aboard(executor, jobs)
+    run(executor, plan(executor, jobs, 1), jobs)
+    assert not executor.steps.all_left()
+    for job in jobs:
+        training = executor.aboard[job.name]
+        assert training.progress.step == 1
+        assert torch.equal(training.state.weights, training.master)
+        for stage, part in executor.travel.travellers[job.name].by_stage.items():
+            room = executor.travel.room(job.name, stage)
+            assert room is None or torch.equal(room, training.master[part.start : part.stop])
+
+
+# -- no pass waits for more than it needs ----------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", ["a layer at a time", "one slot", "uneven, two stay", "three slots"])
-def test_the_forward_goes_on_while_a_later_stages_part_is_still_being_made(name):
-    """The last stage's part waits for a pass over the stage before, which a run that waited for whole Steps
-    would never come to."""
-    arrived, made = threading.Event(), []
-
-    def holding(updates):
-        if len(made) % LAYERS == LAYERS - 1:
-            assert arrived.wait(ENOUGH), "nobody got as far as the stage before the last"
-        made.append(len(updates))
-        return make_updates(updates)
-
-    def note(stage):
-        passes.append((stage, len(made)))
-        if stage == LAYERS - 2 and len(made) % LAYERS == LAYERS - 1:
-            arrived.set()
-
-    executor, passes = executor_of(CUTS[name], holding), []
+def test_a_forward_waits_for_the_parts_of_its_stage_and_of_those_before_only(name):
+    make, passes = Noted(), []
+    executor = executor_of(CUTS[name], make)
     job = one_job(executor.base)
     take_aboard(executor, [job])
-    with before_passes(executor, note):
+    with before_passes(executor, lambda stage: passes.append((stage, make.made))):
         events = run(executor, plan(executor, [job], 2), [job])
     assert len(told(events)) == 2
-    second = passes[len(passes) // 2 :][:LAYERS]
-    assert [stage for stage, _ in second] == list(range(LAYERS))
-    assert all(parts >= stage + 1 for stage, parts in second)
-    assert second[-2][1] == LAYERS - 1
-
-
-@pytest.mark.timed
-def test_a_round_takes_its_passes_and_the_first_part_not_its_passes_and_its_steps():
-    """Four rounds of seven passes and, behind each, four parts, which all take as long."""
-    made = []
-
-    def slowed(updates):
-        time.sleep(BEAT)
-        made.append(len(updates))
-        return make_updates(updates)
-
-    executor = executor_of(CUTS["a layer at a time"], slowed)
-    job = one_job(executor.base)
-    take_aboard(executor, [job])
-    began = time.perf_counter()
-    with before_passes(executor, lambda stage: time.sleep(BEAT)):
-        events = run(executor, plan(executor, [job], 4), [job])
-    seconds = time.perf_counter() - began
-    rounds, passes, parts = 4, 2 * LAYERS - 1, LAYERS
-    assert len(made) == rounds * parts
-    # The last round has no forward behind it: its Steps are waited for.
-    behind = (rounds - 1) + parts
-    assert rounds * passes * BEAT <= seconds
-    assert behind / 2 * BEAT < executor.streamer.waited.seconds < (behind + rounds * parts) / 2 * BEAT
-    # What is reported of Steps is what they kept the device waiting: the first part, and at the end all four.
-    *inner, final = (event.time.seconds for event in events if isinstance(event, StepsMade))
-    assert len(inner) == rounds - 2
-    assert max(inner) < (1 + parts) / 2 * BEAT < final
+    first, second = passes[: len(passes) // 2], passes[len(passes) // 2 :]
+    assert {made for _, made in first} == {0}
+    assert second[:LAYERS] == [(stage, stage + 1) for stage in range(LAYERS)]
+    assert {made for _, made in second[LAYERS:]} == {LAYERS}
+    assert make.made == 2 * LAYERS
 
 
 def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
     """Behind the Steps of the first microbatch the second goes back through the first stage."""
-    arrived = threading.Event()
-
-    def holding(updates):
-        assert arrived.wait(ENOUGH), "the second microbatch waited for the first one's Steps"
-        return make_updates(updates)
-
-    executor = executor_of(CUTS["two and two"], holding)
+    make, passes = Noted(), []
+    executor = executor_of(CUTS["two and two"], make)
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
     program = plan_streamed([job.course(0, 1, False) for job in jobs], executor.streamed.cut, capacity=24)
     kinds = [type(action) for action in program.actions]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
-    passes = []
-
-    def note(stage):
-        passes.append(stage)
-        if len(passes) == 3 * len(program.microbatches):
-            arrived.set()
-
-    with before_passes(executor, note):
+    with before_passes(executor, lambda stage: passes.append((stage, make.made))):
         assert len(told(run(executor, program, jobs))) == 2
+    assert len(passes) == 3 * len(program.microbatches)
+    assert {made for _, made in passes} == {0}
+    assert make.made == 2 * len(jobs)
 
 
-def test_a_job_that_steps_to_weights_that_are_not_finite_fails_alone():
+# -- the ring --------------------------------------------------------------------------------------------
+
+
+def buffer_bytes(executor):
+    states = [buffer.state for buffer in executor.steps._buffers]
+    return sum(getattr(state, one.name).nbytes for state in states for one in fields(state))
+
+
+@pytest.mark.parametrize("piece", [64, stream_ring.PIECE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_promised(
+    piece, dtype, monkeypatch
+):
+    for module in (travel_steps, stream_ring):
+        monkeypatch.setattr(module, "PIECE", piece)
+    found = []
+    for later in (False, True):
+        executor = executor_of(CUTS["a layer at a time"], dtype=dtype)
+        *_, large, small = sorted(make_jobs(executor.base), key=lambda job: -job.shape.trainable)
+        take_aboard(executor, [small] if later else [small, large])
+        held = buffer_bytes(executor)
+        run(executor, plan(executor, [small], 1), [small])
+        if later:
+            assert 0 < held <= ring_bytes([small.shape], dtype.itemsize)
+            take_aboard(executor, [large])
+            assert (buffer_bytes(executor) > held) == (piece > 64)
+        both = ring_bytes([small.shape, large.shape], dtype.itemsize)
+        assert held <= buffer_bytes(executor) <= both
+        run(executor, plan(executor, [small, large], 2), [small, large])
+        found.append(masters_of(executor))
+    for name, master in found[0].items():
+        assert torch.equal(found[1][name], master), name
+
+
+# -- jobs that fail --------------------------------------------------------------------------------------
+
+
+def test_a_job_that_steps_to_weights_that_are_not_finite_fails_alone(monkeypatch):
     cut = CUTS["a layer at a time"]
 
-    def spoiling(updates):
-        for update in updates:
-            if update.step == 2 and update.state.master.untyped_storage().data_ptr() == spoilt:
-                update.state.gradient.fill_(math.inf)
-        return make_updates(updates)
+    def spoil(training):
+        if training.job == "a" and training.progress.step == 1:
+            training.gradient[-1] = math.inf
 
-    executor, alone = executor_of(cut, spoiling), executor_of(cut, make_updates)
+    executor, alone = executor_of(cut), executor_of(cut)
+    after_begin(executor, monkeypatch, spoil)
     for each in (executor, alone):
         take_aboard(each, make_jobs(each.base))
     jobs = make_jobs(executor.base)
-    spoilt = executor.aboard["a"].master.untyped_storage().data_ptr()
     events = told(run(executor, plan(executor, jobs, 4), jobs))
     failed = [event for event in events if isinstance(event, Failed)]
     assert failed == [Failed("a", "its weights after step 2 are not finite")]
@@ -206,18 +256,23 @@ def test_a_job_that_steps_to_weights_that_are_not_finite_fails_alone():
         assert executor.aboard[job.name].progress.step == job.recipe.steps
 
 
-def test_a_job_that_fails_in_its_step_is_not_evaluated_after_it():
-    executor = executor_of(
-        CUTS["a layer at a time"], lambda updates: ["its weights are spoilt"] * len(updates)
-    )
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_job_that_fails_in_its_step_is_not_evaluated_after_it(last):
+    def spoiling(updates, factor_J=None):
+        return update(updates, factor_J) & (updates[0].step != last)
+
+    executor = executor_of(CUTS["a layer at a time"], spoiling)
     (*_, looking) = evaluated_jobs(executor.base)
     take_aboard(executor, [looking])
-    events = told(run(executor, plan(executor, [looking], 2), [looking]))
-    assert events == [Failed("d", "its weights are spoilt")]
+    program = plan(executor, [looking], 2)
+    assert looking.evaluate_at >= {2}
+    *before, failed = told(run(executor, program, [looking]))
+    assert failed == Failed("d", f"its weights after step {last} are not finite")
+    assert [(type(event), event.step) for event in before] == [(Stepped, n) for n in range(1, last)]
 
 
-def test_a_mistake_of_the_thread_ends_the_run_with_it():
-    def broken(updates):
+def test_a_mistake_in_a_step_ends_the_run_with_it():
+    def broken(updates, factor_J=None):
         raise ArithmeticError("a mistake")
 
     executor = executor_of(CUTS["two and two"], broken)
@@ -227,60 +282,127 @@ def test_a_mistake_of_the_thread_ends_the_run_with_it():
         run(executor, plan(executor, [job], 2), [job])
 
 
-def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made():
-    """The job's weights are zeroed when nobody writes them any longer."""
+# -- jobs that leave -------------------------------------------------------------------------------------
 
-    def slowed(updates):
-        time.sleep(BEAT)
-        return make_updates(updates)
 
-    executor = executor_of(CUTS["a layer at a time"], slowed)
+@pytest.mark.parametrize("at", range(LAYERS - 1))
+def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(at):
+    """What is left is made first: its weights are zeroed when nobody writes them any longer."""
+    executor = executor_of(CUTS["a layer at a time"])
     jobs = [aboard.ready(executor.base, name, seed=seed) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
     killed = False
 
     def kill(stage):
         nonlocal killed
-        if executor.host.unfinished("a", LAYERS - 1) and not killed:
+        if stage == at and executor.steps.unfinished("a", LAYERS - 1) and not killed:
+            assert executor.steps.unfinished("b", LAYERS - 1)
             killed = True
             executor.kill("a")
-            assert not executor.host.unfinished("a", LAYERS - 1)
+            assert not executor.steps.all_left()
 
     with before_passes(executor, kill):
         events = told(run(executor, plan(executor, jobs, 3), jobs))
     assert killed
     assert not executor.aboard["a"].state.weights.any()
+    assert not any(room.any() for room in executor.travel.travellers["a"].weights.values())
     assert {event.job for event in events} == {"b"}
     assert executor.detach("a").job == "a"
     assert executor.aboard["b"].progress.step == 3
+    assert "a" not in executor.travel.travellers
+
+
+@pytest.mark.parametrize("piece", [64, stream_ring.PIECE])
+def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(piece, monkeypatch):
+    monkeypatch.setattr(travel_steps, "PIECE", piece)
+    executor, other = (executor_of(CUTS["a layer at a time"]) for _ in range(2))
+    jobs = make_jobs(executor.base)
+    for each in (executor, other):
+        take_aboard(each, jobs)
+
+    def end(stage):
+        if stage == 1 and executor.steps.unfinished("a", 2):
+            raise ArithmeticError("a mistake")
+
+    with before_passes(executor, end), pytest.raises(ArithmeticError, match="a mistake"):
+        run(executor, plan(executor, jobs, 2), jobs)
+    assert executor.steps.unfinished("a", 2)
+    assert not executor.steps.unfinished("a", 1)
+    run(other, plan(other, jobs, 1), jobs)
+    for job in jobs:
+        left, want = executor.detach(job.name), other.aboard[job.name]
+        assert not executor.steps.all_left()
+        for name in ("master", "exp_avg", "exp_avg_sq", "weights"):
+            assert torch.equal(getattr(left.state, name), getattr(want.state, name)), (job.name, name)
+
+
+# -- shortages -------------------------------------------------------------------------------------------
 
 
 def test_after_a_shortage_steps_under_way_are_made_and_reported():
-    def slowed(updates):
-        time.sleep(BEAT / 4)
-        return make_updates(updates)
-
-    executor = executor_of(CUTS["one slot"], slowed)
+    executor = executor_of(CUTS["one slot"])
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
-    short = True
+    short, failed = True, 0
 
     def fail(stage):
-        if short and stage == 1 and executor.host.unfinished("a", LAYERS - 1):
+        nonlocal failed
+        if short and stage == 1 and executor.steps.unfinished("a", LAYERS - 1):
+            failed += 1
             raise torch.OutOfMemoryError("no more")
 
     events = []
     with before_passes(executor, fail):
-        by_name = {job.name: job for job in jobs}
-        found = aboard.events(executor, plan(executor, jobs, 2, begins=True), list(by_name.values()))
+        found = aboard.events(executor, plan(executor, jobs, 2, begins=True), jobs)
         with pytest.raises(OutOfMemory):
             events += found
         short = False
-        assert {event.step for event in events if isinstance(event, Stepped)} <= {0, 1}
-        while any(executor.aboard[job.name].progress.step < job.recipe.steps for job in jobs):
-            events += run(executor, plan(executor, jobs, 2), jobs)
+        assert failed == 1
+        made = {event.job for event in events if isinstance(event, Stepped)}
+        assert made == {job.name for job in jobs}
+        assert {event.step for event in events if isinstance(event, Stepped)} == {1}
+        assert not executor.steps.all_left()
+        events += to_the_end(executor, jobs)
     steps = {
         job.name: [e.step for e in events if isinstance(e, Stepped) and e.job == job.name] for job in jobs
     }
     assert steps == {job.name: list(range(1, job.recipe.steps + 1)) for job in jobs}
     assert any(isinstance(event, Evaluated) for event in events)
+
+
+class Short:
+    """Makes updates, and fails once for want of memory, with the update made or not."""
+
+    def __init__(self, at, halfway):
+        self.at, self.halfway, self.made, self.failed = at, halfway, 0, False
+
+    def __call__(self, updates, factor_J=None):
+        if self.made == self.at and not self.failed:
+            self.failed = True
+            if self.halfway:
+                update(updates, factor_J)
+            raise torch.OutOfMemoryError("no more")
+        self.made += 1
+        return update(updates, factor_J)
+
+
+@pytest.mark.parametrize("halfway", [False, True], ids=["before the update", "behind the update"])
+@pytest.mark.parametrize("at", [0, 1, 9, 30, 31, 45, 61])
+def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, halfway, monkeypatch):
+    """Rounds are as they were: what comes of them has the bits of the undisturbed run."""
+    monkeypatch.setattr(travel_steps, "PIECE", 512)
+    makes = Short(at, halfway), Noted()
+    executors = [executor_of(CUTS["one slot"], make) for make in makes]
+    jobs = make_jobs(executors[0].base)
+    for executor in executors:
+        take_aboard(executor, jobs)
+    short, undisturbed = executors
+    with pytest.raises(OutOfMemory):
+        run(short, plan(short, jobs, 2), jobs)
+    assert not short.steps.all_left()
+    for executor in executors:
+        to_the_end(executor, jobs, rounds=1)
+    assert makes[0].made == makes[1].made
+    for name, master in masters_of(undisturbed).items():
+        assert torch.equal(short.aboard[name].master, master), name
+        assert short.aboard[name].progress == undisturbed.aboard[name].progress

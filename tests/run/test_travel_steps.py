@@ -1,236 +1,443 @@
-"""Steps by a thread of the host: the bits of whole Steps, and what the first stages need is made first."""
+"""Steps of adapters that travel: made in pieces, in a ring of buffers, they have the bits of whole Steps."""
 
 import math
-import threading
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import bench
-from tests.run import aboard
-from tests.run.test_training import open_batch
-from weft.ops.adamw import State, Update, update
-from weft.run import steps
-from weft.run.host_steps import ALIGNMENT, HostBegun, HostSteps, aligned
-from weft.run.steps import Due, NoStep, make_updates, take_steps
-from weft.run.travel import OUTSIDE, Part
+from tests.bench import CPU
+from tests.interpreter import interpret
+from weft.adapters.kind import Member
+from weft.adapters.layout import Layout, ParameterShape
+from weft.ops.adamw import State, update
+from weft.ops.triton.at_hand import kernels_run
+from weft.plan import stream_ring
+from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_ring import PIECES, ring_bytes
+from weft.plan.stream_step import StreamStage
+from weft.run import travel_steps
+from weft.run.schedule import Recipe
+from weft.run.steps import Due, NoStep, take_steps
+from weft.run.streamer import Gone
+from weft.run.training import OpenBatch, Training
+from weft.run.travel import OUTSIDE, Part, Travel
+from weft.run.travel_steps import ALIGNMENT, TravelBegun, TravelSteps, pieces
+from weft.shapes import JobShape
 
-ENOUGH = 20.0
-"""Seconds in which whatever should come to pass does."""
-
-
-@pytest.fixture(scope="module")
-def base():
-    return bench.base(dtype=torch.float32)
-
-
-class Signal:
-    """Gradients that are on their way until it is set."""
-
-    def __init__(self):
-        self._set = threading.Event()
-        self.query, self.set = self._set.is_set, self._set.set
-
-    def synchronize(self):
-        assert self._set.wait(ENOUGH)
+WEIGHTS = {torch.float32: torch.bfloat16, torch.float64: torch.float64}
+"""Dtype of masters → that of what passes read."""
+SIZES = (301, 77, 1000, 64)
+"""Of four stages, at odd borders."""
 
 
-def here():
-    signal = Signal()
-    signal.set()
-    return signal
+def layout_of(sizes, outside="nowhere"):
+    """A site in each layer, and one outside all layers: before them, behind them or nowhere."""
+    sites = [(f"model.layers.{layer}.proj", size) for layer, size in enumerate(sizes)]
+    if outside == "before":
+        sites.insert(0, ("model.embed", 45))
+    elif outside == "behind":
+        sites.append(("lm_head", 45))
+    return Layout(tuple(ParameterShape(site, "a", (size,)) for site, size in sites))
 
 
-def thirds(training):
-    """Stages 0 to 2, at odd borders."""
-    size = training.layout.size
-    ends = [0, size // 3 + 1, 2 * size // 3 + 5, size]
-    return {stage: Part(ends[stage], ends[stage + 1]) for stage in range(3)}
+def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weights=None):
+    layout = layout_of(sizes, outside)
+    master = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    moments = (torch.zeros_like(master) for _ in range(3))
+    recipe = Recipe(steps=9, learning_rate=1e-2, weight_decay=0.1, clip=0.5)
+    state = State(master, *moments, master.to(weights or WEIGHTS[dtype]))
+    return Training(Member(name, None, seed), recipe, layout, state)
 
 
-def due(base, name, seed=1, loss=1.5):
-    training = aboard.training(base, aboard.ready(base, name, seed=seed, weight_decay=0.1))
+def steps_for(stages=4, make=update, dtype=torch.bfloat16):
+    """A stage a layer; every other one stays."""
+    held = tuple(StreamStage(n, n + 1, resident=n % 2 == 0) for n in range(stages))
+    return TravelSteps(Travel(StreamCut(held, slots=1, travels=True), CPU, dtype), make)
+
+
+def aboard(steps, *company):
+    for training in company:
+        steps.travel.board(training)
+        steps.fit(training.job)
+    return [Due(training, supervised=6) for training in company]
+
+
+def hand_in(steps, training, gradient, loss=1.5):
+    """The gradient comes to be where the stages are, and leaves as it does after a round."""
+    travel, traveller = steps.travel, steps.travel.travellers[training.job]
+    for place, parts in traveller.parts.items():
+        for stage, part in parts.items():
+            stays = travel.there(stage)
+            if not stays:
+                travel.come(stage, steps.unfinished)
+            traveller.gradient[place][: part.size].copy_(gradient[part.start : part.stop])
+            travel.note_backward(stage, [training.job])
+            if not stays:
+                travel.measure(stage)
+                travel.go(stage)
+    travel.take_gradients([training.job])
+    open_batch(training, loss)
+
+
+def open_batch(training, loss=1.5):
+    training.open = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
+
+
+def drawn(training, seed, size=1.0):
     generator = torch.Generator().manual_seed(seed)
-    open_batch(training, torch.randn(training.master.shape, generator=generator), loss)
-    return Due(training, supervised=6)
+    return size * torch.randn(training.master.shape, generator=generator, dtype=training.master.dtype)
 
 
-def begin(host, begun, company, gone=here):
-    host.begin(begun, company, [thirds(one.training) for one in company], gone)
+def begin(steps, company):
+    begun = TravelBegun(steps)
+    steps.begin(begun, company, Gone)
+    assert all(one.training.open is None for one in company)
+    return begun
 
 
-SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=6)
+def expected(training, gradient, loss=1.5):
+    """What came of the same Step when it was made of the whole and waited for."""
+    training.gradient.copy_(gradient)
+    open_batch(training, loss)
+    (outcome,) = take_steps([Due(training, supervised=6)])
+    return outcome
+
+
+def assert_told(outcomes, wanted):
+    """Kernels sum the squares of parts apart, in float64: the last digit of a norm may be another."""
+    exact = not kernels_run(CPU, torch.float32)
+    for one, other in zip(outcomes, wanted, strict=True):
+        assert one.grad_norm == (other.grad_norm if exact else pytest.approx(other.grad_norm, rel=1e-14))
+        assert replace(one, grad_norm=other.grad_norm) == other
+
+
+def assert_same(one, other):
+    """Everything but the gradient."""
+    for name in ("master", "exp_avg", "exp_avg_sq", "weights"):
+        mine, theirs = getattr(one.state, name), getattr(other.state, name)
+        assert torch.equal(mine, theirs), name
+    assert one.progress == other.progress
+
+
+def assert_the_device_has_them(steps, training):
+    """In every place that a stage is in, or comes to, are the weights that the host has."""
+    travel = steps.travel
+    for stage, part in travel.travellers[training.job].by_stage.items():
+        stays = travel.there(stage)
+        if not stays:
+            assert travel.room(training.job, stage) is None
+            travel.come(stage, steps.unfinished)
+        assert torch.equal(
+            travel.room(training.job, stage), training.state.weights[part.start : part.stop]
+        ), stage
+        if not stays:
+            travel.go(stage)
+
+
+@pytest.fixture(params=["float32", "float64", "kernels"])
+def dtypes(request, monkeypatch):
+    """Of masters and weights; torch makes the updates, or the kernel does."""
+    if request.param == "kernels":
+        interpret(monkeypatch)
+        return torch.float32, torch.float32
+    master = getattr(torch, request.param)
+    return master, WEIGHTS[master]
+
+
+# -- pieces ----------------------------------------------------------------------------------------------
 
 
 @st.composite
-def layouts(draw):
-    """Stages one after another, and what is outside all layers before them, behind them or nowhere."""
-    sizes = draw(SIZES)
-    stages = list(range(len(sizes)))
-    outside = draw(st.sampled_from(["nowhere", "before", "behind"]))
-    if outside != "nowhere":
-        sizes.append(draw(st.integers(1, 200)))
-        stages = [OUTSIDE, *stages] if outside == "before" else [*stages, OUTSIDE]
-    parts, at = {}, 0
-    for stage, size in zip(stages, sizes, strict=True):
-        parts[stage] = Part(at, at + size)
-        at += size
-    return parts, at
+def cuts(draw):
+    """Parts of a vector one after another, its size, and how much is updated at a time."""
+    sizes = draw(st.lists(st.integers(1, 400), min_size=1, max_size=5))
+    ends = [0, *accumulate(sizes)]
+    parts = [Part(start, stop) for start, stop in pairwise(ends)]
+    return parts, ends[-1], ALIGNMENT * draw(st.integers(1, 5))
 
 
-@given(layouts())
-def test_a_stage_is_all_updated_when_its_turn_is_over_and_every_cut_is_at_a_multiple(layout):
-    parts, size = layout
-    found = aligned(parts, size)
-    spans = sorted((part.start, part.stop) for part in found.values())
-    assert [stop for _, stop in spans] == [*(start for start, _ in spans[1:]), size]
-    assert all(start % ALIGNMENT == 0 or start == size for start, _ in spans)
-    for stage, part in parts.items():
-        updated = {
-            at for other, span in found.items() if other <= stage for at in range(span.start, span.stop)
-        }
-        assert updated.issuperset(range(part.start, part.stop))
+@given(cuts())
+def test_pieces_cover_a_part_once_and_are_cut_at_multiples(cut):
+    parts, size, piece = cut
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(travel_steps, "PIECE", piece)
+        for part in parts:
+            found = list(pieces(part, size))
+            covered = [at for one in found for at in range(one.inside.start, one.inside.stop)]
+            assert covered == list(range(part.start, part.stop))
+            for one in found:
+                assert 0 < one.inside.size <= one.whole.size <= piece
+                assert one.whole.start % ALIGNMENT == 0
+                assert one.whole.stop % ALIGNMENT == 0 or one.whole.stop == size
+                assert 0 <= one.inside.start - one.whole.start < ALIGNMENT
+                assert 0 <= one.whole.stop - one.inside.stop < ALIGNMENT
+            borders = [one.inside.start for one in found[1:]]
+            assert all(border % ALIGNMENT == 0 for border in borders)
 
 
 @settings(max_examples=40, deadline=None)
-@given(layouts(), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 99))
-def test_parts_have_the_bits_of_the_whole(layout, dtype, seed):
-    parts, size = layout
-    generator = torch.Generator().manual_seed(seed)
-    master = torch.randn(size, generator=generator, dtype=dtype)
+@given(
+    cuts(),
+    st.sampled_from(["nowhere", "before", "behind"]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 99),
+    st.randoms(use_true_random=False),
+)
+def test_piece_by_piece_a_step_has_the_bits_of_the_whole(cut, outside, dtype, seed, shuffled):
+    parts, _, piece = cut
+    sizes = [part.size for part in parts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(travel_steps, "PIECE", piece)
+        steps = steps_for(len(sizes), dtype=WEIGHTS[dtype])
+        one, other = (new("a", sizes, outside, seed, dtype) for _ in range(2))
+        company = aboard(steps, one)
+        for step in range(3):
+            gradient = drawn(one, 100 * seed + step, 10.0 ** -(seed % 7))
+            hand_in(steps, one, gradient)
+            begun = begin(steps, company)
+            left = steps.all_left()
+            shuffled.shuffle(left)
+            for pair in left:
+                steps.make([pair], Gone())
+            assert begun.outcomes() == [expected(other, gradient)]
+            assert_same(one, other)
+        assert_the_device_has_them(steps, one)
 
-    def fresh():
-        zeros = (torch.zeros_like(master) for _ in range(3))
-        return State(master.clone(), *zeros, master.to(torch.bfloat16))
 
-    one, other = fresh(), fresh()
-    for step in range(1, 4):
-        gradient = torch.randn(size, generator=generator, dtype=dtype) * 10.0 ** -(seed % 7)
-        for state, spans in ((one, {0: Part(0, size)}), (other, aligned(parts, size))):
-            state.gradient.copy_(gradient)
-            for stage in sorted(spans):
-                span = slice(spans[stage].start, spans[stage].stop)
-                vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
-                cut = State(*(vector[span] for vector in vectors))
-                make_updates([Update(cut, step, 1e-2, 0.1, factor=0.3)])
-    assert torch.equal(one.master, other.master)
-    assert torch.equal(one.exp_avg_sq, other.exp_avg_sq)
-    assert torch.equal(one.weights, other.weights)
+# -- what comes of Steps ---------------------------------------------------------------------------------
 
 
-def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(base):
-    host, begun = HostSteps(), None
-    company, others = ([due(base, name, seed) for seed, name in enumerate("abc")] for _ in range(2))
-    for _ in range(3):
-        begun = HostBegun(host)
-        begin(host, begun, company)
-        assert all(one.training.open is None for one in company)
-        assert begun.outcomes() == take_steps(others)
+@pytest.mark.parametrize("piece", [64, 320, 1 << 21])
+def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(dtypes, piece, monkeypatch):
+    monkeypatch.setattr(travel_steps, "PIECE", piece)
+    dtype, weights = dtypes
+    steps = steps_for(dtype=weights)
+    company, others = (
+        [new(name, seed=seed, dtype=dtype, weights=weights) for seed, name in enumerate("abc")]
+        for _ in range(2)
+    )
+    due = aboard(steps, *company)
+    for step in range(3):
+        gradients = [drawn(one, 7 * step + seed, 10.0 ** (seed - 2)) for seed, one in enumerate(company)]
+        for one, gradient in zip(company, gradients, strict=True):
+            hand_in(steps, one, gradient)
+        begun = begin(steps, due)
+        steps.make(steps.all_left(), Gone())
+        wanted = [expected(other, gradient) for other, gradient in zip(others, gradients, strict=True)]
+        assert_told(begun.outcomes(), wanted)
         for one, other in zip(company, others, strict=True):
-            assert torch.equal(one.training.master, other.training.master)
-            assert torch.equal(one.training.state.weights, other.training.state.weights)
-            assert not one.training.gradient.any()
-            for each in (one, other):
-                open_batch(each.training, torch.linspace(-1, 1, each.training.layout.size))
-    assert [one.training.progress.step for one in company] == [3, 3, 3]
+            assert_same(one, other)
+            assert_the_device_has_them(steps, one)
+    assert [one.progress.step for one in company] == [3, 3, 3]
 
 
-def test_what_the_first_stage_needs_is_made_first_for_everybody(base):
-    order, company = [], [due(base, name, seed) for seed, name in enumerate("ab")]
-    starts = {
-        one.training.master.data_ptr() + 4 * part.start: (stage, one.training.job)
-        for one in company
-        for stage, part in aligned(thirds(one.training), one.training.layout.size).items()
-    }
-
-    def noting(updates):
-        order.extend(starts[update.state.master.data_ptr()] for update in updates)
-        return make_updates(updates)
-
-    host = HostSteps(noting)
-    begun = HostBegun(host)
-    begin(host, begun, company)
-    begun.outcomes()
-    assert order == [(stage, job) for stage in range(3) for job in "ab"]
-
-
-def test_gradients_that_are_on_their_way_keep_nobody_waiting(base):
-    host, late = HostSteps(), Signal()
-    begun = HostBegun(host)
-    begin(host, begun, [due(base, "early")])
-    begin(host, begun, [due(base, "late")], lambda: late)
-    host.wait([("early", stage) for stage in range(3)])
-    assert host.unfinished("late", 0)
-    late.set()
-    assert len(begun.outcomes()) == 2
-
-
-def test_who_waits_for_one_stage_does_not_wait_for_the_next(base):
-    held, made = threading.Event(), []
-
-    def holding(updates):
-        if len(made) == 2:
-            assert held.wait(ENOUGH)
-        made.append(len(updates))
-        return make_updates(updates)
-
-    host = HostSteps(holding)
-    begun = HostBegun(host)
-    begin(host, begun, [due(base, "a")])
-    host.wait([("a", 0), ("a", 1)])
-    assert [host.unfinished("a", stage) for stage in range(3)] == [False, False, True]
-    held.set()
-    assert len(begun.outcomes()) == 1
-
-
+@pytest.mark.parametrize("at", [0, 301, -1])
 @pytest.mark.parametrize(
-    ("loss", "weights", "sentence"),
+    ("loss", "gradient", "weights", "sentence"),
     [
-        (math.nan, 0.0, "its loss at step 1 is nan"),
-        (1.0, math.inf, "its weights after step 1 are not finite"),
+        (math.nan, 0.0, 0.0, "its loss at step 1 is nan"),
+        (1.0, math.inf, 0.0, "its gradient norm at step 1 is inf"),
+        (1.0, math.nan, 0.0, "its gradient norm at step 1 is nan"),
+        (1.0, 0.0, math.inf, "its weights after step 1 are not finite"),
     ],
 )
-def test_a_job_that_can_make_no_step_fails_alone(base, loss, weights, sentence):
-    host = HostSteps()
-    begun = HostBegun(host)
-    good, bad, alone = due(base, "good"), due(base, "bad", loss=loss), due(base, "good")
-    bad.training.master[-1] += weights
-    begin(host, begun, [bad, good])
-    failed, made = begun.outcomes()
+def test_a_job_that_can_make_no_step_fails_alone(dtypes, loss, gradient, weights, sentence, at, monkeypatch):
+    monkeypatch.setattr(travel_steps, "PIECE", 256)
+    dtype, narrow = dtypes
+    bad, good, alone = (
+        new(name, seed=seed, dtype=dtype, weights=narrow)
+        for name, seed in (("bad", 1), ("good", 2), ("good", 2))
+    )
+    steps = steps_for(dtype=narrow)
+    bad.master[at] += weights
+    due = aboard(steps, good, bad)
+    before = [vector.clone() for vector in vectors(bad)]
+    spoilt = drawn(bad, 5)
+    spoilt[at] += gradient
+    hand_in(steps, bad, spoilt, loss)
+    hand_in(steps, good, drawn(good, 6))
+    begun = begin(steps, due)
+    steps.make(steps.all_left(), Gone())
+    made, failed = begun.outcomes()
     assert failed == NoStep(sentence)
-    assert [made] == take_steps([alone])
-    assert torch.equal(good.training.master, alone.training.master)
-    assert bad.training.progress.step == 0
+    assert bad.progress.step == 0
+    assert_told([made], [expected(alone, drawn(alone, 6))])
+    assert_same(good, alone)
+    if not weights:
+        assert all(torch.equal(mine, old) for mine, old in zip(vectors(bad), before, strict=True))
+        assert_the_device_has_them(steps, bad)
 
 
-def test_out_of_memory_within_a_part_fails_the_job_whose_part_it_is(base, monkeypatch):
-    bad, good = due(base, "bad"), due(base, "good")
-    end = bad.training.master.data_ptr() + bad.training.master.nbytes
+def vectors(training):
+    state = training.state
+    return state.master, state.exp_avg, state.exp_avg_sq, state.weights
 
-    def short(updates):
-        (master,) = (one.state.master for one in updates)
-        if master.data_ptr() + master.nbytes == end:
+
+# -- what has to wait ------------------------------------------------------------------------------------
+
+
+def test_what_the_first_stages_need_is_made_first_and_each_pass_wants_its_own_jobs_parts():
+    steps = steps_for()
+    company = [new("a", outside="before"), new("b", outside="behind", seed=1), new("c", seed=2)]
+    due = aboard(steps, *company)
+    for one in company:
+        hand_in(steps, one, drawn(one, 3))
+    begun = begin(steps, due)
+    assert steps.all_left() == [
+        ("a", OUTSIDE),
+        ("b", OUTSIDE),
+        *((job, stage) for stage in range(4) for job in "abc"),
+    ]
+    assert steps.left(1, ["c", "a"]) == [("c", 1), ("a", 1)]
+    assert steps.left(0, ["a", "c"]) == [("a", 0), ("a", OUTSIDE), ("c", 0)]
+    assert steps.left(3, "b") == [("b", 3), ("b", OUTSIDE)]
+    steps.make(steps.left(0, ["a"]), Gone())
+    assert not steps.left(0, ["a"])
+    assert [stage for stage in (OUTSIDE, 0, 1, 2, 3) if steps.unfinished("a", stage)] == [1, 2, 3]
+    assert steps.left(0, "bc") == [("b", 0), ("b", OUTSIDE), ("c", 0)]
+    with pytest.raises(AssertionError, match="not all made"):
+        begun.outcomes()
+    steps.make(steps.all_left(), Gone())
+    assert not any(steps.left(stage, "abc") for stage in range(4))
+    assert len(begun.outcomes()) == 3
+
+
+def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_job():
+    steps = steps_for()
+    one, other = new("a"), new("b", seed=1)
+    due, _ = aboard(steps, one, other)
+    hand_in(steps, one, drawn(one, 3))
+    begin(steps, [due])
+    one.state.weights.fill_(math.nan)
+    steps.travel.travellers["a"].weights["slot", 0].fill_(7.0)
+    steps.travel.come(1, steps.unfinished)
+    assert torch.equal(steps.travel.room("a", 1), torch.full((77,), 7.0, dtype=torch.bfloat16))
+    assert torch.equal(steps.travel.room("b", 1), other.state.weights[301:378])
+    steps.make([("a", 1)], Gone())
+    assert torch.equal(steps.travel.room("a", 1), one.state.weights[301:378])
+    assert bool(one.state.weights[301:378].isfinite().all())
+    assert bool(one.state.weights[:301].isnan().all())
+    assert bool(one.state.weights[378:].isnan().all())
+
+
+# -- the ring --------------------------------------------------------------------------------------------
+
+
+def buffer_bytes(steps):
+    return sum(vector.nbytes for buffer in steps._buffers for vector in buffer_vectors(buffer))
+
+
+def buffer_vectors(buffer):
+    state = buffer.state
+    return state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights
+
+
+def shape_of(training):
+    return JobShape(training.job, 0, 0, training.layout.size, longest=1)
+
+
+def test_pieces_take_turns_in_the_buffers(monkeypatch):
+    monkeypatch.setattr(travel_steps, "PIECE", 64)
+    seen = []
+
+    def noting(updates, factor_J=None):
+        (one,) = updates
+        seen.append(one.state.master.data_ptr())
+        return update(updates, factor_J)
+
+    steps = steps_for(make=noting)
+    one = new("a")
+    due = aboard(steps, one)
+    hand_in(steps, one, drawn(one, 3))
+    begin(steps, due)
+    steps.make(steps.all_left(), Gone())
+    assert len(seen) == sum(len(list(pieces(part, 1442))) for part in by_stage(steps, "a")) > 20
+    assert len(set(seen[:PIECES])) == PIECES == 3
+    assert all(seen[at] == seen[at % PIECES] for at in range(len(seen)))
+
+
+def by_stage(steps, job):
+    return steps.travel.travellers[job].by_stage.values()
+
+
+@pytest.mark.parametrize("piece", [64, 128, 1024, 1 << 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_the_most(
+    piece, dtype, monkeypatch
+):
+    for module in (travel_steps, stream_ring):
+        monkeypatch.setattr(module, "PIECE", piece)
+    weights, value = WEIGHTS[dtype], WEIGHTS[dtype].itemsize
+    steps = steps_for(dtype=weights)
+    small, large, middle = (
+        new("small", (50, 60, 70, 3), dtype=dtype),
+        new("large", (1, 400, 900, 7), seed=1, dtype=dtype),
+        new("middle", (80, 9, 0, 200), seed=2, dtype=dtype),
+    )
+    twins = [
+        new("small", (50, 60, 70, 3), dtype=dtype),
+        new("large", (1, 400, 900, 7), seed=1, dtype=dtype),
+        new("middle", (80, 9, 0, 200), seed=2, dtype=dtype),
+    ]
+    due, held = [], []
+    for count, training in enumerate((small, large, middle), start=1):
+        due += aboard(steps, training)
+        held.append(buffer_bytes(steps))
+        assert 0 < held[-1] <= ring_bytes([shape_of(one.training) for one in due], value)
+        assert len(steps._buffers) == PIECES
+        for one, twin in zip(due, twins[:count], strict=True):
+            gradient = drawn(twin, count)
+            hand_in(steps, one.training, gradient)
+            twin_outcome = expected(twin, gradient)
+            begun = begin(steps, [one])
+            steps.make(steps.all_left(), Gone())
+            assert begun.outcomes() == [twin_outcome]
+            assert_same(one.training, twin)
+    assert held[2] == held[1]
+    assert (held[1] > held[0]) == (piece > 128)
+
+
+# -- errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("halfway", [False, True], ids=["before the update", "behind the update"])
+@pytest.mark.parametrize("at", range(0, 12, 2))
+def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, halfway, dtypes, monkeypatch):
+    """Whether or not the buffer was updated when the error came."""
+    monkeypatch.setattr(travel_steps, "PIECE", 192)
+    dtype, weights = dtypes
+    made, short = [], True
+
+    def failing(updates, factor_J=None):
+        nonlocal short
+        if short and len(made) == at:
+            short = False
+            if halfway:
+                update(updates, factor_J)
             raise torch.OutOfMemoryError("no more")
-        return update(updates)
+        made.append(len(updates))
+        return update(updates, factor_J)
 
-    monkeypatch.setattr(steps, "update", short)
-    host = HostSteps()
-    begun = HostBegun(host)
-    begin(host, begun, [bad, good])
-    failed, made = begun.outcomes()
-    assert failed == NoStep("out of memory inside its optimizer step 1")
-    assert made.loss == 1.5
-
-
-def test_a_mistake_in_the_thread_is_raised_where_its_work_is_waited_for(base):
-    def broken(updates):
-        raise ArithmeticError("a mistake")
-
-    host = HostSteps(broken)
-    begun = HostBegun(host)
-    begin(host, begun, [due(base, "a")])
-    for wait in (lambda: host.wait([("a", 2)]), host.finish, begun.outcomes):
-        with pytest.raises(ArithmeticError, match="a mistake"):
-            wait()
+    steps = steps_for(make=failing, dtype=weights)
+    company, others = (
+        [new(name, seed=seed, dtype=dtype, weights=weights) for seed, name in enumerate("ab")]
+        for _ in range(2)
+    )
+    due = aboard(steps, *company)
+    for one in company:
+        hand_in(steps, one, drawn(one, 3))
+    begun = begin(steps, due)
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        steps.make(steps.all_left(), Gone())
+    assert len(made) == at
+    steps.make(steps.all_left(), Gone())
+    total = sum(len(list(pieces(part, 1442))) for job in "ab" for part in by_stage(steps, job))
+    assert len(made) == total
+    assert_told(begun.outcomes(), [expected(other, drawn(other, 3)) for other in others])
+    for one, other in zip(company, others, strict=True):
+        assert_same(one, other)
+        assert_the_device_has_them(steps, one)
