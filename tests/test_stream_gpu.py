@@ -22,8 +22,10 @@ from weft.errors import BaseModelError
 from weft.ops.adamw import update
 from weft.plan.planner import plan_window
 from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_ring import PIECE
 from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
+from weft.run import travel_steps
 from weft.run.executor import Executor
 from weft.run.inputs import Visitor, rows_at_once, stage_inputs
 from weft.run.stream_executor import StreamExecutor
@@ -215,25 +217,48 @@ def test_a_file_that_fails_under_way_is_told_by_the_main_thread(stored, tmp_path
         streamer.use(0)
 
 
-@pytest.mark.parametrize("piece", [1 << 21, 4096], ids=["whole parts", "many pieces"])
+def lingering(updates, factor_J=None):
+    """Beside copies and passes that do not wait for it; meanwhile the buffer has NaN for weights."""
+    for one in updates:
+        one.state.weights.fill_(torch.nan)
+    torch.cuda._sleep(2_000_000)
+    return update(updates, factor_J)
+
+
+def poison(executor):
+    """NaN where weights of jobs are, from the moment that their Step is asked for until it is made."""
+    begin = executor.steps.begin
+
+    def begun(*asked):
+        begin(*asked)
+        torch.cuda.synchronize()
+        for one in asked[1]:
+            one.training.state.weights.fill_(torch.nan)
+            for room in executor.travel.travellers[one.training.job].weights.values():
+                room.fill_(torch.nan)
+        torch.cuda.synchronize()
+
+    executor.steps.begin = begun
+
+
+@pytest.mark.parametrize("piece", [1024, PIECE])
 @pytest.mark.parametrize("slots", [1, 2])
-def test_steps_that_take_long_change_no_bit(resident, slots, piece, monkeypatch):
-    """Meanwhile there is NaN where the new weights will be: whoever came too early would take them along."""
-
-    def lingering(updates, factor_J=None):
-        for one in updates:
-            one.state.weights.fill_(torch.nan)
-        torch.cuda._sleep(1_000_000)
-        return update(updates, factor_J)
-
-    monkeypatch.setattr("weft.run.travel_steps.PIECE", piece)
+def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
+    """Whoever came too early would take NaN along."""
+    monkeypatch.setattr(travel_steps, "PIECE", piece)
     cut = a_layer_each(slots, travels=True, resident={2})
-    streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
-    executor = StreamExecutor(streamed, make=lingering)
-    moved = trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY))
-    assert executor.streamer.waited.total() > 0
-    for name, want in resident.items():
-        assert torch.equal(moved[name], want), name
+    found = []
+    for make, poisoned in ((update, False), (lingering, False), (lingering, True)):
+        streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
+        executor = StreamExecutor(streamed, make=make)
+        if poisoned:
+            poison(executor)
+        found.append(trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY)))
+        assert executor.streamer.waited.total() > 0
+    for name, want in found[0].items():
+        assert want.isfinite().all()
+        assert torch.equal(found[1][name], want), name
+        assert torch.equal(found[2][name], want), name
 
 
 def test_host_memory_is_page_locked_and_comes_back():
