@@ -3,7 +3,6 @@ than it needs."""
 
 import math
 from contextlib import contextmanager
-from dataclasses import fields
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from tests.run.test_stream_executor import (
     travelling,
     windows,
 )
+from tests.run.travellers import Short, buffer_bytes
 from weft.base.spec import BaseSpec
 from weft.base.streamed import stream_model
 from weft.ops.adamw import update
@@ -197,11 +197,6 @@ def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
 # -- the ring --------------------------------------------------------------------------------------------
 
 
-def buffer_bytes(executor):
-    states = [buffer.state for buffer in executor.steps._buffers]
-    return sum(getattr(state, one.name).nbytes for state in states for one in fields(state))
-
-
 @pytest.mark.parametrize("piece", [64, stream_ring.PIECE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_promised(
@@ -214,14 +209,14 @@ def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_pro
         executor = executor_of(CUTS["a layer at a time"], dtype=dtype)
         *_, large, small = sorted(make_jobs(executor.base), key=lambda job: -job.shape.trainable)
         take_aboard(executor, [small] if later else [small, large])
-        held = buffer_bytes(executor)
+        held = buffer_bytes(executor.steps)
         run(executor, plan(executor, [small], 1), [small])
         if later:
             assert 0 < held <= ring_bytes([small.shape], dtype.itemsize)
             take_aboard(executor, [large])
-            assert (buffer_bytes(executor) > held) == (piece > 64)
+            assert (buffer_bytes(executor.steps) > held) == (piece > 64)
         both = ring_bytes([small.shape, large.shape], dtype.itemsize)
-        assert held <= buffer_bytes(executor) <= both
+        assert held <= buffer_bytes(executor.steps) <= both
         run(executor, plan(executor, [small, large], 2), [small, large])
         found.append(masters_of(executor))
     for name, master in found[0].items():
@@ -368,22 +363,6 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
     }
     assert steps == {job.name: list(range(1, job.recipe.steps + 1)) for job in jobs}
     assert any(isinstance(event, Evaluated) for event in events)
-
-
-class Short:
-    """Makes updates, and fails once for want of memory, with the update made or not."""
-
-    def __init__(self, at, halfway):
-        self.at, self.halfway, self.made, self.failed = at, halfway, 0, False
-
-    def __call__(self, updates, factor_J=None):
-        if self.made == self.at and not self.failed:
-            self.failed = True
-            if self.halfway:
-                update(updates, factor_J)
-            raise torch.OutOfMemoryError("no more")
-        self.made += 1
-        return update(updates, factor_J)
 
 
 @pytest.mark.parametrize("halfway", [False, True], ids=["before the update", "behind the update"])

@@ -11,100 +11,28 @@ from hypothesis import strategies as st
 
 from tests.bench import CPU
 from tests.interpreter import interpret
-from weft.adapters.kind import Member
-from weft.adapters.layout import Layout, ParameterShape
-from weft.ops.adamw import State, update
+from tests.run.travellers import (
+    WEIGHTS,
+    Short,
+    aboard,
+    begin,
+    buffer_bytes,
+    drawn,
+    expected,
+    hand_in,
+    new,
+    steps_for,
+)
+from weft.ops.adamw import update
 from weft.ops.triton.at_hand import kernels_run
 from weft.plan import stream_ring
-from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_ring import PIECES, ring_bytes
-from weft.plan.stream_step import StreamStage
 from weft.run import travel_steps
-from weft.run.schedule import Recipe
-from weft.run.steps import Due, NoStep, take_steps
+from weft.run.steps import NoStep
 from weft.run.streamer import Gone
-from weft.run.training import OpenBatch, Training
-from weft.run.travel import OUTSIDE, Part, Travel
-from weft.run.travel_steps import ALIGNMENT, TravelBegun, TravelSteps, pieces
+from weft.run.travel import OUTSIDE, Part
+from weft.run.travel_steps import ALIGNMENT, pieces
 from weft.shapes import JobShape
-
-WEIGHTS = {torch.float32: torch.bfloat16, torch.float64: torch.float64}
-"""Dtype of masters → that of what passes read."""
-SIZES = (301, 77, 1000, 64)
-"""Of four stages, at odd borders."""
-
-
-def layout_of(sizes, outside="nowhere"):
-    """A site in each layer, and one outside all layers: before them, behind them or nowhere."""
-    sites = [(f"model.layers.{layer}.proj", size) for layer, size in enumerate(sizes)]
-    if outside == "before":
-        sites.insert(0, ("model.embed", 45))
-    elif outside == "behind":
-        sites.append(("lm_head", 45))
-    return Layout(tuple(ParameterShape(site, "a", (size,)) for site, size in sites))
-
-
-def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weights=None):
-    layout = layout_of(sizes, outside)
-    master = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    moments = (torch.zeros_like(master) for _ in range(3))
-    recipe = Recipe(steps=9, learning_rate=1e-2, weight_decay=0.1, clip=0.5)
-    state = State(master, *moments, master.to(weights or WEIGHTS[dtype]))
-    return Training(Member(name, None, seed), recipe, layout, state)
-
-
-def steps_for(stages=4, make=update, dtype=torch.bfloat16):
-    """A stage a layer; every other one stays."""
-    held = tuple(StreamStage(n, n + 1, resident=n % 2 == 0) for n in range(stages))
-    return TravelSteps(Travel(StreamCut(held, slots=1, travels=True), CPU, dtype), make)
-
-
-def aboard(steps, *company):
-    for training in company:
-        steps.travel.board(training)
-        steps.fit(training.job)
-    return [Due(training, supervised=6) for training in company]
-
-
-def hand_in(steps, training, gradient, loss=1.5):
-    """The gradient comes to be where the stages are, and leaves as it does after a round."""
-    travel, traveller = steps.travel, steps.travel.travellers[training.job]
-    for place, parts in traveller.parts.items():
-        for stage, part in parts.items():
-            stays = travel.there(stage)
-            if not stays:
-                travel.come(stage, steps.unfinished)
-            traveller.gradient[place][: part.size].copy_(gradient[part.start : part.stop])
-            travel.note_backward(stage, [training.job])
-            if not stays:
-                travel.measure(stage)
-                travel.go(stage)
-    travel.take_gradients([training.job])
-    open_batch(training, loss)
-
-
-def open_batch(training, loss=1.5):
-    training.open = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
-
-
-def drawn(training, seed, size=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return size * torch.randn(training.master.shape, generator=generator, dtype=training.master.dtype)
-
-
-def begin(steps, company):
-    begun = TravelBegun(steps)
-    steps.begin(begun, company, Gone)
-    assert all(one.training.open is None for one in company)
-    return begun
-
-
-def expected(training, gradient, loss=1.5):
-    """What came of the same Step when it was made of the whole and waited for."""
-    training.gradient.copy_(gradient)
-    open_batch(training, loss)
-    (outcome,) = take_steps([Due(training, supervised=6)])
-    return outcome
 
 
 def assert_told(outcomes, wanted):
@@ -327,15 +255,6 @@ def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_jo
 # -- the ring --------------------------------------------------------------------------------------------
 
 
-def buffer_bytes(steps):
-    return sum(vector.nbytes for buffer in steps._buffers for vector in buffer_vectors(buffer))
-
-
-def buffer_vectors(buffer):
-    state = buffer.state
-    return state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights
-
-
 def shape_of(training):
     return JobShape(training.job, 0, 0, training.layout.size, longest=1)
 
@@ -410,18 +329,7 @@ def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, hal
     """Whether or not the buffer was updated when the error came."""
     monkeypatch.setattr(travel_steps, "PIECE", 192)
     dtype, weights = dtypes
-    made, short = [], True
-
-    def failing(updates, factor_J=None):
-        nonlocal short
-        if short and len(made) == at:
-            short = False
-            if halfway:
-                update(updates, factor_J)
-            raise torch.OutOfMemoryError("no more")
-        made.append(len(updates))
-        return update(updates, factor_J)
-
+    failing = Short(at, halfway)
     steps = steps_for(make=failing, dtype=weights)
     company, others = (
         [new(name, seed=seed, dtype=dtype, weights=weights) for seed, name in enumerate("ab")]
@@ -433,10 +341,10 @@ def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, hal
     begun = begin(steps, due)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         steps.make(steps.all_left(), Gone())
-    assert len(made) == at
+    assert failing.made == at
     steps.make(steps.all_left(), Gone())
     total = sum(len(list(pieces(part, 1442))) for job in "ab" for part in by_stage(steps, job))
-    assert len(made) == total
+    assert failing.made == total
     assert_told(begun.outcomes(), [expected(other, drawn(other, 3)) for other in others])
     for one, other in zip(company, others, strict=True):
         assert_same(one, other)

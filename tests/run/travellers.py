@@ -1,0 +1,117 @@
+"""Adapters that travel, without passes: gradients come to be where their stages are, and Steps are made."""
+
+from dataclasses import fields
+
+import torch
+
+from tests.bench import CPU
+from weft.adapters.kind import Member
+from weft.adapters.layout import Layout, ParameterShape
+from weft.ops.adamw import State, update
+from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_step import StreamStage
+from weft.run.schedule import Recipe
+from weft.run.steps import Due, take_steps
+from weft.run.streamer import Gone
+from weft.run.training import OpenBatch, Training
+from weft.run.travel import Travel
+from weft.run.travel_steps import TravelBegun, TravelSteps
+
+WEIGHTS = {torch.float32: torch.bfloat16, torch.float64: torch.float64}
+"""Dtype of masters → that of what passes read."""
+SIZES = (301, 77, 1000, 64)
+"""Of four stages, at odd borders."""
+
+
+def layout_of(sizes, outside="nowhere"):
+    """A site in each layer, and one outside all layers: before them, behind them or nowhere."""
+    sites = [(f"model.layers.{layer}.proj", size) for layer, size in enumerate(sizes)]
+    if outside == "before":
+        sites.insert(0, ("model.embed", 45))
+    elif outside == "behind":
+        sites.append(("lm_head", 45))
+    return Layout(tuple(ParameterShape(site, "a", (size,)) for site, size in sites))
+
+
+def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weights=None):
+    layout = layout_of(sizes, outside)
+    master = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    moments = (torch.zeros_like(master) for _ in range(3))
+    recipe = Recipe(steps=9, learning_rate=1e-2, weight_decay=0.1, clip=0.5)
+    state = State(master, *moments, master.to(weights or WEIGHTS[dtype]))
+    return Training(Member(name, None, seed), recipe, layout, state)
+
+
+def steps_for(stages=4, make=update, dtype=torch.bfloat16):
+    """A stage a layer; every other one stays."""
+    held = tuple(StreamStage(n, n + 1, resident=n % 2 == 0) for n in range(stages))
+    return TravelSteps(Travel(StreamCut(held, slots=1, travels=True), CPU, dtype), make)
+
+
+def aboard(steps, *company):
+    for training in company:
+        steps.travel.board(training)
+        steps.fit(training.job)
+    return [Due(training, supervised=6) for training in company]
+
+
+def hand_in(steps, training, gradient, loss=1.5):
+    """The gradient comes to be where the stages are, and leaves as it does after a round."""
+    travel, traveller = steps.travel, steps.travel.travellers[training.job]
+    for place, parts in traveller.parts.items():
+        for stage, part in parts.items():
+            stays = travel.there(stage)
+            if not stays:
+                travel.come(stage, steps.unfinished)
+            traveller.gradient[place][: part.size].copy_(gradient[part.start : part.stop])
+            travel.note_backward(stage, [training.job])
+            if not stays:
+                travel.measure(stage)
+                travel.go(stage)
+    travel.take_gradients([training.job])
+    open_batch(training, loss)
+
+
+def open_batch(training, loss=1.5):
+    training.open = OpenBatch(torch.tensor(loss, dtype=torch.float64), torch.tensor(3), 20)
+
+
+def drawn(training, seed, size=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return size * torch.randn(training.master.shape, generator=generator, dtype=training.master.dtype)
+
+
+def begin(steps, company):
+    begun = TravelBegun(steps)
+    steps.begin(begun, company, Gone)
+    assert all(one.training.open is None for one in company)
+    return begun
+
+
+def expected(training, gradient, loss=1.5):
+    """What came of the same Step when it was made of the whole and waited for."""
+    training.gradient.copy_(gradient)
+    open_batch(training, loss)
+    (outcome,) = take_steps([Due(training, supervised=6)])
+    return outcome
+
+
+def buffer_bytes(steps):
+    states = [buffer.state for buffer in steps._buffers]
+    return sum(getattr(state, one.name).nbytes for state in states for one in fields(state))
+
+
+class Short:
+    """Makes updates, and fails once for want of memory, with the update made or not."""
+
+    def __init__(self, at, halfway):
+        self.at, self.halfway, self.made, self.failed = at, halfway, 0, False
+
+    def __call__(self, updates, factor_J=None):
+        if self.made == self.at and not self.failed:
+            self.failed = True
+            if self.halfway:
+                update(updates, factor_J)
+            raise torch.OutOfMemoryError("no more")
+        self.made += 1
+        return update(updates, factor_J)
