@@ -56,9 +56,10 @@ class Setting:
     stages: int = 4
     threads: int = 4
     delay: float = 0.0
-    layers: int = 8
-    hidden: int = 512
-    vocabulary: int = 2048
+    layers: int = 11
+    """With a head that takes about as long as one more, so that four stages can be alike."""
+    hidden: int = 256
+    vocabulary: int = 3072
     length: int = 128
     """Tokens of a sample."""
     samples: int = 4

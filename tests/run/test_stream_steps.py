@@ -22,14 +22,13 @@ from tests.run.test_stream_executor import (
     travelling,
     windows,
 )
-from tests.run.travellers import Short, buffer_bytes
+from tests.run.travellers import Short, buffer_bytes, promised_bytes
 from weft.base.spec import BaseSpec
 from weft.base.streamed import stream_model
 from weft.ops.adamw import update
 from weft.plan import stream_ring
 from weft.plan.program import Backward, Step
 from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_ring import ring_bytes
 from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
 from weft.run import travel_steps
@@ -212,11 +211,10 @@ def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_pro
         held = buffer_bytes(executor.steps)
         run(executor, plan(executor, [small], 1), [small])
         if later:
-            assert 0 < held <= ring_bytes([small.shape], dtype.itemsize)
+            assert 0 < held <= promised_bytes(executor.steps, dtype.itemsize)
             take_aboard(executor, [large])
             assert (buffer_bytes(executor.steps) > held) == (piece > 64)
-        both = ring_bytes([small.shape, large.shape], dtype.itemsize)
-        assert held <= buffer_bytes(executor.steps) <= both
+        assert held <= buffer_bytes(executor.steps) <= promised_bytes(executor.steps, dtype.itemsize)
         run(executor, plan(executor, [small, large], 2), [small, large])
         found.append(masters_of(executor))
     for name, master in found[0].items():

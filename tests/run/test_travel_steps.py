@@ -21,18 +21,18 @@ from tests.run.travellers import (
     expected,
     hand_in,
     new,
+    promised_bytes,
     steps_for,
 )
 from weft.ops.adamw import update
 from weft.ops.triton.at_hand import kernels_run
 from weft.plan import stream_ring
-from weft.plan.stream_ring import PIECES, ring_bytes
+from weft.plan.stream_ring import PIECES
 from weft.run import travel_steps
 from weft.run.steps import NoStep
 from weft.run.streamer import Gone
 from weft.run.travel import OUTSIDE, Part
 from weft.run.travel_steps import ALIGNMENT, pieces
-from weft.shapes import JobShape
 
 
 def assert_told(outcomes, wanted):
@@ -255,10 +255,6 @@ def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_jo
 # -- the ring --------------------------------------------------------------------------------------------
 
 
-def shape_of(training):
-    return JobShape(training.job, 0, 0, training.layout.size, longest=1)
-
-
 def test_pieces_take_turns_in_the_buffers(monkeypatch):
     monkeypatch.setattr(travel_steps, "PIECE", 64)
     seen = []
@@ -306,7 +302,7 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
     for count, training in enumerate((small, large, middle), start=1):
         due += aboard(steps, training)
         held.append(buffer_bytes(steps))
-        assert 0 < held[-1] <= ring_bytes([shape_of(one.training) for one in due], value)
+        assert 0 < held[-1] <= promised_bytes(steps, value)
         assert len(steps._buffers) == PIECES
         for one, twin in zip(due, twins[:count], strict=True):
             gradient = drawn(twin, count)

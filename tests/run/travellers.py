@@ -9,6 +9,7 @@ from weft.adapters.kind import Member
 from weft.adapters.layout import Layout, ParameterShape
 from weft.ops.adamw import State, update
 from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_ring import ring_bytes
 from weft.plan.stream_step import StreamStage
 from weft.run.schedule import Recipe
 from weft.run.steps import Due, take_steps
@@ -115,3 +116,9 @@ class Short:
             raise torch.OutOfMemoryError("no more")
         self.made += 1
         return update(updates, factor_J)
+
+
+def promised_bytes(steps, value):
+    """What the plan counts for the buffers of whoever is aboard."""
+    parts = [part for one in steps.travel.travellers.values() for part in one.by_stage.values()]
+    return ring_bytes(max(part.size for part in parts), value)

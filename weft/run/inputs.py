@@ -19,6 +19,8 @@ from weft.plan.program import Backward, Forward, Program
 from weft.plan.stream_cut import offloaded_inputs
 from weft.run.streamer import Waited
 
+CHUNK_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
@@ -188,7 +190,10 @@ class _GpuCopies(_Copies):
     def leave(self, visitor: Visitor, given_TD: Tensor, host_TD: Tensor) -> None:
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
-            host_TD.copy_(given_TD, non_blocking=True)
+            # In chunks, between which what goes back of Steps finds its turn.
+            rows = max(1, CHUNK_BYTES // given_TD[:1].nbytes)
+            for given, host in zip(given_TD.split(rows), host_TD.split(rows), strict=True):
+                host.copy_(given, non_blocking=True)
             self._gone[visitor] = _marked()
 
     def await_gone(self, visitor: Visitor) -> None:
