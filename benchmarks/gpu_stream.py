@@ -30,12 +30,13 @@ from benchmarks.fsdp import peft_offloaded
 from benchmarks.llama import SIZES, Size, base_bytes, floor_seconds
 from benchmarks.processes import first_line
 from benchmarks.result import arguments, finish
-from benchmarks.streamed_side import Streamed, job_shapes, random_model, streamed_company
+from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_company
 from benchmarks.table import aligned, number, ratio
 from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
-from benchmarks.weft_side import Company, resident
+from benchmarks.weft_side import Company
 from weft.adapters.lora.spec import LoraSpec
 from weft.plan.memory import MemoryModel
+from weft.run.executor import Executor
 from weft.run.link import Link, measure_link
 from weft.run.measure import budget_bytes
 
@@ -136,7 +137,7 @@ def resident_row(case: Case, work: Work, passes: int | None = None) -> Row:
 
     def run() -> Measured:
         nonlocal losses, described
-        company = resident(random_model(case.size, case.place), case.place.device, graphs=passes is None)
+        company = Company(Executor(random_base(case.size, case.place), graphs=passes is None))
         capacity = passes or roomy(company, case, work)
         again = company.recompute.layers
         described = f"{capacity} tokens a microbatch, {again} layers made again"

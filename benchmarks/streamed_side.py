@@ -9,24 +9,26 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from benchmarks.baselines import Work
 from benchmarks.llama import Size, outline
 from benchmarks.timing import Place
 from benchmarks.weft_side import Company
 from weft.adapters.lora.spec import LoraSpec
+from weft.base.model import Base
 from weft.base.shape import model_shape
 from weft.base.spec import BaseSpec
-from weft.base.streamed import streamed_base
+from weft.base.streamed import StreamedBase, streamed_base
 from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
+from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamCase, StreamDevice
 from weft.plan.stream_ring import step_bytes
 from weft.plan.stream_search import largest_drafts, smallest_drafts
+from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import Link
 from weft.run.measure import CPU_SHARE, budget_bytes
@@ -86,16 +88,9 @@ class Streamed:
 def streamed_company(
     size: Size, place: Place, work: Work, cap: int | None, most: int, link: Link, how: str
 ) -> Streamed:
-    model = outline(size, torch.device("meta"), place.dtype)
-    shape = model_shape(model, place.dtype)
+    shape = model_shape(outline(size, torch.device("meta"), place.dtype), place.dtype)
     choice = choose(shape, work, stream_device(place, cap, link), most, how)
-    base = streamed_base(
-        model,
-        BaseSpec(model="random weights"),
-        place.device,
-        choice.cut,
-        lambda name, out: fill_random(name, out, place),
-    )
+    base = _random_base(size, place, choice.cut)
     executor = StreamExecutor(base)
     return Streamed(StreamedCompany(executor, choice), choice, executor)
 
@@ -151,12 +146,20 @@ def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
     )
 
 
-def random_model(size: Size, place: Place) -> PreTrainedModel:
-    """The weights that `streamed_company` makes, all on the device."""
-    model = outline(size, place.device, place.dtype)
-    for name, parameter in model.named_parameters():
-        fill_random(name, parameter.data, place)
-    return model
+def random_base(size: Size, place: Place) -> Base:
+    """The base that `streamed_company` makes, all of it on the device."""
+    return _random_base(size, place, StreamCut((StreamStage(0, size.layers, resident=True),), slots=0)).whole
+
+
+def _random_base(size: Size, place: Place, cut: StreamCut) -> StreamedBase:
+    model = outline(size, torch.device("meta"), place.dtype)
+    return streamed_base(
+        model,
+        BaseSpec(model="random weights"),
+        place.device,
+        cut,
+        lambda name, out: fill_random(name, out, place),
+    )
 
 
 def fill_random(name: str, out: Tensor, place: Place) -> None:

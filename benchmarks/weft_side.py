@@ -120,10 +120,9 @@ class Company:
         )
 
 
-def resident(model: PreTrainedModel, device: torch.device, graphs: bool = True) -> Company:
+def resident(model: PreTrainedModel, device: torch.device) -> Company:
     """All of the base on the device."""
-    base = Base.from_model(model, BaseSpec(model="random weights"), device)
-    return Company(Executor(base, graphs=graphs))
+    return Company(Executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:

@@ -37,7 +37,7 @@ from weft.run.executor import Asked, Executor, Fetch, Timed, refuse_other_device
 from weft.run.inputs import Visitor, rows_at_once, stage_inputs
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
-from weft.run.measure import Stopwatch
+from weft.run.measure import Stopwatch, release
 from weft.run.passes import Dealt, Plain, deal
 from weft.run.streamer import Streamer
 from weft.run.training import Training
@@ -107,6 +107,8 @@ class StreamExecutor(Executor):
         assert not self.route.mixes_rows, "nothing is replayed, so no route may mix rows"
         self.streamed = base
         base.refuse_copies()
+        # Loading and weaving leave holes behind; what stays must not settle in them.
+        release(base.whole.device)
         self.travel = Travel(base.cut, base.whole.device, base.whole.dtype) if base.cut.travels else None
         self.steps = TravelSteps(self.travel, make) if self.travel else None
         self.streamer = Streamer(base, self._come, self._go)
