@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.plan.works import work
 from weft.plan.partition import StageCost
 from weft.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
-from weft.plan.program import Evict, Forward, Load
+from weft.plan.program import Evict, Forward, Load, Reduce, Step
 from weft.plan.simulate import simulate
 from weft.plan.stream_program import Streams, stream_program
 
@@ -88,3 +88,13 @@ def test_loading_ahead_hides_uploads_behind_compute():
     )
     assert ahead == 3 * 4 * 4 * 3.0, "an upload takes a second, and four passes hide it"
     assert late == ahead + 3 * 6 * 1.0
+
+
+def test_devices_with_several_stages_agree_on_every_step():
+    todo = work(2, 2, 2)
+    for order in ((0, 1), (1, 0)):
+        program = stream_program(todo, replace(streams(5, 2), order=order))
+        for actions in program.devices:
+            told = [(one.job, one.step) for one in actions if isinstance(one, Reduce)]
+            made = [(one.job, one.step) for one in actions if isinstance(one, Step)]
+            assert sorted(told) == sorted(made) == sorted((one.job, one.step) for one in todo.batches)

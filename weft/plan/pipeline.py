@@ -25,7 +25,6 @@ from weft.plan.program import (
     Reduce,
     Send,
     Step,
-    is_pipeline,
 )
 
 Passes = list[list[Action]]
@@ -143,9 +142,10 @@ def placed(work: Work, passes: Iterable[Action], device: int, homes: Sequence[in
 
     `homes` is the device of every stage.
     """
-    if is_pipeline(homes):
-        return list(transported(_reduced(work, passes, device), homes))
-    return list(transported(_stepped(work, passes, Counter(homes)[device]), homes))
+    stages = Counter(homes)
+    if len(stages) > 1:
+        return list(transported(_reduced(work, passes, device, stages[device]), homes))
+    return list(transported(_stepped(work, passes, stages[device]), homes))
 
 
 def _alternate(work: Work, stage: int, most: int, left: Counter[tuple[str, int]]) -> list[Action]:
@@ -185,13 +185,14 @@ def _stepped(work: Work, actions: Iterable[Action], stages: int) -> Iterable[Act
                     yield Step(*key)
 
 
-def _reduced(work: Work, actions: Iterable[Action], device: int) -> Iterable[Action]:
-    """A job's Reduce right behind the last Backward of its batch, and there on the first device its Step too.
+def _reduced(work: Work, actions: Iterable[Action], device: int, stages: int) -> Iterable[Action]:
+    """A job's Reduce right behind the last Backward of its batch on a device that has so many stages, and
+    there on the first device its Step too.
 
     On the others the Step comes as late as it may, before the job's next Forward or at the end: until then
     the first device's word is on its way, and nobody waits for it.
     """
-    left = rows_left(work.microbatches)
+    left = {key: stages * rows for key, rows in rows_left(work.microbatches).items()}
     due: dict[str, Step] = {}
     for action in actions:
         if isinstance(action, Forward):

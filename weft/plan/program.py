@@ -5,7 +5,7 @@ Steps are counted from 1; step n is the n-th global batch of a job and the optim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -193,8 +193,8 @@ class Program:
 
     @property
     def pipelined(self) -> bool:
-        """Whether several devices agree on every Step by a Reduce."""
-        return self.replicas > 1 or is_pipeline(self.stages)
+        """Whether several devices, each with a slice of every adapter, agree on every Step by a Reduce."""
+        return len(self.devices) > 1
 
     @property
     def width(self) -> int:
@@ -249,11 +249,6 @@ class Program:
             batches=tuple(batch for batch in self.batches if batch.job != job),
             devices=tuple(tuple(action for action in actions if lives(action)) for actions in self.devices),
         )
-
-
-def is_pipeline(homes: Sequence[int]) -> bool:
-    """Whether several devices hold one stage each, in their order: they agree on every Step by a Reduce."""
-    return len(homes) > 1 and tuple(homes) == tuple(range(len(homes)))
 
 
 class IllegalProgram(AssertionError):
