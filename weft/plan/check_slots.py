@@ -6,8 +6,9 @@ from weft.plan.program import Backward, Evaluate, Evict, Forward, IllegalProgram
 from weft.plan.stream_cut import StreamCut
 
 
-def check_slots(program: Program, cut: StreamCut) -> None:
-    """Raise IllegalProgram unless every streamed stage has its slot to itself whenever it is there.
+def check_slots(program: Program, cut: StreamCut, device: int = 0) -> None:
+    """Raise IllegalProgram unless every streamed stage of the device has its slot to itself whenever it is
+    there.
 
     What `check` asks is taken for granted. The rules: resident stages are neither loaded nor given up; a Load
     finds its slot empty; a pass and an Evict find their stage in its slot; the window begins and ends with
@@ -18,7 +19,7 @@ def check_slots(program: Program, cut: StreamCut) -> None:
     slot_of = {stage: cut.slot(stage) for stage in cut.streamed}
     waiting = {slot_of[stage]: stage for stage in cut.waiting}
     held = dict(waiting)
-    for action in program.actions:
+    for action in program.devices[device]:
         match action:
             case Load(stage) | Evict(stage) if stage not in slot_of:
                 raise IllegalProgram(f"{action} moves a resident stage")

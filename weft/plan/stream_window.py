@@ -17,7 +17,7 @@ from weft.plan.stream_cut import StreamCut
 
 
 @dataclass(frozen=True, slots=True)
-class _Visit:
+class Visit:
     """One stage at work, until another takes its turn."""
 
     stage: int
@@ -29,14 +29,12 @@ def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int) -> P
     """Train every course's batches. It begins and ends with `cut.waiting` in the slots, and is checked."""
     laid = lay_rounds(courses, capacity)
     room = _room(laid, cut, capacity)
-    visits = [
-        list(_visits(one, _together(one.evaluated, laid, room), len(cut.stages))) for one in laid.rounds
-    ]
-    moves = _moves([visit for each in visits for visit in each], cut)
+    visits = [list(_visits(one, together(one.evaluated, laid, room), len(cut.stages))) for one in laid.rounds]
+    moved = moves([visit for each in visits for visit in each], cut)
     actions: list[Action] = []
     for one, each in zip(laid.rounds, visits, strict=True):
         for visit in each:
-            actions += [*visit.actions, *next(moves)]
+            actions += [*visit.actions, *next(moved)]
         actions += one.saves
     program = Program(
         capacity,
@@ -61,7 +59,7 @@ def _room(laid: Laid, cut: StreamCut, capacity: int) -> int:
     return len(cut.stages) * max(capacity, largest)
 
 
-def _together(numbers: Sequence[int], laid: Laid, room: int) -> list[list[int]]:
+def together(numbers: Sequence[int], laid: Laid, room: int) -> list[list[int]]:
     """Microbatches in runs of so many rows: what is more than one run has every stage come once more."""
     runs: list[list[int]] = []
     taken = room
@@ -75,25 +73,25 @@ def _together(numbers: Sequence[int], laid: Laid, room: int) -> list[list[int]]:
     return runs
 
 
-def _visits(one: Round, looks: Sequence[Sequence[int]], stages: int) -> Iterator[_Visit]:
+def _visits(one: Round, looks: Sequence[Sequence[int]], stages: int) -> Iterator[Visit]:
     """There and back, the last stage turning each microbatch round at once; then the runs of `looks`."""
     last, numbers = stages - 1, [trained.microbatch for trained in one.trained]
     if numbers:
         for stage in range(last):
-            yield _Visit(stage, tuple(Forward(number, stage) for number in numbers))
+            yield Visit(stage, tuple(Forward(number, stage) for number in numbers))
         for stage in reversed(range(stages)):
             actions: list[Action] = []
             for trained in one.trained:
                 actions += [Forward(trained.microbatch, stage)] if stage == last else []
                 actions += [Backward(trained.microbatch, stage)]
                 actions += trained.steps if stage == 0 else []
-            yield _Visit(stage, tuple(actions))
+            yield Visit(stage, tuple(actions))
     for run in looks:
         for stage in range(stages):
-            yield _Visit(stage, tuple(Evaluate(number, stage) for number in run))
+            yield Visit(stage, tuple(Evaluate(number, stage) for number in run))
 
 
-def _moves(visits: Sequence[_Visit], cut: StreamCut) -> Iterator[tuple[Action, ...]]:
+def moves(visits: Sequence[Visit], cut: StreamCut) -> Iterator[tuple[Action, ...]]:
     """What follows each visit: where another stage needs the slot next, it is loaded there at once."""
     streamed = set(cut.streamed)
     needed = {cut.slot(stage): stage for stage in cut.waiting}
