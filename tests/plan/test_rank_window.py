@@ -1,4 +1,4 @@
-"""A window streamed over several ranks: one device's microbatches in its order, every stage alone in its slot."""
+"""A window streamed over several ranks: one device's microbatches, each stage alone in its slot."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def context() -> Any:
     return made
 
 
-def run_ranks(ranks: int, target: Callable[..., Any], *arguments: Any, replicas: int = 1) -> list[Any]:
+def run_ranks(
+    ranks: int, target: Callable[..., Any], *arguments: Any, replicas: int = 1, ring: bool = False
+) -> list[Any]:
     """What `target(wires, *arguments)` returns on every rank; `ranks` are those of all replicas."""
     from torch.distributed import TCPStore
 
@@ -42,7 +44,7 @@ def run_ranks(ranks: int, target: Callable[..., Any], *arguments: Any, replicas:
             "OMP_NUM_THREADS": "1",
             "WEFT_CACHE": os.environ.get("WEFT_CACHE", ""),
         }
-        process = made.Process(target=_be_rank, args=(environment, theirs, replicas, target, arguments))
+        process = made.Process(target=_be_rank, args=(environment, theirs, replicas, ring, target, arguments))
         process.start()
         theirs.close()
         started.append((process, mine))
@@ -73,6 +75,7 @@ def _be_rank(
     environment: dict[str, str],
     connection: Connection,
     replicas: int,
+    ring: bool,
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -86,7 +89,7 @@ def _be_rank(
     try:
         place = place_here()
         assert place is not None
-        wires = connect(replace(place, replicas=replicas), torch.device("cpu"))
+        wires = connect(replace(place, replicas=replicas, ring=ring), torch.device("cpu"))
         connection.send_bytes(pickle.dumps(target(wires, *arguments)))
         dist.barrier()
     except BaseException:

@@ -33,7 +33,8 @@ class Base:
     device: torch.device
     dtype: torch.dtype
     held: LayerRange | None = None
-    """Which layers are here, where not all are; `shape` then counts only what is here."""
+    """Which layers are here, where not all are; `shape` then counts only what is here. Where several stages
+    are, from the first one's beginning to the last one's end."""
     all_sites: tuple[SiteShape, ...] = ()
     """The sites of all stages, where not all layers are here."""
 

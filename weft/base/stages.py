@@ -6,6 +6,7 @@ and every family's own forward stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from weft.base.families import refuse_modules
 from weft.base.load import base_dtype, load_base, load_config, load_plain
 from weft.base.model import Base, own_config
 from weft.base.place import explained, place
-from weft.base.shape import context, linears, model_shape, site_shape
+from weft.base.shape import linears, model_shape, site_shape
 from weft.base.spec import BaseSpec
 from weft.base.weights import WeightFiles, read_weights, weight_files
 from weft.errors import BaseModelError
@@ -113,34 +114,47 @@ def stage_of(
     own_config(model)
     attention.register()
     model.set_attn_implementation(attention.NAME)
-    shape = ModelShape(
-        layers=held.stop - held.start,
+    shape = shape_here(model, whole, held.stop - held.start)
+    return Base(model, spec, shape, device, model.dtype, held, whole.sites)
+
+
+def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
+    """What is left of a base of which only so many layers are here."""
+    return ModelShape(
+        layers=layers,
         hidden=whole.hidden,
         vocabulary=whole.vocabulary,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         bytes_per_value=whole.bytes_per_value,
         sites=tuple(site_shape(name, module) for name, module in linears(model).items()),
-        context=context(model.config),
+        context=whole.context,
     )
-    return Base(model, spec, shape, device, model.dtype, held, whole.sites)
 
 
 def cut(model: PreTrainedModel, held: LayerRange) -> None:
     """Put `Elsewhere` in the place of everything that `held` does not need."""
+    keep(model, [held])
+
+
+def keep(model: PreTrainedModel, held: Sequence[LayerRange]) -> None:
+    """The same for several stages, in their order."""
     ends = ENDS[model.config.model_type]
     decoder = decoder_of(model)
     layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
-    assert len(layers) == held.of, f"the base has {len(layers)} layers, not {held.of}"
-    assert 0 <= held.start < held.stop <= held.of, f"a stage holds at least one layer, got {held}"
+    here: set[int] = set()
+    for one in held:
+        assert len(layers) == one.of, f"the base has {len(layers)} layers, not {one.of}"
+        assert 0 <= one.start < one.stop <= one.of, f"a stage holds at least one layer, got {one}"
+        here |= set(range(one.start, one.stop))
     for index in range(len(layers)):
-        if not held.start <= index < held.stop:
+        if index not in here:
             layers[index] = Elsewhere()
-    if not held.first:
+    if not held[0].first:
         setattr(decoder, ends.embedding, Elsewhere())
         if ends.positions is not None:
             setattr(decoder, ends.positions, NoPositions())
         _give_way(decoder, ends.before)
-    if not held.last:
+    if not held[-1].last:
         _give_way(decoder, ends.after)
         model.set_output_embeddings(cast(nn.Module, Elsewhere()))
 

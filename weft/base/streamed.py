@@ -23,13 +23,13 @@ from weft.base.load import load_plain
 from weft.base.mapped import MappedWeights, map_weights
 from weft.base.model import Base, own_config
 from weft.base.place import explained
-from weft.base.shape import linears, model_shape, site_shape
+from weft.base.shape import model_shape
 from weft.base.source import HostStage, MappedStage, Part, StageSource, Staging
 from weft.base.spec import BaseSpec
-from weft.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut
+from weft.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut, shape_here
 from weft.base.weights import file_reader, make_buffers
 from weft.plan.stream_cut import StreamCut
-from weft.shapes import LayerRange, ModelShape
+from weft.shapes import LayerRange
 
 ALIGNMENT = 16
 """Bytes: what kernels load at a time. Sites that share their input then lie side by side."""
@@ -131,6 +131,12 @@ def streamed_base(
     refuse_modules(model, spec.model)
     shape = model_shape(model, model.dtype)
     assert shape.layers == cut.layers, f"the base has {shape.layers} layers, not {cut.layers}"
+    return placed(Base(model, spec, shape, device, model.dtype), cut, fill, mapped)
+
+
+def placed(base: Base, cut: StreamCut, fill: Fill, mapped: MappedWeights | None = None) -> StreamedBase:
+    """Put the values of a base, of which there are only names and shapes so far, where they stay."""
+    model, device = base.model, base.device
     pieces = {stage: _pieces(model, cut.held(stage)) for stage in cut.streamed}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
     arena = torch.zeros(
@@ -145,7 +151,7 @@ def streamed_base(
     own_config(model)
     attention.register()
     model.set_attn_implementation(attention.NAME)
-    return StreamedBase(Base(model, spec, shape, device, model.dtype), cut, sources, arena)
+    return StreamedBase(base, cut, sources, arena)
 
 
 def _in_memory(
@@ -230,15 +236,7 @@ def stage_view(base: Base, held: LayerRange) -> Base:
         setattr(parent, name, child)
         parent = child
     cut(model, held)
-    shape = ModelShape(
-        layers=held.stop - held.start,
-        hidden=base.shape.hidden,
-        vocabulary=base.shape.vocabulary,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        bytes_per_value=base.shape.bytes_per_value,
-        sites=tuple(site_shape(name, module) for name, module in linears(model).items()),
-        context=base.shape.context,
-    )
+    shape = shape_here(model, base.shape, held.stop - held.start)
     return Base(model, base.spec, shape, base.device, base.dtype, held, base.shape.sites)
 
 

@@ -1,4 +1,4 @@
-"""How a base is streamed over several ranks: stage j is that of rank j mod N, which keeps it or has it come."""
+"""How a base is streamed over several ranks: rank j mod N has stage j, and keeps it or has it come."""
 
 from __future__ import annotations
 

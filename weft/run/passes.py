@@ -105,6 +105,10 @@ class Plain:
         self._h_TD: Tensor | None = None
         self._dealt = dealt or deal(base, banks, laid, route)
 
+    def anew(self) -> Plain:
+        """The same pass, before it was made."""
+        return Plain(self.base, self.banks, self.laid, self.route, self._given_TD, self._dealt)
+
     def forward(self, training: bool = True) -> Tensor:
         if training and self._given_TD is not None:
             self._given_TD.requires_grad_()

@@ -1,5 +1,7 @@
 """Runs one rank's list of a Program: the passes of its stage, and what it exchanges with its neighbours.
 
+Passes are named by microbatch and stage, since `rank_executor.py` has several stages on a rank.
+
 It decides nothing but, on the first rank, whether a job's sums allow its step; the others take its word.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
@@ -34,7 +36,7 @@ from weft.plan.program import (
 )
 from weft.run.events import Failed, SaveDue, Stepped
 from weft.run.exchange import BEHIND
-from weft.run.lay import Laid, lay
+from weft.run.lay import lay
 from weft.run.logprobs import segment_logprobs
 from weft.run.measure import is_out_of_memory
 from weft.run.passes import Plain
@@ -92,9 +94,9 @@ class RankReport:
 class _Flight:
     """A microbatch between its Forward and its Backward on this stage."""
 
-    laid: Laid
     passed: Plain
-    h_TD: Tensor
+    leaf_TD: Tensor | None = None
+    """Behind the last stage."""
     losses: list[Tensor] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)
 
@@ -109,9 +111,10 @@ class StageExecutor(Woven):
         self._program: Program | None = None
         self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
         self._microbatches: Mapping[int, Microbatch] = {}
-        self._flights: dict[int, _Flight] = {}
-        self._arrived: dict[tuple[int, str], Tensor] = {}
-        self._made: dict[tuple[int, str], Tensor] = {}
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._arrived: dict[tuple[int, int, str], Tensor] = {}
+        """By the stage that takes it, as in the Recv."""
+        self._made: dict[tuple[int, int, str], Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         """What batches came to here and beyond, on the first rank until it decides."""
         self._beyond: dict[int, Tensor] = {}
@@ -123,7 +126,7 @@ class StageExecutor(Woven):
 
     def run(self, program: Program, microbatches: Mapping[int, Microbatch]) -> Iterator[RankEvent]:
         """Run this rank's list to its end; `report` then holds what the first rank must be told."""
-        assert program.stages == tuple(range(program.width)), "stage s is on rank s of every replica"
+        self._refuse(program)
         actions = program.devices[self.rank]
         if self.layers is not None:
             self.layers.recompute = program.recompute
@@ -134,6 +137,7 @@ class StageExecutor(Woven):
         self.transport.expect(program, self.rank, sizes)
         try:
             with self._on_stream():
+                self._begin()
                 for action in actions:
                     self._began = time.time()
                     yield from self._act(action)
@@ -147,18 +151,24 @@ class StageExecutor(Woven):
         assert not self._beyond, "sums came for which there is no Reduce"
         assert not self._words, "a word was given that no Step took"
 
+    def _refuse(self, program: Program) -> None:
+        assert program.stages == tuple(range(program.width)), "stage s is on rank s of every replica"
+
+    def _begin(self) -> None:
+        """Have what a window begins with."""
+
     def _act(self, action: Action) -> Iterator[RankEvent]:
         match action:
-            case Recv(number, _, what):
-                self._arrived[number, what] = self.transport.receive(action)
-            case Send(number, _, what):
-                self.transport.send(action, self._made.pop((number, what)))
-            case Forward(number):
-                self._forward(number)
-            case Backward(number):
-                self._backward(number)
-            case Evaluate(number):
-                self._evaluate(number)
+            case Recv(number, stage, what):
+                self._arrived[number, stage, what] = self.transport.receive(action)
+            case Send(number, stage, what):
+                self.transport.send(action, self._made.pop((number, stage, what)))
+            case Forward(number, stage):
+                self._forward(number, stage)
+            case Backward(number, stage):
+                self._backward(number, stage)
+            case Evaluate(number, stage):
+                self._evaluate(number, stage)
             case Reduce(job, step, "gradient"):
                 self._hand_out(job, step)
             case Reduce(job, step):
@@ -176,64 +186,81 @@ class StageExecutor(Woven):
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def _pass(self, number: int) -> Plain:
+    def _pass(self, number: int, stage: int) -> Plain:
         microbatch = self._microbatches[number]
-        given_TD = None if self.base.first else self._arrived.pop((number, "activation"))
+        given_TD = None if self.base.first else self._arrived.pop((number, stage, "activation"))
         laid = lay(microbatch, microbatch.rows, self.base.device)
         return Plain(self.base, self.banks, laid, self.route, given_TD)
 
-    def _forward(self, number: int) -> None:
-        passed = self._pass(number)
-        h_TD = passed.forward()
-        if not self.base.last:
-            self._made[number, "activation"] = h_TD
-            self._flights[number] = _Flight(passed.laid, passed, h_TD)
+    def _forward(self, number: int, stage: int) -> None:
+        passed = self._pass(number, stage)
+        if passed.base.last:
+            self._flights[number, stage] = self._end(passed)
             return
-        leaf_TD = h_TD.detach().requires_grad_()
+        self._made[number, stage + 1, "activation"] = self._hand_on(passed)
+        self._flights[number, stage] = _Flight(passed)
+
+    def _hand_on(self, passed: Plain) -> Tensor:
+        return passed.forward()
+
+    def _end(self, passed: Plain) -> _Flight:
+        """The last stage's forward, and what it comes to."""
+        leaf_TD = passed.forward().detach().requires_grad_()
         logprobs, hits = segment_logprobs(leaf_TD, passed.laid, self._head)
         losses = [
             sft.loss(part_S, self._batches[segment.job, segment.step][1].supervised)
             for segment, part_S in zip(passed.laid.microbatch.segments, logprobs, strict=True)
         ]
-        self._flights[number] = _Flight(
-            passed.laid, passed, leaf_TD, losses, [part_S.sum() for part_S in hits]
-        )
+        return _Flight(passed, leaf_TD, losses, [part_S.sum() for part_S in hits])
 
-    def _backward(self, number: int) -> None:
-        flight = self._flights.pop(number)
-        dh_TD = self._loss_gradient(flight) if self.base.last else self._arrived.pop((number, "gradient"))
-        flight.passed.backward(dh_TD)
-        if not self.base.first:
-            self._made[number, "gradient"] = flight.passed.dgiven_TD
-        for index, segment in enumerate(flight.laid.microbatch.segments):
-            if segment.job not in self.dead:
-                self._collect(segment, flight, index)
+    def _backward(self, number: int, stage: int) -> None:
+        flight = self._flights.pop((number, stage))
+        passed = flight.passed
+        last = passed.base.last
+        dh_TD = self._loss_gradient(flight) if last else self._arrived.pop((number, stage, "gradient"))
+        self._go_back(passed, dh_TD)
+        if not passed.base.first:
+            self._made[number, stage - 1, "gradient"] = passed.dgiven_TD
+        if stage == self._counting:
+            for index, segment in enumerate(passed.laid.microbatch.segments):
+                if segment.job not in self.dead:
+                    self._collect(segment, flight, index)
+
+    def _go_back(self, passed: Plain, dh_TD: Tensor) -> None:
+        passed.backward(dh_TD)
+
+    @property
+    def _counting(self) -> int:
+        """The stage here that goes back first: there what a batch comes to is counted."""
+        assert self._program is not None
+        return self.rank % self._program.width
 
     def _collect(self, segment: Segment, flight: _Flight, index: int) -> None:
-        loss = flight.losses[index] if self.base.last else self._zero
-        hits = flight.hits[index] if self.base.last else self._zero.long()
+        loss = flight.losses[index] if flight.losses else self._zero
+        hits = flight.hits[index] if flight.hits else self._zero.long()
         self.aboard[segment.job].collect(segment, loss, hits)
 
     def _loss_gradient(self, flight: _Flight) -> Tensor:
         """With respect to the last hidden states; the rows of dead jobs weigh nothing."""
-        segments = flight.laid.microbatch.segments
+        assert flight.leaf_TD is not None
+        segments = flight.passed.laid.microbatch.segments
         alive = [
             loss
             for segment, loss in zip(segments, flight.losses, strict=True)
             if segment.job not in self.dead
         ]
         if not alive:
-            return torch.zeros_like(flight.h_TD)
+            return torch.zeros_like(flight.leaf_TD)
         torch.stack(alive).sum().backward()
-        assert flight.h_TD.grad is not None
-        return flight.h_TD.grad
+        assert flight.leaf_TD.grad is not None
+        return flight.leaf_TD.grad
 
     @torch.no_grad()
-    def _evaluate(self, number: int) -> None:
-        passed = self._pass(number)
+    def _evaluate(self, number: int, stage: int) -> None:
+        passed = self._pass(number, stage)
         h_TD = passed.forward(training=False)
-        if not self.base.last:
-            self._made[number, "activation"] = h_TD
+        if not passed.base.last:
+            self._made[number, stage + 1, "activation"] = h_TD
             return
         logprobs, hits = segment_logprobs(h_TD, passed.laid, self._head)
         for segment, part_S, hit_S in zip(passed.laid.microbatch.segments, logprobs, hits, strict=True):
@@ -272,7 +299,7 @@ class StageExecutor(Woven):
         else:
             (own,) = batch_sums([self.aboard[job]])
             sums = torch.tensor([own.loss, own.hits, own.norm**2], dtype=torch.float64)
-        if not self.base.last:
+        if self.rank + 1 < self._program.width:
             sums += self._sums_beyond(at)
         self._began = time.time()
         if self.rank == 0:

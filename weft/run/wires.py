@@ -36,6 +36,8 @@ class Place:
     local_ranks: int = 1
     replicas: int = 1
     """Copies of the pipeline; the first one's ranks come first, each replica's in the order of stages."""
+    ring: bool = False
+    """Whether there are more stages than ranks, so that the last rank hands on to the first."""
 
     @property
     def stages(self) -> int:
@@ -124,6 +126,9 @@ class _Way:
 def _ways(place: Place) -> Iterator[_Way]:
     """All that a run needs, of all ranks."""
     stages = place.stages
+    if place.ring:
+        yield _Way("activation", place.ranks - 1, 0)
+        yield _Way("gradient", 0, place.ranks - 1)
     for first in range(0, place.ranks, stages):
         for rank in range(first, first + stages - 1):
             yield _Way("activation", rank, rank + 1)
