@@ -1,0 +1,107 @@
+"""How several ranks stream a base that does not fit them even in parts, and why so, as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.errors import HostTooSmall, PlanError
+from weft.plan.memory import gib, longest
+from weft.plan.rank_cut import RanksCut
+from weft.plan.rank_need import RanksCase
+from weft.plan.rank_search import Found, even_cuts, even_sizes, ranks_cut, search, stage_counts
+from weft.plan.stream_choice import capacities
+from weft.plan.stream_need import StreamCase, StreamDevice
+from weft.shapes import JobShape, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class RanksChoice:
+    cut: RanksCut
+    capacity: int
+    """Tokens of a microbatch."""
+    device_bytes: int
+    """On the fullest device at the peak, as predicted."""
+    host_bytes: int
+    """Of all ranks."""
+    step_seconds: float
+    """Of a round: one global batch of every job."""
+    unhidden: float
+    """The share of it that Loads add."""
+    why: str
+    """A sentence for the user."""
+
+
+def choose_ranks(
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    ranks: int,
+    most: int,
+    round_tokens: int,
+    parted: int,
+) -> RanksChoice:
+    """The fastest cut and capacity that is found. `device` is that of every rank, with the host that all of
+    them share; microbatches have at most `most` tokens, a round of all jobs `round_tokens`. `parted` bytes
+    would be needed of each device if nothing were streamed, for the sentence that says why.
+
+    PlanError says what does not fit.
+    """
+    assert jobs, "there is nothing to train"
+    round_tokens = max(round_tokens, longest(jobs))
+    cases = [
+        RanksCase(StreamCase(shape, tuple(jobs), device, round_tokens, capacity, travels=False), ranks)
+        for capacity in capacities(longest(jobs), most, round_tokens)
+    ]
+    best = search(cases)
+    if best is None:
+        raise _why_not(cases[-1])
+    return RanksChoice(
+        cut=best.cut,
+        capacity=best.case.one.capacity,
+        device_bytes=best.case.device_bytes(best.cut),
+        host_bytes=best.case.host_bytes(best.cut),
+        step_seconds=best.seconds,
+        unhidden=best.case.unhidden(best.cut),
+        why=_why(best, parted),
+    )
+
+
+def _why(found: Found, parted: int) -> str:
+    case, cut = found.case, found.cut
+    sizes = [stage.stop - stage.start for stage in cut.stages]
+    return (
+        f"streamed over {case.ranks} ranks in {len(sizes)} stages of {_range(sizes, 'layer')}, "
+        f"{sum(stage.resident for stage in cut.stages)} of them resident, the others in "
+        f"{_range(cut.slots, 'slot')} of each rank, since its part of the base, the adapters and "
+        f"their passes would need {gib(parted)} of a device that has {gib(case.one.device.budget)} for a "
+        f"run; adapters and inputs of stages stay on their rank's device, a microbatch has up to "
+        f"{case.one.capacity:,} tokens, and Loads take {case.unhidden(cut):.0%} of a step"
+    )
+
+
+def _range(counts: Sequence[int], noun: str) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least} to {most} {noun}s" if least < most else f"{most} {noun}{'' if most == 1 else 's'}"
+
+
+def _why_not(case: RanksCase) -> PlanError:
+    """With as many stages as there can be, one slot a rank: nothing needs less of a device."""
+    layers, one = case.one.shape.layers, case.one
+    sizes = (even_sizes(layers, count) for count in stage_counts(case))
+    need = min(case.device_bytes(ranks_cut(one, [False] * len(one), 1, case.ranks)) for one in sizes)
+    if need > one.device.budget:
+        others = len(one.jobs) - 1
+        company = f"with {others} other job{'s' if others > 1 else ''} aboard, " if others else ""
+        return PlanError(
+            f"job {one.jobs[-1].name} does not fit: {company}streamed over {case.ranks} ranks with "
+            f"{one.capacity} tokens in a microbatch, a rank needs {gib(need)} of its device at the least, "
+            f"but {gib(one.device.budget)} are available; use more or larger GPUs, or a smaller base"
+        )
+    cuts = [cut for cut in even_cuts(case) if case.device_bytes(cut) <= one.device.budget]
+    host = min(map(case.host_bytes, cuts))
+    return HostTooSmall(
+        f"the host needs {gib(host)} for the layers that find no room on the {case.ranks} devices, but "
+        f"{gib(one.device.host_budget)} of its memory are available, and weights that stay in their files "
+        "are streamed to one device only; use a host with more memory, larger GPUs or a smaller base"
+    )
