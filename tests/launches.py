@@ -79,10 +79,12 @@ class Started:
 class Launch(Started):
     """`weft train --pipeline`."""
 
-    def __init__(self, folder: Path, output: str, ranks: int, *more: str, replicas: int = 1) -> None:
-        """`ranks` are those of all replicas."""
-        copies = ("--replicas", str(replicas))
-        first, again = words(folder, output, *copies, *more), words(folder, output, *copies, "--resume")
+    def __init__(
+        self, folder: Path, output: str, ranks: int, *more: str, replicas: int = 1, always: Sequence[str] = ()
+    ) -> None:
+        """`ranks` are those of all replicas; `always` are words that are said after a loss, too."""
+        kept = ("--replicas", str(replicas), *always)
+        first, again = words(folder, output, *kept, *more), words(folder, output, *kept, "--resume")
         where = folder / output
         super().__init__(where, lambda: launch(main, first, again, ranks, where))
 

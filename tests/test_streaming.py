@@ -114,12 +114,15 @@ def test_a_device_too_small_for_one_layer_is_a_mistake_with_a_sentence(place, fo
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--pipeline", "2"), "streams the base through one GPU"),
-        (("--gpus", "2"), "streams the base through one GPU"),
-        (("--replicas", "2"), "streams the base through one GPU"),
+        (("--pipeline", "auto"), "write how many to stream it over, such as --pipeline 2"),
+        (
+            ("--gpus", "2"),
+            "want all of it on each: leave it out, or stream over several GPUs with",
+        ),
+        (("--replicas", "2"), "want all of it on each"),
     ],
 )
-def test_what_goes_with_several_devices_does_not_go_with_it(place, forks, words, sentence):
+def test_what_wants_the_whole_base_on_a_device_does_not_go_with_it(place, forks, words, sentence):
     assert stream(forks, place, "never", SMALL, *words) == 2
     assert sentence in " ".join((place / "log").read_text().split())
 

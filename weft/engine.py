@@ -1,5 +1,5 @@
 """What makes a run's passes: all of the base on one device, a stage of it in each of several processes, or
-stages that take turns on one device."""
+stages that take turns on one device or on those of several processes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from weft.errors import UserError
 from weft.jobs.store import Store
 from weft.journal import Journal
 from weft.loop import Loop
-from weft.pipelined import SPARE, PipelinedLoop
-from weft.plan.cut import cut_layers, stage_shape
+from weft.pipelined import PipelinedLoop, stage_memory
+from weft.plan.cut import cut_layers
 from weft.plan.memory import MemoryModel
 from weft.plan.profile import Profile, find_profile, read_profile
 from weft.plan.profile_cost import cost_of, memory_of
+from weft.plan.rank_choice import RanksChoice
+from weft.plan.rank_memory import RanksMemory
 from weft.plan.stream_choice import StreamChoice
 from weft.plan.stream_memory import StreamedMemory
 from weft.run.commands import Staff
-from weft.run.measure import budget_bytes, taken_bytes
+from weft.run.measure import budget_bytes, limit_bytes, taken_bytes
 from weft.run.pipeline import Pipeline, open_pipeline
 from weft.run.profile import key_here
 from weft.run.stream_executor import StreamExecutor
 from weft.run.wires import Place, own_gpus
 from weft.shapes import JobShape, LayerRange, ModelShape
 from weft.streamed import StreamedLoop, Streaming, streaming
+from weft.streamed_ranks import RankedLoop, RankStreaming, rank_streaming
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The token capacity that a device gets where memory allows more."""
@@ -74,6 +77,9 @@ class Setup:
 def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
     """Load the base as these jobs need it; `note` hears what was chosen."""
     if setup.staff is not None:
+        if (found := _rank_streaming(setup, setup.staff.wires.place, jobs)) is not None:
+            note(f"The base is {found.choice.why}.")
+            return _over_ranks(setup, setup.staff, found)
         return _in_stages(setup, setup.staff)
     if (chosen := _streaming(setup, jobs)) is not None:
         note(f"The base is {chosen.choice.why}.")
@@ -101,10 +107,15 @@ class Whole:
 
 def _whole(setup: Setup) -> Whole:
     # Made before the base is loaded: it counts what the process holds without it.
-    budget = setup.budget if setup.device.type == "cuda" else setup.memory or budget_bytes(setup.device)
-    memory = MemoryModel(setup.shape, budget, taken_bytes(setup.device))
+    memory = MemoryModel(setup.shape, _resident_budget(setup), taken_bytes(setup.device))
     base = setup.base or load_base(setup.spec, setup.device)
     return Whole(base, memory, setup.most, _profile(setup, base))
+
+
+def _resident_budget(setup: Setup) -> int:
+    """On a CPU a small GPU is pretended only for a base that is streamed."""
+    on_gpu = setup.device.type == "cuda"
+    return setup.budget if on_gpu else setup.memory or budget_bytes(setup.device)
 
 
 def _profile(setup: Setup, base: Base) -> Profile | None:
@@ -137,19 +148,21 @@ class InStages:
 def _in_stages(setup: Setup, staff: Staff) -> InStages:
     memory = _stage_memory(setup, staff.wires.place)
     held = _layers(setup.shape, staff.wires.place)
-    pipeline = open_pipeline(staff, setup.spec, setup.device, held, setup.checkpoints)
+    most = setup.gpu_memory and setup.gpu_memory // _sharing(setup, staff.wires.place)
+    pipeline = open_pipeline(staff, setup.spec, setup.device, held, setup.checkpoints, most=most)
     return InStages(pipeline, memory, setup.most)
 
 
 def _stage_memory(setup: Setup, place: Place) -> MemoryModel:
-    """Of the heaviest stage."""
-    shared = 1 if own_gpus(place, setup.device) else place.local_ranks
-    budget, taken = setup.budget // shared, taken_bytes(setup.device)
+    budget, taken = _resident_budget(setup) // _sharing(setup, place), taken_bytes(setup.device)
     if place.stages == 1:
         return MemoryModel(setup.shape, budget, taken)
-    shapes = (stage_shape(setup.shape, held) for held in _layers(setup.shape, place))
-    heaviest = max(shapes, key=lambda one: one.parameters)
-    return MemoryModel(heaviest, budget, taken, in_flight=place.stages + SPARE)
+    return stage_memory(setup.shape, place.stages, budget, taken)
+
+
+def _sharing(setup: Setup, place: Place) -> int:
+    """Ranks on one device."""
+    return 1 if own_gpus(place, setup.device) else place.local_ranks
 
 
 def _layers(shape: ModelShape, place: Place) -> tuple[LayerRange, ...]:
@@ -182,10 +195,7 @@ def _streaming(setup: Setup, jobs: Sequence[JobShape]) -> Streaming | None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weft loads it")
     if setup.base is not None or (setup.gpu_memory is None and setup.device.type != "cuda"):
         return None
-    if setup.gpu_memory is not None and setup.device.type == "cuda":
-        # So that the promise is kept, whoever breaks it.
-        total = torch.cuda.get_device_properties(setup.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, setup.gpu_memory / total), setup.device)
+    limit_bytes(setup.device, setup.gpu_memory)
     return streaming(setup.spec, setup.shape, jobs, setup.device, setup.budget, setup.most)
 
 
@@ -194,3 +204,37 @@ def _streamed(setup: Setup, chosen: Streaming) -> Streamed:
     choice = chosen.choice
     executor = StreamExecutor(load_streamed(setup.spec, setup.device, choice.cut, choice.mapped))
     return Streamed(executor, memory, choice)
+
+
+# -- stages that take turns in several processes ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OverRanks:
+    pipeline: Pipeline
+    memory: RanksMemory
+    choice: RanksChoice
+
+    @property
+    def base(self) -> Base:
+        return self.pipeline.base
+
+    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
+        return RankedLoop(self.pipeline, tokenizer, store, self.memory, self.choice, journal)
+
+
+def _rank_streaming(setup: Setup, place: Place, jobs: Sequence[JobShape]) -> RankStreaming | None:
+    """Only where it was asked for, since ranks are wired for it when they meet."""
+    if not place.ring or setup.gpu_memory is None:
+        return None
+    # Every rank pretends a device of its own.
+    budget = setup.gpu_memory // (_sharing(setup, place) if setup.device.type == "cuda" else 1)
+    return rank_streaming(setup.spec, setup.shape, jobs, place, setup.device, budget, setup.most)
+
+
+def _over_ranks(setup: Setup, staff: Staff, found: RankStreaming) -> OverRanks:
+    memory, cut = found.memory(setup.shape, setup.device), found.choice.cut
+    held = [cut.of(rank) for rank in range(cut.ranks)]
+    most = found.place.budget
+    pipeline = open_pipeline(staff, setup.spec, setup.device, held, setup.checkpoints, most=most)
+    return OverRanks(pipeline, memory, found.choice)

@@ -8,6 +8,8 @@ from typing import Any
 from weft.jobs.store import Store
 from weft.journal import Journal
 from weft.loop import Callback, Loop, Room
+from weft.plan.cost import CostModel
+from weft.plan.cut import cut_layers, stage_shape
 from weft.plan.learned import Company, Promise
 from weft.plan.memory import MemoryModel
 from weft.plan.pipeline_window import PipelineRules, plan_pipeline, timeline_foreseen
@@ -16,12 +18,20 @@ from weft.plan.program import Program
 from weft.report.timelines import Drawn, Timelines, drawn, write_timelines
 from weft.run.pipeline import Pipeline
 from weft.run.trace import Trace, timeline_of
+from weft.shapes import ModelShape
 
 ROUNDS = 16
 """Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long one."""
 SPARE = 1
 """Microbatches in flight beyond what 1F1B has, so that a late arrival finds its stage at work."""
 TRACE = "trace.json"
+
+
+def stage_memory(shape: ModelShape, stages: int, budget: int, taken: int = 0) -> MemoryModel:
+    """Of the heaviest of so many stages."""
+    shapes = (stage_shape(shape, held) for held in cut_layers(shape, stages))
+    heaviest = max(shapes, key=lambda one: one.parameters)
+    return MemoryModel(heaviest, budget, taken, in_flight=stages + SPARE)
 
 
 class PipelinedLoop(Loop):
@@ -33,8 +43,9 @@ class PipelinedLoop(Loop):
         memory: MemoryModel,
         most: int,
         journal: Journal,
+        cost: CostModel | None = None,
     ) -> None:
-        super().__init__(pipeline.base, tokenizer, store, memory, most, journal, executor=pipeline)
+        super().__init__(pipeline.base, tokenizer, store, memory, most, journal, cost, executor=pipeline)
         self.pipeline = pipeline
         self.rounds = ROUNDS
         self.trace = Trace()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -28,6 +28,8 @@ from weft.run.link import measure_files, measure_link
 from weft.run.measure import CPU_SHARE, taken_bytes
 from weft.run.stream_executor import StreamExecutor
 from weft.shapes import JobShape, ModelShape
+
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def _from_files(
 
 
 def _for_most(shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int) -> StreamChoice:
-    return _most(lambda count: _chosen(shape, jobs[:count], place, most), len(jobs))
+    return for_most(lambda count: _chosen(shape, jobs[:count], place, most), len(jobs))
 
 
 def _chosen(
@@ -113,20 +115,20 @@ def _chosen(
         return error
 
 
-def _most(attempt: Callable[[int], StreamChoice | PlanError], count: int) -> StreamChoice:
+def for_most(attempt: Callable[[int], Choice | PlanError], count: int) -> Choice:
     """For as many jobs as can be, by halving; if not one fits, the sentence that says why."""
-    best: StreamChoice | None = None
+    found: list[Choice] = []
     fits, too_many = 0, count + 1
     while too_many - fits > 1:
         tried = count if too_many > count else (fits + too_many) // 2
-        found = attempt(tried)
-        if isinstance(found, StreamChoice):
-            fits, best = tried, found
+        outcome = attempt(tried)
+        if isinstance(outcome, PlanError):
+            too_many, why_not = tried, outcome
         else:
-            too_many, why_not = tried, found
-    if best is None:
+            fits, found = tried, [outcome]
+    if not found:
         raise why_not
-    return best
+    return found[0]
 
 
 class StreamedLoop(Loop):

@@ -30,6 +30,12 @@ def case(jobs, device, ranks, tokens, capacity, layers=LAYERS):
     return RanksCase(one, ranks)
 
 
+def choose(layers, jobs, device, ranks, most, tokens, later=()):
+    """For jobs whose rounds have so many tokens."""
+    company = [replace(jobs[0], batch_tokens=tokens), *jobs[1:]]
+    return choose_ranks(base(layers), company, later, device, ranks, most, PARTED)
+
+
 def every_cut(layers, ranks):
     for chosen in product((False, True), repeat=layers - 1):
         ends = [0, *(end for end, here in enumerate(chosen, 1) if here), layers]
@@ -48,7 +54,7 @@ def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, ranks, room
     frugal = ranks_cut([1] * LAYERS, [False] * LAYERS, 1, ranks)
     least = case(jobs, device, ranks, tokens, longest(jobs)).device_bytes(frugal)
     device = replace(device, budget=least + room * LAYER // 20)
-    found = choose_ranks(base(LAYERS), jobs, device, ranks, 512, tokens, PARTED)
+    found = choose(LAYERS, jobs, device, ranks, 512, tokens)
     judged = case(jobs, device, ranks, tokens, found.capacity)
     assert judged.device_bytes(found.cut) == found.device_bytes <= device.budget
     assert found.step_seconds == pytest.approx(judged.seconds(found.cut))
@@ -65,7 +71,7 @@ def test_no_cut_that_fits_is_much_faster(ranks, room, bandwidth, tokens):
     frugal = ranks_cut([1] * layers, [False] * layers, 1, ranks)
     least = case(jobs, device, ranks, tokens, 40, layers).device_bytes(frugal)
     device = replace(device, budget=least + room * LAYER // 20)
-    found = choose_ranks(base(layers), jobs, device, ranks, 512, tokens, PARTED)
+    found = choose(layers, jobs, device, ranks, 512, tokens)
     for capacity in capacities(40, 512, tokens):
         judged = case(jobs, device, ranks, tokens, capacity, layers)
         fastest = min(
@@ -89,6 +95,26 @@ def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
     assert fits == longest(jobs) or tight.peak_bytes(jobs, fits) <= tight.budget
 
 
+@settings(max_examples=40, deadline=None)
+@given(JOBS, JOBS, st.integers(2, 4), st.integers(0, 60))
+def test_who_comes_later_fits_the_same_cut_alone(jobs, later, ranks, room):
+    device = gpu(NEVER, bandwidth=1e6)
+    frugal = ranks_cut([1] * LAYERS, [False] * LAYERS, 1, ranks)
+    large = [replace(one, batch_tokens=one.longest + 50, trainable=4 * one.trainable) for one in later]
+    longest_later = max(one.longest for one in large)
+    largest = replace(
+        large[0], batch_tokens=longest_later + 50, trainable=max(one.trainable for one in large)
+    )
+    least = max(
+        case(company, device, ranks, tokens, longest(company)).device_bytes(frugal)
+        for company, tokens in ((jobs, 100), ([replace(largest, longest=longest_later)], longest_later + 50))
+    )
+    device = replace(device, budget=least + room * LAYER // 20)
+    cut = choose(LAYERS, jobs, device, ranks, 256, 100, large).cut
+    memory = RanksMemory(base(LAYERS), device.budget, fused=True, cut=cut, device=device)
+    assert all(memory.why_not([one]) is None for one in large)
+
+
 def test_each_end_of_the_base_is_counted_on_its_rank():
     for stages, tied, wanted in (
         (4, False, (ENDS // 2, ENDS // 2)),
@@ -106,9 +132,7 @@ def test_the_more_ranks_the_shorter_a_round():
     device = gpu(NEVER, bandwidth=1e5)
     least = case([job()], device, 2, 400, 40, 12).device_bytes(ranks_cut([1] * 12, [False] * 12, 1, 2))
     device = replace(device, budget=least + LAYER)
-    seconds = [
-        choose_ranks(base(12), [job()], device, ranks, 64, 400, PARTED).step_seconds for ranks in (2, 3, 4)
-    ]
+    seconds = [choose(12, [job()], device, ranks, 64, 400).step_seconds for ranks in (2, 3, 4)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
 
@@ -116,7 +140,7 @@ def test_the_more_ranks_the_shorter_a_round():
 def test_it_says_what_it_chose_and_why():
     device = gpu(NEVER, bandwidth=1e6)
     least = case([job()], device, 2, 100, 40).device_bytes(ranks_cut([1] * 6, [False] * 6, 1, 2))
-    why = choose_ranks(base(6), [job()], replace(device, budget=least), 2, 100, 100, PARTED).why
+    why = choose(6, [job()], replace(device, budget=least), 2, 100, 100).why
     assert why.startswith(
         "streamed over 2 ranks in 6 stages of 1 layer, 0 of them resident, the others in 1 slot"
     )
@@ -126,12 +150,15 @@ def test_it_says_what_it_chose_and_why():
 
 def test_what_does_not_fit_is_a_sentence():
     with pytest.raises(PlanError, match=r"job a does not fit: streamed over 2 ranks with 40 tokens .* needs"):
-        choose_ranks(base(6), [job()], gpu(LAYER // 2), 2, 64, 100, PARTED)
+        choose(6, [job()], gpu(LAYER // 2), 2, 64, 100)
     with pytest.raises(PlanError, match="with 1 other job aboard"):
-        choose_ranks(base(6), [job(), job("b")], gpu(LAYER // 2), 2, 64, 100, PARTED)
+        choose(6, [job(), job("b")], gpu(LAYER // 2), 2, 64, 100)
+    huge = job("c", trainable=10**7)
+    with pytest.raises(PlanError, match="of the jobs that come after a one does not fit even alone"):
+        choose(6, [job()], gpu(5 * LAYER), 2, 64, 100, [huge])
     device = gpu(NEVER, host_budget=LAYER)
     least = case([job()], device, 2, 100, 40).device_bytes(ranks_cut([1] * 6, [False] * 6, 1, 2))
     with pytest.raises(
         HostTooSmall, match="weights that stay in their files are streamed to one device only"
     ):
-        choose_ranks(base(6), [job()], replace(device, budget=least), 2, 64, 100, PARTED)
+        choose(6, [job()], replace(device, budget=least), 2, 64, 100)

@@ -30,7 +30,7 @@ def train(
     memory: Annotated[str | None, typer.Option(help="What the run may take, such as 8GiB.")] = None,
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="What the run may take of the GPU; a larger base is streamed from host memory."),
+        typer.Option(help="What the run may take of each GPU; a larger base is streamed from host memory."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the output holds.")] = False,
     restart: Annotated[
@@ -60,7 +60,7 @@ def train(
     asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory)
     place, stages = place_here(), 1 if pipeline is None else stages_of(pipeline)
     if gpu_memory is not None:
-        refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas, place)
+        refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas)
     if gpus is not None:
         refuse_beside_gpus(gpus, pipeline, replicas, place)
         _train_on(asked, devices_asked(gpus_of(gpus), device))
@@ -68,7 +68,7 @@ def train(
     if place is None:
         _train_here(asked, stages)
         return
-    place = with_replicas(place, replicas)
+    place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.ranks > 1)
     if pipeline is not None and stages not in (AUTO, place.stages):
         raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
     if attempt() > 0:
@@ -98,6 +98,7 @@ class Asked:
             "--device": self.device,
             "--max-steps": self.max_steps,
             "--memory": self.memory,
+            "--gpu-memory": self.gpu_memory,
         }
         words = ["train", str(self.jobs)]
         words += [word for key, value in options.items() if value is not None for word in (key, str(value))]
@@ -245,8 +246,9 @@ def _finish(
 
 
 def _named(place: Place) -> str:
-    """`2 stages`, `2 replicas`, or `2 replicas of 2 stages`."""
-    stages, replicas = f"{place.stages} stages", f"{place.replicas} replicas"
+    """`2 stages`, `2 replicas`, or `2 replicas of 2 stages`; `2 ranks` where stages may take turns."""
+    stages = f"{place.stages} {'ranks' if place.ring else 'stages'}"
+    replicas = f"{place.replicas} replicas"
     if place.replicas == 1:
         return stages
     return replicas if place.stages == 1 else f"{replicas} of {stages}"
@@ -296,15 +298,18 @@ def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: Pl
         )
 
 
-def refuse_beside_gpu_memory(
-    memory: str, pipeline: str | None, gpus: str | None, replicas: int, place: Place | None
-) -> None:
+def refuse_beside_gpu_memory(memory: str, pipeline: str | None, gpus: str | None, replicas: int) -> None:
     from weft.errors import UserError
 
-    if pipeline is not None or gpus is not None or replicas > 1 or place is not None:
+    if gpus is not None or replicas > 1:
         raise UserError(
-            f"--gpu-memory {memory} streams the base through one GPU; --pipeline, --gpus, --replicas and "
-            "torchrun use several: choose one of the two"
+            f"--gpu-memory {memory} streams a base that is larger than the GPU; --gpus and --replicas want "
+            "all of it on each: leave it out, or stream over several GPUs with --pipeline"
+        )
+    if pipeline == "auto":
+        raise UserError(
+            f"--gpu-memory {memory}: --pipeline auto counts the GPUs that hold the base without streaming; "
+            "write how many to stream it over, such as --pipeline 2"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.errors import HostTooSmall, PlanError
 from weft.plan.memory import gib, longest
@@ -35,23 +35,29 @@ class RanksChoice:
 def choose_ranks(
     shape: ModelShape,
     jobs: Sequence[JobShape],
+    later: Sequence[JobShape],
     device: StreamDevice,
     ranks: int,
     most: int,
-    round_tokens: int,
     parted: int,
 ) -> RanksChoice:
-    """The fastest cut and capacity that is found. `device` is that of every rank, with the host that all of
-    them share; microbatches have at most `most` tokens, a round of all jobs `round_tokens`. `parted` bytes
-    would be needed of each device if nothing were streamed, for the sentence that says why.
+    """The fastest cut and capacity that is found for these jobs together; those that come `later` fit, too,
+    one by one. `device` is that of every rank, with the host that all of them share; microbatches have at
+    most `most` tokens. `parted` bytes of each device would be needed if nothing were streamed, for the
+    sentence that says why.
 
     PlanError says what does not fit.
     """
     assert jobs, "there is nothing to train"
-    round_tokens = max(round_tokens, longest(jobs))
+
+    def made(company: Sequence[JobShape], capacity: int) -> StreamCase:
+        tokens = max(sum(job.batch_tokens for job in company), longest(company))
+        return StreamCase(shape, tuple(company), device, tokens, capacity, travels=False)
+
+    tokens = max(sum(job.batch_tokens for job in jobs), longest(jobs))
+    alone = made([_largest(later)], longest(later)) if later else None
     cases = [
-        RanksCase(StreamCase(shape, tuple(jobs), device, round_tokens, capacity, travels=False), ranks)
-        for capacity in capacities(longest(jobs), most, round_tokens)
+        RanksCase(made(jobs, capacity), ranks, alone) for capacity in capacities(longest(jobs), most, tokens)
     ]
     best = search(cases)
     if best is None:
@@ -67,16 +73,30 @@ def choose_ranks(
     )
 
 
+def _largest(jobs: Sequence[JobShape]) -> JobShape:
+    """One that needs no less than any of these."""
+    return replace(
+        jobs[0],
+        trainable=max(job.trainable for job in jobs),
+        longest=longest(jobs),
+        batch_tokens=max(job.batch_tokens for job in jobs),
+    )
+
+
 def _why(found: Found, parted: int) -> str:
     case, cut = found.case, found.cut
     sizes = [stage.stop - stage.start for stage in cut.stages]
+    stay = sum(stage.resident for stage in cut.stages)
+    slots = _range([count for count in cut.slots if count], "slot") if stay < len(sizes) else ""
+    places = (
+        f"{stay} of them resident, the others in {slots} of their rank" if slots else "all of them resident"
+    )
     return (
-        f"streamed over {case.ranks} ranks in {len(sizes)} stages of {_range(sizes, 'layer')}, "
-        f"{sum(stage.resident for stage in cut.stages)} of them resident, the others in "
-        f"{_range(cut.slots, 'slot')} of each rank, since its part of the base, the adapters and "
-        f"their passes would need {gib(parted)} of a device that has {gib(case.one.device.budget)} for a "
-        f"run; adapters and inputs of stages stay on their rank's device, a microbatch has up to "
-        f"{case.one.capacity:,} tokens, and Loads take {case.unhidden(cut):.0%} of a step"
+        f"streamed over {case.ranks} ranks in {len(sizes)} stages of {_range(sizes, 'layer')}, {places}, "
+        f"since its part of the base, an adapter and the passes of a pipeline would need {gib(parted)} of a "
+        f"device that has {gib(case.one.device.budget)} for a run; adapters and inputs of stages stay on "
+        f"their rank's device, a microbatch has up to {case.one.capacity:,} tokens, and Loads take "
+        f"{case.unhidden(cut):.0%} of a step"
     )
 
 
@@ -88,8 +108,10 @@ def _range(counts: Sequence[int], noun: str) -> str:
 def _why_not(case: RanksCase) -> PlanError:
     """With as many stages as there can be, one slot a rank: nothing needs less of a device."""
     layers, one = case.one.shape.layers, case.one
-    sizes = (even_sizes(layers, count) for count in stage_counts(case))
-    need = min(case.device_bytes(ranks_cut(one, [False] * len(one), 1, case.ranks)) for one in sizes)
+    cuts = [
+        ranks_cut(even_sizes(layers, count), [False] * count, 1, case.ranks) for count in stage_counts(case)
+    ]
+    need = min(map(case.device_bytes, cuts))
     if need > one.device.budget:
         others = len(one.jobs) - 1
         company = f"with {others} other job{'s' if others > 1 else ''} aboard, " if others else ""
@@ -98,8 +120,14 @@ def _why_not(case: RanksCase) -> PlanError:
             f"{one.capacity} tokens in a microbatch, a rank needs {gib(need)} of its device at the least, "
             f"but {gib(one.device.budget)} are available; use more or larger GPUs, or a smaller base"
         )
-    cuts = [cut for cut in even_cuts(case) if case.device_bytes(cut) <= one.device.budget]
-    host = min(map(case.host_bytes, cuts))
+    if case.alone is not None and min(map(case.excess, cuts)) > 0:
+        return PlanError(
+            f"of the jobs that come after {one.jobs[-1].name} one does not fit even alone, streamed over "
+            f"{case.ranks} ranks with {gib(one.device.budget)} of each one's device; use more or larger "
+            "GPUs, or a smaller base"
+        )
+    fitting = (cut for cut in even_cuts(case) if case.device_bytes(cut) <= one.device.budget)
+    host = min(map(case.host_bytes, fitting))
     return HostTooSmall(
         f"the host needs {gib(host)} for the layers that find no room on the {case.ranks} devices, but "
         f"{gib(one.device.host_budget)} of its memory are available, and weights that stay in their files "

@@ -23,6 +23,8 @@ class RanksCase:
     one: StreamCase
     """The same on one device; adapters and inputs stay there."""
     ranks: int
+    alone: StreamCase | None = None
+    """The largest that may have to fit by itself, when these jobs have gone."""
 
     def __post_init__(self) -> None:
         assert not self.one.travels, "adapters of a rank stay on its device"
@@ -60,7 +62,9 @@ class RanksCase:
         return beside + matrix * (1 if first and last and tied else first + last)
 
     def rank_bytes(self, cut: RankCut) -> int:
-        return _total(self.rank_need(cut))
+        """With these jobs, or with the one that must fit alone."""
+        alone = 0 if self.alone is None else RanksCase(self.alone, self.ranks).rank_bytes(cut)
+        return max(_total(self.rank_need(cut)), alone)
 
     def device_bytes(self, cut: RanksCut) -> int:
         """On the fullest device at the peak."""
@@ -74,8 +78,8 @@ class RanksCase:
     def excess(self, cut: RanksCut) -> int:
         """Bytes that are needed, on the fullest device or on the host, and are not there."""
         device = self.one.device
-        lacking = self.device_bytes(cut) - device.budget, self.host_bytes(cut) - device.host_budget
-        return sum(max(0, count) for count in lacking)
+        needed = max(self.rank_bytes(cut.of(rank)) for rank in range(self.ranks))
+        return max(0, needed - device.budget) + max(0, self.host_bytes(cut) - device.host_budget)
 
     # -- seconds -----------------------------------------------------------------------------------------
 

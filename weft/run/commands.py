@@ -22,6 +22,7 @@ from weft.adapters.layout import Layout
 from weft.base.spec import BaseSpec
 from weft.batch import Microbatch
 from weft.plan.program import Program
+from weft.plan.rank_cut import RankCut
 from weft.run.boxes import PeerLost
 from weft.run.schedule import Recipe
 from weft.run.slices import Slice
@@ -35,8 +36,10 @@ class Begin:
     """Load these layers of this base. `delay` makes links slower, for tests and benchmarks."""
 
     spec: BaseSpec
-    held: LayerRange
+    held: LayerRange | RankCut
     delay: float = 0.0
+    most: int | None = None
+    """Bytes that the rank may take of its GPU, if not all."""
 
 
 @dataclass(frozen=True, slots=True)

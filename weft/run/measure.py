@@ -38,6 +38,13 @@ def budget_bytes(device: torch.device) -> int:
     return taken_bytes(device) + int(psutil.virtual_memory().available * CPU_SHARE)
 
 
+def limit_bytes(device: torch.device, most: int | None) -> None:
+    """Have torch take no more of a GPU from here on: so that a promise is kept, whoever breaks it."""
+    if most is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+
+
 def begin_peak(device: torch.device) -> bool:
     """From here on `peak_bytes` speaks of the time since; False where it cannot be made to.
 

@@ -11,7 +11,7 @@ import numpy as np
 from weft.plan.cost import Line
 from weft.plan.pipeline_window import StagePace, timeline_foreseen
 from weft.plan.program import Backward, Evaluate, Forward, Program, Step
-from weft.run.stage_executor import RankReport
+from weft.run.stage_executor import RankReport, Timed
 
 REMEMBERED = 200
 BACKWARD_GUESS = 1.5
@@ -37,17 +37,6 @@ class _Stage:
     backwards: deque[Measured] = field(default_factory=_few)
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
-    def learn(self, program: Program, report: RankReport) -> None:
-        for one in report.times:
-            seconds = one.stop - one.start
-            match one.action:
-                case Forward(number) | Evaluate(number):
-                    self.forwards.append(Measured(program.microbatches[number].rows, seconds))
-                case Backward(number):
-                    self.backwards.append(Measured(program.microbatches[number].rows, seconds))
-                case Step():
-                    self.steps.append(seconds)
-
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
         return StagePace(line_through(self.forwards), line_through(self.backwards), steps)
@@ -66,9 +55,23 @@ class Paces:
         return all(stage.forwards and stage.backwards for stage in self._stages)
 
     def learn(self, program: Program, reports: Sequence[RankReport]) -> None:
-        """`reports` come rank by rank: replica after replica, each stage by stage."""
+        """`reports` come rank by rank, replica after replica. A Step is of all stages of its rank."""
         for rank, report in enumerate(reports):
-            self._stages[rank % len(self._stages)].learn(program, report)
+            homes = program.homes(program.replica(rank))
+            here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == rank]
+            for one in report.times:
+                self._learn(one, program, here)
+
+    def _learn(self, one: Timed, program: Program, here: Sequence[_Stage]) -> None:
+        seconds = one.stop - one.start
+        match one.action:
+            case Forward(number, stage) | Evaluate(number, stage):
+                self._stages[stage].forwards.append(Measured(program.microbatches[number].rows, seconds))
+            case Backward(number, stage):
+                self._stages[stage].backwards.append(Measured(program.microbatches[number].rows, seconds))
+            case Step():
+                for stepped in here:
+                    stepped.steps.append(seconds)
 
     def stages(self) -> tuple[StagePace, ...]:
         known = self.measured

@@ -19,7 +19,7 @@ from weft.adapters.kind import kind_named
 from weft.adapters.layout import Layout
 from weft.base.model import Base
 from weft.base.spec import BaseSpec
-from weft.base.stages import load_stage
+from weft.base.streamed import StreamedBase
 from weft.errors import UserError
 from weft.ops.adamw import State
 from weft.plan.cost import PassTime, work_of
@@ -42,12 +42,13 @@ from weft.run.commands import (
 )
 from weft.run.events import Evaluated, Event, Failed, Passed
 from weft.run.executor import Fetch
+from weft.run.held import Held, base_of, executor_of, load_held, stage_layers
+from weft.run.measure import limit_bytes
 from weft.run.paces import Paces
 from weft.run.slices import Slice, drop_partial, finish, write_slice
-from weft.run.stage_executor import LookSums, RankReport, StageExecutor
+from weft.run.stage_executor import LookSums, RankReport
 from weft.run.training import Progress, Training
 from weft.run.transport import Transport
-from weft.shapes import LayerRange
 
 
 @dataclass(slots=True)
@@ -63,23 +64,24 @@ class Pipeline:
     def __init__(
         self,
         staff: Staff,
-        base: Base,
-        held: Sequence[LayerRange],
+        loaded: Base | StreamedBase,
+        held: Sequence[Held],
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """`checkpoints` says where each job's are, for every rank alike."""
-        self.base = base
+        """`loaded` is what this rank has of the base. `checkpoints` says where each job's are, for every rank
+        alike."""
+        self.base = base = base_of(loaded)
         self.staff = staff
         wires = staff.wires
         self.stages, self.replicas = wires.place.stages, wires.place.replicas
-        self.paces = Paces([one.stop - one.start for one in held])
+        self.paces = Paces(stage_layers(held))
         self.reports: list[RankReport] = []
         """Of the last window, rank by rank."""
         self.peaks: list[int] = []
         """The most bytes that each of the other ranks has ever taken."""
         self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
-        self._stage = StageExecutor(base, self._transport, wires.place.rank)
+        self._stage = executor_of(loaded, self._transport, wires.place.rank)
         self._checkpoints = checkpoints
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._early: dict[tuple[str, int], dict[int, Saved]] = {}
@@ -187,8 +189,7 @@ class Pipeline:
         self.paces.learn(program, self.reports)
         yield from self._passed(program)
         yield from self._late_failures()
-        last_stages = self.reports[self.stages - 1 :: self.stages]
-        yield from self._evaluations([look for report in last_stages for look in report.looks])
+        yield from self._evaluations([look for report in self.reports for look in report.looks])
         self._awaited.clear()
         yield from self._finish_saves()
         self._early.clear()
@@ -297,20 +298,23 @@ def open_pipeline(
     staff: Staff,
     spec: BaseSpec,
     device: torch.device,
-    held: Sequence[LayerRange],
+    held: Sequence[Held],
     checkpoints: Callable[[str], Path],
     delay: float = 0.0,
+    most: int | None = None,
 ) -> Pipeline:
-    """Load every rank's stage and wait until all are there. `held` are the layers of each stage."""
+    """Load what every rank has and wait until all of it is there. `held` are the layers of each stage, or
+    what each rank streams; no rank takes more than `most` bytes of its GPU."""
     for rank in staff.ranks:
-        staff.command(rank, Begin(spec, held[rank % len(held)], delay))
-    base = load_stage(spec, device, held[0])
+        staff.command(rank, Begin(spec, held[rank % len(held)], delay, most))
+    limit_bytes(device, most)
+    loaded = load_held(spec, device, held[0])
     for _ in staff.ranks:
         _, answer = staff.wait()
         if isinstance(answer, Refused):
             raise UserError(answer.sentence)
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"
-    return Pipeline(staff, base, held, checkpoints, delay)
+    return Pipeline(staff, loaded, held, checkpoints, delay)
 
 
 def shares(reports: Sequence[RankReport], kinds: type | UnionType) -> dict[int, float]:

@@ -8,13 +8,14 @@ Shapes: T rows of a microbatch, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from weft.base.streamed import StreamedBase, stage_view
+from weft.batch import Microbatch
 from weft.ops.lora import Route
 from weft.plan.program import Action, Backward, Evaluate, Evict, Forward, Load, Program
 from weft.plan.rank_cut import RankCut
@@ -70,6 +71,12 @@ class RankExecutor(StageExecutor):
 
     def _begin(self) -> None:
         self.streamer.settle()
+
+    def run(self, program: Program, microbatches: Mapping[int, Microbatch]) -> Iterator[RankEvent]:
+        yield from super().run(program, microbatches)
+        assert not self._rows, "a microbatch is still laid out at the window's end"
+        waited = self.streamer.waited
+        self.report.copied_bytes, self.report.waited = waited.copied_bytes, waited.total()
 
     # -- passes ------------------------------------------------------------------------------------------
 

@@ -88,6 +88,10 @@ class RankReport:
     failures: dict[str, str] = field(default_factory=dict)
     """Jobs that broke here after the first rank had given its word, with the reason."""
     times: list[Timed] = field(default_factory=list)
+    copied_bytes: int = 0
+    """That came from the host since the rank began, where stages take turns."""
+    waited: float = 0.0
+    """Seconds that its device waited for them."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Every rank of a pipeline but the first: it loads its stage and obeys, command by command."""
+"""Every rank of a pipeline but the first: it loads what it has of the base and obeys, command by command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from weft.base.stages import load_stage
 from weft.errors import UserError
 from weft.run import checkpoint
 from weft.run.commands import (
@@ -25,9 +24,9 @@ from weft.run.commands import (
     SaveSlice,
     Through,
 )
-from weft.run.measure import peak_bytes
+from weft.run.held import base_of, executor_of, load_held
+from weft.run.measure import limit_bytes, peak_bytes
 from weft.run.slices import write_slice
-from weft.run.stage_executor import StageExecutor
 from weft.run.training import new_training
 from weft.run.transport import Transport
 from weft.run.wires import Wires
@@ -57,10 +56,12 @@ class Worker:
     def __init__(self, wires: Wires, orders: Orders, begin: Begin, device: torch.device) -> None:
         self.place = wires.place
         self.orders = orders
-        self.base = load_stage(begin.spec, device, begin.held)
+        limit_bytes(device, begin.most)
+        loaded = load_held(begin.spec, device, begin.held)
+        self.base = base_of(loaded)
         width, dtype = self.base.shape.hidden, self.base.dtype
         self.transport = Transport(wires.lanes, width, dtype, device, begin.delay)
-        self.executor = StageExecutor(self.base, self.transport, self.place.rank)
+        self.executor = executor_of(loaded, self.transport, self.place.rank)
         self._checkpoints: dict[str, Path] = {}
 
     def obey(self) -> None:

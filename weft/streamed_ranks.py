@@ -1,0 +1,131 @@
+"""Several ranks that stream a base together: whether they have to, how, and the loop over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from weft.base.load import base_dtype
+from weft.base.spec import BaseSpec
+from weft.errors import PlanError
+from weft.jobs.store import Store
+from weft.journal import Journal
+from weft.loop import Callback, Room
+from weft.pipelined import PipelinedLoop, stage_memory
+from weft.plan.memory import MemoryFit, MemoryModel
+from weft.plan.planner import Course
+from weft.plan.prior import arithmetic
+from weft.plan.program import Program
+from weft.plan.rank_choice import RanksChoice, choose_ranks
+from weft.plan.rank_memory import RanksMemory
+from weft.plan.rank_window import plan_ranks
+from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
+from weft.run.link import measure_link
+from weft.run.measure import taken_bytes
+from weft.run.pipeline import Pipeline
+from weft.run.wires import Place
+from weft.shapes import JobShape, ModelShape
+from weft.streamed import for_most, host_budget
+
+
+@dataclass(frozen=True, slots=True)
+class RankStreaming:
+    """A choice, and the device that it was made for."""
+
+    choice: RanksChoice
+    place: StreamDevice
+
+    def memory(self, shape: ModelShape, device: torch.device) -> RanksMemory:
+        """Made before the base is loaded. A pretended device is a part of the host, and measured with it."""
+        beside = 0
+        if device.type != "cuda":
+            beside = taken_bytes(device) + self.choice.host_bytes
+        return RanksMemory(shape, self.place.budget + beside, beside, cut=self.choice.cut, device=self.place)
+
+
+def rank_streaming(
+    spec: BaseSpec,
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    ranks: Place,
+    device: torch.device,
+    budget: int,
+    most: int,
+) -> RankStreaming | None:
+    """How the ranks stream the base within `budget` bytes of each one's device; None if a part of it fits
+    each with any one of the jobs.
+
+    As many of the jobs as fit at once are planned for, in the order in which they would come aboard.
+    """
+    on_gpu = device.type == "cuda"
+    parted = _parted(shape, ranks, budget, on_gpu)
+    need = max(parted.least_bytes([job]) for job in jobs)
+    if need <= budget:
+        return None
+    link = measure_link(device, base_dtype(spec, device))
+    place = StreamDevice(
+        budget=budget,
+        # Ranks of other machines have memory of their own.
+        host_budget=host_budget() * ranks.ranks // ranks.local_ranks,
+        bandwidth=link.bandwidth,
+        flops=link.flops,
+        slack=STREAM_SLACK_BYTES if on_gpu else 0,
+        fused=on_gpu,
+    )
+    ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
+
+    def attempt(count: int) -> RanksChoice | PlanError:
+        try:
+            return choose_ranks(shape, ordered[:count], ordered[count:], place, ranks.ranks, most, need)
+        except PlanError as error:
+            return error
+
+    return RankStreaming(for_most(attempt, len(jobs)), place)
+
+
+def _parted(shape: ModelShape, ranks: Place, budget: int, on_gpu: bool) -> MemoryModel:
+    """What a rank needs whose part of the base stays; a pretended device has nothing but that on it."""
+    memory = replace(stage_memory(shape, ranks.stages, budget), fused=on_gpu)
+    return memory if on_gpu else replace(memory, fit=MemoryFit(slack=0.0))
+
+
+class RankedLoop(PipelinedLoop):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tokenizer: Any,
+        store: Store,
+        memory: RanksMemory,
+        choice: RanksChoice,
+        journal: Journal,
+    ) -> None:
+        # This rank's layers are no base of their own: their numbers have gaps.
+        cost = arithmetic(memory.shape)
+        super().__init__(pipeline, tokenizer, store, memory, choice.capacity, journal, cost)
+        self.choice = choice
+        self.seconds = 0.0
+        """Of all windows."""
+
+    def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
+        super().run(stop, callback)
+        if self.seconds:
+            reports = self.pipeline.reports
+            copied = sum(report.copied_bytes for report in reports)
+            waited = max(report.waited for report in reports)
+            self.journal.note(
+                f"Streamed: {copied / 2**30:.1f} GiB came from the host to {len(reports)} ranks; the one "
+                f"that waited longest for it did so in {waited / self.seconds:.0%} of the time, "
+                f"{self.choice.unhidden:.0%} were predicted."
+            )
+
+    def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+        began = time.monotonic()
+        super()._execute(program, stop, callback)
+        self.seconds += time.monotonic() - began
+
+    def _window(self, courses: Sequence[Course], room: Room) -> Program:
+        return plan_ranks(courses, self.choice.cut, room.capacity)
