@@ -26,6 +26,7 @@ from weft.run.commands import Staff
 from weft.run.heartbeat import LOST, Heartbeat
 from weft.run.network import bind_interface
 from weft.run.stage_executor import RankFull
+from weft.run.topology import crossed_gpus
 from weft.run.wires import Place, Wires, connect, own_gpus, store_here
 from weft.run.worker import serve
 
@@ -91,7 +92,8 @@ def _connected(place: Place, device: str | None) -> tuple[Wires, torch.device]:
 
     found = device_named(device)
     if own_gpus(place, found):
-        found = torch.device("cuda", place.local_rank)
+        numbers = crossed_gpus(place.local_ranks) if place.ring else range(place.local_ranks)
+        found = torch.device("cuda", numbers[place.local_rank])
         torch.cuda.set_device(found)
     return connect(place, found), found
 
