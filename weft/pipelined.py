@@ -12,7 +12,7 @@ from weft.plan.cost import CostModel
 from weft.plan.cut import cut_layers, stage_shape
 from weft.plan.learned import Company, Promise
 from weft.plan.memory import MemoryModel
-from weft.plan.pipeline_window import PipelineRules, plan_pipeline, timeline_foreseen
+from weft.plan.pipeline_window import PipelineRules, plan_pipeline
 from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.report.timelines import Drawn, Timelines, drawn, write_timelines
@@ -83,7 +83,7 @@ class PipelinedLoop(Loop):
         paces = self.pipeline.paces
         if not (program.batches and paces.measured):
             return None
-        return drawn(timeline_foreseen(program, paces.stages()), program)
+        return drawn(paces.timeline(program), program)
 
     def _promise(self, program: Program, company: Company) -> Promise:
         return self.learned.promise(program, company, self.pipeline.paces.predicted_seconds)

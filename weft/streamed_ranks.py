@@ -17,13 +17,14 @@ from weft.journal import Journal
 from weft.loop import Callback, Room
 from weft.pipelined import PipelinedLoop, stage_memory
 from weft.plan.memory import MemoryFit, MemoryModel
+from weft.plan.pipeline_window import LoadPace
 from weft.plan.planner import Course
 from weft.plan.prior import arithmetic
 from weft.plan.program import Program
 from weft.plan.rank_choice import RanksChoice, choose_ranks
 from weft.plan.rank_memory import RanksMemory
 from weft.plan.rank_window import plan_ranks
-from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice, layer_bytes
 from weft.run.link import measure_link
 from weft.run.measure import taken_bytes
 from weft.run.pipeline import Pipeline
@@ -106,6 +107,9 @@ class RankedLoop(PipelinedLoop):
         # This rank's layers are no base of their own: their numbers have gaps.
         cost = arithmetic(memory.shape)
         super().__init__(pipeline, tokenizer, store, memory, choice.capacity, journal, cost)
+        layer = layer_bytes(memory.shape)
+        sizes = tuple((stage.stop - stage.start) * layer for stage in choice.cut.stages)
+        pipeline.paces.loads = LoadPace(sizes, memory.device.bandwidth)
         self.choice = choice
         self.seconds = 0.0
         """Of all windows."""

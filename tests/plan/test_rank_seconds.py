@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from tests.plan.test_check import course
 from tests.plan.test_rank_window import cut, cuts
+from weft.plan.cost import Line
+from weft.plan.pipeline_window import LoadPace, StagePace, timeline_foreseen
 from weft.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
 from weft.plan.program import Step
 from weft.plan.rank_seconds import Hops, StagePasses, round_ends, round_seconds
@@ -47,3 +49,15 @@ def test_a_microbatch_more_than_ranks_hides_a_hop_and_a_second_slot_hides_loads(
     assert free <= hidden < bare
     assert hidden - free < 0.2 * (bare - free)
     assert round_seconds(stages, one, 4, Hops(hop=0.5)) < free + 4.0
+
+
+def test_what_is_foreseen_of_a_window_counts_its_loads():
+    chosen = cut(*[1] * 6, ranks=2, slots=1)
+    program = plan_ranks([course("a", [[10] * 2] * 2)], chosen, 10)
+    paces = (StagePace(Line(1.0, 0.0), Line(2.0, 0.0)),) * 6
+    seconds = [
+        timeline_foreseen(program, paces, loads).makespan
+        for loads in (None, LoadPace((10,) * 6, 1e9), LoadPace((10,) * 6, 1.0))
+    ]
+    assert seconds[0] == pytest.approx(seconds[1])
+    assert seconds[2] > seconds[0] + 2 * 10

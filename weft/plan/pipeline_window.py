@@ -18,7 +18,7 @@ from weft.plan.memory import NOTHING, Recompute
 from weft.plan.merge import BatchSample, MergeRules, merge
 from weft.plan.pipeline import Work, evaluated, gpipe, multi_job, one_forward_one_backward
 from weft.plan.planner import Course
-from weft.plan.price import PassPrice, Prices, free_cluster
+from weft.plan.price import Link, PassPrice, Prices, free_cluster
 from weft.plan.program import Action, GlobalBatch, MicrobatchPlan, Program, Save, SegmentPlan, Step
 from weft.plan.replicas import Dealt, Rounds, deal, deal_looks, replicated
 from weft.plan.segments import QUICK, pack_segments
@@ -98,10 +98,26 @@ def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
     return program
 
 
-def timeline_foreseen(program: Program, paces: Sequence[StagePace]) -> Timeline:
-    """What the simulator says a window will be like, links not counted."""
+@dataclass(frozen=True, slots=True)
+class LoadPace:
+    """What stages that come from the host take on their way."""
+
+    stage_bytes: tuple[int, ...]
+    bandwidth: float
+    """Bytes per second of every device's link."""
+
+
+def timeline_foreseen(
+    program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None
+) -> Timeline:
+    """What the simulator says a window will be like, links between devices not counted."""
     prices = _prices(program.microbatches, paces)
-    return simulate(program, prices, free_cluster(len(program.devices)))
+    cluster = free_cluster(len(program.devices))
+    if loads is not None:
+        prices = replace(prices, weight_bytes=loads.stage_bytes)
+        host = Link(loads.bandwidth)
+        cluster = replace(cluster, devices=tuple(replace(one, host=host) for one in cluster.devices))
+    return simulate(program, prices, cluster)
 
 
 def _evaluates(course: Course, step: int) -> bool:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weft.plan.cost import Line
-from weft.plan.pipeline_window import StagePace, timeline_foreseen
+from weft.plan.pipeline_window import LoadPace, StagePace, timeline_foreseen
 from weft.plan.program import Backward, Evaluate, Forward, Program, Step
+from weft.plan.timeline import Timeline
 from weft.run.stage_executor import RankReport, Timed
 
 REMEMBERED = 200
@@ -49,6 +50,8 @@ class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
         """`layers` of each stage: what times are guessed from until there are any."""
         self._stages = [_Stage(count) for count in layers]
+        self.loads: LoadPace | None = None
+        """Where stages come from the host: foreseen, not measured."""
 
     @property
     def measured(self) -> bool:
@@ -79,7 +82,11 @@ class Paces:
 
     def predicted_seconds(self, program: Program) -> float | None:
         """The simulated time of a window, or None while nothing has been measured."""
-        return timeline_foreseen(program, self.stages()).makespan if self.measured else None
+        return self.timeline(program).makespan if self.measured else None
+
+    def timeline(self, program: Program) -> Timeline:
+        """A window as the simulator foresees it."""
+        return timeline_foreseen(program, self.stages(), self.loads)
 
 
 def line_through(passes: Sequence[Measured]) -> Line:
