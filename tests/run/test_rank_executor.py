@@ -15,14 +15,14 @@ from tests.run.ranks import run_ranks
 from tests.run.test_stage_executor import CAPACITY, assert_equal, losses_of, make_jobs, views, whole_base
 from weft.base.spec import BaseSpec
 from weft.base.streamed_rank import stream_rank
-from weft.plan.program import Evaluate
+from weft.plan.program import Evaluate, Forward
 from weft.plan.rank_cut import RanksCut
 from weft.plan.rank_window import plan_ranks
 from weft.plan.stream_step import StreamStage
 from weft.ready import lay_out
 from weft.run.events import Evaluated, Failed, SaveDue, Stepped
 from weft.run.rank_executor import RankExecutor
-from weft.run.transport import Transport
+from weft.run.transport import Lanes, Transport
 
 ONE_EACH = tuple(StreamStage(n, n + 1) for n in range(LAYERS))
 CUTS = {
@@ -183,3 +183,19 @@ def test_stages_of_other_ranks_are_nowhere_and_those_that_stay_have_no_copy_in_h
         assert all(not list(layers[number].parameters()) for number in gone)
         assert (held.whole.first, held.whole.last) == (rank == 0, rank == 1)
         assert held.whole.shape.layers == 2
+
+
+def test_a_stage_that_has_left_its_rank_cannot_be_used():
+    cut = CUTS["two ranks, a slot each"]
+    base = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.of(1))
+    nobody = Lanes(*[None] * 7, words_out=())
+    hidden = base.whole.shape.hidden
+    executor = RankExecutor(base, Transport(nobody, hidden, torch.float32, bench.CPU), 1)
+    executor.streamer.settle()
+    assert executor.streamer.there == {1}
+    weight = base.whole.model.base_model.layers[1].self_attn.q_proj.weight
+    assert bool(weight.isfinite().all())
+    executor.streamer.evict(1)
+    assert bool(weight.isnan().all())
+    with pytest.raises(AssertionError, match="stage 1 is used but was not brought"):
+        list(executor._act(Forward(0, 1)))

@@ -118,7 +118,8 @@ def _why_not(case: RanksCase) -> PlanError:
         return PlanError(
             f"job {one.jobs[-1].name} does not fit: {company}streamed over {case.ranks} ranks with "
             f"{one.capacity} tokens in a microbatch, a rank needs {gib(need)} of its device at the least, "
-            f"but {gib(one.device.budget)} are available; use more or larger GPUs, or a smaller base"
+            f"where adapters and inputs of stages stay, but {gib(one.device.budget)} are available; use more "
+            "or larger GPUs, or a smaller base"
         )
     if case.alone is not None and min(map(case.excess, cuts)) > 0:
         return PlanError(

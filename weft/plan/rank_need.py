@@ -94,6 +94,7 @@ class RanksCase:
             StagePasses(one.forward / self.microbatches, one.backward / self.microbatches, one.load_bytes)
             for one in rounds
         ]
+        # As if it went by way of the host: between GPUs it is never slower.
         hop = self.one.input_bytes / self.microbatches / self.one.device.bandwidth
         hops = Hops(hop, bandwidth or self.one.device.bandwidth)
         return round_seconds(passes, cut, self.microbatches, hops)
