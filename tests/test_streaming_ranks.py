@@ -50,6 +50,7 @@ def test_losses_evaluations_and_adapters_equal_one_process_and_it_says_what_it_c
     assert loads == {2: {0, 1}, 3: {0}}[ranks], "the other ranks have one layer each"
 
 
+@pytest.mark.slow
 def test_jobs_that_do_not_fit_beside_the_stages_wait_for_their_turn(place):
     output = place / fresh(place, "tight")
     assert Launch(place, "tight", 2, always=pretended("490KiB")).wait() == 0

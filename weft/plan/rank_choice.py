@@ -61,7 +61,9 @@ def choose_ranks(
     ]
     best = search(cases)
     if best is None:
-        raise _why_not(cases[-1])
+        singles = (RanksCase(made([job], job.longest), ranks) for job in later)
+        tried = (replace(cases[-1], alone=None), *singles)
+        raise _why_not(next((one for one in tried if _least_bytes(one) > device.budget), cases[-1]))
     return RanksChoice(
         cut=best.cut,
         capacity=best.case.one.capacity,
@@ -93,10 +95,10 @@ def _why(found: Found, parted: int) -> str:
     )
     return (
         f"streamed over {case.ranks} ranks in {len(sizes)} stages of {_range(sizes, 'layer')}, {places}, "
-        f"since its part of the base, an adapter and the passes of a pipeline would need {gib(parted)} of a "
-        f"device that has {gib(case.one.device.budget)} for a run; adapters and inputs of stages stay on "
-        f"their rank's device, a microbatch has up to {case.one.capacity:,} tokens, and Loads take "
-        f"{case.unhidden(cut):.0%} of a step"
+        f"since a rank's part of the base, an adapter and the passes of a pipeline would need "
+        f"{gib(parted)} of a device that has {gib(case.one.device.budget)} for a run; adapters and inputs of "
+        f"stages stay on their rank's device, a microbatch has up to {case.one.capacity:,} tokens, and Loads "
+        f"take {case.unhidden(cut):.0%} of a step"
     )
 
 
@@ -106,12 +108,7 @@ def _range(counts: Sequence[int], noun: str) -> str:
 
 
 def _why_not(case: RanksCase) -> PlanError:
-    """With as many stages as there can be, one slot a rank: nothing needs less of a device."""
-    layers, one = case.one.shape.layers, case.one
-    cuts = [
-        ranks_cut(even_sizes(layers, count), [False] * count, 1, case.ranks) for count in stage_counts(case)
-    ]
-    need = min(map(case.device_bytes, cuts))
+    one, need = case.one, _least_bytes(case)
     if need > one.device.budget:
         others = len(one.jobs) - 1
         company = f"with {others} other job{'s' if others > 1 else ''} aboard, " if others else ""
@@ -121,16 +118,17 @@ def _why_not(case: RanksCase) -> PlanError:
             f"where adapters and inputs of stages stay, but {gib(one.device.budget)} are available; use more "
             "or larger GPUs, or a smaller base"
         )
-    if case.alone is not None and min(map(case.excess, cuts)) > 0:
-        return PlanError(
-            f"of the jobs that come after {one.jobs[-1].name} one does not fit even alone, streamed over "
-            f"{case.ranks} ranks with {gib(one.device.budget)} of each one's device; use more or larger "
-            "GPUs, or a smaller base"
-        )
-    fitting = (cut for cut in even_cuts(case) if case.device_bytes(cut) <= one.device.budget)
+    fitting = (cut for cut in even_cuts(case) if case.most_bytes(cut) <= one.device.budget)
     host = min(map(case.host_bytes, fitting))
     return HostTooSmall(
         f"the host needs {gib(host)} for the layers that find no room on the {case.ranks} devices, but "
         f"{gib(one.device.host_budget)} of its memory are available, and weights that stay in their files "
         "are streamed to one device only; use a host with more memory, larger GPUs or a smaller base"
     )
+
+
+def _least_bytes(case: RanksCase) -> int:
+    """All stages coming and going through one slot of each rank: nothing needs less of a device."""
+    layers, counts = case.one.shape.layers, stage_counts(case)
+    cuts = (ranks_cut(even_sizes(layers, count), [False] * count, 1, case.ranks) for count in counts)
+    return min(map(case.most_bytes, cuts))

@@ -66,8 +66,12 @@ class RanksCase:
         alone = 0 if self.alone is None else RanksCase(self.alone, self.ranks).rank_bytes(cut)
         return max(_total(self.rank_need(cut)), alone)
 
+    def most_bytes(self, cut: RanksCut) -> int:
+        """The same, on the fullest device."""
+        return max(self.rank_bytes(cut.of(rank)) for rank in range(self.ranks))
+
     def device_bytes(self, cut: RanksCut) -> int:
-        """On the fullest device at the peak."""
+        """On the fullest device at the peak, with these jobs."""
         return _total(self.need(cut))
 
     def host_bytes(self, cut: RanksCut) -> int:
@@ -78,8 +82,8 @@ class RanksCase:
     def excess(self, cut: RanksCut) -> int:
         """Bytes that are needed, on the fullest device or on the host, and are not there."""
         device = self.one.device
-        needed = max(self.rank_bytes(cut.of(rank)) for rank in range(self.ranks))
-        return max(0, needed - device.budget) + max(0, self.host_bytes(cut) - device.host_budget)
+        lacking = self.most_bytes(cut) - device.budget, self.host_bytes(cut) - device.host_budget
+        return sum(max(0, count) for count in lacking)
 
     # -- seconds -----------------------------------------------------------------------------------------
 
