@@ -36,6 +36,7 @@ from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here,
 from benchmarks.weft_side import Company
 from weft.adapters.lora.spec import LoraSpec
 from weft.plan.memory import MemoryModel
+from weft.plan.stream_ring import ROUNDS
 from weft.run.executor import Executor
 from weft.run.link import Link, measure_link
 from weft.run.measure import budget_bytes
@@ -328,8 +329,8 @@ def stream_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--cuts", default="chosen", help=f"some of {', '.join(CUTS)}, with commas")
     parser.add_argument("--plot", type=Path, metavar="HTML", help="draw tokens/s over the number of jobs")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before the clock runs")
-    parser.add_argument("--blocks", type=int, default=2, help="the median of so many blocks")
-    parser.add_argument("--steps", type=int, default=4, help="rounds of a block, which is a window")
+    parser.add_argument("--blocks", type=int, default=1, help="the median of so many blocks")
+    parser.add_argument("--steps", type=int, default=ROUNDS, help="rounds of a block, which is a window")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 

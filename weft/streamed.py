@@ -23,6 +23,7 @@ from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
 from weft.plan.stream_memory import StreamedMemory
 from weft.plan.stream_need import STAGING_BYTES, STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_ring import ROUNDS
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import measure_files, measure_link
 from weft.run.measure import CPU_SHARE, taken_bytes
@@ -143,6 +144,8 @@ class StreamedLoop(Loop):
     ) -> None:
         super().__init__(executor.base, tokenizer, store, memory, choice.capacity, journal, executor=executor)
         self.choice = choice
+        if choice.cut.travels:
+            self.rounds = ROUNDS
         self.streamer = executor.streamer
         self.seconds = 0.0
         """Of all windows."""

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from weft.plan.estimate import GPU_LAUNCH, base_layers
 from weft.plan.memory import MemoryModel
 from weft.plan.stream_cut import StreamCut, held_inputs, offloaded_inputs
-from weft.plan.stream_ring import back_bytes, layer_part, ring_bytes, step_bytes
+from weft.plan.stream_ring import ROUNDS, back_bytes, layer_part, ring_bytes, step_bytes
 from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
 from weft.plan.stream_step import StreamStage
 from weft.shapes import JobShape, ModelShape
@@ -224,7 +224,15 @@ class StreamCase:
         if not self.fits(draft):
             return math.inf
         rounds = self.rounds(draft.sizes)
-        return slotted_seconds(rounds, draft.resident, draft.slots, self.device.bandwidth)
+        hidden = slotted_seconds(rounds, draft.resident, draft.slots, self.device.bandwidth)
+        return hidden + self.bare_seconds / ROUNDS
+
+    @cached_property
+    def bare_seconds(self) -> float:
+        """The Steps at a window's end, which no pass hides."""
+        if not self.travels:
+            return 0.0
+        return self.trainable * step_bytes(self.shape.bytes_per_value) / self.device.bandwidth
 
     def unhidden(self, draft: Draft) -> float:
         """The share of a round in which the device waits for the host."""

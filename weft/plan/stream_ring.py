@@ -14,6 +14,8 @@ PIECE = 1 << 21
 """Parameters that a buffer holds at the most."""
 PIECES = 3
 """Buffers: while one is stepped another fills, and a third goes back."""
+ROUNDS = 8
+"""Of a window where adapters travel: behind its last one nothing hides the Steps, so it is a long one."""
 MARGIN = 128
 """Parameters by which a part may grow, since it is cut at multiples of what is stepped at a time."""
 _STATE = 4
