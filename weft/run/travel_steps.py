@@ -148,13 +148,20 @@ class TravelSteps:
         sums_J2 = open_sums(trainings)
         norm_J = self.travel.gradient_norms([training.job for training in trainings]).to(sums_J2.device)
         updates = tuple(training.update() for training in trainings)
-        factor_J: Tensor | None = factors(trainings, sums_J2, norm_J).float()
-        if not kernels_run(self.travel.device, trainings[0].master.dtype):
-            known = factors(trainings, sums_J2, norm_J).tolist()
-            updates = tuple(replace(one, factor=factor) for one, factor in zip(updates, known, strict=True))
-            factor_J = None
-        sums_J3 = torch.cat([sums_J2, norm_J[:, None]], dim=1)
-        run = _Run(tuple(due), updates, tokens, sums_J3, factor_J, gone(), tuple([] for _ in due))
+        factor_J = factors(trainings, sums_J2, norm_J)
+        by_kernels = kernels_run(self.travel.device, trainings[0].master.dtype)
+        if not by_kernels:
+            known = zip(updates, factor_J.tolist(), strict=True)
+            updates = tuple(replace(one, factor=factor) for one, factor in known)
+        run = _Run(
+            due=tuple(due),
+            updates=updates,
+            tokens=tokens,
+            sums_J3=torch.cat([sums_J2, norm_J[:, None]], dim=1),
+            factor_J=factor_J.float() if by_kernels else None,
+            gone=gone(),
+            finite=tuple([] for _ in due),
+        )
         begun.runs.append(run)
         for number, training in enumerate(trainings):
             training.open = None
