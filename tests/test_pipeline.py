@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,14 @@ import torch
 from tests import oracle
 from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines, numbers, states, status
+from tests.plan.profiles import profile
 from tests.run.models import deep
 from weft import JobSpec
+from weft.base.load import inspect
+from weft.base.spec import BaseSpec
+from weft.plan.profile import file_of, profile_folder, write_profile
 from weft.report.timelines import read_timelines
+from weft.run.profile import key_here
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +98,28 @@ def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same
             assert len(list(folder.glob("tensors-*.safetensors"))) == ranks
     assert forks.weft("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
     assert lines(output)[: len(before)] == before, "no finished step was made again"
+    assert_whole(output)
+    assert_same_results(output, place / "undisturbed")
+
+
+def test_profiled_since_it_goes_on_with_other_stages_to_the_same_curve(place):
+    output = place / fresh(place, "profiled")
+    run = Launch(place, "profiled", 2)
+    run.wait_for_lines(10)
+    run.signal(0, signal.SIGINT)
+    assert run.wait() == 130
+    assert not any("stages" in note for note in status(output)["notes"])
+    cpu = torch.device("cpu")
+    key = key_here(inspect(BaseSpec(model=str(place / "model"), dtype="float64"), cpu), cpu)
+    file = file_of(profile_folder(), key)
+    write_profile(file, replace(profile(), key=key))
+    try:
+        assert Launch(place, "profiled", 2, "--resume").wait() == 0
+    finally:
+        file.unlink()
+    (note,) = (note for note in status(output)["notes"] if "stages" in note)
+    # Its head takes longer than all layers; by arithmetic the stages have two each.
+    assert note.startswith("The stages hold 3 + 1 layers, alike by times from the profile of this cpu")
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
 

@@ -19,10 +19,10 @@ from weft.jobs.store import Store
 from weft.journal import Journal
 from weft.loop import Loop
 from weft.pipelined import PipelinedLoop, stage_memory
-from weft.plan.cut import cut_layers
+from weft.plan.cut import PartCosts, cut_layers, measured_costs, typical_work
 from weft.plan.memory import MemoryModel
 from weft.plan.profile import Profile, find_profile, read_profile
-from weft.plan.profile_cost import cost_of, memory_of
+from weft.plan.profile_cost import cost_of, memory_of, source_of
 from weft.plan.rank_choice import RanksChoice
 from weft.plan.rank_memory import RanksMemory
 from weft.plan.stream_choice import StreamChoice
@@ -39,6 +39,10 @@ from weft.streamed_ranks import RankedLoop, RankStreaming, rank_streaming
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The token capacity that a device gets where memory allows more."""
+
+
+def most_tokens(device: torch.device) -> int:
+    return MOST_TOKENS.get(device.type, 1024)
 
 
 class Engine(Protocol):
@@ -67,7 +71,7 @@ class Setup:
     @property
     def most(self) -> int:
         """Tokens of a microbatch."""
-        return self.capacity or MOST_TOKENS.get(self.device.type, 1024)
+        return self.capacity or most_tokens(self.device)
 
     @property
     def budget(self) -> int:
@@ -80,7 +84,7 @@ def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], No
         if (found := _rank_streaming(setup, setup.staff.wires.place, jobs)) is not None:
             note(f"The base is {found.choice.why}.")
             return _over_ranks(setup, setup.staff, found)
-        return _in_stages(setup, setup.staff)
+        return _in_stages(setup, setup.staff, note)
     if (chosen := _streaming(setup, jobs)) is not None:
         note(f"The base is {chosen.choice.why}.")
         return _streamed(setup, chosen)
@@ -109,7 +113,7 @@ def _whole(setup: Setup) -> Whole:
     # Made before the base is loaded: it counts what the process holds without it.
     memory = MemoryModel(setup.shape, _resident_budget(setup), taken_bytes(setup.device))
     base = setup.base or load_base(setup.spec, setup.device)
-    return Whole(base, memory, setup.most, _profile(setup, base))
+    return Whole(base, memory, setup.most, _profile(setup, base.shape, base.device))
 
 
 def _resident_budget(setup: Setup) -> int:
@@ -118,8 +122,8 @@ def _resident_budget(setup: Setup) -> int:
     return setup.budget if on_gpu else setup.memory or budget_bytes(setup.device)
 
 
-def _profile(setup: Setup, base: Base) -> Profile | None:
-    key, path = key_here(base.shape, base.device), setup.profile
+def _profile(setup: Setup, shape: ModelShape, device: torch.device) -> Profile | None:
+    key, path = key_here(shape, device), setup.profile
     profile = find_profile(key) if path is None else read_profile(path, key)
     if profile is None and path is not None:
         raise UserError(
@@ -145,19 +149,19 @@ class InStages:
         return PipelinedLoop(self.pipeline, tokenizer, store, self.memory, self.most, journal)
 
 
-def _in_stages(setup: Setup, staff: Staff) -> InStages:
-    memory = _stage_memory(setup, staff.wires.place)
-    held = _layers(setup.shape, staff.wires.place)
+def _in_stages(setup: Setup, staff: Staff, note: Callable[[str], None]) -> InStages:
+    held = _layers(setup, staff.wires.place, note)
+    memory = _stage_memory(setup, staff.wires.place, held)
     most = setup.gpu_memory and setup.gpu_memory // _sharing(setup, staff.wires.place)
     pipeline = open_pipeline(staff, setup.spec, setup.device, held, setup.checkpoints, most=most)
     return InStages(pipeline, memory, setup.most)
 
 
-def _stage_memory(setup: Setup, place: Place) -> MemoryModel:
+def _stage_memory(setup: Setup, place: Place, held: Sequence[LayerRange]) -> MemoryModel:
     budget, taken = _resident_budget(setup) // _sharing(setup, place), taken_bytes(setup.device)
     if place.stages == 1:
         return MemoryModel(setup.shape, budget, taken)
-    return stage_memory(setup.shape, place.stages, budget, taken)
+    return stage_memory(setup.shape, held, budget, taken)
 
 
 def _sharing(setup: Setup, place: Place) -> int:
@@ -165,11 +169,24 @@ def _sharing(setup: Setup, place: Place) -> int:
     return 1 if own_gpus(place, setup.device) else place.local_ranks
 
 
-def _layers(shape: ModelShape, place: Place) -> tuple[LayerRange, ...]:
-    """Of every stage; a replica that is one process holds all."""
+def _layers(setup: Setup, place: Place, note: Callable[[str], None]) -> tuple[LayerRange, ...]:
+    """Of every stage, as this first rank cuts for all; a replica that is one process holds all."""
+    shape = setup.shape
     if place.stages == 1:
         return (LayerRange(0, shape.layers, shape.layers),)
-    return cut_layers(shape, place.stages)
+    profile = _profile(setup, shape, setup.device)
+    if profile is None:
+        return cut_layers(shape, place.stages)
+    held = cut_layers(shape, place.stages, measured_costs(profile, shape, typical_work(shape, setup.most)))
+    counts = " + ".join(str(one.stop - one.start) for one in held)
+    note(f"The stages hold {counts} layers, alike by times {source_of(profile)}.")
+    return held
+
+
+def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
+    """What a run on this device will cut stages by, if the cache has a profile of it."""
+    profile = find_profile(key_here(shape, device))
+    return measured_costs(profile, shape, typical_work(shape, most_tokens(device))) if profile else None
 
 
 # -- stages that take turns ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from weft.jobs.store import Store
 from weft.journal import Journal
 from weft.loop import Callback, Loop, Room
 from weft.plan.cost import CostModel
-from weft.plan.cut import cut_layers, stage_shape
+from weft.plan.cut import stage_shape
 from weft.plan.learned import Company, Promise
 from weft.plan.memory import MemoryModel
 from weft.plan.pipeline_window import PipelineRules, plan_pipeline
@@ -18,7 +18,7 @@ from weft.plan.program import Program
 from weft.report.timelines import Drawn, Timelines, drawn, write_timelines
 from weft.run.pipeline import Pipeline
 from weft.run.trace import Trace, timeline_of
-from weft.shapes import ModelShape
+from weft.shapes import LayerRange, ModelShape
 
 ROUNDS = 16
 """Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long one."""
@@ -27,11 +27,10 @@ SPARE = 1
 TRACE = "trace.json"
 
 
-def stage_memory(shape: ModelShape, stages: int, budget: int, taken: int = 0) -> MemoryModel:
-    """Of the heaviest of so many stages."""
-    shapes = (stage_shape(shape, held) for held in cut_layers(shape, stages))
-    heaviest = max(shapes, key=lambda one: one.parameters)
-    return MemoryModel(heaviest, budget, taken, in_flight=stages + SPARE)
+def stage_memory(shape: ModelShape, held: Sequence[LayerRange], budget: int, taken: int = 0) -> MemoryModel:
+    """Of the heaviest of these stages."""
+    heaviest = max((stage_shape(shape, one) for one in held), key=lambda one: one.parameters)
+    return MemoryModel(heaviest, budget, taken, in_flight=len(held) + SPARE)
 
 
 class PipelinedLoop(Loop):

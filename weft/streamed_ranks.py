@@ -16,6 +16,7 @@ from weft.jobs.store import Store
 from weft.journal import Journal
 from weft.loop import Callback, Room
 from weft.pipelined import PipelinedLoop, stage_memory
+from weft.plan.cut import cut_layers
 from weft.plan.memory import MemoryFit, MemoryModel
 from weft.plan.pipeline_window import LoadPace
 from weft.plan.planner import Course
@@ -90,7 +91,7 @@ def rank_streaming(
 
 def _parted(shape: ModelShape, ranks: Place, budget: int, on_gpu: bool) -> MemoryModel:
     """What a rank needs whose part of the base stays; a pretended device has nothing but that on it."""
-    memory = replace(stage_memory(shape, ranks.stages, budget), fused=on_gpu)
+    memory = replace(stage_memory(shape, cut_layers(shape, ranks.stages), budget), fused=on_gpu)
     return memory if on_gpu else replace(memory, fit=MemoryFit(slack=0.0))
 
 

@@ -5,15 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.plan.costs import CONFIG, SHAPE, TRUTH, step, work
+from tests.plan.costs import CONFIG, SHAPE, TRUTH, work
+from tests.plan.profiles import KINDS, LAYER, PER_TOKEN, profile
 from weft.plan.architecture import model_shape
-from weft.plan.cost import PassTime, Terms
-from weft.plan.memory import SLACK_BYTES, MemoryModel
-from weft.plan.prior import KindTerms, counted
+from weft.plan.memory import MemoryModel
+from weft.plan.prior import counted
 from weft.plan.profile import (
     VERSION,
-    LayeredPass,
-    Profile,
     cpu_threads,
     file_of,
     find_profile,
@@ -25,34 +23,6 @@ from weft.plan.profile import (
     write_profile,
 )
 from weft.plan.profile_cost import cost_of, directions, memory_of, speed_of
-
-LAYER = Terms(fixed=1e-3, token=8e-5, square=2e-8, sample=2e-5, segment=2e-4)
-KINDS = KindTerms(
-    embedding=Terms(fixed=2e-3, token=1e-6),
-    layer=LAYER,
-    head=Terms(supervised=1e-3),
-    adapter=Terms(adapter=2e-10),
-)
-PER_TOKEN = 12_000
-
-
-def profile(kinds: KindTerms = KINDS) -> Profile:
-    passes = []
-    for layers in (1, 4):
-        per_layer = 10**6 // 30
-        for lengths, share, jobs, rank in (
-            ([64], 1.0, 1, 1), ([64] * 4, 0.1, 1, 1), ([256], 1.0, 1, 1), ([512], 0.1, 1, 1),
-            ([32] * 16, 0.5, 4, 1), ([128] * 8, 0.25, 1, 1), ([64] * 4, 0.5, 1, 8), ([64] * 8, 0.1, 4, 8),
-        ):  # fmt: skip
-            one = work(lengths, share, rank * layers * per_layer, jobs)
-            seconds = kinds.whole(layers)(one)
-            back = replace(kinds, head=Terms()).whole(layers)(one)
-            peak = PER_TOKEN * layers * one.tokens + SLACK_BYTES // 2
-            for training in (True, False):
-                time = PassTime(work=one, forward=seconds, backward=back * training, training=training)
-                passes.append(LayeredPass(layers, time, peak * training))
-    steps = tuple(step(parameters) for parameters in (10**5, 10**6, 10**7))
-    return Profile(key=key_of(SHAPE, "cpu", 2), model="small", passes=tuple(passes), steps=steps, seconds=9.0)
 
 
 def test_what_was_written_is_read(tmp_path) -> None:

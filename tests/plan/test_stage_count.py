@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.plan.cut import cut_layers, stage_shape
+from weft.plan.cut import PartCosts, cut_layers, stage_shape
 from weft.plan.memory import SLACK_BYTES
 from weft.plan.stage_count import Devices, choose_stages
 from weft.shapes import ModelShape, SiteShape
@@ -63,6 +63,14 @@ def test_otherwise_it_is_cut_into_as_few_stages_as_fit():
 def test_no_more_stages_than_layers_are_tried():
     with pytest.raises(PlanError, match=f"even in {LAYERS} stages"):
         choose_stages(SHAPE, devices(64, 1), spare=1)
+
+
+def test_stages_are_counted_as_the_run_will_cut_them():
+    """A dear head leaves its stage few layers, so that another holds more."""
+    cheap, dear = PartCosts(0.0, 1.0, 0.1), PartCosts(0.0, 1.0, 6.0)
+    assert choose_stages(SHAPE, devices(4, 600 << 20), spare=0, costs=cheap).stages == 2
+    with pytest.raises(PlanError, match=r"even in 4 stages the largest needs 0.66 GiB"):
+        choose_stages(SHAPE, devices(4, 600 << 20), spare=0, costs=dear)
 
 
 @given(st.integers(1, 8), st.integers(2 * SLACK_BYTES, 3 * SLACK_BYTES))

@@ -128,6 +128,7 @@ def _chosen(asked: Asked) -> StageCount:
     from rich.console import Console
 
     from weft.base.load import device_named, inspect
+    from weft.engine import costs_here
     from weft.jobs.read import read_run
     from weft.pipelined import SPARE
     from weft.plan.stage_count import choose_stages
@@ -139,7 +140,8 @@ def _chosen(asked: Asked) -> StageCount:
     shape = inspect(run.base, device)
     devices = devices_here(device, budget).shared_by(asked.replicas)
     # Whoever asks for replicas wants every job on all of them: no shares then.
-    choice = choose_stages(shape, devices, SPARE, len(run.jobs) if asked.replicas == 1 else 1)
+    jobs = len(run.jobs) if asked.replicas == 1 else 1
+    choice = choose_stages(shape, devices, SPARE, jobs, costs_here(shape, device))
     Console().print(f"Weft: {choice.why}", highlight=False, soft_wrap=True)
     return choice
 

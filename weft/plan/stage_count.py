@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
-from weft.plan.cut import cut_layers, stage_shape
+from weft.plan.cut import PartCosts, cut_layers, stage_shape
 from weft.plan.memory import MemoryModel, gib
 from weft.shapes import JobShape, ModelShape
 
@@ -47,15 +47,18 @@ class StageCount:
     """Devices that each hold the whole base and train a share of the jobs."""
 
 
-def choose_stages(shape: ModelShape, devices: Devices, spare: int, jobs: int = 1) -> StageCount:
-    """`spare` microbatches are in flight beyond what 1F1B has; each keeps its activations.
+def choose_stages(
+    shape: ModelShape, devices: Devices, spare: int, jobs: int = 1, costs: PartCosts | None = None
+) -> StageCount:
+    """`spare` microbatches are in flight beyond what 1F1B has; each keeps its activations. `costs` are those
+    that the run will cut by.
 
     Where the base fits one device, several share the jobs: they exchange nothing and never wait.
     """
     most = min(devices.count, shape.layers)
     room = f"{devices.named} {gib(devices.budget)} for a run"
     for stages in range(1, most + 1):
-        need = _need(shape, devices, stages, spare)
+        need = _need(shape, devices, stages, spare, costs)
         if need > devices.budget:
             continue
         if stages == 1:
@@ -63,29 +66,27 @@ def choose_stages(shape: ModelShape, devices: Devices, spare: int, jobs: int = 1
             way = "one process" if shares == 1 else f"not cut, {shares} shares of the {jobs} jobs"
             why = f"the base and its passes need {gib(need)} and {room}"
             return StageCount(1, f"--pipeline auto: {way}, since {why}", shares)
-        whole = gib(_need(shape, devices, 1, spare))
+        whole = gib(_need(shape, devices, 1, spare, costs))
         why = f"the base and its passes need {whole}, its largest stage {gib(need)}, and {room}"
         return StageCount(stages, f"--pipeline auto: {stages} stages, since {why}")
-    raise PlanError(f"--pipeline auto: {_too_large(shape, devices, most, spare)}, and {room}; {ADVICE}")
+    least = _need(shape, devices, most, spare, costs)
+    raise PlanError(f"--pipeline auto: {_too_large(least, most)}, and {room}; {ADVICE}")
 
 
 ADVICE = "use more or larger devices, start it on several machines with torchrun, or choose a smaller base"
 
 
-def _too_large(shape: ModelShape, devices: Devices, most: int, spare: int) -> str:
-    need = gib(_need(shape, devices, most, spare))
-    return (
-        f"the base and its passes need {need}"
-        if most == 1
-        else f"even in {most} stages the largest needs {need}"
-    )
+def _too_large(need: int, most: int) -> str:
+    if most == 1:
+        return f"the base and its passes need {gib(need)}"
+    return f"even in {most} stages the largest needs {gib(need)}"
 
 
-def _need(shape: ModelShape, devices: Devices, stages: int, spare: int) -> int:
+def _need(shape: ModelShape, devices: Devices, stages: int, spare: int, costs: PartCosts | None) -> int:
     """Bytes on the fullest device."""
     if stages == 1:
         return _model(shape, devices, 1).least_bytes([LEAST])
-    cut = (stage_shape(shape, held) for held in cut_layers(shape, stages))
+    cut = (stage_shape(shape, held) for held in cut_layers(shape, stages, costs))
     return max(_model(one, devices, stages + spare).least_bytes([LEAST]) for one in cut)
 
 
