@@ -1,9 +1,11 @@
 """Bubbles of a real pipeline on CPU processes, rank by rank, beside the simulator's prediction.
 
-A random Llama is cut into stages, a process each. Every job trains batches of equally long samples, so many
-microbatches a batch. One job runs in plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. The
-first window of each case teaches the planner how fast the stages are; those after it are measured. A rank is
-busy in its passes and its Steps; bubbles are those of the steady part, between filling and draining.
+A random Llama is cut into stages, a process each, by the times of a profile that is measured first; what a
+microbatch then takes on each stage stands beside the bubbles, since of stages that are not alike the faster
+must wait. Every job trains batches of equally long samples, so many microbatches a batch. One job runs in
+plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. The first window of each case teaches the
+planner how fast the stages are; those after it are measured. A rank is busy in its passes and its Steps;
+bubbles are those of the steady part, between filling and draining.
 
     python -m benchmarks.pipeline_bubbles [--stages N] [--threads N] [--delay SECONDS] [--spare N]
         [--toy] [--json FILE]
@@ -27,26 +29,33 @@ from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
 from weft.adapters.kind import Member
 from weft.adapters.lora.spec import LoraSpec
-from weft.base.load import inspect
+from weft.base.load import inspect, load_config
+from weft.base.place import place as place_of
 from weft.base.spec import BaseSpec
 from weft.batch import Microbatch, Segment
 from weft.launch import environment
-from weft.plan.cut import cut_layers
+from weft.plan.cost import Work
+from weft.plan.cut import PartCosts, cut_layers, measured_costs
 from weft.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline, timeline_foreseen
 from weft.plan.planner import Course
-from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed
+from weft.plan.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed
 from weft.run.commands import Staff
 from weft.run.pipeline import Pipeline, open_pipeline
+from weft.run.profile import measure_profile
 from weft.run.schedule import Recipe
+from weft.run.stage_executor import RankReport
 from weft.run.trace import timeline_of
 from weft.run.training import new_training
 from weft.run.wires import connect, place_here
 from weft.run.worker import serve
+from weft.shapes import LayerRange, ModelShape
 
 CPU = torch.device("cpu")
 JOBS = (1, 2, 4, 8)
 RANKS = (8, 16, 4, 32)
 """Of the adapters, in turn."""
+PROFILED = 512
+"""Tokens of the longest sample that a profile is measured with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +63,21 @@ class Setting:
     """What is trained, and on how many processes."""
 
     stages: int = 4
-    threads: int = 4
+    threads: int = 1
+    """More would not help: the products of so narrow a base are small."""
     delay: float = 0.0
-    layers: int = 11
-    """With a head that takes about as long as one more, so that four stages can be alike."""
-    hidden: int = 256
-    vocabulary: int = 3072
-    length: int = 128
+    layers: int = 40
+    """Many, and both ends small beside one of them: ten layers a stage are alike whatever the ends take, up
+    to half a layer."""
+    hidden: int = 128
+    vocabulary: int = 256
+    length: int = 256
     """Tokens of a sample."""
-    samples: int = 4
-    """Of a microbatch."""
+    samples: int = 1
+    """Of a microbatch; with more than one the planner could cut it finer."""
     microbatches: int = 4
     """Of a job's global batch."""
-    steps: int = 4
+    steps: int = 3
     """Of every job in a window."""
     windows: int = 2
     spare: int = 1
@@ -77,7 +88,7 @@ class Setting:
         return self.length * self.samples
 
 
-TOY = Setting(2, 1, 0.0, 2, 32, 64, 8, 2, 2, 2, 1)
+TOY = Setting(2, 1, 0.0, 3, 32, 64, 8, 2, 2, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +103,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A case: shares of the steady time in which each rank waits, and what the whole window came to."""
+    """A case: what each rank takes for a microbatch, the shares of the steady time in which it waits, and
+    what the whole windows came to."""
 
     name: str
+    passes: tuple[float, ...]
+    """Seconds of a forward and a backward together."""
     measured: tuple[float, ...]
     predicted: tuple[float, ...]
     tokens_per_second: float
@@ -105,12 +119,14 @@ class Found:
 def main() -> None:
     asked = bubble_arguments().parse_args()
     setting = setting_asked(asked)
-    found = measure(setting)
+    cut, found = measure(setting)
     print(table(found))
     first = found[0].tokens_per_second
     for one in found[1:]:
         print(f"{one.name}: {one.tokens_per_second / first:.2f} × the tokens per second of 1F1B job by job")
-    finish({"setting": asdict(setting), "cases": [asdict(one) for one in found]}, asked.json)
+    finish(
+        {"setting": asdict(setting), "cut": asdict(cut), "cases": [asdict(one) for one in found]}, asked.json
+    )
 
 
 def bubble_arguments() -> argparse.ArgumentParser:
@@ -132,38 +148,82 @@ def setting_asked(asked: argparse.Namespace) -> Setting:
 
 
 def table(found: Sequence[Found]) -> str:
-    titles = ["case", "rank", "measured", "predicted", "tokens/s", "seconds", "predicted"]
+    titles = ["case", "rank", "ms a microbatch", "bubbles", "predicted", "tokens/s", "seconds", "predicted"]
     rows = []
     for one in found:
-        for rank, (measured, predicted) in enumerate(zip(one.measured, one.predicted, strict=True)):
+        for rank, (taken, measured, predicted) in enumerate(
+            zip(one.passes, one.measured, one.predicted, strict=True)
+        ):
             whole = [f"{one.tokens_per_second:.0f}", f"{one.seconds:.2f}", f"{one.predicted_seconds:.2f}"]
-            shown = whole if rank == 0 else ["", "", ""]
-            rows.append(
-                [one.name if rank == 0 else "", str(rank), f"{measured:.1%}", f"{predicted:.1%}", *shown]
-            )
+            own = [str(rank), f"{1e3 * taken:.1f}", f"{measured:.1%}", f"{predicted:.1%}"]
+            rows.append([one.name, *own, *whole] if rank == 0 else ["", *own, "", "", ""])
     return aligned(titles, rows)
 
 
-def measure(setting: Setting) -> list[Found]:
+def measure(setting: Setting) -> tuple[Cut, list[Found]]:
     """Every case in one pipeline, whose first rank is this process."""
     cases = [Case(1, PipelineOrder.alternating), *(Case(jobs, None) for jobs in JOBS)]
-    with tempfile.TemporaryDirectory() as folder, others(setting):
-        torch.set_num_threads(setting.threads)
-        spec = write_model(Path(folder), setting)
-        place = place_here()
-        assert place is not None
-        staff = Staff(connect(place, CPU))
-        held = cut_layers(inspect(spec, CPU), setting.stages)
-        pipeline = open_pipeline(
-            staff, spec, CPU, held, lambda job: Path(folder) / "checkpoints" / job, setting.delay
-        )
-        found = []
-        for case in cases:
-            found.append(run_case(pipeline, setting, case))
-            print(table(found[-1:]), "\n", flush=True)
-        staff.dismiss()
-        torch.distributed.destroy_process_group()
-    return found
+    before = torch.get_num_threads()
+    torch.set_num_threads(setting.threads)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            spec = write_model(folder, setting)
+            # Before the others start: they would take cores while they do.
+            cut = measured_cut(spec, setting)
+            print(cut.told(setting.rows), "\n", flush=True)
+            with others(setting), opened(spec, cut.held, folder, setting) as pipeline:
+                found = []
+                for case in cases:
+                    found.append(run_case(pipeline, setting, case))
+                    print(table(found[-1:]), "\n", flush=True)
+        return cut, found
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Setting) -> Iterator[Pipeline]:
+    place = place_here()
+    assert place is not None
+    staff = Staff(connect(place, CPU))
+    yield open_pipeline(staff, spec, CPU, held, lambda job: folder / "checkpoints" / job, setting.delay)
+    staff.dismiss()
+    torch.distributed.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The layers of each stage, and the costs that they were chosen by."""
+
+    held: tuple[LayerRange, ...]
+    costs: PartCosts
+
+    def told(self, rows: int) -> str:
+        counts = " + ".join(str(one.stop - one.start) for one in self.held)
+        times = ", ".join(f"{1e3 * self.costs.of(one):.1f}" for one in self.held)
+        return f"Stages of {counts} layers; by the profile {rows} rows take {times} ms on them."
+
+
+def measured_cut(spec: BaseSpec, setting: Setting) -> Cut:
+    shape = inspect(spec, CPU)
+    profile = measure_profile(load_config(spec, place_of(spec)), shape, spec.model, CPU, lambda *_: None)
+    costs = measured_costs(profile, shape, work_of_one(setting, shape))
+    return Cut(cut_layers(shape, setting.stages, costs), costs)
+
+
+def work_of_one(setting: Setting, shape: ModelShape) -> Work:
+    """A microbatch of one job, its adapter of the mean rank."""
+    rank = sum(RANKS) / len(RANKS)
+    per_row = int(rank * sum(site.in_features + site.out_features for site in shape.sites))
+    return Work(
+        tokens=setting.rows,
+        squares=setting.rows * setting.length,
+        samples=setting.samples,
+        supervised=setting.rows,
+        adapted=setting.rows * per_row,
+        segments=1,
+    )
 
 
 def write_model(folder: Path, setting: Setting) -> BaseSpec:
@@ -174,7 +234,7 @@ def write_model(folder: Path, setting: Setting) -> BaseSpec:
         num_hidden_layers=setting.layers,
         num_attention_heads=max(1, setting.hidden // 64),
         num_key_value_heads=max(1, setting.hidden // 64),
-        max_position_embeddings=setting.length,
+        max_position_embeddings=max(setting.length, PROFILED),
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -185,11 +245,11 @@ def run_case(pipeline: Pipeline, setting: Setting, case: Case) -> Found:
     names = [f"job{number}" for number in range(case.jobs)]
     base = pipeline.base
     for number, name in enumerate(names):
-        member = Member(name, LoraSpec(rank=RANKS[number % len(RANKS)], dropout=0.05), number)
+        member = Member(name, LoraSpec(rank=RANKS[number % len(RANKS)]), number)
         recipe = Recipe(steps=1000)
         training = new_training(member, recipe, base.shape.sites, base.dtype, base.device, base.whole_sites)
         pipeline.attach(training)
-    shares, foreseen, seconds, predicted = [], [], 0.0, 0.0
+    passes, shares, foreseen, seconds, predicted = [], [], [], 0.0, 0.0
     for window in range(setting.windows + 1):
         courses = [course(name, window * setting.steps, setting) for name in names]
         paces = pipeline.paces.stages()
@@ -199,13 +259,22 @@ def run_case(pipeline: Pipeline, setting: Setting, case: Case) -> Found:
         if window == 0:
             continue
         measured, simulated = timeline_of(pipeline.reports), timeline_foreseen(program, paces)
+        passes.append([pass_seconds(report) for report in pipeline.reports])
         shares.append(measured.bubbles(measured.steady()))
         foreseen.append(simulated.bubbles(simulated.steady()))
         seconds, predicted = seconds + measured.makespan, predicted + simulated.makespan
     for name in names:
         pipeline.detach(name)
     tokens = setting.windows * setting.steps * setting.microbatches * setting.rows * case.jobs
-    return Found(case.name, means(shares), means(foreseen), tokens / seconds, predicted, seconds)
+    each = means(passes), means(shares), means(foreseen)
+    return Found(case.name, *each, tokens / seconds, predicted, seconds)
+
+
+def pass_seconds(report: RankReport) -> float:
+    """Of a microbatch, on average."""
+    passes = [one for one in report.times if isinstance(one.action, Forward | Backward)]
+    count = sum(isinstance(one.action, Backward) for one in passes)
+    return sum(one.stop - one.start for one in passes) / count
 
 
 def means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
