@@ -83,8 +83,10 @@ def attempted(run: Callable[[], Measured], place: Place) -> Measured:
     fresh(place.device)
     try:
         return run()
-    except (torch.OutOfMemoryError, OutOfMemory):
-        return Measured(None, None, "out of memory")
+    except (torch.OutOfMemoryError, OutOfMemory) as error:
+        # The allocator's own words say what was wanted, and what holes there are.
+        said = str(error).partition("If reserved but")[0].partition("\n")[0].strip()
+        return Measured(None, None, f"out of memory: {said}")
     except UserError as error:
         return Measured(None, None, str(error).partition("\n")[0])
 

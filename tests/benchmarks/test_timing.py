@@ -26,7 +26,7 @@ def test_a_lack_of_memory_is_a_row_that_says_so(error: Exception) -> None:
     def run() -> Measured:
         raise error
 
-    assert attempted(run, CPU) == Measured(None, None, "out of memory")
+    assert attempted(run, CPU) == Measured(None, None, "out of memory: no room")
 
 
 def test_what_cannot_be_planned_is_a_row_that_says_why() -> None:
