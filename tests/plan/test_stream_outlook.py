@@ -102,9 +102,10 @@ def test_a_line_may_tell_root_complexes():
     assert replace(cluster, roots=(4,)).name == "4xRTX3090:pcie"
 
 
-def test_over_several_devices_it_says_that_it_cannot_be_run():
+def test_over_several_devices_it_says_what_runs_it_and_that_the_cut_will_be_another():
     found = stream_outlook(make_ground(SHAPE, cards([2])), outlines(2))
-    assert "cannot run such a plan over several devices yet" in " ".join(explain_streams(found))
+    said = "`weft train --pipeline 2 --gpu-memory` chooses a cut of its own"
+    assert said in " ".join(explain_streams(found))
 
 
 def test_what_a_run_would_choose_fits_the_device_and_names_its_cut():

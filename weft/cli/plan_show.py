@@ -60,7 +60,11 @@ def show_streams(
         highlight=False,
     )
     if chosen_run is not None:
-        console.print(f"By `weft train`: {chosen_run.why}.", highlight=False, markup=False)
+        console.print(
+            f"By `weft train`, in {chosen_run.step_seconds:.3g} s a step: {chosen_run.why}.",
+            highlight=False,
+            markup=False,
+        )
     show_sampled(console, sampled)
     console.print(stream_table(found))
     console.print(forecast_table(found.forecast, found.alternatives))

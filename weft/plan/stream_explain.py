@@ -21,9 +21,12 @@ def explain_streams(found: StreamOutlook) -> list[str]:
 
 
 def _whether_it_runs(found: StreamOutlook) -> str:
-    if len(found.ground.cluster.devices) == 1:
+    devices = len(found.ground.cluster.devices)
+    if devices == 1:
         return "This forecast is Mobius's; `weft train` chooses a cut of its own, named above."
-    return "Weft cannot run such a plan over several devices yet."
+    return (
+        f"This forecast is Mobius's; `weft train --pipeline {devices} --gpu-memory` chooses a cut of its own."
+    )
 
 
 def _capacity(found: StreamOutlook) -> str:
