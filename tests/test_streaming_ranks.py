@@ -31,7 +31,7 @@ def pretended(memory):
     return "--device", "cpu", "--gpu-memory", memory
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_evaluations_and_adapters_equal_one_process_and_it_says_what_it_chose(place, forks, ranks):
     output = place / fresh(place, "out")
     words = ("train", "jobs.yaml", "--output", "out", "--pipeline", str(ranks), *pretended(SMALL[ranks]))

@@ -31,6 +31,7 @@ def test_interrupted_while_streaming_over_ranks_it_goes_on_alone_to_the_same_cur
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_interrupted_alone_it_goes_on_over_ranks_to_the_same_curve(place, forks):
     output = place / fresh(place, "grown")
     forks.start("train", "jobs.yaml", "--output", "grown", cwd=place)
