@@ -121,3 +121,8 @@ def test_without_peaks_the_memory_model_stands_as_it_is() -> None:
     blind = replace(profile(), passes=tuple(replace(one, peak_bytes=0) for one in profile().passes))
     memory = MemoryModel(SHAPE, 10**12)
     assert memory_of(blind, memory) == memory.fit
+
+
+def test_without_a_single_pass_it_gives_what_is_counted() -> None:
+    """A base whose context is shorter than what a profile is measured with."""
+    assert directions(replace(profile(), passes=()), SHAPE) == counted(SHAPE)

@@ -41,6 +41,9 @@ def directions(profile: Profile, shape: ModelShape) -> Directions:
 def fit_kinds(
     known: KindTerms, passes: Sequence[LayeredPass], seconds: Callable[[PassTime], float]
 ) -> KindTerms:
+    if not passes:
+        # The base's context was too short for any of those that a profile is made of.
+        return known
     units = np.array([counts(one.time.work) for one in passes], dtype=float)
     layers = np.array([one.layers for one in passes], dtype=float)
     outside = units[:, [TERMS.index(name) for name in OUTSIDE]]
