@@ -16,7 +16,7 @@ from weft.plan.pipeline import transported
 from weft.plan.planner import Course, Laid, Round, all_batches, lay_rounds
 from weft.plan.program import Action, Backward, Evaluate, Forward, Program, Reduce, Save, Step
 from weft.plan.rank_cut import RankCut, RanksCut
-from weft.plan.stream_window import Visit, moves, together
+from weft.plan.stream_window import Visit, together, with_moves
 
 
 def plan_ranks(courses: Sequence[Course], cut: RanksCut, capacity: int) -> Program:
@@ -67,12 +67,7 @@ def _look_room(laid: Laid, cut: RanksCut, capacity: int) -> int:
 def _listed(laid: Laid, runs: Sequence[Sequence[Sequence[int]]], cut: RankCut) -> tuple[Action, ...]:
     """One rank's actions; `runs` are the microbatches that each round evaluates."""
     visits = [list(_visits(one, looks, cut)) for one, looks in zip(laid.rounds, runs, strict=True)]
-    moved = moves([visit for each in visits for visit in each], cut)
-    actions: list[Action] = []
-    for one, each in zip(laid.rounds, visits, strict=True):
-        for visit in each:
-            actions += [*visit.actions, *next(moved)]
-        actions += one.saves
+    actions = list(with_moves(laid.rounds, visits, cut))
     homes = [stage % cut.ranks for stage in range(len(cut.stages))]
     return tuple(transported(actions if cut.rank == 0 else _late(actions, laid), homes))
 

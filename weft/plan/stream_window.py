@@ -30,17 +30,11 @@ def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int) -> P
     laid = lay_rounds(courses, capacity)
     room = _room(laid, cut, capacity)
     visits = [list(_visits(one, together(one.evaluated, laid, room), len(cut.stages))) for one in laid.rounds]
-    moved = moves([visit for each in visits for visit in each], cut)
-    actions: list[Action] = []
-    for one, each in zip(laid.rounds, visits, strict=True):
-        for visit in each:
-            actions += [*visit.actions, *next(moved)]
-        actions += one.saves
     program = Program(
         capacity,
         laid.microbatches,
         all_batches(courses),
-        devices=(tuple(actions),),
+        devices=(tuple(with_moves(laid.rounds, visits, cut)),),
         stages=(0,) * len(cut.stages),
     )
     check(program, {course.job: course.step for course in courses})
@@ -89,6 +83,18 @@ def _visits(one: Round, looks: Sequence[Sequence[int]], stages: int) -> Iterator
     for run in looks:
         for stage in range(stages):
             yield Visit(stage, tuple(Evaluate(number, stage) for number in run))
+
+
+def with_moves(
+    rounds: Sequence[Round], visits: Sequence[Sequence[Visit]], cut: StreamCut
+) -> Iterator[Action]:
+    """The visits of every round, what moves behind each, and the round's Saves."""
+    moved = moves([visit for each in visits for visit in each], cut)
+    for one, each in zip(rounds, visits, strict=True):
+        for visit in each:
+            yield from visit.actions
+            yield from next(moved)
+        yield from one.saves
 
 
 def moves(visits: Sequence[Visit], cut: StreamCut) -> Iterator[tuple[Action, ...]]:
