@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ class ParameterShape:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     parameters: tuple[ParameterShape, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(parameter.size for parameter in self.parameters)
 
