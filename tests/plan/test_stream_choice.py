@@ -180,7 +180,7 @@ def test_the_bytes_are_those_of_ends_residents_slots_adapters_inputs_and_one_sta
     mapped = replace(stay, device=replace(stay.device, staging=300))
     assert (mapped.host_bytes(draft), mapped.device_bytes(draft)) == (300, stay.device_bytes(draft))
     travel = replace(stay, travels=True)
-    ring = 3 * (2 * 1000 + 128) * 18
+    ring = 3 * (2 * (1000 + 500) + 2 * 128) * 18
     assert travel.device_bytes(draft) == 70 + 5000 + ENDS + 5 * (LAYER + 1500 * 6) + ring + inputs + 2 * kept
     assert travel.host_bytes(draft) == 5 * LAYER + 9000 * 18
     assert replace(mapped, travels=True).host_bytes(draft) == 300 + 9000 * 18
@@ -238,10 +238,10 @@ def test_of_a_stage_that_travels_its_parameters_come_and_go_as_often_as_they_mus
     assert (stay.copy_bytes, stay.gone_bytes, stay.step_bytes, stay.back_bytes) == (0, 0, 0, 0)
 
 
-def test_buffers_that_steps_pass_through_hold_what_the_largest_stage_has_of_the_largest_job_up_to_a_piece():
+def test_buffers_that_steps_pass_through_hold_what_the_largest_stage_has_of_all_jobs_up_to_a_piece():
     draft = Draft((1, 3), (False, False), 1)
     small, huge = (job("a", 1000), job("b", 500)), (job("a", 3 * PIECE), job("b", 500))
-    for company, piece in ((small, 3 * 250 + 128), (huge, PIECE)):
+    for company, piece in ((small, 3 * (250 + 125) + 2 * 128), (huge, PIECE)):
         travel = StreamCase(base(4), company, gpu(NEVER), 100, 100, travels=True)
         nobody = replace(travel, jobs=())
         there = 3 * (travel.copy_bytes + travel.gradient_bytes)
@@ -281,9 +281,9 @@ def test_adapters_stay_on_the_device_unless_they_find_no_room_there():
 
 
 def test_a_base_that_stays_only_because_its_adapters_travel_is_not_whole():
-    jobs = [job(str(one), 20_000, longest=1) for one in range(8)]
-    device = sized(gpu(0, bandwidth=1e5, flops=1e8, slack=0, fused=False), 0.7, base(4), jobs, 229)
-    choice = choose_stream(base(4), jobs, device, 256, 229)
+    jobs = [job(str(one), 120_000, longest=1) for one in range(8)]
+    device = sized(gpu(0, bandwidth=1e5, flops=1e8, slack=0, fused=False), 0.7, base(12), jobs, 229)
+    choice = choose_stream(base(12), jobs, device, 256, 229)
     assert (choice.cut.streamed, choice.cut.travels) == ((), True)
     assert not choice.whole
 

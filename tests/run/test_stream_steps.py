@@ -96,7 +96,7 @@ class Noted:
         self.made = 0
 
     def __call__(self, updates, factor_J=None):
-        self.made += 1
+        self.made += len(updates)
         return update(updates, factor_J)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weft.plan.memory import NOTHING, MemoryModel, Need, Recompute
 from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_need import layer_bytes
-from weft.plan.stream_ring import layer_part, ring_bytes
+from weft.plan.stream_ring import ring_bytes, stage_parts
 from weft.shapes import JobShape
 
 
@@ -45,7 +45,7 @@ class StreamedMemory(MemoryModel):
         if not self.cut.travels:
             return MemoryModel.state_bytes(self, jobs)
         jobs, value = list(jobs), self.shape.bytes_per_value
-        ring = ring_bytes(self._largest * layer_part(jobs, self.shape.layers), value)
+        ring = ring_bytes(stage_parts(jobs, self._largest, self.shape.layers), value)
         in_a_layer = -(-sum(job.trainable for job in jobs) // self.shape.layers)
         return self._present * in_a_layer * (value + max(4, value)) + ring
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from weft.plan.estimate import GPU_LAUNCH, base_layers
 from weft.plan.memory import MemoryModel
 from weft.plan.stream_cut import StreamCut, held_inputs, offloaded_inputs
-from weft.plan.stream_ring import ROUNDS, back_bytes, layer_part, ring_bytes, step_bytes
+from weft.plan.stream_ring import ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
 from weft.plan.stream_step import StreamStage
 from weft.shapes import JobShape, ModelShape
@@ -150,13 +150,11 @@ class StreamCase:
             inputs = rows * self._row_bytes
         return self.device.taken + self.device.slack + self.ends_bytes + state + inputs
 
-    @cached_property
-    def _layer_part(self) -> int:
-        return layer_part(self.jobs, self.shape.layers)
-
     def ring_bytes(self, largest: int) -> int:
         """What Steps of adapters that travel pass through, where the largest stage has so many layers."""
-        return ring_bytes(largest * self._layer_part, self.shape.bytes_per_value) if self.travels else 0
+        if not self.travels:
+            return 0
+        return ring_bytes(stage_parts(self.jobs, largest, self.shape.layers), self.shape.bytes_per_value)
 
     @cached_property
     def _memory(self) -> MemoryModel:

@@ -44,6 +44,10 @@ class Part:
     def size(self) -> int:
         return self.stop - self.start
 
+    def __iter__(self) -> Iterator[int]:
+        """Both ends, to be handed on."""
+        return iter((self.start, self.stop))
+
 
 @dataclass(frozen=True, slots=True)
 class Traveller:

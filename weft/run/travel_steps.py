@@ -1,6 +1,8 @@
 """Steps of adapters that live in host memory: gradient, master and moments come to the device in pieces, are
 updated there and go back, those of a stage before its first pass in the next round.
 
+Pieces of several jobs are updated together: asked for one by one, they keep the host longer than the device.
+
 Nobody but the device writes a job's state between `begin` and the end of its last piece.
 
 Shapes: J jobs.
@@ -8,6 +10,7 @@ Shapes: J jobs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -38,6 +41,12 @@ class Piece:
     whole: Part
     """The same and what lies between it and the next multiples: computed with, but not kept."""
 
+    @property
+    def kept(self) -> Part:
+        """What is inside, counted from the first of the whole."""
+        first = self.whole.start
+        return Part(self.inside.start - first, self.inside.stop - first)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
@@ -66,10 +75,39 @@ class _Left:
     part: Part
     pieces: list[Piece]
 
+    @property
+    def factor(self) -> Tensor | None:
+        """Where the device has it."""
+        return None if self.run.factor_J is None else self.run.factor_J[self.number]
+
+    @property
+    def refused(self) -> bool:
+        """Whether the host knows that no step can be made; where it does not, the device will."""
+        return self.run.factor_J is None and self.run.updates[self.number].factor < 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Seated:
+    """A piece with its place in a buffer."""
+
+    pair: Pair
+    left: _Left
+    piece: Piece
+    at: int
+
+    @property
+    def update(self) -> Update:
+        """With the state that is on the host."""
+        return self.left.run.updates[self.left.number]
+
+    @property
+    def stop(self) -> int:
+        return self.at + self.piece.whole.size
+
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A piece on the device."""
+    """Pieces on the device."""
 
     state: State
     free: torch.cuda.Event | None = None
@@ -124,19 +162,26 @@ class TravelSteps:
         """When the last piece has gone back."""
 
     def fit(self, job: str) -> None:
-        """Have buffers for the pieces of a job that has come aboard."""
-        traveller = self.travel.travellers[job]
-        state, size = traveller.training.state, traveller.training.layout.size
-        found = (piece for part in traveller.by_stage.values() for piece in pieces(part, size))
-        largest = max((piece.whole.size for piece in found), default=0)
-        if self._buffers and largest <= len(self._buffers[0].state.master):
+        """Have buffers for the pieces of a job that has come aboard, beside those of the others."""
+        wanted = min(PIECE, max(self._stage_sizes(), default=0))
+        if self._buffers and wanted <= len(self._buffers[0].state.master):
             return
         self.travel.wait()
         self._buffers = []
+        state = self.travel.travellers[job].training.state
         vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
         for _ in range(PIECES):
-            here = (torch.zeros(largest, dtype=one.dtype, device=self.travel.device) for one in vectors)
+            here = (torch.zeros(wanted, dtype=one.dtype, device=self.travel.device) for one in vectors)
             self._buffers.append(_Buffer(State(*here)))
+
+    def _stage_sizes(self) -> Iterable[int]:
+        """What all jobs' pieces of a stage would take beside each other."""
+        sizes: Counter[int] = Counter()
+        for traveller in self.travel.travellers.values():
+            for stage, part in traveller.by_stage.items():
+                for piece in pieces(part, traveller.training.layout.size):
+                    sizes[stage] += _aligned(piece.whole.size)
+        return sizes.values()
 
     # -- asked for ---------------------------------------------------------------------------------------
 
@@ -166,8 +211,8 @@ class TravelSteps:
         for number, training in enumerate(trainings):
             training.open = None
             for stage, part in self.travel.travellers[training.job].by_stage.items():
-                left = _Left(run, number, part, list(pieces(part, training.layout.size)))
-                self._left[training.job, stage] = left
+                if found := list(pieces(part, training.layout.size)):
+                    self._left[training.job, stage] = _Left(run, number, part, found)
 
     def unfinished(self, job: str, stage: int) -> bool:
         """Whether the job's weights of that stage have yet to be made."""
@@ -188,13 +233,14 @@ class TravelSteps:
         """Have these made before whatever the device is asked for next; their weights go to the host and,
         once they are writable, to the places where their stages are."""
         with self._aside(writable):
-            for job, stage in pairs:
-                left = self._left[job, stage]
-                self._wait_for(left.run.gone)
-                while left.pieces:
-                    self._make(left, job, stage, left.pieces[0])
-                    left.pieces.pop(0)
-                del self._left[job, stage]
+            for seated in self._seated(pairs):
+                for run in dict.fromkeys(one.left.run for one in seated):
+                    self._wait_for(run.gone)
+                self._make([one for one in seated if not one.left.refused])
+                for one in seated:
+                    one.left.pieces.pop(0)
+                    if not one.left.pieces:
+                        del self._left[one.pair]
         if self._lanes is not None:
             torch.cuda.current_stream().wait_stream(self._lanes.up)
 
@@ -217,36 +263,57 @@ class TravelSteps:
         if self._back is not None:
             torch.cuda.current_stream().wait_event(self._back)
 
-    def _make(self, left: _Left, job: str, stage: int, piece: Piece) -> None:
-        run, host = left.run, left.run.updates[left.number].state
-        if run.factor_J is None and run.updates[left.number].factor < 0.0:
+    def _seated(self, pairs: Iterable[Pair]) -> Iterator[list[_Seated]]:
+        """The pieces of all pairs, by the buffer."""
+        room = len(self._buffers[0].state.master) if self._buffers else 0
+        seated: list[_Seated] = []
+        for pair in pairs:
+            left = self._left[pair]
+            # Not the list itself: a piece leaves it when it is made.
+            for piece in tuple(left.pieces):
+                at = _aligned(seated[-1].stop) if seated else 0
+                if at + piece.whole.size > room:
+                    yield seated
+                    seated, at = [], 0
+                seated.append(_Seated(pair, left, piece, at))
+        if seated:
+            yield seated
+
+    def _make(self, seated: Sequence[_Seated]) -> None:
+        if not seated:
             return
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % PIECES
         if buffer.free is not None:
             torch.cuda.current_stream().wait_event(buffer.free)
-        here = buffer.state.within(0, piece.whole.size)
-        _bring(host.within(piece.whole.start, piece.whole.stop), here)
-        factor = None if run.factor_J is None else run.factor_J[left.number : left.number + 1]
-        if factor is not None:
-            # Where the device finds that no step can be made, those of the buffer's last job would go back.
-            here.weights.copy_(here.master)
-        one = replace(run.updates[left.number], state=here)
-        run.finite[left.number].append(self._make_update([one], factor))
-        first, inside = piece.whole.start, piece.inside
-        made = here.within(inside.start - first, inside.stop - first)
-        if (room := self.travel.room(job, stage)) is not None:
-            at = inside.start - left.part.start
-            room[at : at + inside.size].copy_(made.weights)
-        self._send(buffer, made, host.within(inside.start, inside.stop))
+        here = [buffer.state.within(one.at, one.stop) for one in seated]
+        for one, state in zip(seated, here, strict=True):
+            _bring(one.update.state.within(*one.piece.whole), state)
+        factor_J = _factors(seated)
+        if factor_J is not None:
+            # Where the device finds that no step can be made, those of the buffer's last jobs would go back.
+            buffer.state.weights[: seated[-1].stop].copy_(buffer.state.master[: seated[-1].stop])
+        updates = [replace(one.update, state=state) for one, state in zip(seated, here, strict=True)]
+        finite_J = self._make_update(updates, factor_J)
+        made = [state.within(*one.piece.kept) for one, state in zip(seated, here, strict=True)]
+        for one, state, finite in zip(seated, made, finite_J.split(1), strict=True):
+            one.left.run.finite[one.left.number].append(finite)
+            if (room := self.travel.room(*one.pair)) is not None:
+                at = one.piece.inside.start - one.left.part.start
+                room[at : at + one.piece.inside.size].copy_(state.weights)
+        with self._leaving(buffer):
+            for one, state in zip(seated, made, strict=True):
+                _give_back(state, one.update.state.within(*one.piece.inside))
 
-    def _send(self, buffer: _Buffer, made: State, host: State) -> None:
+    @contextmanager
+    def _leaving(self, buffer: _Buffer) -> Iterator[None]:
+        """On the stream of what goes back; the buffer is free when it has."""
         if self._lanes is None:
-            _give_back(made, host)
+            yield
             return
         self._lanes.down.wait_stream(self._lanes.up)
         with torch.cuda.stream(self._lanes.down):
-            _give_back(made, host)
+            yield
             buffer.free = self._back = self._lanes.down.record_event()
 
     @contextmanager
@@ -264,10 +331,21 @@ class TravelSteps:
 def pieces(part: Part, size: int) -> Iterator[Piece]:
     """Of a part of a vector of so many parameters."""
     first = part.start - part.start % ALIGNMENT
-    for at in range(first, part.stop, PIECE):
+    for at in range(first, part.stop if part.size else first, PIECE):
         inside = Part(max(at, part.start), min(at + PIECE, part.stop))
         stop = min(-(-inside.stop // ALIGNMENT) * ALIGNMENT, size)
         yield Piece(inside, Part(at, stop))
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _factors(seated: Sequence[_Seated]) -> Tensor | None:
+    """Of the pieces' jobs, where the device has them."""
+    found = [one.left.factor for one in seated]
+    known = [factor for factor in found if factor is not None]
+    return torch.stack(known) if known else None
 
 
 def _bring(host: State, here: State) -> None:
