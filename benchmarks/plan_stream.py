@@ -25,7 +25,7 @@ from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.stream_choice import WAYS, StreamChoice, Way
 from weft.plan.stream_cut import held_inputs
-from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamDevice
 from weft.shapes import ModelShape
 
 GIB = 1 << 30
@@ -102,6 +102,7 @@ def foreseen(case: Case, shape: ModelShape, ways: Sequence[Way] = WAYS) -> Strea
         flops=600e12,
         slack=STREAM_SLACK_BYTES,
         whole_slack=FUSED_SLACK_BYTES,
+        asking=ASKING_SECONDS,
     )
     return choose(shape, case.work, device, 8192, "chosen", ways)
 

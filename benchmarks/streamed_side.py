@@ -25,7 +25,7 @@ from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
 from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamCase, StreamDevice
+from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamCase, StreamDevice
 from weft.plan.stream_ring import step_bytes
 from weft.plan.stream_search import largest_drafts, smallest_drafts
 from weft.plan.stream_step import StreamStage
@@ -143,6 +143,7 @@ def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
         slack=STREAM_SLACK_BYTES if on_gpu else 0,
         whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
         fused=on_gpu,
+        asking=ASKING_SECONDS if on_gpu else 0.0,
     )
 
 

@@ -22,7 +22,7 @@ from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import StreamChoice, choose_stream
 from weft.plan.stream_memory import StreamedMemory
-from weft.plan.stream_need import STAGING_BYTES, STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import ASKING_SECONDS, STAGING_BYTES, STREAM_SLACK_BYTES, StreamDevice
 from weft.plan.stream_ring import ROUNDS
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import measure_files, measure_link
@@ -75,6 +75,7 @@ def streaming(
         slack=slack,
         whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
         fused=on_gpu,
+        asking=ASKING_SECONDS if on_gpu else 0.0,
     )
     ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
     try:

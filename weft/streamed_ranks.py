@@ -25,7 +25,7 @@ from weft.plan.program import Program
 from weft.plan.rank_choice import RanksChoice, choose_ranks
 from weft.plan.rank_memory import RanksMemory
 from weft.plan.rank_window import plan_ranks
-from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice, layer_bytes
+from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamDevice, layer_bytes
 from weft.run.link import measure_link
 from weft.run.measure import taken_bytes
 from weft.run.pipeline import Pipeline
@@ -77,6 +77,7 @@ def rank_streaming(
         flops=link.flops,
         slack=STREAM_SLACK_BYTES if on_gpu else 0,
         fused=on_gpu,
+        asking=ASKING_SECONDS if on_gpu else 0.0,
     )
     ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.plan.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryFit, MemoryModel, gib, longest
 from weft.plan.stream_cut import StreamCut
@@ -118,7 +118,9 @@ def _whole(
     recompute = memory.recompute(jobs, most)
     capacity = memory.capacity(jobs, most, recompute)
     need = memory.peak_bytes(jobs, capacity, recompute)
-    case = StreamCase(shape, tuple(jobs), device, round_tokens, capacity, travels=False)
+    # Passes over a base that stays are captured.
+    captured = replace(device, asking=0.0)
+    case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, travels=False)
     seconds = (2 * shape.layers + recompute.layers) * case.layer_seconds + 2 * case.head_seconds
     why = (
         f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "

@@ -21,6 +21,8 @@ from weft.shapes import JobShape, ModelShape
 
 STREAM_SLACK_BYTES = 2 << 30
 """On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
+ASKING_SECONDS = 4e-3
+"""On a GPU: kernels by the dozen, adapters' among them, each asked for by Python (docs/benchmarks.md)."""
 STAGING_BYTES = 128 << 20
 """On a host with a GPU: page-locked memory that weights pass through which stay in their files."""
 
@@ -48,6 +50,8 @@ class StreamDevice:
     fused: bool = True
     launch: float = GPU_LAUNCH
     """Seconds that one pass over one layer takes however few its rows are."""
+    asking: float = 0.0
+    """Seconds that the host takes to ask for one: no pass is faster, since none is captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,8 @@ class StreamCase:
     def layer_seconds(self) -> float:
         """One direction of a round through one layer; the backward of a frozen layer takes as long."""
         values = self.layer_bytes / self.shape.bytes_per_value
-        return 2 * values * self.round_tokens / self.device.flops + self._passes * self.device.launch
+        arithmetic = 2 * values * self.round_tokens / self.device.flops
+        return max(arithmetic + self._passes * self.device.launch, self._passes * self.device.asking)
 
     @cached_property
     def head_seconds(self) -> float:

@@ -9,7 +9,7 @@ from weft.plan.estimate import JobOutline
 from weft.plan.fit import Ground
 from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.stream_choice import StreamChoice, choose_stream
-from weft.plan.stream_need import STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamDevice
 
 ENOUGH = 1 << 50
 """Bytes of host memory: a cluster's description does not tell how much there is."""
@@ -28,6 +28,7 @@ def run_choice(ground: Ground, jobs: Sequence[JobOutline]) -> StreamChoice:
         whole_slack=FUSED_SLACK_BYTES if ground.is_gpu else None,
         fused=ground.is_gpu,
         launch=speed.launch,
+        asking=ASKING_SECONDS if ground.is_gpu else 0.0,
     )
     largest = [max(sum(batch) for batch in job.batches) for job in jobs]
     shapes = [replace(job.shape, batch_tokens=tokens) for job, tokens in zip(jobs, largest, strict=True)]
