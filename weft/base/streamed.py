@@ -7,6 +7,7 @@ parameters of its layers lie: to bring a stage is to copy its bytes there, and n
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -137,6 +138,7 @@ def streamed_base(
 def placed(base: Base, cut: StreamCut, fill: Fill, mapped: MappedWeights | None = None) -> StreamedBase:
     """Put the values of a base, of which there are only names and shapes so far, where they stay."""
     model, device = base.model, base.device
+    _take_pages(device)
     pieces = {stage: _pieces(model, cut.held(stage)) for stage in cut.streamed}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
     arena = torch.zeros(
@@ -152,6 +154,15 @@ def placed(base: Base, cut: StreamCut, fill: Fill, mapped: MappedWeights | None 
     attention.register()
     model.set_attn_implementation(attention.NAME)
     return StreamedBase(base, cut, sources, arena)
+
+
+def _take_pages(device: torch.device) -> None:
+    """Have torch's allocator take memory of a GPU page by page from here on: what is free in several places
+    then serves one large tensor, and a run comes as close to its limit as it was planned. Users who have
+    settings of their own keep them."""
+    asked = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if device.type == "cuda" and not asked:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _in_memory(
