@@ -39,12 +39,19 @@ pytestmark = [
 ]
 
 LAYERS = 6
+PAGES = "expandable_segments:True"
 SPEC = BaseSpec(model=str(bench.STORIES), dtype="bfloat16")
 CAPACITY = 256
 
 
 def a_layer_each(slots, travels, resident=()):
     return StreamCut(tuple(StreamStage(n, n + 1, n in resident) for n in range(LAYERS)), slots, travels)
+
+
+def test_memory_is_taken_page_by_page():
+    cut = a_layer_each(2, travels=False)
+    load_streamed(SPEC, torch.device("cuda", 0), cut)
+    assert PAGES in torch._C._accelerator_getAllocatorSettings().replace(" ", "")
 
 
 def trained(executor, base, plan):

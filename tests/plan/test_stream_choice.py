@@ -249,6 +249,15 @@ def test_buffers_that_steps_pass_through_hold_what_the_largest_stage_has_of_all_
         assert more == there + PIECES * piece * 18
 
 
+def test_no_pass_is_faster_than_the_host_asks_for_it():
+    """Four passes of 25 tokens: 13.1 ms of arithmetic each."""
+    quick = StreamCase(base(4), (job(),), gpu(NEVER, asking=0.010), 100, 25, travels=False)
+    slow = replace(quick, device=gpu(NEVER, asking=0.020))
+    assert quick.layer_seconds == replace(quick, device=gpu(NEVER)).layer_seconds == 2 * 4 * HIDDEN**2 * 1e-7
+    assert slow.layer_seconds == pytest.approx(4 * 0.020)
+    assert replace(slow, capacity=50).layer_seconds == quick.layer_seconds
+
+
 def test_a_base_that_fits_is_not_streamed():
     choice = choose_stream(base(4), [job()], gpu(NEVER), 256, 100)
     assert choice.whole
