@@ -23,6 +23,10 @@ hopper = pytest.mark.skipif(
 BIG = dict(features=512, widths=(384, 128), device="cuda", dtype=torch.bfloat16, piece=128)
 COMPILED = {
     "ranks 1 to 24": Case([Job(37, rank=1), Job(300, rank=7), Job(64, rank=8), Job(129, rank=24)], **BIG),
+    "ranks 8 to 64, sums in shares": Case(
+        [Job(137, rank=8), Job(300, rank=16), Job(64, rank=32), Job(129, rank=64)],
+        **(BIG | dict(features=2048, widths=(1024, 256))),
+    ),
     "rank 100": Case([Job(77, rank=100), Job(130, rank=16)], **BIG),
     "rank 256": Case([Job(77, rank=256), Job(200, rank=3)], **BIG),
     "rank 256 in three parts": Case([Job(77, rank=256)], **(BIG | dict(widths=(256, 64, 64)))),

@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.slots import column_block, column_factor, kept, matrix, row_factor, site_key
+from weft.ops.triton.slots import (
+    column_block,
+    column_factor,
+    in_eights,
+    kept,
+    matrix,
+    row_factor,
+    site_key,
+)
 
 
 @triton.jit(do_not_specialize=["evaluating", "T"])
@@ -102,7 +110,8 @@ def down(
             tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
         else:
             share_M = ((first + i) * splits + split).to(tl.int64) * T + row_M
-            tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=inside_M[:, None])
+            stored_MR = inside_M[:, None] & in_eights(r_R, tl.load(rank + entry))[None, :]
+            tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
 
 
 @triton.jit(do_not_specialize=["evaluating", "T"])
@@ -134,12 +143,14 @@ def sum_rows(
         s_MR = tl.full((M, R), 0.0, tl.float32)
         if slot >= 0:
             entry = p * S + slot
+            ranks = tl.load(rank + entry)
+            stored_MR = inside_M1 & in_eights(r_R, ranks)[None, :]
             first: tl.constexpr = SHARES[p]
             end: tl.constexpr = SHARES[p + 1]
             for share in tl.static_range(first, end):
                 at_MR = (row_M + share * T)[:, None] * R + r_R[None, :]
-                s_MR += tl.load(partial + at_MR, mask=inside_M1, other=0.0)
-            owned_R = r_R < tl.load(rank + entry)
+                s_MR += tl.load(partial + at_MR, mask=stored_MR, other=0.0)
+            owned_R = r_R < ranks
             s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
         at_MR = row_M[:, None] * (P * R) + p * R + r_R[None, :]
         tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M1)

@@ -12,7 +12,79 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.ops.triton.slots import column_block, column_factor, kept, matrix, row_factor, site_key
+from weft.ops.triton.slots import (
+    column_block,
+    column_factor,
+    in_eights,
+    kept,
+    matrix,
+    row_factor,
+    site_key,
+)
+
+
+@triton.jit
+def ds_db_of_piece(
+    dy,
+    s,
+    partial_ds,
+    partial_db,
+    pieces,
+    address,
+    slot,
+    ranks,
+    T,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`ds_db` for a slot that has at most OWN ranks: no more of them are multiplied, though R have room."""
+    block, piece = tl.program_id(0), tl.program_id(1)
+    part, low, high, origin = column_block(block, COLUMNS, P, C)
+    start = tl.load(pieces + piece * 4)
+    stop = tl.load(pieces + piece * 4 + 1)
+    alone = tl.load(pieces + piece * 4 + 3)
+    entry = part * S + slot
+    r_R = tl.arange(0, OWN)
+    stored_1R = in_eights(r_R, ranks)[None, :]
+    n_C = low + tl.arange(0, C)
+    owned_RC = (r_R < ranks)[:, None] & (n_C < high)[None, :]
+    b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
+    b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
+    if DS:
+        b_RC = tl.load(b + b_at_RC, mask=owned_RC, other=0.0)
+    db_CR = tl.full((C, OWN), 0.0, tl.float32)
+    for m in range(start, stop, M):
+        row_M = (m + tl.arange(0, M)).to(tl.int64)
+        inside_M = row_M < stop
+        dy_MC = tl.load(
+            dy + row_M[:, None] * N + n_C[None, :],
+            mask=inside_M[:, None] & (n_C < high)[None, :],
+            other=0.0,
+        )
+        s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+        s_MR = tl.load(s + s_at_MR, mask=inside_M[:, None] & stored_1R, other=0.0)
+        db_CR = tl.dot(tl.trans(dy_MC), s_MR, db_CR, input_precision=PRECISION)
+        if DS:
+            ds_MR = tl.dot(dy_MC, tl.trans(b_RC), input_precision=PRECISION)
+            share_M = block.to(tl.int64) * T + row_M
+            ds_at_MR = share_M[:, None] * R + r_R[None, :]
+            tl.store(partial_ds + ds_at_MR, ds_MR, mask=inside_M[:, None] & stored_1R)
+    db_RC = tl.trans(db_CR)
+    if alone:
+        db_at = matrix(address, entry, 3, tl.float32, ALIGNMENT) + b_at_RC
+        tl.store(db_at, tl.load(db_at, mask=owned_RC, other=0.0) + db_RC, mask=owned_RC)
+    else:
+        at_RC = (piece.to(tl.int64) * R + r_R)[:, None] * N + n_C[None, :]
+        tl.store(partial_db + at_RC, db_RC, mask=owned_RC)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -39,49 +111,24 @@ def ds_db(
     """dB of some columns over a piece, and these columns' share of ds, from one read of dy.
 
     dB is summed up on its side, columns by ranks: so the tensor cores take both products from the same copy
-    of dy in shared memory, whatever the rank.
+    of dy in shared memory, whatever the rank. Beside larger neighbours the small ranks have a way of their
+    own, which needs neither registers nor shared memory that the large ones do not have already.
     """
-    block = tl.program_id(0)
-    part, low, high, origin = column_block(block, COLUMNS, P, C)
-    piece = tl.program_id(1)
-    start = tl.load(pieces + piece * 4)
-    stop = tl.load(pieces + piece * 4 + 1)
-    slot = tl.load(pieces + piece * 4 + 2)
-    alone = tl.load(pieces + piece * 4 + 3)
+    slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
         return
-    entry = part * S + slot
-    r_R = tl.arange(0, R)
-    owned_R = r_R < tl.load(rank + entry)
-    n_C = low + tl.arange(0, C)
-    owned_RC = owned_R[:, None] & (n_C < high)[None, :]
-    b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
-    b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
-    if DS:
-        b_RC = tl.load(b + b_at_RC, mask=owned_RC, other=0.0)
-    db_CR = tl.full((C, R), 0.0, tl.float32)
-    for m in range(start, stop, M):
-        row_M = (m + tl.arange(0, M)).to(tl.int64)
-        inside_M = row_M < stop
-        dy_MC = tl.load(
-            dy + row_M[:, None] * N + n_C[None, :],
-            mask=inside_M[:, None] & (n_C < high)[None, :],
-            other=0.0,
-        )
-        s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
-        s_MR = tl.load(s + s_at_MR, mask=inside_M[:, None], other=0.0)
-        db_CR = tl.dot(tl.trans(dy_MC), s_MR, db_CR, input_precision=PRECISION)
-        if DS:
-            ds_MR = tl.dot(dy_MC, tl.trans(b_RC), input_precision=PRECISION)
-            share_M = block.to(tl.int64) * T + row_M
-            tl.store(partial_ds + share_M[:, None] * R + r_R[None, :], ds_MR, mask=inside_M[:, None])
-    db_RC = tl.trans(db_CR)
-    if alone:
-        db_at = matrix(address, entry, 3, tl.float32, ALIGNMENT) + b_at_RC
-        tl.store(db_at, tl.load(db_at, mask=owned_RC, other=0.0) + db_RC, mask=owned_RC)
+    part, _, _, _ = column_block(tl.program_id(0), COLUMNS, P, C)
+    ranks = tl.load(rank + part * S + slot)
+    if R > 16 and ranks <= 16:
+        ds_db_of_piece(
+            dy, s, partial_ds, partial_db, pieces, address, slot, ranks, T, N,
+            COLUMNS, S, P, 16, R, M, C, DS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
     else:
-        at_RC = (piece.to(tl.int64) * R + r_R)[:, None] * N + n_C[None, :]
-        tl.store(partial_db + at_RC, db_RC, mask=owned_RC)
+        ds_db_of_piece(
+            dy, s, partial_ds, partial_db, pieces, address, slot, ranks, T, N,
+            COLUMNS, S, P, R, R, M, C, DS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["evaluating"])

@@ -1,7 +1,8 @@
-"""What the kernels of a site share: where a slot's matrices are, whose a column is, what dropout keeps.
+"""What the kernels of a site share: where a slot's matrices are, whose a column or a rank is, what dropout
+keeps.
 
-Shapes: M rows of a program, C columns of a program, P parts. Parameters of a kernel carry no annotation but
-tl.constexpr: Triton evaluates them.
+Shapes: M rows of a program, C columns of a program, R the ranks of one part up to a power of two, P parts.
+Parameters of a kernel carry no annotation but tl.constexpr: Triton evaluates them.
 """
 
 # mypy: allow-untyped-defs
@@ -55,6 +56,18 @@ def matrix(address, entry, WHICH: tl.constexpr, TYPE: tl.constexpr, ALIGNMENT: t
     """The pointer to A (0), B (1), dA (2) or dB (3) of a table entry."""
     pointer = tl.load(address + entry * 4 + WHICH).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, ALIGNMENT)
+
+
+@triton.jit
+def in_eights(r_R, rank):
+    """A job's ranks up to a whole number of 8: all that has to travel, and still by 16 bytes at a time.
+
+    Of so few as 16 all travel: a mask would cost more than what it spares.
+    """
+    if r_R.shape[0] > 16:
+        return r_R // 8 * 8 < rank
+    else:
+        return r_R >= 0
 
 
 @triton.jit
