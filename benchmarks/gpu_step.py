@@ -5,13 +5,16 @@ of a table comes from the same run, since cards of one name differ. The time is 
 every job. ρ is the arithmetic floor, at the rate of a large product measured first, over the measured time.
 
     python -m benchmarks.gpu_step [--shape 8b|1b] [--jobs N] [--batch BxL] [--rank R] [--baselines a,b]
+                                  [--profile]
+
+--profile: one more round of Weft's under torch's profiler, and where its time went by kind of work.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from benchmarks.baselines import Work, frozen, peft_one_by_one
 from benchmarks.liger import peft_with_liger
@@ -19,8 +22,9 @@ from benchmarks.llama import SIZES, build, floor_seconds
 from benchmarks.processes import Task, peft_at_once
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned, number, ratio
-from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
-from benchmarks.weft_side import resident
+from benchmarks.timing import Measured, Pace, Place, attempted, fresh, gemm_rate, here, measure
+from benchmarks.weft_side import Company, resident
+from benchmarks.where import Spent, drawn, spent, traced
 from weft.adapters.lora.spec import LoraSpec
 
 WEFT, FROZEN = "Weft, together", "frozen base"
@@ -37,14 +41,26 @@ class Row:
     """False for the base alone, which is no way to train."""
 
 
-def together(task: Task, capacity: int) -> Measured:
+def aboard(task: Task) -> Company:
     """Every job aboard one executor."""
     work = task.work
     company = resident(build(task.size, task.place), task.place.device)
     for at in range(work.jobs):
         adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
         company.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
-    return measure(company.block(max(capacity, work.length)), task.place, task.pace)
+    return company
+
+
+def together(task: Task, capacity: int) -> Measured:
+    return measure(aboard(task).block(max(capacity, task.work.length)), task.place, task.pace)
+
+
+def profiled(task: Task, capacity: int) -> Spent:
+    """Where one round goes, after enough others that it replays a captured graph."""
+    fresh(task.place.device)
+    block = aboard(task).block(max(capacity, task.work.length))
+    block(max(2, task.pace.warmup))()
+    return spent(traced(lambda: block(1)(), task.place.device))
 
 
 def rows(task: Task, baselines: Sequence[str], capacity: int, rate: float) -> Iterator[Row]:
@@ -119,6 +135,9 @@ def main() -> None:
     print(f"large product: {rate / 1e12:,.3f} TFLOP/s\n")
     print(table(made, work.tokens))
     best = strongest(made)
+    where = profiled(task, asked.capacity) if asked.profile else None
+    if where is not None:
+        print(f"\nOne round of {WEFT}, under the profiler:\n{drawn(where)}")
     finish(
         {
             "shape": task.size.name,
@@ -128,6 +147,7 @@ def main() -> None:
             "gemm_rate": rate,
             "strongest": best.name if best else None,
             "rows": [as_json(row) for row in made],
+            "where": where and asdict(where),
         },
         asked.json,
     )
@@ -154,6 +174,7 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs")
     parser.add_argument("--blocks", type=int, default=5, help="the median of so many blocks")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
+    parser.add_argument("--profile", action="store_true", help="say where the time of Weft's round goes")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import gpu_churn, gpu_lengths, gpu_quality, gpu_step, gpu_stream, pipeline_gpu
 from benchmarks.timing import Measured
+from benchmarks.where import Kind
 
 
 @pytest.fixture
@@ -36,6 +37,25 @@ def test_a_step_is_measured_in_every_way_and_weft_comes_last(run: Any, capsys: p
         assert row["seconds"] is None or row["rho"] > 0
     last = capsys.readouterr().out.split("ms a step")[1]
     assert all(name in last for name in names)
+
+
+def test_the_time_of_a_profiled_round_is_shared_out_among_kinds(
+    run: Any, capsys: pytest.CaptureFixture
+) -> None:
+    found = run(gpu_step, "--baselines", "", "--profile")
+    by_kind = found["where"]["by_kind"]
+    assert set(by_kind) == {str(kind) for kind in Kind}
+    assert sum(by_kind.values()) - by_kind[Kind.IDLE] > 0
+    heaviest = found["where"]["heaviest"]
+    assert [one["microseconds"] for one in heaviest] == sorted(
+        (one["microseconds"] for one in heaviest), reverse=True
+    )
+    said = capsys.readouterr().out.split("under the profiler:")[1]
+    assert all(kind in said for kind in Kind)
+
+
+def test_a_step_without_a_profile_says_nothing_of_where(run: Any) -> None:
+    assert run(gpu_step, "--baselines", "")["where"] is None
 
 
 def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weft() -> None:

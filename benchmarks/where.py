@@ -1,0 +1,159 @@
+"""Where the time of a device goes, by kind of work: from the events of torch's profiler, by their names.
+
+The Triton kernels are known by name, those of libraries by a word in theirs. A product says nothing of whose
+it is: those beside the kernel of the loss are the head's, all others are taken for frozen ones. Where the
+adapters' part is added within a frozen product (`Order.fused`), it is counted there.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from benchmarks.table import aligned, number
+from benchmarks.timing import wait
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+ON_HOST = ("cpu_op",)
+"""What a trace calls the events that count."""
+MOST_NAMES = 24
+"""So many kernels are named, those that took the most time."""
+
+
+class Kind(StrEnum):
+    FROZEN = "frozen products"
+    ADAPTERS = "adapters' kernels"
+    ATTENTION = "attention"
+    ELEMENTS = "norms, rotary, activation"
+    HEAD = "head and loss"
+    OPTIMIZER = "optimizer"
+    COPIES = "copies"
+    OTHER = "other"
+    IDLE = "idle"
+
+
+KERNELS = {
+    "product": Kind.FROZEN,
+    **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da_dx", "add_gradients"), Kind.ADAPTERS),
+    **dict.fromkeys(("norm_forward", "norm_backward", "rotary_forward", "rotary_backward"), Kind.ELEMENTS),
+    **dict.fromkeys(("swiglu_forward", "swiglu_backward"), Kind.ELEMENTS),
+    "target_logprobs": Kind.HEAD,
+    **dict.fromkeys(("squares", "update"), Kind.OPTIMIZER),
+}
+"""Weft's own, by their whole names."""
+WORDS = (
+    (Kind.ATTENTION, ("flash", "fmha", "sdpa", "cudnn", "attention")),
+    (Kind.FROZEN, ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv")),
+    (Kind.OPTIMIZER, ("multi_tensor", "adam")),
+    (Kind.COPIES, ("memcpy", "memset", "copy", "fillfunctor")),
+)
+"""Those of libraries: the first line with a word that the name has in it, in small letters. Attention comes
+first, since its kernels are made of a library of products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    name: str
+    start: float
+    """In microseconds, as all times here."""
+    duration: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heavy:
+    """All events of one name and kind."""
+
+    name: str
+    kind: Kind
+    microseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    by_kind: dict[Kind, float]
+    """Every kind, idle included: together the whole time."""
+    heaviest: tuple[Heavy, ...]
+
+    @property
+    def microseconds(self) -> float:
+        return sum(self.by_kind.values())
+
+
+def kind_of(name: str) -> Kind:
+    if name in KERNELS:
+        return KERNELS[name]
+    small = name.lower()
+    return next((kind for kind, words in WORDS if any(word in small for word in words)), Kind.OTHER)
+
+
+def kinds_of(names: Sequence[str]) -> list[Kind]:
+    """Of events in their order: unbroken products, copies aside, are the head's if the loss is among them."""
+    kinds = [kind_of(name) for name in names]
+    open_to_the_head = (Kind.FROZEN, Kind.HEAD, Kind.COPIES)
+    found: list[Kind] = []
+    for joins, run in groupby(kinds, lambda kind: kind in open_to_the_head):
+        stretch = list(run)
+        heads = joins and Kind.HEAD in stretch
+        found += [Kind.HEAD if heads and kind is Kind.FROZEN else kind for kind in stretch]
+    return found
+
+
+def spent(events: Iterable[Event]) -> Spent:
+    """From the first event's start to the last one's end; where events overlap, the earlier one counts."""
+    ordered = sorted(events, key=lambda event: (event.start, -event.duration))
+    by_kind = dict.fromkeys(Kind, 0.0)
+    names: Counter[tuple[str, Kind]] = Counter()
+    reached = ordered[0].start if ordered else 0.0
+    for event, kind in zip(ordered, kinds_of([event.name for event in ordered]), strict=True):
+        end = event.start + event.duration
+        by_kind[Kind.IDLE] += max(0.0, event.start - reached)
+        alone = max(0.0, end - max(event.start, reached))
+        by_kind[kind] += alone
+        names[event.name, kind] += alone  # type: ignore[assignment]
+        reached = max(reached, end)
+    heaviest = (Heavy(name, kind, time) for (name, kind), time in names.most_common(MOST_NAMES))
+    return Spent(by_kind, tuple(heaviest))
+
+
+def traced(run: Callable[[], object], device: torch.device) -> list[Event]:
+    """The events of the second of two runs; the first is for what the profiler needs to get going.
+
+    On a GPU what its kernels and copies did, also those of a replayed graph; else the operations of torch.
+    """
+    on_device = device.type == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        with profile(
+            activities=[ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU],
+            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+            on_trace_ready=lambda made: made.export_chrome_trace(str(file)),
+        ) as profiler:
+            for _ in range(2):
+                run()
+                wait(device)
+                profiler.step()
+        said = json.loads(file.read_text())["traceEvents"]
+    counted = ON_DEVICE if on_device else ON_HOST
+    return [Event(one["name"], one["ts"], one["dur"]) for one in said if one.get("cat") in counted]
+
+
+def drawn(found: Spent) -> str:
+    """A line for every kind, and the heaviest names of what is of no kind."""
+    whole = found.microseconds or 1.0
+    lines = [
+        (str(kind), number(time, scale=1e-3), number(time / whole, ".1f", 100.0), "")
+        for kind, time in (*found.by_kind.items(), ("together", found.microseconds))
+    ]
+    others = [
+        f"{one.microseconds / 1e3:.1f} ms {one.name[:90]}" for one in found.heaviest if one.kind is Kind.OTHER
+    ]
+    return "\n".join([aligned(("", "ms", "%", ""), lines), *(f"  other: {line}" for line in others[:3])])
