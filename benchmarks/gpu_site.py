@@ -1,12 +1,17 @@
 """One site with many adapters, forward + backward (dX, dA, dB), over the frozen linear alone (forward + dX).
 
-python -m benchmarks.gpu_site [--only TEXT] [--breakdown] [--sweep [--seconds N]] [--json FILE]
+python -m benchmarks.gpu_site [--only TEXT] [--breakdown] [--sweep [--kernels a,b] [--seconds N]]
+                              [--json FILE]
+
+--breakdown: microseconds of every launch by itself / the least that its bytes need at the rate of a copy, or
+its arithmetic at that of the frozen product.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -15,10 +20,11 @@ from torch import Tensor
 
 from benchmarks.result import arguments, finish
 from benchmarks.site_case import Company, SiteCase, microseconds, site_case
+from benchmarks.site_floor import Rates, Timed, beside_floors, needs
 from benchmarks.site_plain import plain_steps
-from benchmarks.site_sweep import sweep
+from benchmarks.site_sweep import KERNELS, sweep
 from weft.ops.fused import fused_dx, fused_y
-from weft.ops.tiled_kernels import add_gradients, da_dx, down, ds_db, up
+from weft.ops.tiled_kernels import add_gradients, da_dx, down, ds_db, sum_rows, up
 from weft.ops.weave import Order, orders_for
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -41,17 +47,24 @@ def compare(case: SiteCase) -> dict[str, float]:
     return microseconds(steps | plain_steps(case), case.turns)
 
 
-def breakdown(case: SiteCase) -> dict[str, float]:
-    """Microseconds of every launch of the tiled route, and of the products with and without a sum in place.
+def breakdown(case: SiteCase, rates: Rates) -> dict[str, Timed]:
+    """Every launch of the tiled route beside its floor, and what those of an order come to together."""
+    measured = microseconds(launches(case), case.turns)
+    outputs, features = case.weight_NK.shape
+    return beside_floors(measured, needs(case.company, features, outputs, case.shares), rates)
 
-    `ds, dB` has the sum of the shares of ds in it.
+
+def launches(case: SiteCase) -> dict[str, Callable[[int], object]]:
+    """Those of the tiled route, and the products with and without a sum in place.
+
+    `ds, dB` has the sum of the shares of ds in it, which is also measured by itself.
     """
     weave, weight_NK = case.weave(), case.weight_NK
     x, dy = case.x[0], case.dy[0]
     s, y, dx = down(x, weave), dy.clone(), x.clone()
     ds, partial_db = ds_db(dy, s, weave)
     _, partial_da = da_dx(x, ds, weave, wants_dx=False)
-    steps: dict[str, Callable[[int], object]] = {
+    return {
         "y = xWt": lambda turn: case.x[turn] @ weight_NK.T,
         "y += xWt": lambda turn: y.addmm_(case.x[turn], weight_NK.T),
         "dx = dyW": lambda turn: case.dy[turn] @ weight_NK,
@@ -60,13 +73,21 @@ def breakdown(case: SiteCase) -> dict[str, float]:
         "up": lambda turn: up(s, None, None, torch.empty_like(case.dy[turn]), weave),
         "up in place": lambda turn: up(s, case.dy[turn], None, case.dy[turn], weave),
         "ds, dB": lambda turn: ds_db(case.dy[turn], s, weave),
+        **_sum_step(case, ds),
         "dA, dx": lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=True),
         "dA": lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=False),
         "add gradients": lambda turn: add_gradients(partial_da, partial_db, weave),
         **_fused_steps(case, s, ds),
         "copy of x": lambda turn: torch.empty_like(case.x[turn]).copy_(case.x[turn]),
     }
-    return microseconds(steps, case.turns)
+
+
+def _sum_step(case: SiteCase, ds: Tensor) -> dict[str, Callable[[int], object]]:
+    shares, weave = case.shares, case.weave()
+    if shares == 0:
+        return {}
+    partial_ds = ds.new_zeros(shares, len(ds), weave.ranks, dtype=torch.float32)
+    return {"sum of ds": lambda turn: sum_rows(partial_ds, torch.empty_like(ds), [shares], weave)}
 
 
 def _fused_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:
@@ -82,8 +103,7 @@ def _fused_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[i
     }
 
 
-def rates(case: SiteCase) -> dict[str, float]:
-    """The device at its best here: operations a second of the frozen product, bytes a second of a copy."""
+def rates_of(case: SiteCase) -> Rates:
     taken = microseconds(
         {
             "product": lambda turn: case.x[turn] @ case.weight_NK.T,
@@ -94,10 +114,7 @@ def rates(case: SiteCase) -> dict[str, float]:
     x = case.x[0]
     operations = 2 * x.numel() * case.weight_NK.shape[0]
     copied = 2 * x.numel() * x.element_size()
-    return {
-        "tera-operations/s": operations / taken["product"] / 1e6,
-        "terabytes/s": copied / taken["copy"] / 1e6,
-    }
+    return Rates(operations / taken["product"], copied / taken["copy"])
 
 
 def line(name: str, taken: dict[str, float]) -> str:
@@ -109,20 +126,33 @@ def line(name: str, taken: dict[str, float]) -> str:
 def report(companies: list[Company], wants_breakdown: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for features, outputs in SHAPES:
+        shape = f"{features} -> {outputs}"
+        found[shape] = {}
         for company in companies:
             gc.collect()
             torch.cuda.empty_cache()
             case = site_case(company, features, outputs)
-            shape = f"{features} -> {outputs}"
             if company is companies[0]:
-                found[shape] = {"rates": rates(case)}
-                print(f"\n{shape}   " + "   ".join(f"{v:.2f} {k}" for k, v in found[shape]["rates"].items()))
-            found[shape][company.name] = taken = compare(case)
+                rates = rates_of(case)
+                by_name = {
+                    "tera-operations/s": rates.operations / 1e6,
+                    "terabytes/s": rates.bytes / 1e6,
+                }
+                found[shape]["rates"] = by_name
+                print(f"\n{shape}   " + "   ".join(f"{v:.2f} {k}" for k, v in by_name.items()))
+            taken = compare(case)
+            row: dict[str, Any] = {**taken}
+            found[shape][company.name] = row
             print(line(company.name, taken), flush=True)
             if wants_breakdown:
-                taken["launches"] = parts = breakdown(case)  # type: ignore[assignment]
-                print("    " + "   ".join(f"{name} {time:.1f}" for name, time in parts.items()), flush=True)
+                parts = breakdown(case, rates)
+                row["launches"] = {name: asdict(part) for name, part in parts.items()}
+                print(f"    {compact(parts)}", flush=True)
     return found
+
+
+def compact(parts: dict[str, Timed]) -> str:
+    return "   ".join(f"{name} {part.measured:.1f}/{part.floor:.1f}" for name, part in parts.items())
 
 
 def main() -> None:
@@ -130,12 +160,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only companies whose name has this in it")
     parser.add_argument("--breakdown", action="store_true", help="time every launch by itself")
     parser.add_argument("--sweep", action="store_true", help="try blocks, warps and stages of every kernel")
+    parser.add_argument("--kernels", default=",".join(KERNELS), help="what is swept, with commas")
     parser.add_argument("--seconds", type=float, default=90.0, help="how long a sweep may take")
     asked = parser.parse_args()
+    kernels = asked.kernels.split(",")
+    if unknown := set(kernels) - set(KERNELS):
+        parser.error(f"--kernels: {min(unknown)} is none of {', '.join(KERNELS)}")
     assert torch.cuda.is_available(), "this benchmark needs a CUDA device"
     companies = [company for company in COMPANIES if asked.only in company.name]
     if asked.sweep:
-        finish(sweep(companies[0], SHAPES, asked.seconds), asked.json)
+        finish(sweep(companies[0], SHAPES, kernels, asked.seconds), asked.json)
     else:
         finish(report(companies, asked.breakdown), asked.json)
 

@@ -46,6 +46,12 @@ class SiteCase:
     def turns(self) -> int:
         return len(self.x)
 
+    @property
+    def shares(self) -> int:
+        """In how many ds is made before they are summed up; none where dy is read twice instead."""
+        weave = self.weave()
+        return sum(weave.blocks(weave.tiling.ds_db.columns)) if weave.tiling.one_read else 0
+
     def weave(self, order: Order = Order.before, tile: int = 64, piece: int = 1024) -> Weave:
         x = self.x[0]
         rows = Rows.empty(x.shape[0], SLOTS, x.device, tile=tile, piece=piece)
@@ -67,8 +73,13 @@ class SiteCase:
 
 
 def site_case(company: Company, features: int, outputs: int) -> SiteCase:
-    device, dtype = torch.device("cuda"), torch.bfloat16
     turns = max(2, -(-ROTATION_BYTES // (2 * company.rows * (features + outputs))))
+    return made_up_case(company, features, outputs, turns, torch.device("cuda"), torch.bfloat16)
+
+
+def made_up_case(
+    company: Company, features: int, outputs: int, turns: int, device: torch.device, dtype: torch.dtype
+) -> SiteCase:
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)

@@ -49,13 +49,13 @@ def test_ds_of_small_ranks_is_the_same_from_two_reads_of_dy():
 def test_no_share_of_a_sum_is_written_beyond_a_jobs_own_ranks(monkeypatch):
     """Of small ranks beside large ones the most would be nothing but traffic."""
     case, seen = in_shares(MIXED), []
-    summed = tiled_kernels._sum_rows
+    summed = tiled_kernels.sum_rows
 
     def watched(partial_CTR, s_TPR, shares, weave):
         summed(partial_CTR, s_TPR, shares, weave)
         seen.append(partial_CTR)
 
-    monkeypatch.setattr(tiled_kernels, "_sum_rows", watched)
+    monkeypatch.setattr(tiled_kernels, "sum_rows", watched)
     run(case)
     forward, backward = seen
     assert min(len(forward), len(backward)) > 1

@@ -53,11 +53,11 @@ def down(x_TK: Tensor, weave: Weave) -> Tensor:
         num_stages=tiling.down.stages,
     )
     if tiling.split > 1:
-        _sum_rows(partial, s_TPR, [tiling.split] * weave.parts, weave)
+        sum_rows(partial, s_TPR, [tiling.split] * weave.parts, weave)
     return s_TPR
 
 
-def _sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave) -> None:
+def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave) -> None:
     """s = factor · the sum of its shares, of which each part has so many."""
     from weft.ops.triton import site
 
@@ -139,7 +139,7 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
         num_stages=launch.stages,
     )
     if weave.tiling.one_read:
-        _sum_rows(partial_ds_CTR, ds_TPR, blocks, weave)
+        sum_rows(partial_ds_CTR, ds_TPR, blocks, weave)
     else:
         _ds_alone(dy_TN, ds_TPR, weave)
     return ds_TPR, partial_db_QRN
