@@ -50,6 +50,8 @@ class StagePace:
     backward: Line
     step: float = 0.0
     """Seconds of one job's Step."""
+    spread: tuple[float, ...] = ()
+    """What passes took in multiples of what the lines say, in the order in which they ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class PipelineRules:
     """None: the one that the simulator finds fastest."""
     recompute: Recompute = NOTHING
     spare: int = 0
-    """Microbatches in flight on all stages but the last beyond what 1F1B has: they hide slow links."""
+    """Microbatches in flight on all stages but the last beyond what 1F1B has: they hide slow links, and
+    passes that take now more, now less."""
     replicas: int = 1
     """Copies of all stages, which share every batch. They run in the multi-job order, whatever `order` says:
     only there all replicas are foreseen together."""
@@ -111,7 +114,10 @@ def timeline_foreseen(
     program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None
 ) -> Timeline:
     """What the simulator says a window will be like, links between devices not counted."""
-    prices = _prices(program.microbatches, paces)
+    return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
+
+
+def timeline_priced(program: Program, prices: Prices, loads: LoadPace | None = None) -> Timeline:
     cluster = free_cluster(len(program.devices))
     if loads is not None:
         prices = replace(prices, weight_bytes=loads.stage_bytes)
@@ -163,7 +169,7 @@ def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: P
         room = max(longest, -(-rules.capacity // splits))
         groups = _groups(batches, [course.job for course in courses], room, rules)
         dealt = _dealt(batches, groups, room, rules)
-        prices = _prices(dealt.work.microbatches, rules.paces)
+        prices = pace_prices(dealt.work.microbatches, rules.paces)
         if rules.replicas > 1:
             fastest = _of_replicas(dealt, prices, rules)
         else:
@@ -267,7 +273,7 @@ def _microbatches(
     return tuple(microbatches)
 
 
-def _prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) -> Prices:
+def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) -> Prices:
     return Prices(
         tuple(
             tuple(
