@@ -54,3 +54,34 @@ def test_ranks_of_one_stage_in_different_replicas_teach_the_same_pace():
     paces = Paces([1, 1])
     paces.learn(program, reports)
     assert [pace.forward.per_token for pace in paces.stages()] == pytest.approx([(1 + 3) / 2, (2 + 4) / 2])
+
+
+def test_passes_are_remembered_as_multiples_of_their_line_in_the_order_in_which_they_ran():
+    program = one_forward_one_backward(work(1, 1, 2), 1)
+    passes = [
+        Timed(Forward(0, 0), 0.0, 1.0),
+        Timed(Backward(0, 0), 1.0, 2.0),
+        Timed(Forward(1, 0), 2.0, 5.0),
+        Timed(Backward(1, 0), 5.0, 8.0),
+    ]
+    paces = Paces([1])
+    paces.learn(program, [RankReport(times=passes)])
+    assert paces.stages()[0].spread == pytest.approx([0.5, 0.5, 1.5, 1.5])
+
+
+def test_what_is_promised_counts_that_ranks_wait_for_one_anothers_slow_passes():
+    program = one_forward_one_backward(work(4, 4, 1), 2)
+    paces = Paces([1, 1])
+    reports = [
+        RankReport(
+            times=[
+                Timed(kind(number, rank), 10.0 * number + back, 10.0 * number + back + taken)
+                for number in range(16)
+                for back, kind in enumerate((Forward, Backward))
+                for taken in [3.0 if (number + rank) % 2 else 1.0]
+            ]
+        )
+        for rank in range(2)
+    ]
+    paces.learn(program, reports)
+    assert paces.predicted_seconds(program) > 1.05 * paces.timeline(program).makespan

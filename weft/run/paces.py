@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from weft.plan.cost import Line
 from weft.plan.pipeline_window import LoadPace, StagePace, timeline_foreseen
 from weft.plan.program import Backward, Evaluate, Forward, Program, Step
 from weft.plan.timeline import Timeline
+from weft.plan.varied import timelines_varied
 from weft.run.stage_executor import RankReport, Timed
 
 REMEMBERED = 200
@@ -25,6 +27,7 @@ class Measured:
 
     rows: int
     seconds: float
+    start: float = 0.0
 
 
 def _few() -> deque[Measured]:
@@ -40,7 +43,13 @@ class _Stage:
 
     def pace(self) -> StagePace:
         steps = sum(self.steps) / max(1, len(self.steps))
-        return StagePace(line_through(self.forwards), line_through(self.backwards), steps)
+        forward, backward = line_through(self.forwards), line_through(self.backwards)
+        return StagePace(forward, backward, steps, self._spread(forward, backward))
+
+    def _spread(self, forward: Line, backward: Line) -> tuple[float, ...]:
+        ways = ((self.forwards, forward), (self.backwards, backward))
+        passes = [(one.start, one.seconds, line(one.rows)) for passed, line in ways for one in passed]
+        return tuple(seconds / foreseen for _, seconds, foreseen in sorted(passes) if foreseen > 0)
 
     def guess(self) -> StagePace:
         return StagePace(Line(0.0, float(self.layers)), Line(0.0, BACKWARD_GUESS * self.layers))
@@ -69,9 +78,11 @@ class Paces:
         seconds = one.stop - one.start
         match one.action:
             case Forward(number, stage) | Evaluate(number, stage):
-                self._stages[stage].forwards.append(Measured(program.microbatches[number].rows, seconds))
+                rows = program.microbatches[number].rows
+                self._stages[stage].forwards.append(Measured(rows, seconds, one.start))
             case Backward(number, stage):
-                self._stages[stage].backwards.append(Measured(program.microbatches[number].rows, seconds))
+                rows = program.microbatches[number].rows
+                self._stages[stage].backwards.append(Measured(rows, seconds, one.start))
             case Step():
                 for stepped in here:
                     stepped.steps.append(seconds)
@@ -82,11 +93,15 @@ class Paces:
 
     def predicted_seconds(self, program: Program) -> float | None:
         """The simulated time of a window, or None while nothing has been measured."""
-        return self.timeline(program).makespan if self.measured else None
+        return mean(one.makespan for one in self.varied(program)) if self.measured else None
 
     def timeline(self, program: Program) -> Timeline:
-        """A window as the simulator foresees it."""
+        """A window as the simulator foresees it, if every pass takes what its line says."""
         return timeline_foreseen(program, self.stages(), self.loads)
+
+    def varied(self, program: Program) -> list[Timeline]:
+        """The same if passes vary as they did, a few times."""
+        return timelines_varied(program, self.stages(), self.loads)
 
 
 def line_through(passes: Sequence[Measured]) -> Line:
