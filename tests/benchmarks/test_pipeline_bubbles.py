@@ -8,12 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import pipeline_bubbles
+from benchmarks.pipeline_bubbles import Case
 from tests.plan.costs import SHAPE
 from weft.plan.cut import PartCosts, cut_layers
+from weft.plan.pipeline_window import PipelineOrder
+from weft.plan.program import Backward, Forward, Step
+from weft.run.stage_executor import RankReport, Timed
 
 
 def test_the_toy_measures_every_case_on_every_rank(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(pipeline_bubbles, "JOBS", (2,))
+    cases = Case(1, 2, PipelineOrder.alternating), Case(2, 2)
+    monkeypatch.setattr(pipeline_bubbles, "CASES", cases)
     monkeypatch.setattr(sys, "argv", ["pipeline_bubbles", "--toy", "--json", str(tmp_path / "found.json")])
     pipeline_bubbles.main()
     told = capsys.readouterr().out
@@ -25,8 +30,18 @@ def test_the_toy_measures_every_case_on_every_rank(monkeypatch, capsys, tmp_path
     assert sum(counts) == pipeline_bubbles.TOY.layers
     assert f"Stages of {counts[0]} + {counts[1]} layers; by the profile 16 rows take " in told
     for case in found["cases"]:
-        assert len(case["passes"]) == len(case["measured"]) == len(case["predicted"]) == 2
+        assert (
+            len(case["passes"]) == len(case["measured"]) == len(case["predicted"]) == len(case["even"]) == 2
+        )
         assert all(0 < seconds < case["seconds"] for seconds in case["passes"])
+        assert all(-1e-9 < share < 1 for share in (*case["measured"], *case["predicted"]))
+        assert case["predicted_seconds"] > 0
+        assert all(spread > 0 for spread in case["spread"])
+    assert [bar["kept"] for bar in found["bars"]] == [line.endswith("; kept.") for line in bar_lines(told)]
+
+
+def bar_lines(told):
+    return [line for line in told.splitlines() if line.endswith("kept.")]
 
 
 def test_what_is_not_asked_for_is_as_the_setting_says():
@@ -34,9 +49,18 @@ def test_what_is_not_asked_for_is_as_the_setting_says():
     assert pipeline_bubbles.setting_asked(asked) == pipeline_bubbles.Setting(threads=3)
 
 
-@given(st.floats(0, 0.5), st.floats(0, 0.5))
-def test_ends_of_up_to_half_a_layer_leave_four_stages_within_five_percent(embedding, head):
+@given(st.floats(0, 1 / 7), st.floats(0, 1 / 7))
+def test_ends_of_up_to_a_seventh_of_a_layer_leave_four_stages_within_five_percent(embedding, head):
     layers = pipeline_bubbles.Setting().layers
     costs = PartCosts(embedding, 1.0, head)
     taken = [costs.of(held) for held in cut_layers(replace(SHAPE, layers=layers), 4, costs)]
     assert min(taken) >= 0.95 * max(taken)
+
+
+def test_a_pass_spreads_around_the_mean_of_its_own_kind_and_steps_do_not_count():
+    even = [Timed(Forward(0, 0), 0.0, 1.0), Timed(Backward(0, 0), 1.0, 3.0), Timed(Step("a", 1), 3.0, 9.0)]
+    assert pipeline_bubbles.pass_seconds(RankReport(times=even)) == 3.0
+    assert pipeline_bubbles.pass_spread(RankReport(times=even)) == 0.0
+    uneven = [Timed(Forward(0, 0), 0.0, 0.5), Timed(Forward(1, 0), 1.0, 2.5), *even[1:]]
+    assert pipeline_bubbles.pass_seconds(RankReport(times=uneven)) == 3.0
+    assert pipeline_bubbles.pass_spread(RankReport(times=uneven)) > 0.4
