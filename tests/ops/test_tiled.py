@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops.woven import Case, Job, close, healthy_after, run, truth
+from tests.ops.woven import Case, Job, close, healthy_after, run, truth, values, woven
 from weft.ops import dropout
-from weft.ops.weave import Order
+from weft.ops.tiled import forward
+from weft.ops.weave import Order, Weave, tiling
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -60,6 +61,26 @@ def test_sixty_four_adapters_keep_apart():
 def test_the_order_of_the_frozen_product_does_not_matter(bias, residual):
     case = Case([Job(20, rank=4), Job(9, rank=8)], widths=(24, 8), bias=bias, residual=residual)
     close(run(case, order=Order.after), truth(case))
+
+
+@pytest.mark.parametrize("large", ["residual", "bias"])
+def test_beside_a_residual_or_a_bias_what_a_young_adapter_adds_is_not_rounded_away(large):
+    """The last digit of 2²³ is 1, and the adapter adds a twentieth: most of its traces are in what rounding
+    makes of the frozen product."""
+    case = Case([Job(64, rank=8)], features=64, widths=(256,), gap=0)
+    made = values(case)
+    made.b = {place: b / 20 for place, b in made.b.items()}
+    aboard, group, rows = woven(case, made)
+    weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), Order.before)
+    plain, _ = forward(made.x, made.weight, None, None, weave)
+    added = plain.double() - made.x.double() @ made.weight.double().T
+    assert added.abs().max() < 0.5
+    beside = torch.full_like(plain, 2.0**23)
+    given = (None, beside) if large == "residual" else (beside[0], None)
+    y, _ = forward(made.x, made.weight, *given, weave)
+    seen = y.double() - beside - (plain.double() - added)
+    assert aboard, "the table has addresses of what it holds"
+    assert (seen * added).sum() / (added * added).sum() == pytest.approx(1.0, abs=0.25)
 
 
 @pytest.mark.parametrize("one_read", [False, True])

@@ -83,13 +83,30 @@ def forward(
         if weave.order is Order.fused:
             return fused_y(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
         if weave.order is Order.before:
-            y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
-            up(s_TPR, residual_TN, bias_N, y_TN, weave)
-            return y_TN.addmm_(x_TK, weight_NK.T), s_TPR
+            return _before(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
         weight_KN = weight_NK.T
         y_TN = x_TK @ weight_KN if residual_TN is None else torch.addmm(residual_TN, x_TK, weight_KN)
         up(s_TPR, y_TN, bias_N, y_TN, weave)
         return y_TN, s_TPR
+
+
+def _before(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    residual_TN: Tensor | None,
+    s_TPR: Tensor,
+    weave: Weave,
+) -> Tensor:
+    """The adapters' part is written alone, in its own precision. With a residual, whose last digit is larger
+    than all that a young adapter adds, it would be rounded away."""
+    y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+    up(s_TPR, None, None, y_TN, weave)
+    y_TN.addmm_(x_TK, weight_NK.T)
+    for more in (bias_N, residual_TN):
+        if more is not None:
+            y_TN += more
+    return y_TN
 
 
 def backward(
