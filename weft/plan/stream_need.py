@@ -238,9 +238,9 @@ class StreamCase:
         return self.trainable * step_bytes(self.shape.bytes_per_value) / self.device.bandwidth
 
     def unhidden(self, draft: Draft) -> float:
-        """The share of a round in which the device waits for the host."""
-        seconds = self.seconds(draft)
-        return max(0.0, seconds - compute_seconds(self.rounds(draft.sizes))) / seconds
+        """The share of a round in which the device waits for the host, be it for bytes or to be asked."""
+        seconds, at_once = self.seconds(draft), replace(self, device=replace(self.device, asking=0.0))
+        return max(0.0, seconds - compute_seconds(at_once.rounds(draft.sizes))) / seconds
 
     @cached_property
     def _first(self) -> list[StageRound]:
