@@ -105,16 +105,20 @@ def _from_files(
 
 
 def _for_most(shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int) -> StreamChoice:
-    return for_most(lambda count: _chosen(shape, jobs[:count], place, most), len(jobs))
+    """So that each of the others can train by itself later, if there is such a way."""
 
+    def attempt(count: int, waiting: Sequence[JobShape]) -> StreamChoice | PlanError:
+        company = jobs[:count]
+        tokens = sum(job.batch_tokens for job in company)
+        try:
+            return choose_stream(shape, company, place, most, tokens, waiting=waiting)
+        except PlanError as error:
+            return error
 
-def _chosen(
-    shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int
-) -> StreamChoice | PlanError:
     try:
-        return choose_stream(shape, jobs, place, most, sum(job.batch_tokens for job in jobs))
-    except PlanError as error:
-        return error
+        return for_most(lambda count: attempt(count, jobs[count:]), len(jobs))
+    except PlanError:
+        return for_most(lambda count: attempt(count, ()), len(jobs))
 
 
 def for_most(attempt: Callable[[int], Choice | PlanError], count: int) -> Choice:

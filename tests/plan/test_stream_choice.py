@@ -258,6 +258,25 @@ def test_no_pass_is_faster_than_the_host_asks_for_it():
     assert replace(slow, capacity=50).layer_seconds == quick.layer_seconds
 
 
+def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
+    """With the company's own cut, which keeps all it can on the device, the large job could never train."""
+    company, large = [job("a", 1000), job("b", 1000)], job("c", 100_000, longest=60)
+    device = gpu(ENDS + 5000 + 11 * LAYER)
+    alone = choose_stream(base(8), company, device, 64, 100)
+    both = choose_stream(base(8), company, device, 64, 100, waiting=[large])
+
+    def by_itself(choice):
+        cut = choice.cut
+        case = StreamCase(base(8), (large,), device, 60, 60, cut.travels, cut.offloads)
+        sizes = tuple(stage.stop - stage.start for stage in cut.stages)
+        resident = tuple(stage.resident for stage in cut.stages)
+        return case.fits(Draft(sizes, resident, cut.slots))
+
+    assert (by_itself(alone), by_itself(both)) == (False, True)
+    with pytest.raises(PlanError, match="each of the waiting ones by itself"):
+        choose_stream(base(8), company, device, 64, 100, waiting=[job("d", 3_000_000)])
+
+
 def test_a_base_that_fits_is_not_streamed():
     choice = choose_stream(base(4), [job()], gpu(NEVER), 256, 100)
     assert choice.whole

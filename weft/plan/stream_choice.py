@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryFit, MemoryModel, gib, longest
 from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_need import Draft, StreamCase, StreamDevice
@@ -60,25 +61,40 @@ def choose_stream(
     most: int,
     round_tokens: int,
     ways: Sequence[Way] = WAYS,
+    waiting: Sequence[JobShape] = (),
 ) -> StreamChoice:
-    """Microbatches have at most `most` tokens, a round of all jobs `round_tokens`.
+    """Microbatches have at most `most` tokens, a round of all jobs `round_tokens`. Jobs that are `waiting`
+    will come later, and each must fit by itself.
 
     Whole if it fits so; else the fastest cut and capacity, by the first of the ways unless another is clearly
     faster, or it fits only so. PlanError says what does not fit.
     """
     assert jobs, "there is nothing to train"
     round_tokens = max(round_tokens, longest(jobs))
-    if choice := _whole(shape, jobs, device, most, round_tokens):
+    if choice := _whole(shape, jobs, device, most, round_tokens, waiting):
         return choice
     refuse_jobs(shape, jobs, device, round_tokens)
     by_way = [
         [
-            StreamCase(shape, tuple(jobs), device, round_tokens, capacity, way.travels, way.offloads)
+            StreamCase(
+                shape,
+                tuple(jobs),
+                device,
+                round_tokens,
+                capacity,
+                way.travels,
+                way.offloads,
+                tuple(waiting),
+            )
             for capacity in capacities(longest(jobs), most, round_tokens)
         ]
         for way in ways
     ]
     found = _plainest([best for cases in by_way if (best := search(cases))])
+    if found is None and waiting:
+        raise PlanError(
+            "no way of streaming serves these jobs together and each of the waiting ones by itself"
+        )
     if found is None:
         raise why_not([case for cases in by_way for case in cases])
     case, draft = found.case, found.draft
@@ -110,10 +126,15 @@ def capacities(least: int, most: int, round_tokens: int) -> list[int]:
 
 
 def _whole(
-    shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, most: int, round_tokens: int
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    most: int,
+    round_tokens: int,
+    waiting: Sequence[JobShape],
 ) -> StreamChoice | None:
     memory = _resident(shape, device)
-    if memory.least_bytes(jobs) > device.budget:
+    if any(memory.least_bytes(company) > device.budget for company in (jobs, *([job] for job in waiting))):
         return None
     recompute = memory.recompute(jobs, most)
     capacity = memory.capacity(jobs, most, recompute)

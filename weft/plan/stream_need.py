@@ -84,6 +84,8 @@ class StreamCase:
     capacity: int
     travels: bool
     offloads: bool = False
+    waiting: tuple[JobShape, ...] = ()
+    """Jobs that will come when others have gone: each must find room by itself."""
 
     # -- bytes -------------------------------------------------------------------------------------------
 
@@ -192,9 +194,24 @@ class StreamCase:
         return layers + (self.state_bytes if self.travels else 0) + inputs
 
     def fits(self, draft: Draft) -> bool:
-        return (
-            self.device_bytes(draft) <= self.device.budget
-            and self.host_bytes(draft) <= self.device.host_budget
+        return all(
+            case.device_bytes(draft) <= self.device.budget
+            and case.host_bytes(draft) <= self.device.host_budget
+            for case in (self, *self._alone)
+        )
+
+    @cached_property
+    def _alone(self) -> tuple[StreamCase, ...]:
+        """Every waiting job by itself, by the same cut, its longest sample in a microbatch of its own."""
+        return tuple(
+            replace(
+                self,
+                jobs=(job,),
+                waiting=(),
+                round_tokens=max(job.batch_tokens, job.longest),
+                capacity=max(self.capacity, job.longest),
+            )
+            for job in self.waiting
         )
 
     # -- seconds -----------------------------------------------------------------------------------------
