@@ -292,7 +292,7 @@ def main() -> None:
     print("\n" + table(rows))
     gaps = {name: gap for name in (SAME, RESIDENT) if (gap := loss_gap(rows, name)) is not None}
     for name, gap in gaps.items():
-        print(f'\nlosses of all jobs, in the rounds of both, streamed against "{name}": {gap:.2e} apart at most')
+        print(f'\nlosses of all jobs, in rounds of both, streamed against "{name}": {gap:.2e} apart at most')
     if asked.plot is not None:
         plot(rows, case.size, asked.plot)
     finish(
