@@ -124,13 +124,14 @@ def streamed_row(case: Case, work: Work, how: str) -> Row:
 
 
 def streamed_floor(case: Case, work: Work, made: Streamed) -> float:
-    """Every stage but the last goes forward twice; every streamed byte comes twice, and what Steps need."""
+    """Every stage but the last goes forward twice; every streamed stage comes for each direction unless it is
+    still there, and so does what Steps need."""
     cut = made.choice.cut
     last = cut.stages[-1].stop - cut.stages[-1].start
     arithmetic = floor_seconds(
         case.size, case.rate, work.lengths, work.rank, recomputed=1 - last / case.size.layers
     )
-    return max(arithmetic, (2 * made.streamed_bytes + made.stepped_bytes) / case.link.bandwidth)
+    return max(arithmetic, (made.loaded_bytes + made.stepped_bytes) / case.link.bandwidth)
 
 
 def resident_row(case: Case, work: Work, passes: int | None = None) -> Row:
@@ -242,19 +243,20 @@ def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
 
     streamed = [row for row in rows if row.name == STREAMED and row.measured.seconds]
     streamed.sort(key=lambda row: row.jobs)
-    figure = go.Figure(
-        go.Scatter(
-            x=[row.jobs for row in streamed],
-            y=[row.tokens / (row.measured.seconds or 1.0) for row in streamed],
-            mode="lines+markers",
-        )
-    )
+    speeds = [row.tokens / (row.measured.seconds or 1.0) for row in streamed]
+    figure = go.Figure(go.Scatter(x=[row.jobs for row in streamed], y=speeds, mode="lines+markers"))
+    for row in rows:
+        if row.name == RESIDENT and row.measured.seconds:
+            speed, words = row.tokens / row.measured.seconds, f"all of the base on the GPU, {row.jobs} jobs"
+            figure.add_hline(speed, line_dash="dash", annotation_text=words, annotation_position="top left")
     figure.update_layout(
         title=f"{size.name}, streamed from host memory: tokens per second by jobs",
         xaxis={"title": "jobs", "type": "log", "tickvals": [row.jobs for row in streamed]},
         yaxis={"title": "tokens/s", "rangemode": "tozero"},
+        width=820,
+        height=440,
     )
-    figure.write_html(path)
+    figure.write_html(path, config={"displayModeBar": False})
 
 
 def main() -> None:

@@ -62,8 +62,11 @@ class Streamed:
         self.executor.streamer.waited = Waited()
 
     @property
-    def streamed_bytes(self) -> int:
-        return sum(source.size for source in self.executor.streamed.sources.values())
+    def loaded_bytes(self) -> int:
+        """What comes of the base in a round: stages in the slots are still there where it turns and ends."""
+        sizes = [source.size for _, source in sorted(self.executor.streamed.sources.items())]
+        slots = self.choice.cut.slots
+        return 2 * sum(sizes) - sum(sizes[:slots]) - sum(sizes[len(sizes) - slots :])
 
     @property
     def stepped_bytes(self) -> int:
