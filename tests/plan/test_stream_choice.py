@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
+from operator import ge
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,7 +14,7 @@ from tests.plan.test_check import course
 from weft.errors import HostTooSmall, PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weft.plan.stream_choice import WAYS, StreamChoice, Way, capacities, choose_stream
-from weft.plan.stream_need import Draft, StreamCase, StreamDevice
+from weft.plan.stream_need import Draft, StreamCase, StreamDevice, hungriest
 from weft.plan.stream_ring import PIECE, PIECES, ROUNDS
 from weft.plan.stream_search import plain_drafts
 from weft.plan.stream_window import plan_streamed
@@ -275,6 +276,14 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
     assert (by_itself(alone), by_itself(both)) == (False, True)
     with pytest.raises(PlanError, match="each of the waiting ones by itself"):
         choose_stream(base(8), company, device, 64, 100, waiting=[job("d", 3_000_000)])
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 4)] * 3), max_size=12))
+def test_of_the_jobs_that_wait_only_the_hungriest_are_looked_at(wants):
+    jobs = [JobShape(str(at), 0, at, *want) for at, want in enumerate(wants)]
+    found = {(one.trainable, one.longest, one.batch_tokens) for one in hungriest(jobs)}
+    assert all(any(all(map(ge, most, want)) for most in found) for want in wants)
+    assert not any(one != other and all(map(ge, one, other)) for one in found for other in found)
 
 
 def test_a_base_that_fits_is_not_streamed():

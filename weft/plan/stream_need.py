@@ -6,10 +6,11 @@ All layers are alike; norms and biases, which the shape does not tell apart, are
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import ge
 
 from weft.plan.estimate import GPU_LAUNCH, base_layers
 from weft.plan.memory import MemoryModel
@@ -202,7 +203,7 @@ class StreamCase:
 
     @cached_property
     def _alone(self) -> tuple[StreamCase, ...]:
-        """Every waiting job by itself, by the same cut, its longest sample in a microbatch of its own."""
+        """The waiting jobs by themselves, by the same cut, the longest sample in a microbatch of its own."""
         return tuple(
             replace(
                 self,
@@ -211,7 +212,7 @@ class StreamCase:
                 round_tokens=max(job.batch_tokens, job.longest),
                 capacity=max(self.capacity, job.longest),
             )
-            for job in self.waiting
+            for job in hungriest(self.waiting)
         )
 
     # -- seconds -----------------------------------------------------------------------------------------
@@ -287,6 +288,17 @@ class StreamCase:
             step_bytes=parameters * step_bytes(self.shape.bytes_per_value),
             back_bytes=parameters * back_bytes(self.shape.bytes_per_value),
         )
+
+
+def hungriest(jobs: Iterable[JobShape]) -> list[JobShape]:
+    """Those than which no other wants as much of everything: where each of them fits alone, all do."""
+    wants = {(job.trainable, job.longest, job.batch_tokens): job for job in jobs}
+
+    def outdone(want: tuple[int, int, int]) -> bool:
+        others = (other for other in wants if other != want)
+        return any(all(map(ge, other, want)) for other in others)
+
+    return [job for want, job in wants.items() if not outdone(want)]
 
 
 def layer_bytes(shape: ModelShape) -> int:
