@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 from operator import ge
+from time import perf_counter
 
 import pytest
 from hypothesis import assume, given, settings
@@ -276,6 +277,24 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
     assert (by_itself(alone), by_itself(both)) == (False, True)
     with pytest.raises(PlanError, match="each of the waiting ones by itself"):
         choose_stream(base(8), company, device, 64, 100, waiting=[job("d", 3_000_000)])
+
+
+@pytest.mark.timed
+def test_a_cut_of_eighty_layers_is_found_in_seconds():
+    """A 70B base on a GPU that holds most of it: every way, capacity and number of slots comes close."""
+    widths = {"qo": (8192, 8192), "kv": (8192, 1024), "gu": (8192, 28672), "d": (28672, 8192)}
+    named = [(name, *widths[kind]) for kind in widths for name in kind]
+    sites = tuple(
+        SiteShape(f"model.layers.{layer}.{name}", *sides) for layer in range(80) for name, *sides in named
+    )
+    parameters = sum(site.in_features * site.out_features for site in sites) + 2 * 8192 * 128256
+    shape = ModelShape(80, 8192, 128256, parameters, 2, sites, context=8192)
+    company = [JobShape(str(at), 0, at, 207_000_000, 902, 902) for at in range(8)]
+    device = StreamDevice(budget=138 << 30, host_budget=NEVER, bandwidth=55e9, flops=593e12, slack=2 << 30)
+    began = perf_counter()
+    choice = choose_stream(shape, company, device, 8192, 8 * 902)
+    assert perf_counter() - began < 10
+    assert choice.unhidden < 0.01
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 4)] * 3), max_size=12))

@@ -248,6 +248,10 @@ class StreamCase:
         hidden = slotted_seconds(rounds, draft.resident, draft.slots, self.device.bandwidth)
         return hidden + self.bare_seconds / ROUNDS
 
+    def arithmetic_seconds(self, sizes: Sequence[int]) -> float:
+        """Of a round in such stages, were everything there."""
+        return compute_seconds(self.rounds(sizes))
+
     @cached_property
     def bare_seconds(self) -> float:
         """The Steps at a window's end, which no pass hides."""
@@ -258,7 +262,7 @@ class StreamCase:
     def unhidden(self, draft: Draft) -> float:
         """The share of a round in which the device waits for the host, be it for bytes or to be asked."""
         seconds, at_once = self.seconds(draft), replace(self, device=replace(self.device, asking=0.0))
-        return max(0.0, seconds - compute_seconds(at_once.rounds(draft.sizes))) / seconds
+        return max(0.0, seconds - at_once.arithmetic_seconds(draft.sizes)) / seconds
 
     @cached_property
     def _first(self) -> list[StageRound]:

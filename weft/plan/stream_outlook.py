@@ -24,6 +24,8 @@ from weft.plan.stream_step import Host, StreamPartition, free_bytes, visits
 
 PREFIXES = 4000
 """How many prefixes a search for a cut looks at: several searches must be done in seconds."""
+CUT_STARTS = 2
+"""From how many partitions each of them sets out."""
 CAPACITIES = 3
 """So many token capacities are tried."""
 SEARCHED, LARGEST, SMALLEST = "searched", "largest stages", "smallest stages"
@@ -187,7 +189,7 @@ def _cut(name: str, bed: Bed) -> StreamPartition:
         return largest_stages(bed.costs, host)
     if name == SMALLEST:
         return smallest_stages(bed.costs, host)
-    return stream(bed.costs, host, bed.microbatches, PREFIXES).partition
+    return stream(bed.costs, host, bed.microbatches, PREFIXES, CUT_STARTS).partition
 
 
 def _host(bed: Bed) -> Host:

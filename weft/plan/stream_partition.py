@@ -77,10 +77,17 @@ class _Problem:
         return -min(free_bytes(self.stages(draft), draft.resident, self.host))
 
 
-def stream(layers: Sequence[LayerCost], host: Host, microbatches: int, prefixes: int = PREFIXES) -> Streamed:
-    """The fastest partition found, never slower than `largest_stages` and `smallest_stages`."""
+def stream(
+    layers: Sequence[LayerCost],
+    host: Host,
+    microbatches: int,
+    prefixes: int = PREFIXES,
+    starts: int = STARTS,
+) -> Streamed:
+    """The fastest partition found, never slower than `largest_stages` and `smallest_stages`; descends from so
+    many starts."""
     problem = _Problem(layers, host, microbatches)
-    best = _locally_best(problem)
+    best = _locally_best(problem, starts)
     return _branch_and_bound(problem, best, prefixes)
 
 
@@ -134,10 +141,10 @@ def _why_not(problem: _Problem) -> str:
     )
 
 
-def _locally_best(problem: _Problem) -> _Draft | None:
+def _locally_best(problem: _Problem, starts: int) -> _Draft | None:
     """The best of a few descents; None if nothing that the starts offer fits."""
-    starts = sorted(_starts(problem), key=problem.seconds)
-    descents = [_descend(problem, draft) for draft in starts[:STARTS]]
+    ranked = sorted(_starts(problem), key=problem.seconds)
+    descents = [_descend(problem, draft) for draft in ranked[:starts]]
     best = min(descents, key=problem.seconds, default=None)
     return best if best and problem.seconds(best) < math.inf else None
 

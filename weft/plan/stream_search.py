@@ -7,6 +7,7 @@ Mobius's recurrence, and from its two plain ones; the best of these are then cha
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,11 +24,15 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 SLOTS = range(1, 5)
 STARTS = 4
 """So many of the best drafts are changed bit by bit, and the best of every case and number of slots."""
+QUICK = 16
+"""So many are kept of what is tried without a search."""
 CHANGES = 2000
 """How many changes all descents from them may try, and the last one again: not seconds, since a plan must not
 depend on the clock."""
 PREFIXES = 2000
 """How many prefixes the search of the partition looks at."""
+HIDDEN = 0.005
+"""The share of a round below which waits leave nothing to win for Mobius's partition, which is about them."""
 CLOSE = 1 - 1e-9
 """What is not better by more than rounding is not better."""
 
@@ -46,9 +51,11 @@ def search(cases: Iterable[StreamCase]) -> Found | None:
         return None
     tries = CHANGES // len(starts)
     best = _fastest([_descend(found, tries) for found in starts])
-    partitioned = [_judged(best.case, draft) for draft in _partitioned(best.case)]
-    fitting = [_descend(found, tries) for found in partitioned if found.seconds < math.inf]
-    return _descend(_fastest([best, *fitting]), CHANGES)
+    if best.case.unhidden(best.draft) > HIDDEN:
+        partitioned = [_judged(best.case, draft) for draft in _partitioned(best.case)]
+        fitting = [_descend(found, tries) for found in partitioned if found.seconds < math.inf]
+        best = _fastest([best, *fitting])
+    return _descend(best, CHANGES)
 
 
 def _fastest(found: Sequence[Found]) -> Found:
@@ -62,11 +69,18 @@ def _judged(case: StreamCase, draft: Draft) -> Found:
 
 
 def _quick(case: StreamCase) -> list[Found]:
-    """The best few of what is tried without a search."""
+    """The best few of what is tried without a search. None is faster than its arithmetic, so that most need
+    not be judged at all."""
     drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
-    found = (_judged(case, draft) for draft in drafts)
-    fitting = sorted((one for one in found if one.seconds < math.inf), key=lambda one: one.seconds)
-    return fitting[: 4 * STARTS]
+    fitting = [draft for draft in drafts if case.fits(draft)]
+    least = {sizes: case.arithmetic_seconds(sizes) for sizes in {draft.sizes for draft in fitting}}
+    best: list[Found] = []
+    for draft in sorted(fitting, key=lambda draft: least[draft.sizes]):
+        if len(best) == QUICK and least[draft.sizes] >= best[-1].seconds:
+            break
+        insort(best, _judged(case, draft), key=lambda one: one.seconds)
+        del best[QUICK:]
+    return best
 
 
 def _various(found: Sequence[Found]) -> list[Found]:
@@ -110,7 +124,7 @@ def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Dr
     for ending in ((), (True,)):
         others = len(sizes) - len(ending)
         most = others
-        for phase in sorted({0, others // 2, max(0, others - 1)}):
+        for phase in sorted({0, others // 2}):
             draft = Draft(sizes, (*_bits(others, most, phase), *ending), slots)
             while most and (excess := case.device_bytes(draft) - case.device.budget) > 0:
                 # No stage takes more than the largest does: so many must go at the least.
@@ -145,7 +159,7 @@ def _partitioned(case: StreamCase) -> Iterator[Draft]:
     """What the search for Mobius's recurrence finds; it knows no slots, so residents make room for them."""
     with suppress(PlanError):
         microbatches = math.ceil(case.round_tokens / case.capacity)
-        found = stream(_costs(case), _host(case), microbatches, PREFIXES).partition
+        found = stream(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
         for draft in _drafts(found):
             yield _thinned(case, draft)
 

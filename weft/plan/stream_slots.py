@@ -56,45 +56,41 @@ def slotted_seconds(
     last = len(stages) - 1
     now = link = leaving = began = 0.0
 
-    def come(stage: int, copies: int = 0, inputs: float = 0.0) -> None:
-        """Have the link bring the stage, unless it is there, with so many bytes of copies; and its inputs,
-        which take so many seconds."""
+    def come(stage: int, slot: int, copies: int = 0, inputs: float = 0.0) -> None:
+        """Have the link bring the stage with so many bytes of copies; and its inputs, which take so many
+        seconds."""
         nonlocal link
-        slot, behind = slot_of.get(stage), inputs
+        begins = max(link, freed[slot], home[stage])
+        behind = max(0.0, inputs - max(0.0, begins - max(link, began))) if inputs else 0.0
+        link = begins + (stages[stage].load_bytes + copies) / bandwidth + behind
+        held[slot] = stage
+
+    for stage, one in enumerate(stages):
+        slot, off = slot_of.get(stage), 0.0
+        if one.input_bytes and stage != last:
+            off = leaving = max(leaving, now) + one.input_bytes / bandwidth
         if slot is not None and held[slot] != stage:
-            begins = max(link, freed[slot], home[stage])
-            if inputs:
-                behind = max(0.0, inputs - max(0.0, begins - max(link, began)))
-            link = begins + (stages[stage].load_bytes + copies) / bandwidth
-            held[slot] = stage
-        link += behind
-
-    def step(stage: int) -> None:
-        """Go on to when the stage and what its Step needs are there."""
-        nonlocal now, link, leaving
-        come(stage)
-        link += stages[stage].step_bytes / bandwidth
+            come(stage, slot)
+        link += one.step_bytes / bandwidth
         now = max(now, link)
-        if back := stages[stage].back_bytes:
-            home[stage] = leaving = max(leaving, link) + back / bandwidth
-
-    for stage in range(last):
-        off = 0.0
-        if gone := stages[stage].input_bytes:
-            off = leaving = max(leaving, now) + gone / bandwidth
-        step(stage)
-        now = max(now + stages[stage].forward, off)
-        if stage in slot_of:
-            freed[slot_of[stage]] = now
-    step(last)
+        if one.back_bytes:
+            home[stage] = leaving = max(leaving, link) + one.back_bytes / bandwidth
+        if stage != last:
+            now = max(now + one.forward, off)
+            if slot is not None:
+                freed[slot] = now
     for stage in range(last, -1, -1):
-        inputs = stages[stage].input_bytes / bandwidth
-        come(stage, stages[stage].copy_bytes, inputs)
+        one, slot = stages[stage], slot_of.get(stage)
+        inputs = one.input_bytes / bandwidth
+        if slot is not None and held[slot] != stage:
+            come(stage, slot, one.copy_bytes, inputs)
+        else:
+            link += inputs
         began = now = max(now, link, began + inputs)
-        now += stages[stage].backward + (stages[stage].forward if stage == last else 0.0)
-        leaving = max(leaving, now) + stages[stage].gone_bytes / bandwidth
-        if stage in slot_of:
-            freed[slot_of[stage]] = leaving if stages[stage].gone_bytes else now
+        now += one.backward + (one.forward if stage == last else 0.0)
+        leaving = max(leaving, now) + one.gone_bytes / bandwidth
+        if slot is not None:
+            freed[slot] = leaving if one.gone_bytes else now
     return max(now, leaving)
 
 
