@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.plan.test_check import course
@@ -65,6 +65,7 @@ def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, ranks, room
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 3), st.integers(0, 60), st.sampled_from([1e5, 1e6, 1e7]), st.integers(60, 400))
+@example(2, 58, 1e7, 81)
 def test_no_cut_that_fits_is_much_faster(ranks, room, bandwidth, tokens):
     jobs, layers = [job()], 5
     device = gpu(NEVER, bandwidth=bandwidth)

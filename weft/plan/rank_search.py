@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, permutations
 
 from weft.plan.rank_cut import RanksCut
 from weft.plan.rank_need import RanksCase
@@ -158,7 +158,8 @@ def _descend(found: Found, tries: int) -> Found:
 
 
 def _other_sizes(found: Found) -> Iterator[RanksCut]:
-    """A boundary moved, dropped or added; who stays is then decided anew."""
+    """A boundary moved, dropped or added, or a layer handed to a stage further off; who stays is then decided
+    anew."""
     sizes = [stage.stop - stage.start for stage in found.cut.stages]
     slots = max(1, *found.cut.slots)
     for number, (one, other) in enumerate(pairwise(sizes)):
@@ -170,6 +171,10 @@ def _other_sizes(found: Found) -> Iterator[RanksCut]:
     for number, size in enumerate(sizes):
         for part in range(1, size):
             yield _filled(found.case, [*sizes[:number], part, size - part, *sizes[number + 1 :]], slots)
+    for giver, taker in permutations(range(len(sizes)), 2):
+        if sizes[giver] > 1 and abs(giver - taker) > 1:
+            changes = {giver: sizes[giver] - 1, taker: sizes[taker] + 1}
+            yield _filled(found.case, [changes.get(at, size) for at, size in enumerate(sizes)], slots)
 
 
 def _other_residents(cut: RanksCut) -> Iterator[RanksCut]:
