@@ -23,7 +23,8 @@ from weft.shapes import JobShape, ModelShape
 STREAM_SLACK_BYTES = 2 << 30
 """On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
 ASKING_SECONDS = 4e-3
-"""On a GPU: kernels by the dozen, adapters' among them, each asked for by Python (docs/benchmarks.md)."""
+"""On a GPU: kernels by the dozen, each asked for by Python. An estimate from rounds with microbatches of 4096
+and of 8192 tokens, not measured by itself (docs/benchmarks.md)."""
 STAGING_BYTES = 128 << 20
 """On a host with a GPU: page-locked memory that weights pass through which stay in their files."""
 
