@@ -123,17 +123,20 @@ def captured(step: Callable[[int], object], turns: int) -> torch.cuda.CUDAGraph:
 def microseconds(
     steps: Mapping[str, Callable[[int], object]], turns: int, replays: int = 30
 ) -> dict[str, float]:
-    """The median time of each step; the steps alternate, so that a change of clocks meets them all."""
+    """The median time of each step; the steps alternate, so that a change of clocks meets them all, and take
+    turns in being the first, which finds the device rested."""
     graphs = {name: captured(step, turns) for name, step in steps.items()}
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for graph in graphs.values():
         graph.replay()
-    for _ in range(replays):
+    names = list(graphs)
+    for replay in range(replays):
         marks = {}
-        for name, graph in graphs.items():
+        first = replay % len(names)
+        for name in names[first:] + names[:first]:
             marks[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             marks[name][0].record()
-            graph.replay()
+            graphs[name].replay()
             marks[name][1].record()
         torch.cuda.synchronize()
         for name, (began, ended) in marks.items():
