@@ -24,7 +24,8 @@ from benchmarks.site_floor import Rates, Timed, beside_floors, needs
 from benchmarks.site_plain import plain_steps
 from benchmarks.site_sweep import KERNELS, sweep
 from weft.ops.fused import fused_dx, fused_y
-from weft.ops.tiled_kernels import add_gradients, da_dx, down, ds_db, sum_rows, up
+from weft.ops.tiled_kernels import add_gradients, da_dx, db, down, ds_db, sum_rows, up
+from weft.ops.tiled_kernels import ds as ds_alone
 from weft.ops.weave import Order, orders_for
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -73,6 +74,8 @@ def launches(case: SiteCase) -> dict[str, Callable[[int], object]]:
         "up": lambda turn: up(s, None, None, torch.empty_like(case.dy[turn]), weave),
         "up in place": lambda turn: up(s, case.dy[turn], None, case.dy[turn], weave),
         "ds, dB": lambda turn: ds_db(case.dy[turn], s, weave),
+        "ds": lambda turn: ds_alone(case.dy[turn], weave),
+        "dB": lambda turn: db(case.dy[turn], s, partial_db, weave),
         **_sum_step(case, ds),
         "dA, dx": lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=True),
         "dA": lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=False),

@@ -18,8 +18,9 @@ HALF, FULL = 2, 4
 ROUTES = {
     "before": ("down", "up", "y += xWt", "ds, dB", "dA, dx", "add gradients", "dx += dyW"),
     "fused": ("down", "y fused", "ds, dB", "dA", "add gradients", "dx fused"),
+    "fused, beside": ("down", "y fused", "ds", "dx fused"),
 }
-"""The launches that an order makes of a forward and a backward."""
+"""The launches that an order makes of a forward and a backward, without those beside others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ def needs(company: Company, features: int, outputs: int, shares: int) -> dict[st
         "up": Need(s + b + y, wide),
         "up in place": Need(s + b + 2 * y, wide),
         "ds, dB": Need(y + 2 * s + b + db, 2 * wide),
+        "ds": Need(y + s + b, wide),
+        "dB": Need(y + s + db, wide),
         "sum of ds": Need(shares * FULL * values + s),
         "dA, dx": Need(2 * x + s + a + da, 2 * narrow),
         "dA": Need(x + s + da, narrow),

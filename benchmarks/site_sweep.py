@@ -53,23 +53,15 @@ def _timed(what: str, name: str, case: SiteCase, step_of: Callable[[SiteCase], S
 
 
 def _product_options(forward: bool) -> Iterator[Option]:
-    for columns, chunks, stages, group in (
-        (256, 2, 3, 8),
-        (256, 4, 4, 8),
-        (256, 2, 3, 16),
-        (256, 2, 3, 4),
-        (128, 2, 4, 8),
-        (256, 4, 3, 8),
-        (256, 4, 4, 16),
-    ):
-        name = f"columns {columns} chunks {chunks} stages {stages} group {group}"
-        yield name, partial(_product_step, forward, columns, chunks, stages, group)
+    for columns, stages, group in ((256, 3, 8), (256, 3, 16), (256, 3, 4), (128, 4, 8)):
+        name = f"columns {columns} stages {stages} group {group}"
+        yield name, partial(_product_step, forward, columns, stages, group)
 
 
-def _product_step(forward: bool, columns: int, chunks: int, stages: int, group: int, case: SiteCase) -> Step:
+def _product_step(forward: bool, columns: int, stages: int, group: int, case: SiteCase) -> Step:
     weave = case.weave(Order.fused)
-    blocks = product_blocks(columns, case.group.rank, case.x[0].dtype, weave.tiling.y.programs)
-    blocks = replace(blocks, chunks=chunks, stages=stages, group=group)
+    blocks = product_blocks(columns, case.x[0].dtype, weave.tiling.y.programs)
+    blocks = replace(blocks, stages=stages, group=group)
     weave = replace(weave, tiling=replace(weave.tiling, y=blocks, dx=blocks))
     s = down(case.x[0], weave)
     if forward:

@@ -5,7 +5,7 @@ import torch
 
 from tests.ops.woven import Case, Job, close, healthy_after, run, truth, values, woven
 from weft.ops import dropout
-from weft.ops.weave import Order, orders_for
+from weft.ops.weave import Order, contestants, orders_for
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -19,6 +19,7 @@ CASES = {
     "jobs that cross blocks of rows": Case([Job(140, rank=7), Job(3, rank=16), Job(155, rank=24)]),
     "several pieces": Case([Job(100, rank=4), Job(31, rank=5), Job(70, rank=16)], piece=32),
     "rank 64": Case([Job(70, rank=64), Job(90, rank=33)]),
+    "small ranks beside rank 64": Case([Job(70, rank=64), Job(90, rank=16), Job(33, rank=3)]),
     "an empty segment and an empty slot": Case([Job(0, rank=8), Job(6, rank=8), None, Job(3, rank=2)]),
     "no gap, no padding": Case([Job(128, rank=4), Job(128, rank=6)], gap=0, padding=0),
     "nobody aboard": Case([], padding=140),
@@ -31,15 +32,16 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("order", [Order.fused, Order.fused_beside])
 @pytest.mark.parametrize("drop", [0.0, 0.1])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_equal_plain_autograd_over_one_job_after_another(name, drop):
+def test_values_and_gradients_equal_plain_autograd_over_one_job_after_another(name, drop, order):
     case = CASES[name].dropping(drop)
-    close(run(case, order=Order.fused), truth(case))
+    close(run(case, order=order), truth(case))
 
 
 @pytest.mark.parametrize("rank", [8, 64])
-def test_columns_in_two_chunks_and_in_four_give_the_same_as_plain_autograd(rank):
+def test_wide_blocks_give_the_same_as_plain_autograd(rank):
     case = Case([Job(120, rank=rank), Job(49, rank=5)], widths=(256, 8), features=72).dropping(0.1)
     close(run(case, order=Order.fused, columns=256), truth(case))
 
@@ -70,14 +72,17 @@ def test_an_input_that_needs_no_gradient_gets_none_and_the_adapters_get_theirs()
     close(got, {name: value for name, value in want.items() if name != "dx"})
 
 
+@pytest.mark.parametrize("order", [Order.fused, Order.fused_beside])
 @pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
-def test_a_nan_stays_with_its_owner_though_all_share_a_block_of_rows(poison):
+def test_a_nan_stays_with_its_owner_though_all_share_a_block_of_rows(poison, order):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(128, 8))
-    healthy_after(case.dropping(0.1), poison, Order.fused)
+    healthy_after(case.dropping(0.1), poison, order)
 
 
 def test_a_cpu_allows_only_the_orders_of_the_librarys_product():
     case = Case([Job(20, rank=4)], widths=(128,), features=128)
     made = values(case)
     _, group, _ = woven(case, made)
-    assert orders_for(made.weight.bfloat16(), group, torch.device("cpu")) == (Order.before, Order.after)
+    allowed = orders_for(made.weight.bfloat16(), group, torch.device("cpu"))
+    assert allowed == (Order.before, Order.after, Order.before_beside)
+    assert contestants(made.weight, group, torch.device("cpu")) == (Order.before, Order.before_beside)

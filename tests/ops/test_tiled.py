@@ -58,9 +58,22 @@ def test_sixty_four_adapters_keep_apart():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
-def test_the_order_of_the_frozen_product_does_not_matter(bias, residual):
+@pytest.mark.parametrize("order", [Order.after, Order.before_beside])
+def test_the_order_of_the_frozen_product_does_not_matter(bias, residual, order):
     case = Case([Job(20, rank=4), Job(9, rank=8)], widths=(24, 8), bias=bias, residual=residual)
-    close(run(case, order=Order.after), truth(case))
+    close(run(case, order=order), truth(case))
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.1])
+def test_gradients_beside_the_frozen_product_are_the_same_as_before_it(drop):
+    """Some slots have several pieces, the sums over inputs and outputs are split, ranks are many."""
+    jobs = [Job(150, rank=100), Job(9, rank=8), Job(70, rank=3)]
+    case = Case(jobs, features=520, widths=(648, 520), piece=64).dropping(drop)
+    _, group, rows = woven(case, values(case))
+    chosen = tiling(rows, group, case.features, case.dtype)
+    assert chosen.split > 1
+    assert chosen.ds_split > 1
+    close(run(case, order=Order.before_beside), truth(case))
 
 
 @pytest.mark.parametrize("large", ["residual", "bias"])

@@ -93,7 +93,7 @@ def test_the_fused_product_is_right_in_blocks_of_either_width(rank, drop, column
         bias=True,
         residual=True,
     ).dropping(drop)
-    no_worse_than_plain_torch(run(case, order=Order.fused, columns=columns), case)
+    no_worse_than_plain_torch(run(case, order=Order.fused_beside, columns=columns), case)
 
 
 @hopper
@@ -138,12 +138,25 @@ def test_masks_of_the_fused_backward_are_those_of_the_reference_bit_for_bit():
     assert torch.equal(run(case, order=Order.fused)["dx"][2:502] != 0, kept)
 
 
-def test_a_captured_graph_follows_the_jobs_that_come_and_go():
+class Always:
+    """Choices that are no choice."""
+
+    def __init__(self, order):
+        self.chosen = order
+
+    def order(self, *_):
+        return self.chosen
+
+
+@pytest.mark.parametrize("order", [Order.before, Order.before_beside, Order.fused_beside])
+def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
     before = Case([Job(37, rank=1), Job(300, rank=7)], **BIG, padding=70).dropping(0.1)
     after = Case(
         [None, Job(100, rank=16), Job(3, rank=4), Job(250, rank=9)], **BIG, padding=51, seed=9
     ).dropping(0.2)
     assert before.rows == after.rows
+    if order not in orders_of(before):
+        pytest.skip("not on this device")
     made = values(before)
     _, small, rows = woven(before, made)
     group = Group(small.columns, small.table, rank=16, drops=True)
@@ -151,7 +164,7 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go():
     anchor = torch.zeros((), device="cuda", requires_grad=True)
 
     def step():
-        y = woven_linear(x, made.weight, None, None, anchor, group, rows, True)
+        y = woven_linear(x, made.weight, None, None, anchor, group, rows, True, Always(order))
         return y, *torch.autograd.grad(y, [x], dy)
 
     stream = torch.cuda.Stream()

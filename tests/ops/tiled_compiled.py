@@ -101,7 +101,7 @@ def fused(rank, columns, drops):
     )
     made = values(case)
     _, group, rows = woven(case, made)
-    blocks = product_blocks(columns, rank, case.dtype, programs=132)
+    blocks = product_blocks(columns, case.dtype, programs=132)
     chosen = replace(tiling(rows, group, case.features, case.dtype), y=blocks, dx=blocks)
     weave = Weave(group, rows, True, chosen, Order.fused)
     _, s = forward(made.x, made.weight, made.bias, made.residual, weave)

@@ -234,7 +234,7 @@ def run(
             chosen = tiling(rows, group, case.features, case.dtype)
             chosen = chosen if one_read is None else replace(chosen, one_read=one_read)
             if columns is not None:
-                blocks = product_blocks(columns, group.rank, case.dtype, chosen.y.programs)
+                blocks = product_blocks(columns, case.dtype, chosen.y.programs)
                 chosen = replace(chosen, y=blocks, dx=blocks)
             weave = Weave(group, rows, training, chosen, order or Order.before)
             y, s = forward(made.x, made.weight, made.bias, made.residual, weave)

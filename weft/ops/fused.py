@@ -51,15 +51,15 @@ def _launch(
 
     from weft.ops.triton import product
 
-    chunk = [BLOCK, blocks.columns // blocks.chunks]
+    half = [BLOCK, blocks.columns // 2]
     right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
     table, (rows, outputs) = weave.group.table, target.shape
     tiles = -(-rows // BLOCK) * -(-outputs // blocks.columns)
     product.product[(min(tiles, blocks.programs),)](
         TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
         TensorDescriptor.from_tensor(weight_NK, right),
-        None if residual is None else TensorDescriptor.from_tensor(residual, chunk),
-        TensorDescriptor.from_tensor(target, chunk),
+        None if residual is None else TensorDescriptor.from_tensor(residual, half),
+        TensorDescriptor.from_tensor(target, half),
         bias_N,
         s_TPR,
         weave.rows.runs_U3,
@@ -82,7 +82,6 @@ def _launch(
         M=BLOCK,
         C=blocks.columns,
         D=blocks.inner,
-        CHUNKS=blocks.chunks,
         GROUP=blocks.group,
         DROPS=backward and weave.group.drops and weave.training,
         ALIGNMENT=alignment(left, weave),

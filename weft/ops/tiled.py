@@ -15,11 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.ops.aside import Aside
 from weft.ops.choice import Choices
 from weft.ops.fused import fused_dx, fused_y
 from weft.ops.rows import Rows
 from weft.ops.table import Group
-from weft.ops.tiled_kernels import add_gradients, da_dx, down, ds_db, up
+from weft.ops.tiled_kernels import (
+    add_gradients,
+    da,
+    da_dx,
+    db,
+    down,
+    ds,
+    ds_db,
+    dx_part,
+    room_for_da,
+    room_for_db,
+    up,
+)
 from weft.ops.weave import Order, Weave, contestants, tiling
 
 
@@ -80,9 +93,9 @@ def forward(
     with torch.cuda.device_of(x_TK):
         s_TPR = down(x_TK, weave)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
-        if weave.order is Order.fused:
+        if weave.order.fuses:
             return fused_y(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
-        if weave.order is Order.before:
+        if weave.order is not Order.after:
             return _before(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
         weight_KN = weight_NK.T
         y_TN = x_TK @ weight_KN if residual_TN is None else torch.addmm(residual_TN, x_TK, weight_KN)
@@ -114,10 +127,27 @@ def backward(
 ) -> Tensor | None:
     """dx, if wanted; dA and dB are added to the jobs' accumulators."""
     with torch.cuda.device_of(x_TK):
+        if wants_dx and weave.order.beside:
+            return _gradients_beside(dy_TN, x_TK, weight_NK, s_TPR, weave)
         ds_TPR, partial_db_QRN = ds_db(dy_TN, s_TPR, weave)
-        fused = weave.order is Order.fused
+        fused = weave.order.fuses
         dx_TK, partial_da_QPRK = da_dx(x_TK, ds_TPR, weave, wants_dx and not fused)
         add_gradients(partial_da_QPRK, partial_db_QRN, weave)
         if fused and wants_dx:
             return fused_dx(dy_TN, weight_NK, ds_TPR, weave)
         return None if dx_TK is None else dx_TK.addmm_(dy_TN, weight_NK)
+
+
+def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave) -> Tensor:
+    """dx needs nothing but ds; dA and dB are made while the frozen product is."""
+    ds_TPR = ds(dy_TN, weave)
+    partial_da_QPRK, partial_db_QRN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
+    dx_TK = None if weave.order.fuses else dx_part(x_TK, ds_TPR, weave)
+    aside = Aside(x_TK.device)
+    # The product first: what comes aside takes the room that it leaves.
+    dx_TK = fused_dx(dy_TN, weight_NK, ds_TPR, weave) if dx_TK is None else dx_TK.addmm_(dy_TN, weight_NK)
+    with aside.done():
+        db(dy_TN, s_TPR, partial_db_QRN, weave)
+        da(x_TK, ds_TPR, partial_da_QPRK, weave)
+        add_gradients(partial_da_QPRK, partial_db_QRN, weave)
+    return dx_TK

@@ -108,15 +108,36 @@ def up(s_TPR: Tensor, residual_TN: Tensor | None, bias_N: Tensor | None, y_TN: T
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
     """ds = factor · dyBᵀ, and the shares of dB of slots with several pieces; other dB are added at once."""
+    partial_db_QRN = room_for_db(dy_TN, weave)
+    if not weave.tiling.one_read:
+        db(dy_TN, s_TPR, partial_db_QRN, weave)
+        return ds(dy_TN, weave), partial_db_QRN
+    blocks = weave.blocks(weave.tiling.ds_db.columns)
+    ds_TPR = torch.empty_like(s_TPR)
+    partial_ds_CTR = dy_TN.new_empty(sum(blocks), len(dy_TN), weave.ranks, dtype=torch.float32)
+    _launch_ds_db(dy_TN, s_TPR, partial_ds_CTR, partial_db_QRN, weave)
+    sum_rows(partial_ds_CTR, ds_TPR, blocks, weave)
+    return ds_TPR, partial_db_QRN
+
+
+def room_for_db(dy_TN: Tensor, weave: Weave) -> Tensor:
+    """For the shares of dB of slots with several pieces."""
+    return dy_TN.new_empty(weave.rows.partials, weave.ranks, dy_TN.shape[1], dtype=torch.float32)
+
+
+def db(dy_TN: Tensor, s_TPR: Tensor, partial_db_QRN: Tensor, weave: Weave) -> None:
+    """dB alone: added at once, or its shares written."""
+    _launch_ds_db(dy_TN, s_TPR, None, partial_db_QRN, weave)
+
+
+def _launch_ds_db(
+    dy_TN: Tensor, s_TPR: Tensor, partial_ds_CTR: Tensor | None, partial_db_QRN: Tensor, weave: Weave
+) -> None:
     from weft.ops.triton import site_gradients
 
-    (rows, outputs), launch, table = dy_TN.shape, weave.tiling.ds_db, weave.group.table
-    blocks = weave.blocks(launch.columns)
-    ds_TPR = torch.empty_like(s_TPR)
-    partial_db_QRN = dy_TN.new_empty(weave.rows.partials, weave.ranks, outputs, dtype=torch.float32)
-    shares = sum(blocks) if weave.tiling.one_read else 0
-    partial_ds_CTR = dy_TN.new_empty(shares, rows, weave.ranks, dtype=torch.float32)
-    site_gradients.ds_db[(sum(blocks), len(weave.rows.pieces_Q4))](
+    (rows, outputs), tiling, table = dy_TN.shape, weave.tiling, weave.group.table
+    launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
+    site_gradients.ds_db[(sum(weave.blocks(launch.columns)), len(weave.rows.pieces_Q4))](
         dy_TN,
         s_TPR,
         partial_ds_CTR,
@@ -132,57 +153,79 @@ def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
         R=weave.ranks,
         M=launch.rows,
         C=launch.columns,
-        DS=weave.tiling.one_read,
+        DS=partial_ds_CTR is not None,
         ALIGNMENT=alignment(s_TPR, weave),
         PRECISION=precision(s_TPR),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    if weave.tiling.one_read:
-        sum_rows(partial_ds_CTR, ds_TPR, blocks, weave)
-    else:
-        _ds_alone(dy_TN, ds_TPR, weave)
-    return ds_TPR, partial_db_QRN
 
 
-def _ds_alone(dy_TN: Tensor, ds_TPR: Tensor, weave: Weave) -> None:
+def ds(dy_TN: Tensor, weave: Weave) -> Tensor:
+    """ds = factor · dyBᵀ alone."""
     from weft.ops.triton import site_gradients
 
-    launch, table = weave.tiling.down, weave.group.table
-    site_gradients.ds_alone[(len(weave.rows.tiles_G3), weave.parts)](
+    launch, split, table = weave.tiling.down, weave.tiling.ds_split, weave.group.table
+    (rows, outputs), ranks = dy_TN.shape, weave.ranks
+    ds_TPR = dy_TN.new_empty(rows, weave.parts * ranks)
+    partial = ds_TPR
+    if split > 1:
+        partial = dy_TN.new_empty(weave.parts * split, rows, ranks, dtype=torch.float32)
+    site_gradients.ds_alone[(len(weave.rows.tiles_G3), split, weave.parts)](
         dy_TN,
         ds_TPR,
+        partial,
         weave.rows.tiles_G3,
         table.address_PS4,
         table.factor_PS2,
         table.rank_PS,
         int(not weave.training),
-        dy_TN.shape[1],
+        rows,
+        outputs,
         COLUMNS=weave.columns,
         S=weave.slots,
         P=weave.parts,
-        R=weave.ranks,
+        R=ranks,
         M=weave.rows.tile,
         C=launch.columns,
+        SPLIT=split > 1,
         ALIGNMENT=alignment(dy_TN, weave),
         PRECISION=precision(dy_TN),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
+    if split > 1:
+        sum_rows(partial, ds_TPR, [split] * weave.parts, weave)
+    return ds_TPR
 
 
 def da_dx(x_TK: Tensor, ds_TPR: Tensor, weave: Weave, wants_dx: bool) -> tuple[Tensor | None, Tensor]:
     """The adapters' part of dx, if wanted, and the shares of dA of slots with several pieces."""
-    dx_TK = torch.empty_like(x_TK) if wants_dx else None
-    shape = weave.rows.partials, weave.parts, weave.ranks, x_TK.shape[1]
-    partial_da_QPRK = x_TK.new_empty(shape, dtype=torch.float32)
-    if weave.together == weave.parts:
+    partial_da_QPRK = room_for_da(x_TK, weave)
+    if wants_dx and weave.together == weave.parts:
+        dx_TK = torch.empty_like(x_TK)
         _launch_da_dx(x_TK, ds_TPR, dx_TK, partial_da_QPRK, weave, weave.parts)
-    else:
-        _launch_da_dx(x_TK, ds_TPR, None, partial_da_QPRK, weave, 1)
-        if dx_TK is not None:
-            _launch_da_dx(x_TK, ds_TPR, dx_TK, None, weave, weave.parts)
-    return dx_TK, partial_da_QPRK
+        return dx_TK, partial_da_QPRK
+    da(x_TK, ds_TPR, partial_da_QPRK, weave)
+    return dx_part(x_TK, ds_TPR, weave) if wants_dx else None, partial_da_QPRK
+
+
+def room_for_da(x_TK: Tensor, weave: Weave) -> Tensor:
+    """For the shares of dA of slots with several pieces."""
+    shape = weave.rows.partials, weave.parts, weave.ranks, x_TK.shape[1]
+    return x_TK.new_empty(shape, dtype=torch.float32)
+
+
+def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> None:
+    """dA alone: added at once, or its shares written."""
+    _launch_da_dx(x_TK, ds_TPR, None, partial_da_QPRK, weave, weave.together)
+
+
+def dx_part(x_TK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
+    """The adapters' part of dx alone."""
+    dx_TK = torch.empty_like(x_TK)
+    _launch_da_dx(x_TK, ds_TPR, dx_TK, None, weave, weave.parts)
+    return dx_TK
 
 
 def _launch_da_dx(

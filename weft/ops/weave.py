@@ -21,8 +21,10 @@ TOGETHER_RANKS = 256
 """So many ranks of all parts fit a program's registers; above, each part has programs of its own."""
 LARGE_SHARED_MEMORY = 160 << 10
 """Bytes; what the blocks for 16 bits were measured with."""
-PROGRAMS = 256
-"""How many programs keep a large GPU's memory busy; the sum over K is split to come near."""
+PROGRAMS = 128
+"""How many programs keep a large GPU's memory busy; sums over many columns are split to come near."""
+MASKING_PROGRAMS = 512
+"""The same where masks are drawn, which keeps them waiting for arithmetic."""
 FUSED_RANKS = 64
 """Above so many ranks of a part the fused product has no registers for them."""
 FUSED_SHARED_MEMORY = 227 << 10
@@ -35,11 +37,22 @@ FUSED_COLUMNS = 128
 
 class Order(StrEnum):
     """Whether the adapters' part is written before the frozen product is added to it, added after it, or
-    added within it, before it is written."""
+    added within it, before it is written; and whether dA and dB are made beside the product of the backward,
+    which costs a second read of dy, or before it."""
 
     before = "before"
     after = "after"
     fused = "fused"
+    before_beside = "before, beside"
+    fused_beside = "fused, beside"
+
+    @property
+    def fuses(self) -> bool:
+        return self in (Order.fused, Order.fused_beside)
+
+    @property
+    def beside(self) -> bool:
+        return self in (Order.before_beside, Order.fused_beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +72,6 @@ class Blocks:
 
     columns: int
     inner: int
-    chunks: int
-    """The columns are finished in so many chunks, so that the adapters' products find registers."""
     stages: int
     programs: int
     group: int = 8
@@ -73,11 +84,15 @@ class Tiling:
     down: Launch
     up: Launch
     ds_db: Launch
+    db: Launch
+    """Of dB alone: small enough to find room beside a product."""
     da_dx: Launch
     y: Blocks
     dx: Blocks
     split: int
     """Programs that share the sum over K of one tile."""
+    ds_split: int
+    """The same for ds alone, over the outputs of a part."""
     one_read: bool
     """Whether ds and dB come from one read of dy."""
 
@@ -131,17 +146,25 @@ def parts_together(group: Group) -> int:
 def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
     """Blocks that fit the registers and the shared memory of the device."""
     count, device = len(rows.token_index_T), rows.buffer.device
-    y = _blocks(count, group.columns, group.rank, dtype, device)
-    dx = _blocks(count, ((0, features),), group.rank, dtype, device)
+    y = _blocks(count, group.columns, dtype, device)
+    dx = _blocks(count, ((0, features),), dtype, device)
     chosen = _for_16_bits(group, y, dx) if dtype.itemsize == 2 else _for_32_bits(group, y, dx)
     if dtype.itemsize == 2 and _shared_memory(rows.buffer.device) < LARGE_SHARED_MEMORY:
         chosen = _lean(chosen)
-    tiles = -(-count // rows.tile)
-    split = max(1, min(PROGRAMS // tiles, features // (4 * chosen.down.columns)))
+    tiles, narrowest = -(-count // rows.tile), min(high - low for low, high in group.columns)
+    programs = MASKING_PROGRAMS if group.drops else PROGRAMS
+    split = _split(programs // tiles, features, chosen.down)
+    ds_split = _split(PROGRAMS // (tiles * len(group.columns)), narrowest, chosen.down)
     if dtype.itemsize == 2 and _crowded(rows, group, chosen.ds_db, device):
         chosen = replace(chosen, ds_db=replace(chosen.ds_db, stages=2))
-    # A power of two, so that few kernels are compiled.
-    return replace(chosen, split=1 << split.bit_length() - 1)
+    return replace(chosen, split=split, ds_split=ds_split)
+
+
+def _split(wanted: int, width: int, launch: Launch) -> int:
+    """In how many shares a sum over so many columns is made: a power of two, so that few kernels are
+    compiled."""
+    most = max(1, min(wanted, width // (4 * launch.columns)))
+    return 1 << most.bit_length() - 1
 
 
 def _crowded(rows: Rows, group: Group, launch: Launch, device: torch.device) -> bool:
@@ -160,16 +183,19 @@ def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[O
         and _in_whole_rows(weight_NK)
         and _has_copy_engines(device)
     )
-    always = Order.before, Order.after
-    return (*always, Order.fused) if allowed else always
+    always = Order.before, Order.after, Order.before_beside
+    return (*always, Order.fused, Order.fused_beside) if allowed else always
 
 
 def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
     """The orders that can win; the first needs no trial to be a good choice.
 
-    `after` was behind `before` at every shape that was measured (docs/benchmarks.md).
+    Of the others, `after` was behind `before` at every shape that was measured, and `before_beside` behind
+    `fused_beside` (docs/benchmarks.md).
     """
-    return tuple(order for order in orders_for(weight_NK, group, device) if order is not Order.after)
+    allowed = orders_for(weight_NK, group, device)
+    beside = Order.fused_beside if Order.fused in allowed else Order.before_beside
+    return tuple(order for order in allowed if order in (Order.before, Order.fused, beside))
 
 
 def _in_whole_rows(weight_NK: Tensor) -> bool:
@@ -187,27 +213,29 @@ def _has_copy_engines(device: torch.device) -> bool:
 
 
 def _blocks(
-    rows: int, columns: tuple[tuple[int, int], ...], rank: int, dtype: torch.dtype, device: torch.device
+    rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> Blocks:
     """Of the widths that no part straddles, the one that the rounds of programs take the least time with."""
     programs = _programs(device)
-    outputs = columns[-1][1]
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
-    def time(width: int) -> int:
-        rounds = -(-(-(-rows // BLOCK) * -(-outputs // width)) // programs)
-        return rounds * (width + BESIDE_COLUMNS)
+    def blocks(width: int) -> int:
+        return -(-rows // BLOCK) * -(-columns[-1][1] // width)
 
-    return product_blocks(min(fitting, key=time), rank, dtype, programs)
+    def rounds(width: int) -> int:
+        return -(-blocks(width) // programs)
+
+    width = min(fitting, key=lambda width: rounds(width) * (width + BESIDE_COLUMNS))
+    # No more programs than the rounds need: the multiprocessors that are left are for what runs beside.
+    return product_blocks(width, dtype, -(-blocks(width) // max(1, rounds(width))))
 
 
-def product_blocks(columns: int, rank: int, dtype: torch.dtype, programs: int) -> Blocks:
+def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> Blocks:
     """Blocks of so many columns that fit the registers and the shared memory."""
     wide = columns == 256
     return Blocks(
         columns=columns,
         inner=128 // dtype.itemsize,
-        chunks=4 if wide and rank > 32 else 2,
         stages=3 if wide else 4,
         programs=programs,
     )
@@ -227,19 +255,19 @@ def _for_16_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
     da_dx = Launch(128, warps=8, stages=3) if span <= 64 else Launch(64, warps=8, stages=2)
     if together < len(group.columns):
         da_dx = Launch(64, warps=8, stages=1)
-    ds_db = (
-        Launch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
-        if few
-        else Launch(64, warps=8, stages=2)
-    )
+    many = Launch(64, warps=8, stages=2)
+    ds_db = Launch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
+    db = Launch(128, warps=4, stages=2) if rank <= 32 else Launch(128, warps=8, stages=3)
     return Tiling(
-        down=Launch(columns, warps=4, stages=4) if span <= 64 else Launch(64, warps=8, stages=2),
+        down=Launch(columns, warps=4, stages=3 if group.drops else 4) if span <= 64 else many,
         up=Launch(128 if few else 64, warps=4, stages=1),
-        ds_db=ds_db,
+        ds_db=ds_db if few else many,
+        db=db if few else many,
         da_dx=da_dx,
         y=y,
         dx=dx,
         split=1,
+        ds_split=1,
         one_read=rank <= ONE_READ_RANKS,
     )
 
@@ -250,8 +278,14 @@ def _lean(tiling: Tiling) -> Tiling:
     def lean(launch: Launch) -> Launch:
         return replace(launch, columns=launch.columns // 2, stages=min(2, launch.stages))
 
-    down, up, ds_db, da_dx = (lean(launch) for launch in (tiling.down, tiling.up, tiling.ds_db, tiling.da_dx))
-    return replace(tiling, down=down, up=up, ds_db=ds_db, da_dx=da_dx)
+    return replace(
+        tiling,
+        down=lean(tiling.down),
+        up=lean(tiling.up),
+        ds_db=lean(tiling.ds_db),
+        db=lean(tiling.db),
+        da_dx=lean(tiling.da_dx),
+    )
 
 
 def _shared_memory(device: torch.device) -> int:
@@ -265,4 +299,4 @@ def _for_32_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
     """Exact float32 has no tensor core: operands live in registers, so the blocks are small."""
     launch = Launch(32, warps=8, stages=1, rows=32)
     one_read = rank_block(group.rank) <= ONE_READ_RANKS
-    return Tiling(launch, launch, launch, launch, y, dx, split=1, one_read=one_read)
+    return Tiling(launch, launch, launch, launch, launch, y, dx, split=1, ds_split=1, one_read=one_read)

@@ -65,6 +65,48 @@ def product_by_warps(s_MR, weight_RH, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def added_by(
+    s,
+    key,
+    token_index,
+    weight,
+    ranks,
+    threshold,
+    crc,
+    slot,
+    part,
+    row_M,
+    column_H,
+    low,
+    high,
+    T,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`added` for a slot that has at most OWN ranks."""
+    r_R = tl.arange(0, OWN)
+    weight_RH = tl.load(
+        weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
+        mask=(r_R < ranks)[:, None] & (column_H < high)[None, :],
+        other=0.0,
+    )
+    s_at_MR = row_M.to(tl.int64)[:, None] * (P * R) + part * R + r_R[None, :]
+    s_MR = tl.load(s + s_at_MR, mask=(row_M < T)[:, None], other=0.0)
+    added_MH = product_by_warps(s_MR, weight_RH, PRECISION)
+    if DROPS:
+        token_M = tl.load(token_index + row_M, mask=row_M < T, other=0)
+        drawn = site_key(key, crc, slot, part)
+        row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(column_H, drawn)[None, :]
+        kept_MH = kept(row_M1, column_1H, tl.load(threshold + part * S + slot))
+        added_MH = tl.where(kept_MH, added_MH, 0.0)
+    return added_MH
+
+
+@triton.jit
 def added(
     s,
     key,
@@ -88,25 +130,22 @@ def added(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What a slot's B (WHICH 1) or A (WHICH 0) of a part adds, as if all rows were the slot's."""
-    entry = part * S + slot
-    r_R = tl.arange(0, R)
-    owned_R = r_R < tl.load(rank + entry)
-    weight = matrix(address, entry, WHICH, s.dtype.element_ty, ALIGNMENT)
-    weight_RH = tl.load(
-        weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
-        mask=owned_R[:, None] & (column_H < high)[None, :],
-        other=0.0,
-    )
-    s_at_MR = row_M.to(tl.int64)[:, None] * (P * R) + part * R + r_R[None, :]
-    s_MR = tl.load(s + s_at_MR, mask=(row_M < T)[:, None], other=0.0)
-    added_MH = product_by_warps(s_MR, weight_RH, PRECISION)
-    if DROPS:
-        token_M = tl.load(token_index + row_M, mask=row_M < T, other=0)
-        drawn = site_key(key, crc, slot, part)
-        row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(column_H, drawn)[None, :]
-        kept_MH = kept(row_M1, column_1H, tl.load(threshold + entry))
-        added_MH = tl.where(kept_MH, added_MH, 0.0)
+    """What a slot's B (WHICH 1) or A (WHICH 0) of a part adds, as if all rows were the slot's.
+
+    Beside much larger neighbours the small ranks have a way of their own.
+    """
+    ranks = tl.load(rank + part * S + slot)
+    weight = matrix(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
+    if R > 32 and ranks <= 16:
+        added_MH = added_by(
+            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, column_H, low, high,
+            T, S, P, 16, R, DROPS, PRECISION,
+        )  # fmt: skip
+    else:
+        added_MH = added_by(
+            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, column_H, low, high,
+            T, S, P, R, R, DROPS, PRECISION,
+        )  # fmt: skip
     return added_MH
 
 
@@ -137,7 +176,6 @@ def product(
     M: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
-    CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
     DROPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -148,7 +186,7 @@ def product(
     Forward: right is W [N, K], the adapters add sB of the part that the columns belong to. Backward: right is
     W as [K, N], and the adapters add the dropped ds · A of all parts.
     """
-    H: tl.constexpr = C // CHUNKS
+    H: tl.constexpr = C // 2
     PARTS: tl.constexpr = P if BACKWARD else 1
     PARTED: tl.constexpr = 1 if BACKWARD else P
     row_blocks = tl.cdiv(T, M)
@@ -165,12 +203,11 @@ def product(
         first = tl.load(edges + row_block) * PARTS
         end = tl.load(edges + row_block + 1) * PARTS
         sums = halves(sum_MC)
-        if CHUNKS == 4:
-            sums = halves(sums[0]) + halves(sums[1])
-        for chunk in tl.static_range(CHUNKS):
-            column = column_block * C + chunk * H
+        # One after the other, so that the adapters' products find registers.
+        for half in tl.static_range(2):
+            column = column_block * C + half * H
             n_H = column + tl.arange(0, H)
-            y_MH = sums[chunk]
+            y_MH = sums[half]
             if residual is not None:
                 y_MH += residual.load([row_block * M, column]).to(tl.float32)
             if bias is not None:

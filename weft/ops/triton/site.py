@@ -70,16 +70,20 @@ def down(
                 tl.store(s + at_MR, zero_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
         return
     weights = ()
+    owned = ()
     keys = ()
     row_factors = ()
+    thresholds = ()
     for i in tl.static_range(TOGETHER):
         entry = (first + i) * S + slot
         a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
         weights = weights + (a + r_R[:, None] * K,)  # noqa: RUF005
+        owned = owned + (r_R < tl.load(rank + entry),)  # noqa: RUF005
         if DROPS:
             token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
             keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
             row_factors = row_factors + (row_factor(token_M, keys[i]),)  # noqa: RUF005
+            thresholds = thresholds + (tl.load(threshold + entry),)  # noqa: RUF005
     share = (K + splits * C - 1) // (splits * C) * C
     low = split * share
     x_M = x + row_M.to(tl.int64) * K
@@ -90,13 +94,11 @@ def down(
         x_MC = tl.load(x_M[:, None] + k_C[None, :], mask=inside_M[:, None] & inside_C[None, :], other=0.0)
         longer = ()
         for i in tl.static_range(TOGETHER):
-            entry = (first + i) * S + slot
-            owned_R = r_R < tl.load(rank + entry)
-            a_RC = tl.load(weights[i] + k_C[None, :], mask=owned_R[:, None] & inside_C[None, :], other=0.0)
+            a_RC = tl.load(weights[i] + k_C[None, :], mask=owned[i][:, None] & inside_C[None, :], other=0.0)
             dropped_MC = x_MC
             if DROPS:
                 column_C = column_factor(k_C, keys[i])
-                kept_MC = kept(row_factors[i][:, None], column_C[None, :], tl.load(threshold + entry))
+                kept_MC = kept(row_factors[i][:, None], column_C[None, :], thresholds[i])
                 dropped_MC = tl.where(kept_MC, x_MC, 0.0)
             sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)
             longer = longer + (sum_MR,)  # noqa: RUF005
@@ -104,8 +106,7 @@ def down(
     for i in tl.static_range(TOGETHER):
         entry = (first + i) * S + slot
         if not SPLIT:
-            owned_R = r_R < tl.load(rank + entry)
-            s_MR = tl.where(owned_R[None, :], sums[i] * tl.load(factor + entry * 2 + evaluating), 0.0)
+            s_MR = tl.where(owned[i][None, :], sums[i] * tl.load(factor + entry * 2 + evaluating), 0.0)
             at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
             tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
         else:

@@ -131,15 +131,17 @@ def ds_db(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["evaluating"])
+@triton.jit(do_not_specialize=["evaluating", "T"])
 def ds_alone(
     dy,
     ds,
+    partial,
     tiles,
     address,
     factor,
     rank,
     evaluating,
+    T,
     N,
     COLUMNS: tl.constexpr,
     S: tl.constexpr,
@@ -147,12 +149,14 @@ def ds_alone(
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    SPLIT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """ds = factor · dyBᵀ of a tile and a part: for ranks whose shares would be larger than dy itself."""
+    """ds = factor · dyBᵀ of a tile and a part, without dB; with SPLIT a share of the sum."""
     tile = tl.program_id(0)
-    part = tl.program_id(1)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    part = tl.program_id(2)
     low = 0
     high = 0
     for p in tl.static_range(P):
@@ -166,24 +170,34 @@ def ds_alone(
     row_M = (start + tl.arange(0, M)).to(tl.int64)
     inside_M = row_M < stop
     r_R = tl.arange(0, R)
-    ds_MR = tl.full((M, R), 0.0, tl.float32)
-    if slot >= 0:
-        entry = part * S + slot
-        owned_R = r_R < tl.load(rank + entry)
-        b_R = matrix(address, entry, 1, dy.dtype.element_ty, ALIGNMENT) + r_R * (high - low)
-        for n in range(0, high - low, C):
-            n_C = n + tl.arange(0, C)
-            inside_C = n_C < high - low
-            dy_MC = tl.load(
-                dy + row_M[:, None] * N + (low + n_C)[None, :],
-                mask=inside_M[:, None] & inside_C[None, :],
-                other=0.0,
-            )
-            b_RC = tl.load(b_R[:, None] + n_C[None, :], mask=owned_R[:, None] & inside_C[None, :], other=0.0)
-            ds_MR = tl.dot(dy_MC, tl.trans(b_RC), ds_MR, input_precision=PRECISION)
-        ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
     at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
-    tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
+    ds_MR = tl.full((M, R), 0.0, tl.float32)
+    if slot < 0:
+        if not SPLIT:
+            tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
+        return
+    entry = part * S + slot
+    ranks = tl.load(rank + entry)
+    owned_R = r_R < ranks
+    b_R = matrix(address, entry, 1, dy.dtype.element_ty, ALIGNMENT) + r_R * (high - low)
+    share = (high - low + splits * C - 1) // (splits * C) * C
+    for n in range(split * share, tl.minimum((split + 1) * share, high - low), C):
+        n_C = n + tl.arange(0, C)
+        inside_C = n_C < high - low
+        dy_MC = tl.load(
+            dy + row_M[:, None] * N + (low + n_C)[None, :],
+            mask=inside_M[:, None] & inside_C[None, :],
+            other=0.0,
+        )
+        b_RC = tl.load(b_R[:, None] + n_C[None, :], mask=owned_R[:, None] & inside_C[None, :], other=0.0)
+        ds_MR = tl.dot(dy_MC, tl.trans(b_RC), ds_MR, input_precision=PRECISION)
+    if SPLIT:
+        share_M = (part * splits + split).to(tl.int64) * T + row_M
+        stored_MR = inside_M[:, None] & in_eights(r_R, ranks)[None, :]
+        tl.store(partial + share_M[:, None] * R + r_R[None, :], ds_MR, mask=stored_MR)
+    else:
+        ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
+        tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
 
 
 @triton.jit
