@@ -107,7 +107,7 @@ def make_ready(
             order=place,
             trainable=kind.layout(spec.adapter, shape.sites).size,
             longest=int(max(lengths)),
-            batch_tokens=_largest_batch(data.train, spec.batch_size),
+            batch_tokens=data.train.largest_batch(spec.batch_size),
         ),
         evaluate_at=_every(spec.eval.every if spec.eval else None, steps),
         save_at=_every(spec.save_every or max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY), steps),
@@ -133,14 +133,6 @@ def _placed(samples: Samples, chosen: np.ndarray) -> tuple[Placed, ...]:
     offsets = np.cumsum([0, *lengths[:-1]]).tolist()
     supervised = samples.supervised[chosen].tolist()
     return tuple(Placed(*item) for item in zip(chosen.tolist(), lengths, offsets, supervised, strict=True))
-
-
-def _largest_batch(samples: Samples, size: int) -> int:
-    """Tokens of a batch in which the longest samples met, each as often as it can."""
-    lengths = np.sort(samples.lengths)[::-1]
-    if samples.weights is not None:
-        return int(size * lengths[0])
-    return int(lengths[:size].sum())
 
 
 def _every(every: float | None, steps: int) -> frozenset[int]:

@@ -70,6 +70,7 @@ def _outline(job: JobSpec, place: int, data: Prepared, shape: ModelShape, most: 
             order=place,
             trainable=sum(adapter.parameters_at(site) for site in sites),
             longest=max(int(train.lengths.max()), held_out),
+            batch_tokens=train.largest_batch(job.batch_size),
         ),
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
         batches=tuple(tuple(train.lengths[order.batch(step)].tolist()) for step in range(1, rounds + 1)),

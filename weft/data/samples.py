@@ -41,6 +41,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def largest_batch(self, size: int) -> int:
+        """Tokens of a batch in which the longest samples met, each as often as it can."""
+        lengths = np.sort(self.lengths)[::-1]
+        return int(size * lengths[0]) if self.weights is not None else int(lengths[:size].sum())
+
     def tokens(self, i: int) -> NDArray[np.int32]:
         share, rows = self._find(i)
         return self._shares[share].store.tokens[rows]
