@@ -31,6 +31,8 @@ class Device:
     """Bytes per second of its own memory."""
     nvlink: float = 0.0
     """Bytes per second one way to another device; 0 where it has none."""
+    limit: int | None = None
+    """Bytes that a run may take of it, where somebody says so."""
 
     @property
     def is_gpu(self) -> bool:
@@ -137,6 +139,11 @@ def make_cluster(devices: Sequence[Device], link: str | Link | None, roots: Sequ
         link_name=link if isinstance(link, str) else f"{link.bandwidth / 1e9:g} GB/s",
         roots=tuple(roots) or (len(devices),),
     )
+
+
+def limited(cluster: Cluster, limit: int) -> Cluster:
+    """The same, where a run may take so many bytes of each device."""
+    return replace(cluster, devices=tuple(replace(device, limit=limit) for device in cluster.devices))
 
 
 def cluster_from(values: Any, place: str) -> Cluster:

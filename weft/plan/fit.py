@@ -60,7 +60,10 @@ class Ground:
     @property
     def budgets(self) -> tuple[int, ...]:
         """Bytes that the run may take of each device."""
-        return tuple(int(device.memory_bytes * SHARES[device.is_gpu]) for device in self.cluster.devices)
+        return tuple(
+            int(device.memory_bytes * SHARES[device.is_gpu]) if device.limit is None else device.limit
+            for device in self.cluster.devices
+        )
 
     def costs(self, jobs: Sequence[JobOutline], rows: Rows) -> tuple[LayerCost, ...]:
         """Of a microbatch, on the first device."""
@@ -124,6 +127,12 @@ def capacities(jobs: Sequence[JobOutline], most: int) -> list[int]:
     return halves or [max(least, 1)]
 
 
+def ground_capacities(ground: Ground, jobs: Sequence[JobOutline]) -> list[int]:
+    """The same on a cluster; one device goes down to the longest sample itself, as a run does."""
+    halves, least = capacities(jobs, ground.most), max(1, longest(job.shape for job in jobs))
+    return halves if ground.stages > 1 or least in halves else [*halves, least]
+
+
 def lay_out(ground: Ground, jobs: Sequence[JobOutline], capacity: int, ends: bool = True) -> Layout:
     """The cut whose slowest stage is fastest; without `ends`, embedding and head count for nothing."""
     costs = ground.costs(jobs, full_rows(jobs, capacity))
@@ -157,7 +166,7 @@ def full_rows(jobs: Sequence[JobOutline], capacity: int) -> Rows:
 def why_not(ground: Ground, jobs: Sequence[JobOutline]) -> str | None:
     """A sentence that says why these jobs do not fit together, or None if they do."""
     ground = most_frugal(ground)
-    least = capacities(jobs, ground.most)[-1]
+    least = ground_capacities(ground, jobs)[-1]
     try:
         lay_out(ground, jobs, least)
     except PlanError as error:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from weft.errors import PlanError
 from weft.plan.estimate import JobOutline
-from weft.plan.fit import Ground, Layout, capacities, frugal, lay_out
+from weft.plan.fit import Ground, Layout, frugal, ground_capacities, lay_out
 
 T = TypeVar("T")
 ALIKE = 1e-3
@@ -65,7 +65,7 @@ def descend(tried: Iterable[Place], run: Callable[[Place], T], seconds: Callable
 
 
 def _fitting(ground: Ground, jobs: Sequence[JobOutline]) -> Iterator[Place]:
-    for capacity in capacities(jobs, ground.most):
+    for capacity in ground_capacities(ground, jobs):
         try:
             yield Place(ground, lay_out(ground, jobs, capacity))
         except PlanError:
