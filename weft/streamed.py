@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -13,24 +13,22 @@ import torch
 from weft.base.load import base_dtype
 from weft.base.spec import BaseSpec
 from weft.base.streamed import weights_in_files
-from weft.errors import BaseModelError, HostTooSmall, PlanError
+from weft.errors import BaseModelError, HostTooSmall
 from weft.jobs.store import Store
 from weft.journal import Journal
 from weft.loop import Callback, Loop, Room
-from weft.plan.memory import FUSED_SLACK_BYTES, MemoryModel
 from weft.plan.planner import Course
 from weft.plan.program import Program
-from weft.plan.stream_choice import StreamChoice, choose_stream
+from weft.plan.stream_choice import StreamChoice
 from weft.plan.stream_memory import StreamedMemory
-from weft.plan.stream_need import ASKING_SECONDS, STAGING_BYTES, STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import StreamDevice
 from weft.plan.stream_ring import ROUNDS
+from weft.plan.stream_run import choose_company, fits_whole, gpu_place, in_files, pretended_place
 from weft.plan.stream_window import plan_streamed
 from weft.run.link import measure_files, measure_link
 from weft.run.measure import CPU_SHARE, taken_bytes
 from weft.run.stream_executor import StreamExecutor
 from weft.shapes import JobShape, ModelShape
-
-Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +59,18 @@ def streaming(
 
     As many of the jobs as fit at once are planned for, in the order in which they would come aboard.
     """
-    on_gpu = device.type == "cuda"
-    slack = STREAM_SLACK_BYTES if on_gpu else 0
-    resident = MemoryModel(shape, budget, fused=on_gpu)
-    if on_gpu and all(resident.why_not([job]) is None for job in jobs):
+    if device.type != "cuda":
+        place = pretended_place(budget, host_budget())
+    elif fits_whole(shape, jobs, budget):
         return None
-    link = measure_link(device, base_dtype(spec, device))
-    place = StreamDevice(
-        budget=budget,
-        host_budget=host_budget(),
-        bandwidth=link.bandwidth,
-        flops=link.flops,
-        slack=slack,
-        whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
-        fused=on_gpu,
-        asking=ASKING_SECONDS if on_gpu else 0.0,
-    )
-    ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
+    else:
+        link = measure_link(device, base_dtype(spec, device))
+        place = gpu_place(budget, host_budget(), link.bandwidth, link.flops)
     try:
-        choice = _for_most(shape, ordered, place, most)
+        choice = choose_company(shape, jobs, place, most).choice
     except HostTooSmall as short:
-        choice = _for_most(shape, ordered, _from_files(spec, device, place, short), most)
-    return None if choice.whole else Streaming(choice, budget, slack)
+        choice = choose_company(shape, jobs, _from_files(spec, device, place, short), most).choice
+    return None if choice.whole else Streaming(choice, budget, place.slack)
 
 
 def host_budget() -> int:
@@ -99,42 +87,8 @@ def _from_files(
     except BaseModelError as error:
         raise HostTooSmall([*short.mistakes, *error.mistakes]) from None
     if device.type != "cuda":
-        return replace(place, staging=0)
-    bandwidth = min(place.bandwidth, measure_files(weights.files))
-    return replace(place, staging=STAGING_BYTES, bandwidth=bandwidth)
-
-
-def _for_most(shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int) -> StreamChoice:
-    """So that each of the others can train by itself later, if there is such a way."""
-
-    def attempt(count: int, waiting: Sequence[JobShape]) -> StreamChoice | PlanError:
-        company = jobs[:count]
-        tokens = sum(job.batch_tokens for job in company)
-        try:
-            return choose_stream(shape, company, place, most, tokens, waiting=waiting)
-        except PlanError as error:
-            return error
-
-    try:
-        return for_most(lambda count: attempt(count, jobs[count:]), len(jobs))
-    except PlanError:
-        return for_most(lambda count: attempt(count, ()), len(jobs))
-
-
-def for_most(attempt: Callable[[int], Choice | PlanError], count: int) -> Choice:
-    """For as many jobs as can be, by halving; if not one fits, the sentence that says why."""
-    found: list[Choice] = []
-    fits, too_many = 0, count + 1
-    while too_many - fits > 1:
-        tried = count if too_many > count else (fits + too_many) // 2
-        outcome = attempt(tried)
-        if isinstance(outcome, PlanError):
-            too_many, why_not = tried, outcome
-        else:
-            fits, found = tried, [outcome]
-    if not found:
-        raise why_not
-    return found[0]
+        return in_files(place)
+    return replace(in_files(place), bandwidth=min(place.bandwidth, measure_files(weights.files)))
 
 
 class StreamedLoop(Loop):

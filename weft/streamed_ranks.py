@@ -31,7 +31,7 @@ from weft.run.measure import taken_bytes
 from weft.run.pipeline import Pipeline
 from weft.run.wires import Place
 from weft.shapes import JobShape, ModelShape
-from weft.streamed import for_most, host_budget
+from weft.streamed import host_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,23 @@ def rank_streaming(
         except PlanError as error:
             return error
 
-    return RankStreaming(for_most(attempt, len(jobs)), place)
+    return RankStreaming(_for_most(attempt, len(jobs)), place)
+
+
+def _for_most(attempt: Callable[[int], RanksChoice | PlanError], count: int) -> RanksChoice:
+    """For as many jobs as can be, by halving; if not one fits, the sentence that says why."""
+    found: list[RanksChoice] = []
+    fits, too_many = 0, count + 1
+    while too_many - fits > 1:
+        tried = count if too_many > count else (fits + too_many) // 2
+        outcome = attempt(tried)
+        if isinstance(outcome, PlanError):
+            too_many, why_not = tried, outcome
+        else:
+            fits, found = tried, [outcome]
+    if not found:
+        raise why_not
+    return found[0]
 
 
 def _parted(shape: ModelShape, ranks: Place, budget: int, on_gpu: bool) -> MemoryModel:

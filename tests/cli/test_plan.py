@@ -210,7 +210,7 @@ def test_without_the_drawing_library_a_picture_is_refused_with_what_to_install(f
 
 
 def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(folder, weft):
-    file = jobs_file(folder, short="{rank: 8}", long="{rank: 8}")
+    file = jobs_file(folder, short="{rank: 8}", middle="{rank: 8}")
     shown = weft(
         file, "--cluster", "T4", "--explain", "--ablate", "--gantt", "out.html", "--json", "out.json"
     )
@@ -220,10 +220,68 @@ def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(fold
     assert "transfers that compute does not hide" in words
     assert "one after another" in shown.out
     assert "prefetch" in shown.out
+    assert "- Uploads: " in shown.out
+    assert "plotly" in (folder / "out.html").read_text()
     numbers = json.loads((folder / "out.json").read_text())
     assert numbers["streamed"]
-    assert sum(stage["layers"] for stage in numbers["stages"]) == 34
+    assert sum(stage["layers"] for stage in numbers["stages"]) == 32
     assert 0 <= numbers["unhidden_seconds"] < numbers["forecast"]["step_seconds"]
+    assert numbers["aboard"] == ["short", "middle"]
+    assert f"The base is {numbers['why']}." in words
+
+
+@pytest.mark.timed
+def test_streaming_a_base_of_70_billion_is_planned_in_ten_seconds_without_torch(folder):
+    """Where all jobs are aboard at once, and where most of them have to wait."""
+    base = folder / "large"
+    families.smollm2().save_pretrained(base)
+    large = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    }
+    (base / "config.json").write_text(json.dumps(CONFIG | large))
+    lines = [
+        f"  - {{name: job{at}, data: long.jsonl, adapter: {{rank: 64}}, seed: {at}}}" for at in range(16)
+    ]
+    (folder / "large.yaml").write_text("\n".join(["base: ./large", "jobs:", *lines, ""]))
+    around = {**os.environ, "WEFT_CACHE": str(folder / "cache")}
+    waiting = []
+    for memory in ("32GiB", "11GiB"):
+        wanted = ["plan", "large.yaml", "--cluster", "H200", "--gpu-memory", memory, "--json", "out.json"]
+        start = time.perf_counter()
+        command = [sys.executable, "-c", WITHOUT_TORCH, *wanted]
+        shown = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=around, check=False)
+        assert time.perf_counter() - start < 10
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.splitlines()[-1] == "False", "torch was imported"
+        waiting.append(len(json.loads((folder / "out.json").read_text())["waiting"]))
+    assert waiting[0] == 0
+    assert 0 < waiting[1] < 16
+
+
+def test_what_a_run_may_take_is_a_limit_on_every_gpu(folder, weft):
+    file = jobs_file(folder, short="{rank: 8}")
+    weft(file, "--cluster", "2xH200", "--gpu-memory", "20GiB", "--json", "out.json")
+    numbers = json.loads((folder / "out.json").read_text())
+    assert [stage["budget_bytes"] for stage in numbers["stages"]] == [20 << 30] * 2
+    weft(file, "--cluster", "H200", "--gpu-memory", "12GiB", "--json", "out.json")
+    numbers = json.loads((folder / "out.json").read_text())
+    assert numbers["streamed"]
+    assert numbers["device_bytes"] <= numbers["budget_bytes"] == 12 << 30
+    shown = weft(file, "--cluster", "H200", "--gpu-memory", "little")
+    assert (shown.code, "--gpu-memory little: write a number and a unit" in shown.err) == (2, True)
+
+
+def test_a_job_that_cannot_run_even_alone_is_named_beside_those_that_can(folder, weft):
+    """The run trains the first and gives the second up, with the same reason."""
+    file = jobs_file(folder, short="{rank: 8}", long="{rank: 40000}")
+    shown = weft(file, "--cluster", "T4", "--json", "out.json")
+    assert shown.code == 0, shown.err
+    assert "long cannot run even alone: needs" in shown.out
+    numbers = json.loads((folder / "out.json").read_text())
+    assert (numbers["aboard"], list(numbers["too_large"])) == (["short"], ["long"])
 
 
 def test_streamed_stages_on_two_root_complexes_are_mapped(folder, weft):
@@ -252,12 +310,16 @@ def test_a_job_without_rows_is_named(folder, weft):
 
 
 def test_a_cluster_without_memory_is_named_with_the_number_that_does_not_fit(folder, weft):
-    card = "{name: card, memory_gib: 2, peak_tflops: 60, bandwidth_gbs: 500}"
-    (folder / "cluster.yaml").write_text(f"devices: [{card}]\nlink: pcie\n")
-    shown = weft(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
-    assert shown.code == 2
-    assert "1xcard: 1.84 GiB may be taken of a device, but 3.00 GiB are needed" in shown.err
-    assert len(shown.err.splitlines()) == 1
+    for count, sentence in (
+        (2, "2xcard:pcie: 1.84 GiB may be taken of a device, but 3.00 GiB are needed"),
+        (1, "2.00 GiB of slack, but the GPU has 1.84 GiB for a run; use a larger GPU or a smaller base"),
+    ):
+        card = f"{{name: card, count: {count}, memory_gib: 2, peak_tflops: 60, bandwidth_gbs: 500}}"
+        (folder / "cluster.yaml").write_text(f"devices: [{card}]\nlink: pcie\n")
+        shown = weft(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
+        assert shown.code == 2
+        assert sentence in shown.err
+        assert len(shown.err.splitlines()) == 1
 
 
 def test_a_cluster_file_is_read_from_yaml(folder, weft):
@@ -295,3 +357,28 @@ def test_a_profile_of_this_machine_takes_the_place_of_the_data_sheet(folder, wef
     shown = weft("small.yaml", "--json", "out.json")
     assert "from the profile of this" in " ".join(shown.out.split()), shown.err
     assert "not measured" in weft("small.yaml", "--cluster", "H200").out
+
+
+def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure(folder, weft, monkeypatch):
+    """No GPU is here: what it would be measured as is given, and without it the data sheet stands."""
+    import torch
+
+    from weft.plan import cluster
+    from weft.run.link import Link
+
+    monkeypatch.setattr(cluster, "_smi", lambda: "NVIDIA H200, 143771\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = (jobs_file(folder, short="{rank: 8}"), "--gpu-memory", "8GiB", "--json", "out.json")
+
+    def seconds():
+        assert weft(*words).code == 0
+        numbers = json.loads((folder / "out.json").read_text())
+        return numbers["round_seconds"], numbers["source"]
+
+    by_sheet, source = seconds()
+    assert "data sheet" in source
+    monkeypatch.setattr("weft.cli.plan_single.measured_link", lambda base: Link(1e9, 1e15))
+    measured, source = seconds()
+    assert "measured just now" in source
+    # The layers' 13 GiB come twice a round, save those that find their slot still full.
+    assert measured > 20 > by_sheet

@@ -15,7 +15,6 @@ from weft.plan.fit import make_ground
 from weft.plan.program import Load
 from weft.plan.stream_explain import explain_streams
 from weft.plan.stream_outlook import ablate_streams, must_stream, stream_outlook, why_not_streamed
-from weft.plan.stream_run import run_choice
 
 
 def cards(roots: list[int], host: float = 8.0, memory: float = 6.0) -> Cluster:
@@ -77,7 +76,6 @@ def test_on_two_root_complexes_sequential_mapping_is_never_better_than_what_is_c
 
 def test_the_explanation_names_bytes_and_bare_seconds(one_card):
     text = "\n".join(explain_streams(one_card))
-    assert "chooses a cut of its own, named above" in text
     assert "not hidden behind compute" in text
     assert f"Token capacity {one_card.forecast.capacity:,}" in text
 
@@ -106,12 +104,3 @@ def test_over_several_devices_it_says_what_runs_it_and_that_the_cut_will_be_anot
     found = stream_outlook(make_ground(SHAPE, cards([2])), outlines(2))
     said = "`weft train --pipeline 2 --gpu-memory` chooses a cut of its own"
     assert said in " ".join(explain_streams(found))
-
-
-def test_what_a_run_would_choose_fits_the_device_and_names_its_cut():
-    place = ground("T4")
-    chosen = run_choice(place, outlines(2))
-    assert not chosen.whole
-    assert chosen.device_bytes <= place.budgets[0]
-    assert chosen.cut.layers == SHAPE.layers
-    assert chosen.why.startswith(f"streamed in {len(chosen.cut.stages)} stages of")

@@ -15,17 +15,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weft.base.spec import BaseSpec
+    from weft.cli.plan_single import Single
     from weft.jobs.scheduler import Admission
-    from weft.plan.ablate import Ablation
     from weft.plan.cluster import Cluster
     from weft.plan.estimate import JobOutline, Speed
     from weft.plan.fit import Ground
-    from weft.plan.forecast import Forecast, Run
-    from weft.plan.outlook import Outlook
-    from weft.plan.share_outlook import ShareOutlook
-    from weft.plan.stream_choice import StreamChoice
-    from weft.plan.stream_outlook import StreamOutlook
-    from weft.shapes import ModelShape
+    from weft.plan.program import Program
+    from weft.plan.timeline import Timeline
+    from weft.shapes import JobShape, ModelShape
 
 
 def plan(
@@ -34,6 +31,9 @@ def plan(
         str,
         typer.Option(help="4xA100-80G[:nvlink|pcie], 2+2xRTX3090, a cluster file, or auto: this machine."),
     ] = "auto",
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="What the run may take of each GPU, as `weft train` is told.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="A sentence for each decision.")] = False,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="What each mechanism is worth: one off, or one added, at a time.")
@@ -44,39 +44,51 @@ def plan(
     """Say what a cluster would make of the jobs: memory, stages, groups, times. No weights are loaded."""
     from rich.console import Console
 
-    from weft.plan.stream_outlook import must_stream
+    from weft.cli.train import bytes_of
 
     if gantt is not None:
         refuse_picture(gantt)
-    found = read_cluster(cluster)
+    limit = None if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
+    asked = Asked(cluster == "auto", limit, explain, ablate)
+    found = read_cluster(cluster, limit)
     with _without_collector():
-        wanted = read_wanted(jobs, found, cluster == "auto", explain, ablate)
-        answer = streamed if must_stream(wanted.ground, wanted.company) else resident
-        answered = answer(wanted, Console())
+        answered = answer(read_wanted(jobs, found, asked), Console())
     if gantt is not None:
-        write_gantt(gantt, answered.run, found.name)
+        write_gantt(gantt, answered.picture(), found.name)
     if json is not None:
         write_json(json, answered.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says."""
+
+    here: bool
+    """Whether the cluster is this machine, which may have been measured."""
+    limit: int | None
+    """Bytes that the run may take of a GPU; on a CPU one is pretended then."""
+    explained: bool
+    ablated: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is to be planned for, and what is to be said."""
 
+    asked: Asked
+    base: BaseSpec
     ground: Ground
     company: Sequence[JobOutline]
     sampled: Sequence[str]
     steps: Mapping[str, int]
     """Of each job's whole run."""
-    explained: bool
-    ablated: bool
 
     def aboard(self, admission: Admission) -> list[JobOutline]:
         return [job for job in self.company if job.name in admission.admitted]
 
 
-def read_wanted(jobs: Path, cluster: Cluster, here: bool, explained: bool, ablated: bool) -> Wanted:
-    """The jobs file's jobs on a cluster; one that is `here` may have been measured."""
+def read_wanted(jobs: Path, cluster: Cluster, asked: Asked) -> Wanted:
+    """The jobs file's jobs on a cluster."""
     from weft.base.config import read_tokenizer
     from weft.cli.plan_jobs import outline_jobs
     from weft.jobs.read import read_run
@@ -87,24 +99,44 @@ def read_wanted(jobs: Path, cluster: Cluster, here: bool, explained: bool, ablat
     shape = described(run.base, gpu)
     outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape)
     return Wanted(
-        make_ground(shape, cluster, measured_speeds(shape, cluster) if here else ()),
+        asked,
+        run.base,
+        make_ground(shape, cluster, measured_speeds(shape, cluster) if asked.here else ()),
         [one.job for one in outlined],
         [one.job.name for one in outlined if one.sampled],
         {one.job.name: one.steps for one in outlined},
-        explained,
-        ablated,
     )
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """What a Gantt chart is drawn from."""
+
+    program: Program
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
 class Answered:
-    run: Run
     numbers: Mapping[str, Any]
+    picture: Callable[[], Picture]
+
+
+def answer(wanted: Wanted, console: Console) -> Answered:
+    """Through one device a base is streamed as a run would do it; over several by Mobius's recurrence."""
+    from weft.cli.plan_single import choose_single
+    from weft.plan.stream_outlook import must_stream
+
+    if len(wanted.ground.cluster.devices) > 1:
+        return (streamed if must_stream(wanted.ground, wanted.company) else resident)(wanted, console)
+    chosen = choose_single(wanted)
+    return resident(wanted, console) if chosen is None else single(wanted, chosen, console)
 
 
 def resident(wanted: Wanted, console: Console) -> Answered:
     """The base lies on the devices: whole on each where it fits, else a stage."""
-    from weft.cli.plan_show import ablation_table, show, show_sentences, show_shares, show_waiting
+    from weft.cli.plan_numbers import common_numbers, outlook_numbers, share_numbers
+    from weft.cli.plan_show import show, show_more, show_shares
     from weft.plan.ablate import ablate
     from weft.plan.explain import explain
     from weft.plan.fit import why_not
@@ -112,47 +144,56 @@ def resident(wanted: Wanted, console: Console) -> Answered:
     from weft.plan.share_outlook import share_outlook
 
     refuse(wanted.ground, wanted.company)
-    admission = admitted(wanted, why_not)
+    admission = admitted(wanted, by_outlines(wanted, why_not))
     found = outlook(wanted.ground, wanted.aboard(admission))
     shared = share_outlook(wanted.ground, wanted.company, wanted.steps)
     if shared is not None:
         show_shares(console, shared, found)
     show(console, found, wanted.sampled)
-    show_waiting(console, admission)
-    show_sentences(console, explain(found) if wanted.explained else ())
-    ablations = ablate(found) if wanted.ablated else ()
-    if ablations:
-        console.print(ablation_table(ablations))
+    ablations = ablate(found) if wanted.asked.ablated else ()
+    show_more(console, admission, explain(found) if wanted.asked.explained else (), ablations)
     numbers = outlook_numbers(found) | share_numbers(shared) | common_numbers(found, admission, ablations)
-    return Answered(found.run, numbers)
+    return Answered(numbers, lambda: Picture(found.run.program, found.run.timeline))
 
 
 def streamed(wanted: Wanted, console: Console) -> Answered:
-    """The base lies in the host's memory and comes in stages."""
-    from weft.cli.plan_show import ablation_table, show_sentences, show_streams, show_waiting
-    from weft.errors import PlanError
+    """The base lies in the host's memory and comes to several devices in stages."""
+    from weft.cli.plan_numbers import common_numbers, stream_numbers
+    from weft.cli.plan_show import show_more, show_streams
     from weft.plan.stream_explain import explain_streams
     from weft.plan.stream_outlook import ablate_streams, refuse_streamed, stream_outlook, why_not_streamed
-    from weft.plan.stream_run import run_choice
 
     refuse_streamed(wanted.ground, wanted.company)
-    admission = admitted(wanted, why_not_streamed)
-    aboard = wanted.aboard(admission)
-    found = stream_outlook(wanted.ground, aboard)
-    chosen = None
-    if len(wanted.ground.cluster.devices) == 1:  # a run streams through one
-        try:
-            chosen = run_choice(wanted.ground, aboard)
-        except PlanError as error:
-            console.print(f"`weft train` would refuse these jobs together: {error}.", markup=False)
-    show_streams(console, found, chosen, wanted.sampled)
-    show_waiting(console, admission)
-    show_sentences(console, explain_streams(found) if wanted.explained else ())
-    ablations = ablate_streams(found) if wanted.ablated else ()
-    if ablations:
-        console.print(ablation_table(ablations))
+    admission = admitted(wanted, by_outlines(wanted, why_not_streamed))
+    found = stream_outlook(wanted.ground, wanted.aboard(admission))
+    show_streams(console, found, wanted.sampled)
+    ablations = ablate_streams(found) if wanted.asked.ablated else ()
+    show_more(console, admission, explain_streams(found) if wanted.asked.explained else (), ablations)
     numbers = stream_numbers(found) | common_numbers(found, admission, ablations)
-    return Answered(found.run, numbers | ({} if chosen is None else {"run": run_numbers(chosen)}))
+    return Answered(numbers, lambda: Picture(found.run.program, found.run.timeline))
+
+
+def single(wanted: Wanted, chosen: Single, console: Console) -> Answered:
+    """The base lies in the host's memory and comes to one device as a run would have it come."""
+    from weft.cli.plan_numbers import common_numbers, single_numbers
+    from weft.cli.plan_show import show_more, show_single
+    from weft.plan.single_outlook import ablate_single, first_window, single_memory, single_outlook
+    from weft.plan.stream_explain import explain_single
+
+    memory = single_memory(wanted.ground, chosen.company.choice, chosen.place)
+    admission = admitted(wanted, memory.why_not)
+    aboard = wanted.aboard(admission)
+    found = single_outlook(wanted.ground, aboard, chosen.company, chosen.place, chosen.source)
+    show_single(console, found, wanted.sampled)
+    ablations = ablate_single(found) if wanted.asked.ablated else ()
+    show_more(console, admission, explain_single(found) if wanted.asked.explained else (), ablations)
+    numbers = single_numbers(found) | common_numbers(found, admission, ablations)
+
+    def picture() -> Picture:
+        window = first_window(found)
+        return Picture(window.program, window.timeline)
+
+    return Answered(numbers, picture)
 
 
 def described(base: BaseSpec, gpu: bool) -> ModelShape:
@@ -163,7 +204,15 @@ def described(base: BaseSpec, gpu: bool) -> ModelShape:
     return model_shape(read_config(base), base.model, bytes_per_value(base, gpu))
 
 
-def read_cluster(text: str) -> Cluster:
+def read_cluster(text: str, limit: int | None = None) -> Cluster:
+    """`limit` is for GPUs: what else a run may take of a CPU's memory does not depend on it."""
+    from weft.plan.cluster import limited
+
+    cluster = _cluster(text)
+    return limited(cluster, limit) if limit is not None and cluster.devices[0].is_gpu else cluster
+
+
+def _cluster(text: str) -> Cluster:
     from weft.errors import Mistake, PlanError
     from weft.plan.cluster import cluster_from, parse_cluster, this_machine
 
@@ -192,13 +241,19 @@ def measured_speeds(shape: ModelShape, machine: Cluster) -> Sequence[Speed]:
     return [speed_of(profile, shape)] * len(machine.devices) if profile else ()
 
 
-def admitted(wanted: Wanted, why_not: Callable[[Ground, Sequence[JobOutline]], str | None]) -> Admission:
+def admitted(wanted: Wanted, why_not: Callable[[Sequence[JobShape]], str | None]) -> Admission:
     """Who comes aboard first, by the scheduler's own rule."""
     from weft.jobs.scheduler import admit
 
+    return admit([job.shape for job in wanted.company], [], why_not)
+
+
+def by_outlines(
+    wanted: Wanted, why_not: Callable[[Ground, Sequence[JobOutline]], str | None]
+) -> Callable[[Sequence[JobShape]], str | None]:
+    """The same question, asked of shapes."""
     by_name = {job.name: job for job in wanted.company}
-    shapes = [job.shape for job in wanted.company]
-    return admit(shapes, [], lambda some: why_not(wanted.ground, [by_name[one.name] for one in some]))
+    return lambda some: why_not(wanted.ground, [by_name[one.name] for one in some])
 
 
 def refuse_picture(file: Path) -> None:
@@ -214,122 +269,21 @@ def refuse_picture(file: Path) -> None:
         require_pillow()
 
 
-def write_gantt(file: Path, run: Run, title: str) -> None:
+def write_gantt(file: Path, picture: Picture, title: str) -> None:
     if file.suffix.lower() == ".png":
         from weft.report.gantt_png import gantt_png
 
-        _write(file, gantt_png(run.timeline, title))
+        _write(file, gantt_png(picture.timeline, title))
         return
     from weft.report.gantt import gantt_page
 
-    _write(file, gantt_page(run.timeline, run.program, title).encode())
+    _write(file, gantt_page(picture.timeline, picture.program, title).encode())
 
 
 def write_json(file: Path, numbers: Mapping[str, Any]) -> None:
     from json import dumps
 
     _write(file, (dumps(numbers, indent=2) + "\n").encode())
-
-
-def outlook_numbers(found: Outlook) -> dict[str, Any]:
-    layout = found.layout
-    return {
-        "streamed": False,
-        "stages": [
-            {"layers": stage.stop - stage.start, "needs_bytes": need, "budget_bytes": budget}
-            for stage, need, budget in zip(layout.stages, found.need_bytes, layout.budgets, strict=True)
-        ],
-        "groups": found.scheme.groups,
-        "order": found.scheme.order,
-    }
-
-
-def share_numbers(found: ShareOutlook | None) -> dict[str, Any]:
-    if found is None:
-        return {"shares": None}
-    return {
-        "shares": [
-            {
-                "jobs": share.jobs,
-                "predicted_seconds": share.seconds,
-                "tokens_per_second": part.forecast.tokens_per_second,
-                "needs_bytes": part.need_bytes[0],
-                "budget_bytes": part.layout.budgets[0],
-            }
-            for share, part in zip(found.shares, found.parts, strict=True)
-        ]
-    }
-
-
-def stream_numbers(found: StreamOutlook) -> dict[str, Any]:
-    chosen, steps = found.chosen, found.forecast.steps
-    return {
-        "streamed": True,
-        "stages": [
-            {"layers": stage.stop - stage.start, "device": home, "resident": stays}
-            for stage, home, stays in zip(
-                chosen.streams.stages, chosen.streams.homes, chosen.streams.resident, strict=True
-            )
-        ],
-        "needs_bytes": chosen.layout.need_bytes,
-        "budget_bytes": chosen.layout.budgets,
-        "mapping": chosen.mapping,
-        "unhidden_seconds": chosen.unhidden / steps,
-        "uploaded_bytes": chosen.uploaded_bytes // steps,
-    }
-
-
-def run_numbers(chosen: StreamChoice) -> dict[str, Any]:
-    """What a run would choose."""
-    return {
-        "stages": [
-            {"layers": stage.stop - stage.start, "resident": stage.resident} for stage in chosen.cut.stages
-        ],
-        "slots": chosen.cut.slots,
-        "adapters_travel": chosen.cut.travels,
-        "inputs_offloaded": chosen.cut.offloads,
-        "capacity": chosen.capacity,
-        "device_bytes": chosen.device_bytes,
-        "host_bytes": chosen.host_bytes,
-        "round_seconds": chosen.step_seconds,
-        "unhidden": chosen.unhidden,
-    }
-
-
-def common_numbers(
-    found: Outlook | StreamOutlook, admission: Admission, ablations: Sequence[Ablation]
-) -> dict[str, Any]:
-    return {
-        "cluster": found.ground.cluster.name,
-        "source": found.source,
-        "capacity": found.forecast.capacity,
-        "waiting": dict(admission.waiting),
-        "forecast": forecast_numbers(found.forecast),
-        "alternatives": [forecast_numbers(one) for one in found.alternatives],
-        "ablations": [
-            {
-                "mechanism": row.mechanism,
-                "instead": row.instead,
-                "added": row.added,
-                "cost": row.cost,
-                "step_seconds": row.forecast.step_seconds,
-            }
-            for row in ablations
-        ],
-    }
-
-
-def forecast_numbers(one: Forecast) -> Mapping[str, Any]:
-    return {
-        "way": one.name,
-        "step_seconds": one.step_seconds,
-        "tokens_per_second": one.tokens_per_second,
-        "bubbles": one.bubbles,
-        "microbatches": one.microbatches,
-        "capacity": one.capacity,
-        "peak_bytes": one.peaks,
-        "fits": one.fits,
-    }
 
 
 @contextmanager

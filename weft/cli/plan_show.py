@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.plan.forecast import Forecast
     from weft.plan.outlook import Outlook
     from weft.plan.share_outlook import ShareOutlook
-    from weft.plan.stream_choice import StreamChoice
+    from weft.plan.single_outlook import SingleOutlook
     from weft.plan.stream_outlook import StreamOutlook
 
 
@@ -47,9 +47,7 @@ def show_shares(console: Console, found: ShareOutlook, cut: Outlook) -> None:
     console.print(share_table(found))
 
 
-def show_streams(
-    console: Console, found: StreamOutlook, chosen_run: StreamChoice | None, sampled: Sequence[str]
-) -> None:
+def show_streams(console: Console, found: StreamOutlook, sampled: Sequence[str]) -> None:
     chosen, steps = found.chosen, found.forecast.steps
     console.print(
         f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: the base does not fit with a job "
@@ -59,15 +57,30 @@ def show_streams(
         f"{found.source}.",
         highlight=False,
     )
-    if chosen_run is not None:
-        console.print(
-            f"By `weft train`, in {chosen_run.step_seconds:.3g} s a step: {chosen_run.why}.",
-            highlight=False,
-            markup=False,
-        )
     show_sampled(console, sampled)
     console.print(stream_table(found))
     console.print(forecast_table(found.forecast, found.alternatives))
+
+
+def show_single(console: Console, found: SingleOutlook, sampled: Sequence[str]) -> None:
+    """The base's own sentence is the one that the run will say."""
+    choice = found.choice
+    where = "read from its files" if choice.mapped else "streamed from the host's memory"
+    console.print(
+        f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: the base does not fit with a job "
+        f"aboard, so it is {where}. A round, a global batch of every job with the longest samples in it, "
+        f"takes {choice.step_seconds:.3g} s; in {choice.unhidden * choice.step_seconds:.3g} s of them the "
+        f"device waits for the host: transfers that compute does not hide, or passes not yet asked for. "
+        f"Times are {found.source}.",
+        highlight=False,
+    )
+    console.print(f"The base is {choice.why}.", highlight=False, markup=False)
+    if choice.mapped:
+        console.print("How fast the files are is not known here: they are taken to be as fast as the link.")
+    show_sampled(console, sampled)
+    console.print(single_table(found))
+    title = "Predicted for such a round, each way with the same token capacity"
+    console.print(forecast_table(found.forecast, found.alternatives, title))
 
 
 def show_sampled(console: Console, sampled: Sequence[str]) -> None:
@@ -75,14 +88,18 @@ def show_sampled(console: Console, sampled: Sequence[str]) -> None:
         console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
 
 
-def show_waiting(console: Console, admission: Admission) -> None:
+def show_more(
+    console: Console, admission: Admission, sentences: Sequence[str], ablations: Sequence[Ablation]
+) -> None:
+    """Who is not aboard, and what was asked for beside the plan."""
     for name, reason in admission.waiting.items():
         console.print(f"{name} waits: {reason}.", highlight=False, markup=False)
-
-
-def show_sentences(console: Console, sentences: Sequence[str]) -> None:
+    for name, reason in admission.too_large.items():
+        console.print(f"{name} cannot run even alone: {reason}.", highlight=False, markup=False)
     for sentence in sentences:
         console.print(f"- {sentence}", highlight=False, markup=False)
+    if ablations:
+        console.print(ablation_table(ablations))
 
 
 def share_table(found: ShareOutlook) -> Table:
@@ -130,6 +147,21 @@ def stream_table(found: StreamOutlook) -> Table:
     return table
 
 
+def single_table(found: SingleOutlook) -> Table:
+    table = Table("device", "stages", "resident", "slots", "needs", "may take", "host needs", title="Memory")
+    cut = found.choice.cut
+    table.add_row(
+        found.ground.cluster.devices[0].name,
+        str(len(cut.stages)),
+        str(len(cut.stages) - len(cut.streamed)),
+        str(cut.slots),
+        gib(found.choice.device_bytes),
+        gib(found.case.device.budget),
+        gib(found.choice.host_bytes),
+    )
+    return table
+
+
 def layers_text(start: int, stop: int, layers: int) -> str:
     """Places 0 and `layers` + 1 are the embedding and the head."""
     inside = range(max(start, 1), min(stop, layers + 1))
@@ -141,9 +173,13 @@ def layers_text(start: int, stop: int, layers: int) -> str:
     return ", ".join(filter(None, parts))
 
 
-def forecast_table(chosen: Forecast, alternatives: Sequence[Forecast]) -> Table:
+def forecast_table(
+    chosen: Forecast,
+    alternatives: Sequence[Forecast],
+    title: str = "Predicted, each way with the token capacity that suits it best",
+) -> Table:
     titles = ("way", "step", "tokens/s", "bubbles", "microbatches", "capacity", "takes")
-    table = Table(*titles, title="Predicted, each way with the token capacity that suits it best")
+    table = Table(*titles, title=title)
     for one in (chosen, *alternatives):
         table.add_row(
             one.name,

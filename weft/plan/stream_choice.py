@@ -10,7 +10,7 @@ from weft.plan.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryFit, MemoryMo
 from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_need import Draft, StreamCase, StreamDevice
 from weft.plan.stream_refuse import refuse_jobs, why_not
-from weft.plan.stream_search import Found, search
+from weft.plan.stream_search import Found, fits_any, search
 from weft.shapes import JobShape, ModelShape
 
 SMALLEST = 256
@@ -108,6 +108,31 @@ def choose_stream(
         why=_why(found),
         mapped=device.staging is not None,
     )
+
+
+def fits_streamed(
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    most: int,
+    round_tokens: int,
+    waiting: Sequence[JobShape] = (),
+) -> bool:
+    """Whether `choose_stream` finds a way, told without its search: the smallest microbatches need least."""
+    round_tokens = max(round_tokens, longest(jobs))
+    if _whole(shape, jobs, device, most, round_tokens, waiting):
+        return True
+    try:
+        refuse_jobs(shape, jobs, device, round_tokens)
+    except PlanError:
+        return False
+    least = capacities(longest(jobs), most, round_tokens)[-1]
+    company, others = tuple(jobs), tuple(waiting)
+    cases = (
+        StreamCase(shape, company, device, round_tokens, least, way.travels, way.offloads, others)
+        for way in reversed(WAYS)
+    )
+    return any(map(fits_any, cases))
 
 
 def _plainest(by_way: Sequence[Found]) -> Found | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.plan.memory import gib
+from weft.plan.single_outlook import SingleOutlook
 from weft.plan.stream_outlook import SEQUENTIAL, StreamOutlook
 
 
@@ -10,7 +11,8 @@ def explain_streams(found: StreamOutlook) -> list[str]:
     return [
         f"Times are {found.source}.",
         "Streamed, because the base does not fit the cluster with a job aboard: its layers lie in the host's "
-        "memory and come in stages when they are needed. " + _whether_it_runs(found),
+        "memory and come in stages when they are needed. This forecast is Mobius's; `weft train --pipeline "
+        f"{len(found.ground.cluster.devices)} --gpu-memory` chooses a cut of its own.",
         _capacity(found),
         "Every layer is made again in the backward: of a microbatch a stage keeps its input only.",
         _cut(found),
@@ -20,13 +22,25 @@ def explain_streams(found: StreamOutlook) -> list[str]:
     ]
 
 
-def _whether_it_runs(found: StreamOutlook) -> str:
-    devices = len(found.ground.cluster.devices)
-    if devices == 1:
-        return "This forecast is Mobius's; `weft train` chooses a cut of its own, named above."
-    return (
-        f"This forecast is Mobius's; `weft train --pipeline {devices} --gpu-memory` chooses a cut of its own."
-    )
+def explain_single(found: SingleOutlook) -> list[str]:
+    """The cut itself is told by the choice's own sentence."""
+    choice, case = found.choice, found.case
+    seconds = found.forecast.seconds
+    others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in found.alternatives)
+    stay, travel = "Adapters stay on the device.", "Adapters live in host memory and travel with their stage."
+    keep, offload = "Inputs of stages stay there.", "Inputs of stages wait in host memory for the way back."
+    return [
+        f"Times are {found.source}.",
+        f"Streamed, because the base does not fit the device with a job aboard. `weft train` finds the same "
+        f"cut for the same {len(case.jobs)} of the jobs by the same search; others would take: {others}.",
+        f"Token capacity {choice.capacity:,}: the device then needs {gib(choice.device_bytes)} of the "
+        f"{gib(case.device.budget)} that may be taken, the host {gib(choice.host_bytes)}.",
+        "Every layer is made again in the backward, save those of the last stage: of a microbatch a stage "
+        "keeps its input only.",
+        f"{travel if case.travels else stay} {offload if case.offloads else keep}",
+        f"Uploads: {gib(found.uploaded_bytes)} of layers a round; the device waits for the host in "
+        f"{choice.unhidden:.1%} of it.",
+    ]
 
 
 def _capacity(found: StreamOutlook) -> str:

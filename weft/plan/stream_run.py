@@ -1,35 +1,93 @@
-"""What `weft train --gpu-memory` would do on a cluster of one device, as `weft plan` foresees it."""
+"""What a run does on one device that the base may not fit: asked by the run itself and by `weft plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from weft.plan.estimate import JobOutline
-from weft.plan.fit import Ground
-from weft.plan.memory import FUSED_SLACK_BYTES
-from weft.plan.stream_choice import StreamChoice, choose_stream
-from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.memory import FUSED_SLACK_BYTES, MemoryModel
+from weft.plan.stream_choice import StreamChoice, choose_stream, fits_streamed
+from weft.plan.stream_need import ASKING_SECONDS, STAGING_BYTES, STREAM_SLACK_BYTES, StreamDevice
+from weft.shapes import JobShape, ModelShape
 
-ENOUGH = 1 << 50
-"""Bytes of host memory: a cluster's description does not tell how much there is."""
+PRETENDED_BANDWIDTH, PRETENDED_FLOPS = 1e10, 1e11
+"""Of a device that shares the host's memory: nobody waits for what is only copied."""
 
 
-def run_choice(ground: Ground, jobs: Sequence[JobOutline]) -> StreamChoice:
-    """PlanError where not even so these jobs fit together."""
-    assert len(ground.cluster.devices) == 1, "a run streams through one device"
-    speed = ground.speeds[0]
-    device = StreamDevice(
-        budget=ground.budgets[0],
-        host_budget=ENOUGH,
-        bandwidth=ground.cluster.host.bandwidth,
-        flops=speed.flops,
-        slack=STREAM_SLACK_BYTES if ground.is_gpu else 0,
-        whole_slack=FUSED_SLACK_BYTES if ground.is_gpu else None,
-        fused=ground.is_gpu,
-        launch=speed.launch,
-        asking=ASKING_SECONDS if ground.is_gpu else 0.0,
+@dataclass(frozen=True, slots=True)
+class CompanyChoice:
+    choice: StreamChoice
+    company: tuple[JobShape, ...]
+    """The jobs that it was made for, which are aboard from the start."""
+
+
+def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int) -> bool:
+    """Whether every job can train alone with all of the base on a GPU: then nothing is streamed."""
+    memory = MemoryModel(shape, budget, fused=True)
+    return all(memory.why_not([job]) is None for job in jobs)
+
+
+def gpu_place(budget: int, host_budget: int, bandwidth: float, flops: float) -> StreamDevice:
+    return StreamDevice(
+        budget=budget,
+        host_budget=host_budget,
+        bandwidth=bandwidth,
+        flops=flops,
+        slack=STREAM_SLACK_BYTES,
+        whole_slack=FUSED_SLACK_BYTES,
+        asking=ASKING_SECONDS,
     )
-    largest = [max(sum(batch) for batch in job.batches) for job in jobs]
-    shapes = [replace(job.shape, batch_tokens=tokens) for job, tokens in zip(jobs, largest, strict=True)]
-    return choose_stream(ground.shape, shapes, device, ground.most, sum(largest))
+
+
+def pretended_place(budget: int, host_budget: int) -> StreamDevice:
+    """A part of the host's memory in the place of a GPU."""
+    return StreamDevice(
+        budget=budget,
+        host_budget=host_budget,
+        bandwidth=PRETENDED_BANDWIDTH,
+        flops=PRETENDED_FLOPS,
+        slack=0,
+        fused=False,
+    )
+
+
+def in_files(place: StreamDevice) -> StreamDevice:
+    """The same for a base whose weights stay in their files; a pretended device needs no staging."""
+    return replace(place, staging=STAGING_BYTES if place.fused else 0)
+
+
+def choose_company(
+    shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int
+) -> CompanyChoice:
+    """For as many of the jobs as fit at once, in the order in which they would come aboard; so that each of
+    the others can train by itself later, if there is such a way. PlanError says what does not fit."""
+    ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
+
+    def choose(count: int, waiting: Sequence[JobShape]) -> CompanyChoice:
+        company = ordered[:count]
+        choice = choose_stream(shape, company, place, most, _tokens(company), waiting=waiting)
+        return CompanyChoice(choice, tuple(company))
+
+    def fit(count: int, waiting: Sequence[JobShape]) -> bool:
+        company = ordered[:count]
+        return fits_streamed(shape, company, place, most, _tokens(company), waiting)
+
+    if count := _most(lambda count: fit(count, ordered[count:]), len(ordered)):
+        return choose(count, ordered[count:])
+    # Where not one of them fits, this says why.
+    return choose(_most(lambda count: fit(count, ()), len(ordered)) or 1, ())
+
+
+def _tokens(company: Sequence[JobShape]) -> int:
+    return sum(job.batch_tokens for job in company)
+
+
+def _most(fits: Callable[[int], bool], count: int) -> int:
+    """So many of them as fit, by halving; 0 if not one does."""
+    if fits(count):
+        return count
+    least, too_many = 0, count
+    while too_many - least > 1:
+        tried = (least + too_many) // 2
+        least, too_many = (tried, too_many) if fits(tried) else (least, tried)
+    return least

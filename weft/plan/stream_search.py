@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 from weft.errors import PlanError
 from weft.plan.partition import LayerCost
@@ -66,6 +66,12 @@ def _fastest(found: Sequence[Found]) -> Found:
 
 def _judged(case: StreamCase, draft: Draft) -> Found:
     return Found(case, draft, case.seconds(draft))
+
+
+def fits_any(case: StreamCase) -> bool:
+    """Whether `search` would find something; the most frugal are looked at first."""
+    drafts = chain(frugal_drafts(case), even_drafts(case), plain_drafts(case))
+    return any(map(case.fits, drafts))
 
 
 def _quick(case: StreamCase) -> list[Found]:

@@ -12,6 +12,7 @@ import torch
 from weft.base.host import host_bytes
 from weft.base.mapped import MappedFile
 from weft.base.source import CHUNK_BYTES
+from weft.plan.stream_run import PRETENDED_BANDWIDTH, PRETENDED_FLOPS
 from weft.run.measure import Stopwatch, release
 
 SAMPLE_BYTES = 256 << 20
@@ -29,8 +30,7 @@ class Link:
     """What passes reach in a second."""
 
 
-PRETENDED = Link(bandwidth=1e10, flops=1e11)
-"""A device that shares the host's memory: nobody waits for what is only copied."""
+PRETENDED = Link(PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
 
 
 def measure_link(device: torch.device, dtype: torch.dtype) -> Link:

@@ -1,0 +1,157 @@
+"""Who plans and then trains sees the same: the cut, who is aboard at the start, the bytes, a round's seconds.
+
+The device is pretended, as in `test_streaming.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from tests.launches import deep_folder
+from tests.outputs import FOUR_JOBS
+from weft import Options
+from weft.cli.main import main
+from weft.cli.train import bytes_of
+from weft.errors import PlanError
+from weft.jobs.read import read_run
+from weft.plan import cluster
+from weft.plan.stream_choice import StreamChoice
+from weft.streamed import StreamedLoop
+from weft.trainer import trainer_for
+
+ALL = [job["name"] for job in FOUR_JOBS]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return deep_folder(tmp_path_factory.mktemp("planned"), FOUR_JOBS)
+
+
+@pytest.fixture
+def planned(place, monkeypatch, capsys):
+    """`weft plan --gpu-memory` on a machine without a GPU: its exit code, and what it has written."""
+    monkeypatch.setattr(cluster, "_smi", lambda: "")
+    monkeypatch.setenv("COLUMNS", "4000")
+    monkeypatch.chdir(place)
+
+    def call(memory, *more):
+        words = ["weft", "plan", "jobs.yaml", "--gpu-memory", memory, "--json", "plan.json", *more]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        code = int(ended.value.code or 0)
+        return Planned(code, printed.out + printed.err, json.loads((place / "plan.json").read_text()))
+
+    (place / "plan.json").write_text("{}")
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    code: int
+    told: str
+    numbers: dict
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    choice: StreamChoice | None
+    aboard: list[str]
+    notes: list[str]
+
+
+class Heard:
+    """A view that keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def update(self, row) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def train(place, output, memory) -> Trained:
+    """The beginning of `weft train --device cpu --gpu-memory`: who is aboard when the first step is made."""
+    options, heard = Options(device="cpu", gpu_memory=bytes_of(memory)), Heard()
+    trainer = trainer_for(
+        read_run(place / "jobs.yaml"), output=output, max_steps=1, options=options, view=heard
+    )
+    found: list[Trained] = []
+
+    def look(_event) -> None:
+        loop = trainer.loop
+        assert loop is not None
+        if not found:
+            choice = loop.choice if isinstance(loop, StreamedLoop) else None
+            found.append(Trained(choice, list(loop.executor.aboard), heard.notes))
+
+    trainer.run(look)
+    return found[0]
+
+
+def cut_numbers(choice: StreamChoice) -> dict:
+    cut = choice.cut
+    return {
+        "stages": [{"layers": one.stop - one.start, "resident": one.resident} for one in cut.stages],
+        "slots": cut.slots,
+        "adapters_travel": cut.travels,
+        "inputs_offloaded": cut.offloads,
+        "weights_in_files": choice.mapped,
+        "capacity": choice.capacity,
+    }
+
+
+@pytest.mark.parametrize(
+    ("memory", "aboard"),
+    [("700KiB", ALL[:2]), ("960KiB", ALL[:2]), ("1100KiB", ALL[:3]), ("1184KiB", ALL), ("1400KiB", ALL)],
+)
+def test_the_plan_has_the_cut_the_jobs_the_bytes_and_the_seconds_of_the_run(
+    place, planned, tmp_path, memory, aboard
+):
+    plan, run = planned(memory), train(place, tmp_path / "out", memory)
+    assert plan.code == 0, plan.told
+    numbers, choice = plan.numbers, run.choice
+    assert choice is not None
+    assert {key: numbers[key] for key in cut_numbers(choice)} == cut_numbers(choice)
+    assert numbers["aboard"] == run.aboard == aboard
+    assert list(numbers["waiting"]) == [name for name in ALL if name not in aboard]
+    assert (numbers["device_bytes"], numbers["host_bytes"]) == (choice.device_bytes, choice.host_bytes)
+    assert numbers["forecast"]["step_seconds"] == numbers["round_seconds"] == choice.step_seconds
+    assert f"The base is {choice.why}." in run.notes
+    assert f"The base is {choice.why}." in plan.told
+
+
+def test_where_the_run_streams_nothing_the_plan_does_not_either(place, planned, tmp_path):
+    plan, run = planned("1GiB"), train(place, tmp_path / "out", "1GiB")
+    assert run.choice is None
+    assert plan.numbers["streamed"] is False
+    assert "they fit" in plan.told
+
+
+def test_what_the_run_refuses_the_plan_refuses_with_the_same_sentence(place, planned, tmp_path):
+    plan = planned("60KiB")
+    with pytest.raises(PlanError) as refused:
+        train(place, tmp_path / "out", "60KiB")
+    assert plan.code == 2
+    assert str(refused.value) in plan.told
+
+
+def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
+    place, planned, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("weft.streamed.host_budget", lambda: 20_480)
+    monkeypatch.setattr("weft.cli.plan_single.host_budget", lambda: 20_480)
+    plan, run = planned("700KiB"), train(place, tmp_path / "out", "700KiB")
+    assert run.choice is not None
+    assert run.choice.mapped
+    assert plan.numbers["weights_in_files"]
+    assert f"The base is {run.choice.why}." in plan.told
+    assert "How fast the files are is not known here" in plan.told
