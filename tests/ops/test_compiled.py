@@ -33,6 +33,8 @@ def test_kernels_compile_without_a_gpu_and_move_16_bytes_at_a_time(tmp_path):
 
 def block(h_TD, delta_TD, weight_D, cos_TE, sin_TE):
     """Every op once, forward and backward: (what comes out, the gradients of h and of delta)."""
+    # Leaves of this call's stream, and not of the first call's.
+    h_TD, delta_TD = h_TD.detach().requires_grad_(), delta_TD.detach().requires_grad_()
     total_TD, n_TD = skip_rms_norm(h_TD + delta_TD, weight_D, 1e-5)
     q_THD, k_TGD, v_TGD = rotary_split(n_TD, cos_TE, sin_TE, 4, 2)
     mixed_TD = torch.cat((q_THD, k_TGD, v_TGD), dim=1).flatten(1) + total_TD
@@ -46,7 +48,7 @@ def test_a_captured_graph_replays_to_the_bits_of_the_ops():
     def draw(*shape):
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    h_TD, delta_TD = draw(77, 512).requires_grad_(), draw(77, 512).requires_grad_()
+    h_TD, delta_TD = draw(77, 512), draw(77, 512)
     angles = (draw(512), draw(77, 64), draw(77, 64))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -57,9 +59,8 @@ def test_a_captured_graph_replays_to_the_bits_of_the_ops():
     with torch.cuda.graph(graph):
         captured = block(h_TD, delta_TD, *angles)
     for _ in range(2):
-        with torch.no_grad():
-            h_TD.copy_(draw(77, 512))
-            delta_TD.copy_(draw(77, 512))
+        h_TD.copy_(draw(77, 512))
+        delta_TD.copy_(draw(77, 512))
         graph.replay()
         for replayed, wanted in zip(captured, block(h_TD, delta_TD, *angles), strict=True):
             assert torch.equal(replayed, wanted)

@@ -160,10 +160,12 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
     made = values(before)
     _, small, rows = woven(before, made)
     group = Group(small.columns, small.table, rank=16, drops=True)
-    x, dy = made.x.clone().requires_grad_(), made.dy.clone()
-    anchor = torch.zeros((), device="cuda", requires_grad=True)
+    held_x, dy = made.x.clone(), made.dy.clone()
 
     def step():
+        # Leaves of this call's stream, and not of the first call's.
+        x = held_x.detach().requires_grad_()
+        anchor = torch.zeros((), device="cuda", requires_grad=True)
         y = woven_linear(x, made.weight, None, None, anchor, group, rows, True, Always(order))
         return y, *torch.autograd.grad(y, [x], dy)
 
@@ -182,7 +184,7 @@ def test_a_captured_graph_follows_the_jobs_that_come_and_go(order):
         group.write(slot, found)
     rows.fill(after.seats, after.token_index.numpy())
     with torch.no_grad():
-        x.copy_(fresh.x)
+        held_x.copy_(fresh.x)
         dy.copy_(fresh.dy)
         made.weight.copy_(fresh.weight)
     graph.replay()

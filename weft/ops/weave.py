@@ -147,7 +147,7 @@ def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tilin
     """Blocks that fit the registers and the shared memory of the device."""
     count, device = len(rows.token_index_T), rows.buffer.device
     y = _blocks(count, group.columns, dtype, device)
-    dx = _blocks(count, ((0, features),), dtype, device)
+    dx = _leaving_room(_blocks(count, ((0, features),), dtype, device), count, features)
     chosen = _for_16_bits(group, y, dx) if dtype.itemsize == 2 else _for_32_bits(group, y, dx)
     if dtype.itemsize == 2 and _shared_memory(rows.buffer.device) < LARGE_SHARED_MEMORY:
         chosen = _lean(chosen)
@@ -219,15 +219,21 @@ def _blocks(
     programs = _programs(device)
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
 
-    def blocks(width: int) -> int:
-        return -(-rows // BLOCK) * -(-columns[-1][1] // width)
+    def time(width: int) -> int:
+        return -(-_tiles(rows, columns[-1][1], width) // programs) * (width + BESIDE_COLUMNS)
 
-    def rounds(width: int) -> int:
-        return -(-blocks(width) // programs)
+    return product_blocks(min(fitting, key=time), dtype, programs)
 
-    width = min(fitting, key=lambda width: rounds(width) * (width + BESIDE_COLUMNS))
-    # No more programs than the rounds need: the multiprocessors that are left are for what runs beside.
-    return product_blocks(width, dtype, -(-blocks(width) // max(1, rounds(width))))
+
+def _leaving_room(blocks: Blocks, rows: int, outputs: int) -> Blocks:
+    """With no more programs than its rounds need: other multiprocessors are for what runs beside."""
+    tiles = _tiles(rows, outputs, blocks.columns)
+    rounds = max(1, -(-tiles // blocks.programs))
+    return replace(blocks, programs=max(1, -(-tiles // rounds)))
+
+
+def _tiles(rows: int, outputs: int, columns: int) -> int:
+    return -(-rows // BLOCK) * -(-outputs // columns)
 
 
 def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> Blocks:
