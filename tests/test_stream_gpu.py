@@ -249,7 +249,7 @@ def poison(executor):
 
 
 @pytest.mark.parametrize("piece", [1024, PIECE])
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [1, 2, 3])
 def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
     """Whoever came too early would take NaN along."""
     monkeypatch.setattr(travel_steps, "PIECE", piece)

@@ -27,7 +27,7 @@ from weft.base.spec import BaseSpec
 from weft.base.streamed import stream_model
 from weft.ops.adamw import update
 from weft.plan import stream_ring
-from weft.plan.program import Backward, Step
+from weft.plan.program import Backward, Forward, Step
 from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
@@ -162,7 +162,8 @@ def test_what_is_saved_and_looked_at_between_windows_is_made(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a layer at a time", "one slot", "uneven, two stay", "three slots"])
-def test_a_forward_waits_for_the_parts_of_its_stage_and_of_those_before_only(name):
+def test_before_a_forward_the_parts_of_its_stage_are_made_and_those_of_the_next_if_it_is_there(name):
+    """With one slot it comes only when the stage at work has left."""
     make, passes = Noted(), []
     executor = executor_of(CUTS[name], make)
     job = one_job(executor.base)
@@ -172,9 +173,36 @@ def test_a_forward_waits_for_the_parts_of_its_stage_and_of_those_before_only(nam
     assert len(told(events)) == 2
     first, second = passes[: len(passes) // 2], passes[len(passes) // 2 :]
     assert {made for _, made in first} == {0}
-    assert second[:LAYERS] == [(stage, stage + 1) for stage in range(LAYERS)]
+    ahead = 0 if name == "one slot" else 1
+    assert second[:LAYERS] == [(stage, min(stage + 1 + ahead, LAYERS)) for stage in range(LAYERS)]
     assert {made for _, made in second[LAYERS:]} == {LAYERS}
     assert make.made == 2 * LAYERS
+
+
+@pytest.mark.parametrize("name", ["a layer at a time", "one slot"])
+def test_steps_of_all_jobs_are_asked_for_stage_by_stage_those_of_the_first_microbatch_first(
+    name, monkeypatch
+):
+    """What is asked for waits for all that was asked for before it."""
+    executor = executor_of(CUTS[name])
+    jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
+    take_aboard(executor, jobs)
+    program = plan_streamed([job.course(0, 2, False) for job in jobs], executor.streamed.cut, capacity=24)
+    kinds = [type(action) for action in program.actions]
+    second = program.actions[kinds.index(Forward, kinds.index(Step)) :]
+    (first,) = program.microbatches[second[0].microbatch].jobs
+    ask, asked = executor.steps.ask, []
+
+    def noted(pairs, writable):
+        asked.extend(pairs)
+        ask(pairs, writable)
+
+    monkeypatch.setattr(executor.steps, "ask", noted)
+    assert len(told(run(executor, program, jobs))) == 4
+    forth, at_the_end = asked[: 2 * LAYERS], asked[2 * LAYERS :]
+    jobs = [first, *{"a", "b"} - {first}]
+    assert forth == [(job, stage) for stage in range(LAYERS) for job in jobs]
+    assert at_the_end == [(job, stage) for stage in range(LAYERS) for job in "ab"]
 
 
 def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
@@ -278,10 +306,16 @@ def test_a_mistake_in_a_step_ends_the_run_with_it():
 # -- jobs that leave -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", range(LAYERS - 1))
-def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(at):
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        *(("one slot", at) for at in range(LAYERS - 1)),
+        *(("a layer at a time", at) for at in range(LAYERS - 2)),
+    ],
+)
+def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(name, at):
     """What is left is made first: its weights are zeroed when nobody writes them any longer."""
-    executor = executor_of(CUTS["a layer at a time"])
+    executor = executor_of(CUTS[name])
     jobs = [aboard.ready(executor.base, name, seed=seed) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
     killed = False
@@ -306,15 +340,16 @@ def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(at):
 
 
 @pytest.mark.parametrize("piece", [64, stream_ring.PIECE])
-def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(piece, monkeypatch):
+@pytest.mark.parametrize(("name", "at"), [("one slot", 1), ("a layer at a time", 0)])
+def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(name, at, piece, monkeypatch):
     monkeypatch.setattr(travel_steps, "PIECE", piece)
-    executor, other = (executor_of(CUTS["a layer at a time"]) for _ in range(2))
+    executor, other = (executor_of(CUTS[name]) for _ in range(2))
     jobs = make_jobs(executor.base)
     for each in (executor, other):
         take_aboard(each, jobs)
 
     def end(stage):
-        if stage == 1 and executor.steps.unfinished("a", 2):
+        if stage == at and executor.steps.unfinished("a", 2) and not executor.steps.unfinished("a", 1):
             raise ArithmeticError("a mistake")
 
     with before_passes(executor, end), pytest.raises(ArithmeticError, match="a mistake"):

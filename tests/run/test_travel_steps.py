@@ -1,6 +1,7 @@
 """Steps of adapters that travel: made in pieces, in a ring of buffers, they have the bits of whole Steps."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -29,6 +30,7 @@ from weft.ops.triton.at_hand import kernels_run
 from weft.plan import stream_ring
 from weft.plan.stream_ring import PIECES
 from weft.run import travel_steps
+from weft.run.ring import Lanes
 from weft.run.steps import NoStep
 from weft.run.streamer import Gone
 from weft.run.travel import OUTSIDE, Part
@@ -130,7 +132,7 @@ def test_piece_by_piece_a_step_has_the_bits_of_the_whole(cut, outside, dtype, se
             left = steps.all_left()
             shuffled.shuffle(left)
             for pair in left:
-                steps.make([pair], Gone())
+                steps.ask([pair], Gone())
             assert begun.outcomes() == [expected(other, gradient)]
             assert_same(one, other)
         assert_the_device_has_them(steps, one)
@@ -154,7 +156,7 @@ def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(dtypes, pie
         for one, gradient in zip(company, gradients, strict=True):
             hand_in(steps, one, gradient)
         begun = begin(steps, due)
-        steps.make(steps.all_left(), Gone())
+        steps.ask(steps.all_left(), Gone())
         wanted = [expected(other, gradient) for other, gradient in zip(others, gradients, strict=True)]
         assert_told(begun.outcomes(), wanted)
         for one, other in zip(company, others, strict=True):
@@ -189,7 +191,7 @@ def test_a_job_that_can_make_no_step_fails_alone(dtypes, loss, gradient, weights
     hand_in(steps, bad, spoilt, loss)
     hand_in(steps, good, drawn(good, 6))
     begun = begin(steps, due)
-    steps.make(steps.all_left(), Gone())
+    steps.ask(steps.all_left(), Gone())
     made, failed = begun.outcomes()
     assert failed == NoStep(sentence)
     assert bad.progress.step == 0
@@ -223,13 +225,13 @@ def test_what_the_first_stages_need_is_made_first_and_each_pass_wants_its_own_jo
     assert steps.left(1, ["c", "a"]) == [("c", 1), ("a", 1)]
     assert steps.left(0, ["a", "c"]) == [("a", 0), ("a", OUTSIDE), ("c", 0)]
     assert steps.left(3, "b") == [("b", 3), ("b", OUTSIDE)]
-    steps.make(steps.left(0, ["a"]), Gone())
+    steps.ask(steps.left(0, ["a"]), Gone())
     assert not steps.left(0, ["a"])
     assert [stage for stage in (OUTSIDE, 0, 1, 2, 3) if steps.unfinished("a", stage)] == [1, 2, 3]
     assert steps.left(0, "bc") == [("b", 0), ("b", OUTSIDE), ("c", 0)]
     with pytest.raises(AssertionError, match="not all made"):
         begun.outcomes()
-    steps.make(steps.all_left(), Gone())
+    steps.ask(steps.all_left(), Gone())
     assert not any(steps.left(stage, "abc") for stage in range(4))
     assert len(begun.outcomes()) == 3
 
@@ -245,11 +247,82 @@ def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_jo
     steps.travel.come(1, steps.unfinished)
     assert torch.equal(steps.travel.room("a", 1), torch.full((77,), 7.0, dtype=torch.bfloat16))
     assert torch.equal(steps.travel.room("b", 1), other.state.weights[301:378])
-    steps.make([("a", 1)], Gone())
+    steps.ask([("a", 1)], Gone())
     assert torch.equal(steps.travel.room("a", 1), one.state.weights[301:378])
     assert bool(one.state.weights[301:378].isfinite().all())
     assert bool(one.state.weights[:301].isnan().all())
     assert bool(one.state.weights[378:].isnan().all())
+
+
+class NotedStream:
+    """Notes what is asked of it; everything happens at once."""
+
+    def __init__(self):
+        self.waited, self.made = [], 0
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+    def wait_stream(self, other):
+        """Between the streams of Steps only."""
+        assert self is not passes_stream(), "passes would wait for all that was asked for"
+
+    def record_event(self):
+        return (self, self.made)
+
+
+HERE = []
+
+
+def passes_stream():
+    return HERE[0]
+
+
+@contextmanager
+def on(stream):
+    HERE.append(stream)
+    yield
+    HERE.pop()
+
+
+def test_on_a_gpu_a_pass_waits_for_what_was_asked_for_of_its_jobs_and_stage_and_only_once(monkeypatch):
+    """No GPU is here; tests/test_stream_gpu.py has real streams."""
+    up, down, passes = NotedStream(), NotedStream(), NotedStream()
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: HERE[-1])
+    monkeypatch.setattr(travel_steps, "PIECE", 2048)
+
+    def noting(updates, factor_J=None):
+        up.made += len(updates)
+        return update(updates, factor_J)
+
+    steps = steps_for(make=noting)
+    company = [new(name, seed=seed) for seed, name in enumerate("ab")]
+    due = aboard(steps, *company)
+    for one in company:
+        hand_in(steps, one, drawn(one, 3))
+    begin(steps, due)
+    steps._lanes = Lanes(up, down)
+    with on(passes):
+        steps.ask(steps.left(0, "a"), Gone(("writable",)))
+        steps.ask(steps.left(0, "b"), Gone())
+        steps.ask(steps.left(1, "ab"), Gone())
+        assert (up.made, up.waited, passes.waited) == (4, ["writable"], [])
+        assert steps.asked(0, "ab") == [("a", 0), ("b", 0)]
+        steps.use(steps.asked(0, "a"))
+        # All that is behind it on that stream may still be on its way.
+        assert passes.waited == [(up, 1)]
+        assert steps.asked(0, "ab") == [("b", 0)]
+        steps.use(steps.asked(1, "ab"))
+        assert passes.waited == [(up, 1), (up, 4)]
+        assert not steps.asked(1, "ab")
+        steps.use(steps.asked(1, "ab"))
+        assert passes.waited == [(up, 1), (up, 4)]
+    with on(NotedStream()):
+        steps.wait_here(2)
+        assert HERE[-1].waited == []
+        steps.wait_here(1)
+        assert HERE[-1].waited == [(down, 0)]
 
 
 # -- the ring --------------------------------------------------------------------------------------------
@@ -269,7 +342,7 @@ def test_pieces_take_turns_in_the_buffers(monkeypatch):
     due = aboard(steps, one)
     hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
-    steps.make(steps.all_left(), Gone())
+    steps.ask(steps.all_left(), Gone())
     assert len(seen) == sum(len(list(pieces(part, 1442))) for part in by_stage(steps, "a")) > 20
     assert len(set(seen[:PIECES])) == PIECES == 3
     assert all(seen[at] == seen[at % PIECES] for at in range(len(seen)))
@@ -309,7 +382,7 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
             hand_in(steps, one.training, gradient)
             twin_outcome = expected(twin, gradient)
             begun = begin(steps, [one])
-            steps.make(steps.all_left(), Gone())
+            steps.ask(steps.all_left(), Gone())
             assert begun.outcomes() == [twin_outcome]
             assert_same(one.training, twin)
     assert held[2] == held[1]
@@ -336,9 +409,9 @@ def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, hal
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        steps.make(steps.all_left(), Gone())
+        steps.ask(steps.all_left(), Gone())
     assert at <= failing.made < at + 3
-    steps.make(steps.all_left(), Gone())
+    steps.ask(steps.all_left(), Gone())
     total = sum(len(list(pieces(part, 1442))) for job in "ab" for part in by_stage(steps, job))
     assert failing.made == total
     assert_told(begun.outcomes(), [expected(other, drawn(other, 3)) for other in others])

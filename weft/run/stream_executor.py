@@ -37,39 +37,13 @@ from weft.run.executor import Asked, Executor, Fetch, Timed, refuse_other_device
 from weft.run.inputs import Visitor, rows_at_once, stage_inputs
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
-from weft.run.measure import Stopwatch, release
+from weft.run.measure import release
 from weft.run.passes import Dealt, Plain, deal
 from weft.run.streamer import Streamer
 from weft.run.training import Training
 from weft.run.travel import Travel
 from weft.run.travel_steps import Make, TravelBegun, TravelSteps
-
-
-class _Visits:
-    """The time that a microbatch took in its visits to the stages, not what passed between them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._watches: list[Stopwatch] = []
-
-    def begin(self) -> None:
-        self._watches.append(Stopwatch(self._device))
-
-    def mark(self) -> None:
-        """A visit has ended."""
-        self._watches[-1].mark()
-
-    def laps(self) -> list[float]:
-        return [sum(lap for watch in self._watches for lap in watch.laps())]
-
-
-@dataclass(frozen=True, slots=True)
-class _ThereAndBack:
-    forward: _Visits
-    backward: _Visits
-
-    def laps(self) -> list[float]:
-        return [*self.forward.laps(), *self.backward.laps()]
+from weft.run.visits import ThereAndBack, Visits
 
 
 @dataclass(slots=True)
@@ -79,7 +53,7 @@ class _Flight:
     plan: MicrobatchPlan
     laid: Laid
     dealt: Dealt
-    visits: _ThereAndBack
+    visits: ThereAndBack
     dh_TD: Tensor | None = None
     """What the stage after hands back."""
     last: Plain | None = None
@@ -96,7 +70,7 @@ class _Looking:
     plan: MicrobatchPlan
     laid: Laid
     dealt: Dealt
-    visits: _Visits
+    visits: Visits
     h_TD: Tensor | None = None
 
 
@@ -113,7 +87,7 @@ class StreamExecutor(Executor):
         self.steps = TravelSteps(self.travel, make) if self.travel else None
         self.streamer = Streamer(base, self._come, self._go)
         self._begun: TravelBegun | None = None
-        self._waits = _Visits(base.whole.device)
+        self._waits = Visits(base.whole.device)
         """What the Steps that were last begun kept the arithmetic waiting."""
         self.inputs = stage_inputs(base, lambda: self.streamer.waited)
         self._in_flight: dict[int, _Flight] = {}
@@ -191,10 +165,26 @@ class StreamExecutor(Executor):
         if self.steps is not None:
             if self._begun is not None:
                 self._begun.used |= not self._begun.jobs.isdisjoint(plan.jobs)
-            if left := self.steps.left(stage, plan.jobs):
+            left = self.steps.left(stage, plan.jobs)
+            if left or self.steps.asked(stage, plan.jobs):
                 with self._waiting():
-                    self.steps.make(left, self.streamer.writable(stage))
+                    self.steps.ask(left, self.streamer.writable(stage))
+                    self.steps.use(self.steps.asked(stage, plan.jobs))
         self.streamer.use(stage)
+
+    def _ask_ahead(self, stage: int, plan: MicrobatchPlan) -> None:
+        """What is left of Steps of this stage and of the next comes while this one is at work: those of
+        everybody, since no pass has read there since, and the microbatch's own first. The next stage has to
+        wait if it is not in its place yet."""
+        if self.steps is None:
+            return
+        jobs = dict.fromkeys((*plan.jobs, *self.aboard))
+        for one in range(stage, min(stage + 2, len(self.streamed.stages))):
+            left = self.steps.left(one, jobs)
+            if left and self.steps.travel.there(one):
+                # If the host is not ahead, the device is idle meanwhile.
+                with self._waiting():
+                    self.steps.ask(left, self.streamer.writable(one))
 
     def _make_all(self) -> None:
         """What is left of Steps; all of it is on the host then."""
@@ -202,13 +192,13 @@ class StreamExecutor(Executor):
             return
         with self._on_stream():
             for stage, pairs in groupby(self.steps.all_left(), key=itemgetter(1)):
-                self.steps.make(list(pairs), self.streamer.writable(stage))
+                self.steps.ask(list(pairs), self.streamer.writable(stage))
         self.steps.wait()
 
     def _come(self, stage: int) -> None:
         """What comes beside a stage."""
         if self.steps is not None:
-            self.steps.wait_here()
+            self.steps.wait_here(stage)
             self.steps.travel.come(stage, self.steps.unfinished)
 
     def _go(self, stage: int) -> None:
@@ -243,10 +233,11 @@ class StreamExecutor(Executor):
             if plan.segments:
                 laid = lay(fetch(plan, False), plan.rows, self.base.device)
                 dealt = deal(self.base, self.banks, laid, self.route)
-                visits = _ThereAndBack(_Visits(self.base.device), _Visits(self.base.device))
+                visits = ThereAndBack(Visits(self.base.device), Visits(self.base.device))
                 self._in_flight[number] = _Flight(plan, laid, dealt, visits)
         # Not before: what is laid out here is laid out while what the first part of Steps needs comes.
         self._use(stage, program.microbatches[number])
+        self._ask_ahead(stage, program.microbatches[number])
         if (flight := self._in_flight.get(number)) is None:
             return
         passed = self._pass(flight, Visitor(number, stage))
@@ -319,7 +310,8 @@ class StreamExecutor(Executor):
 
     def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
         """Where adapters travel, Steps are only noted: what a pass of the next round needs of them is made
-        before it, and what came of them is reported when that round has come to its own."""
+        before it, beside the stage before, and what came of them is reported when that round has come to its
+        own."""
         if self.steps is None:
             yield from super()._step(program, steps)
             return
@@ -329,7 +321,7 @@ class StreamExecutor(Executor):
         if not due:
             return
         if self._asked is None or self._begun is None:
-            self._begun, self._waits = TravelBegun(self.steps), _Visits(self.base.device)
+            self._begun, self._waits = TravelBegun(self.steps), Visits(self.base.device)
             self._asked = Asked(self._begun, self._waits, self._again("step"), timed=[])
         self._asked.timed.extend(self._timed)
         self._timed.clear()
@@ -356,8 +348,9 @@ class StreamExecutor(Executor):
                 microbatch = fetch(alive, True)
                 laid = lay(microbatch, microbatch.rows, self.base.device)
                 dealt = deal(self.base, self.banks, laid, self.route)
-                self._looking[number] = _Looking(alive, laid, dealt, _Visits(self.base.device))
+                self._looking[number] = _Looking(alive, laid, dealt, Visits(self.base.device))
         self._use(stage, program.microbatches[number])
+        self._ask_ahead(stage, program.microbatches[number])
         if (looking := self._looking.get(number)) is None:
             return
         looking.visits.begin()

@@ -1,7 +1,9 @@
 """Steps of adapters that live in host memory: gradient, master and moments come to the device in pieces, are
 updated there and go back, those of a stage before its first pass in the next round.
 
-Pieces of several jobs are updated together: asked for one by one, they keep the host longer than the device.
+Steps of a stage are asked for ahead of its passes, which wait for them and for nothing that was asked for
+later. Pieces of several jobs are updated together: asked for one by one, they keep the host longer than the
+device.
 
 Nobody but the device writes a job's state between `begin` and the end of its last piece.
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from weft.ops.adamw import State, Update, update
 from weft.ops.triton.at_hand import kernels_run
 from weft.plan.stream_ring import PIECE, PIECES
+from weft.run.ring import Buffer, Lanes, bring, give_back
 from weft.run.steps import Begun, Due, Outcome, factors, open_sums, open_tokens
 from weft.run.streamer import Gone
 from weft.run.travel import OUTSIDE, Pair, Part, Travel
@@ -105,30 +108,6 @@ class _Seated:
         return self.at + self.piece.whole.size
 
 
-@dataclass(slots=True, eq=False)
-class _Buffer:
-    """Pieces on the device."""
-
-    state: State
-    free: torch.cuda.Event | None = None
-    """When what it held last has gone back."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Lanes:
-    """Streams of a GPU, beside that of the passes."""
-
-    up: torch.cuda.Stream
-    """What comes, and the updates."""
-    down: torch.cuda.Stream
-    """What goes back."""
-
-    @classmethod
-    def on(cls, device: torch.device) -> _Lanes:
-        # What comes is needed sooner than stages that were asked for before it.
-        return cls(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device))
-
-
 @dataclass(slots=True)
 class TravelBegun:
     """Steps whose outcomes will be read together."""
@@ -155,11 +134,13 @@ class TravelSteps:
     def __init__(self, travel: Travel, make: Make = update) -> None:
         self.travel, self._make_update = travel, make
         self._left: dict[Pair, _Left] = {}
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[Buffer] = []
         self._turn = 0
-        self._lanes = _Lanes.on(travel.device) if travel.device.type == "cuda" else None
-        self._back: torch.cuda.Event | None = None
-        """When the last piece has gone back."""
+        self._lanes = Lanes.on(travel.device) if travel.device.type == "cuda" else None
+        self._there: dict[Pair, torch.cuda.Event] = {}
+        """When the weights that were last asked for are made; until a pass has waited for it."""
+        self._home: dict[int, torch.cuda.Event] = {}
+        """Stage → when its last piece has gone back."""
 
     def fit(self, job: str) -> None:
         """Have buffers for the pieces of a job that has come aboard, beside those of the others."""
@@ -172,7 +153,7 @@ class TravelSteps:
         vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
         for _ in range(PIECES):
             here = (torch.zeros(wanted, dtype=one.dtype, device=self.travel.device) for one in vectors)
-            self._buffers.append(_Buffer(State(*here)))
+            self._buffers.append(Buffer(State(*here)))
 
     def _stage_sizes(self) -> Iterable[int]:
         """What all jobs' pieces of a stage would take beside each other."""
@@ -220,18 +201,22 @@ class TravelSteps:
 
     def left(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
         """What of these jobs' Steps has yet to be made before a pass over the stage."""
+        return [pair for pair in self._pairs(stage, jobs) if pair in self._left]
+
+    def _pairs(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
+        """What passes of these jobs over the stage read; at both ends also what is outside all layers."""
         last = len(self.travel.cut.stages) - 1
         stages = (stage, OUTSIDE) if stage in (0, last) else (stage,)
-        return [(job, one) for job in jobs for one in stages if (job, one) in self._left]
+        return [(job, one) for job in jobs for one in stages]
 
     def all_left(self) -> list[Pair]:
         return sorted(self._left, key=lambda pair: (pair[1], pair[0]))
 
     # -- made --------------------------------------------------------------------------------------------
 
-    def make(self, pairs: Iterable[Pair], writable: Gone) -> None:
-        """Have these made before whatever the device is asked for next; their weights go to the host and,
-        once they are writable, to the places where their stages are."""
+    def ask(self, pairs: Iterable[Pair], writable: Gone) -> None:
+        """Have these made beside whatever else the device does; their weights go to the host and, once they
+        are writable, to the places where their stages are. Whoever reads them there waits by `use`."""
         with self._aside(writable):
             for seated in self._seated(pairs):
                 for run in dict.fromkeys(one.left.run for one in seated):
@@ -241,8 +226,15 @@ class TravelSteps:
                     one.left.pieces.pop(0)
                     if not one.left.pieces:
                         del self._left[one.pair]
-        if self._lanes is not None:
-            torch.cuda.current_stream().wait_stream(self._lanes.up)
+
+    def asked(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
+        """What was asked for, and no pass of these jobs over the stage has waited for yet."""
+        return [pair for pair in self._pairs(stage, jobs) if pair in self._there]
+
+    def use(self, pairs: Iterable[Pair]) -> None:
+        """From here on the current stream may read what was asked for of these where their stages are."""
+        for there in dict.fromkeys(self._there.pop(pair) for pair in pairs):
+            torch.cuda.current_stream().wait_event(there)
 
     def outcomes(self, run: _Run) -> list[Outcome]:
         assert not any(left.run is run for left in self._left.values()), "a Step is not all made"
@@ -254,14 +246,15 @@ class TravelSteps:
         return begun.outcomes()
 
     def wait(self) -> None:
-        """Until all that was made is on the host."""
-        if self._back is not None:
-            self._back.synchronize()
+        """Until all that was asked for is made and on the host."""
+        for home in self._home.values():
+            home.synchronize()
+        self._there.clear()
 
-    def wait_here(self) -> None:
-        """The same for what this stream is asked for next."""
-        if self._back is not None:
-            torch.cuda.current_stream().wait_event(self._back)
+    def wait_here(self, stage: int) -> None:
+        """Have the current stream read on the host what was asked for of the stage once it is there."""
+        if (home := self._home.get(stage)) is not None:
+            torch.cuda.current_stream().wait_event(home)
 
     def _seated(self, pairs: Iterable[Pair]) -> Iterator[list[_Seated]]:
         """The pieces of all pairs, by the buffer."""
@@ -288,7 +281,7 @@ class TravelSteps:
             torch.cuda.current_stream().wait_event(buffer.free)
         here = [buffer.state.within(one.at, one.stop) for one in seated]
         for one, state in zip(seated, here, strict=True):
-            _bring(one.update.state.within(*one.piece.whole), state)
+            bring(one.update.state.within(*one.piece.whole), state)
         factor_J = _factors(seated)
         if factor_J is not None:
             # Where the device finds that no step can be made, those of the buffer's last jobs would go back.
@@ -301,20 +294,23 @@ class TravelSteps:
             if (room := self.travel.room(*one.pair)) is not None:
                 at = one.piece.inside.start - one.left.part.start
                 room[at : at + one.piece.inside.size].copy_(state.weights)
-        with self._leaving(buffer):
+        if self._lanes is not None:
+            self._there |= dict.fromkeys((one.pair for one in seated), self._lanes.up.record_event())
+        with self._leaving(buffer, {one.pair[1] for one in seated}):
             for one, state in zip(seated, made, strict=True):
-                _give_back(state, one.update.state.within(*one.piece.inside))
+                give_back(state, one.update.state.within(*one.piece.inside))
 
     @contextmanager
-    def _leaving(self, buffer: _Buffer) -> Iterator[None]:
-        """On the stream of what goes back; the buffer is free when it has."""
+    def _leaving(self, buffer: Buffer, stages: Iterable[int]) -> Iterator[None]:
+        """On the stream of what goes back, of these stages; the buffer is free when it has."""
         if self._lanes is None:
             yield
             return
         self._lanes.down.wait_stream(self._lanes.up)
         with torch.cuda.stream(self._lanes.down):
             yield
-            buffer.free = self._back = self._lanes.down.record_event()
+            buffer.free = self._lanes.down.record_event()
+        self._home |= dict.fromkeys(stages, buffer.free)
 
     @contextmanager
     def _aside(self, after: Gone) -> Iterator[None]:
@@ -346,19 +342,3 @@ def _factors(seated: Sequence[_Seated]) -> Tensor | None:
     found = [one.left.factor for one in seated]
     known = [factor for factor in found if factor is not None]
     return torch.stack(known) if known else None
-
-
-def _bring(host: State, here: State) -> None:
-    """Everything but the weights, which will be made."""
-    here.gradient.copy_(host.gradient, non_blocking=True)
-    here.master.copy_(host.master, non_blocking=True)
-    here.exp_avg.copy_(host.exp_avg, non_blocking=True)
-    here.exp_avg_sq.copy_(host.exp_avg_sq, non_blocking=True)
-
-
-def _give_back(here: State, host: State) -> None:
-    """Everything but the gradient, which nobody needs any longer."""
-    host.master.copy_(here.master, non_blocking=True)
-    host.exp_avg.copy_(here.exp_avg, non_blocking=True)
-    host.exp_avg_sq.copy_(here.exp_avg_sq, non_blocking=True)
-    host.weights.copy_(here.weights, non_blocking=True)
