@@ -34,6 +34,7 @@ from weft.plan.stream_window import plan_streamed
 from weft.run import travel_steps
 from weft.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weft.run.stream_executor import StreamExecutor
+from weft.run.travel import OUTSIDE
 
 ALL_CUTS = CUTS | {"in one piece": StreamCut((StreamStage(0, LAYERS, True),), slots=0)}
 
@@ -219,6 +220,24 @@ def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
     assert len(passes) == 3 * len(program.microbatches)
     assert {made for _, made in passes} == {0}
     assert make.made == 2 * len(jobs)
+
+
+@pytest.mark.parametrize("cut", ALL_CUTS.values(), ids=ALL_CUTS.keys())
+def test_gradients_leave_stage_by_stage_and_at_a_step_only_the_first_ones_are_left(cut, monkeypatch):
+    executor = executor_of(cut)
+    jobs = make_jobs(executor.base)
+    take_aboard(executor, jobs)
+    travel, left = executor.travel, []
+    take = travel.take_gradients
+
+    def noted(due):
+        left.append({stage for job, stage in travel._made})
+        take(due)
+
+    monkeypatch.setattr(travel, "take_gradients", noted)
+    assert len(told(run(executor, plan(executor, jobs, 2), jobs))) == 2 * len(jobs)
+    assert left
+    assert all(0 in stages <= {0, OUTSIDE} for stages in left)
 
 
 # -- the ring --------------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ class StreamExecutor(Executor):
         self.travel = Travel(base.cut, base.whole.device, base.whole.dtype) if base.cut.travels else None
         self.steps = TravelSteps(self.travel, make) if self.travel else None
         self.streamer = Streamer(base, self._come, self._go)
+        self._returning: int | None = None
+        """The stage that a round was last at on its way back, while it is in its place."""
         self._begun: TravelBegun | None = None
         self._waits = Visits(base.whole.device)
         """What the Steps that were last begun kept the arithmetic waiting."""
@@ -147,10 +149,12 @@ class StreamExecutor(Executor):
                 if self.travel is not None:
                     self.travel.measure(stage)
                 self.streamer.evict(stage)
+                self._returning = None
             case Forward(number, stage):
                 self._forth(number, stage, program, fetch)
             case Backward(number, stage):
                 self._use(stage, program.microbatches[number])
+                self._return(stage)
                 yield from self._back(number, stage)
             case Evaluate(number, stage):
                 # A look need not wait for all Steps; but whom a Step has failed has no loss.
@@ -185,6 +189,13 @@ class StreamExecutor(Executor):
                 # If the host is not ahead, the device is idle meanwhile.
                 with self._waiting():
                     self.steps.ask(left, self.streamer.writable(one))
+
+    def _return(self, stage: int) -> None:
+        """A round has come to this stage on its way back. The one behind it is through: if it stays, so that
+        no Evict sends its gradients, they leave now; else they would all be waited for at the Step."""
+        if self.steps is not None and self._returning not in (None, stage):
+            self.steps.send(self._returning)
+        self._returning = stage
 
     def _make_all(self) -> None:
         """What is left of Steps; all of it is on the host then."""
@@ -222,12 +233,15 @@ class StreamExecutor(Executor):
         self._in_flight.clear()
         self._looking.clear()
         self.inputs.forget()
-        if self.travel is not None:
-            self.travel.forget(self.aboard)
+        self._returning = None
+        if self.steps is not None:
+            self.steps.wait_sent()
+            self.steps.travel.forget(self.aboard)
 
     # -- training ----------------------------------------------------------------------------------------
 
     def _forth(self, number: int, stage: int, program: Program, fetch: Fetch) -> None:
+        self._returning = None
         if stage == 0:
             plan = program.microbatches[number].without(self.dead)
             if plan.segments:
@@ -326,6 +340,7 @@ class StreamExecutor(Executor):
         self._asked.timed.extend(self._timed)
         self._timed.clear()
         with self._waiting():
+            self.steps.wait_sent()
             self.steps.travel.take_gradients([one.training.job for one in due])
         self.steps.begin(self._begun, due, self.streamer.gone)
 

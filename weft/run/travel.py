@@ -137,9 +137,14 @@ class Travel:
 
     def go(self, stage: int) -> None:
         """A stage leaves its place: so do the gradients that were made there."""
+        self.send(stage)
+        del self._in[self._place(stage)]
+
+    def send(self, stage: int) -> None:
+        """Only the gradients that were made where a stage is."""
+        assert self.there(stage), f"stage {stage} is not in its place"
         place = self._place(stage)
         self._take((traveller, place) for traveller in self.travellers.values())
-        del self._in[place]
 
     def note_backward(self, stage: int, jobs: Iterable[str]) -> None:
         """Gradients of these jobs were added to in the place of that stage."""

@@ -139,6 +139,8 @@ class TravelSteps:
         self._lanes = Lanes.on(travel.device) if travel.device.type == "cuda" else None
         self._there: dict[Pair, torch.cuda.Event] = {}
         """When the weights that were last asked for are made; until a pass has waited for it."""
+        self._sent: torch.cuda.Event | None = None
+        """When the last gradients have left that were sent; until the passes' stream has waited for it."""
         self._home: dict[int, torch.cuda.Event] = {}
         """Stage → when its last piece has gone back."""
 
@@ -165,6 +167,23 @@ class TravelSteps:
         return sizes.values()
 
     # -- asked for ---------------------------------------------------------------------------------------
+
+    def send(self, stage: int) -> None:
+        """Have the gradients leave that were made where a stage stays, beside the passes of others."""
+        self.travel.measure(stage)
+        if self._lanes is None:
+            self.travel.send(stage)
+            return
+        self._lanes.down.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._lanes.down):
+            self.travel.send(stage)
+            self._sent = self._lanes.down.record_event()
+
+    def wait_sent(self) -> None:
+        """From here on the current stream may write where they were."""
+        if self._sent is not None:
+            torch.cuda.current_stream().wait_event(self._sent)
+            self._sent = None
 
     def begin(self, begun: TravelBegun, due: Sequence[Due], gone: Callable[[], Gone]) -> None:
         """Close the open batches: their Steps are to be made. Their gradients have been sent to the host;
