@@ -4,8 +4,9 @@ Loads go over one link, one after another, in the order of the visits. A visit's
 last visit has ended and the link is free; its passes begin when the visit before has ended and its load is
 done. A round ends with the first stages in the slots and the link idle, as it began: rounds add up.
 
-Adapters that travel are stepped before their stage's forward: what a Step needs comes over the link in the
-same order, behind the stage's load if there is one, and what is new of it goes back once it has come. The
+Adapters that travel are stepped before their stage's forward: what a Step needs is asked for when the forward
+of the stage before begins, that of the first stage when the round does. It comes over the link in the same
+order, behind the stage's load if there is one, and what is new of it goes back once it has come. The
 weights are then made on the device; a load in the backward brings a copy of them, which must have gone back.
 Gradients leave after the backward, and no Step begins before the last of them has left.
 
@@ -54,7 +55,7 @@ def slotted_seconds(
     freed = dict.fromkeys(held, 0.0)
     home = [0.0] * len(stages)
     last = len(stages) - 1
-    now = link = leaving = began = 0.0
+    now = link = leaving = began = asked = 0.0
 
     def come(stage: int, slot: int, copies: int = 0, inputs: float = 0.0) -> None:
         """Have the link bring the stage with so many bytes of copies; and its inputs, which take so many
@@ -72,9 +73,11 @@ def slotted_seconds(
         if slot is not None and held[slot] != stage:
             come(stage, slot)
         link += one.step_bytes / bandwidth
-        now = max(now, link)
+        # Loads fill the link until it is asked for.
+        stepped = max(link, asked + one.step_bytes / bandwidth)
+        asked = now = max(now, stepped)
         if one.back_bytes:
-            home[stage] = leaving = max(leaving, link) + one.back_bytes / bandwidth
+            home[stage] = leaving = max(leaving, stepped) + one.back_bytes / bandwidth
         if stage != last:
             now = max(now + one.forward, off)
             if slot is not None:
