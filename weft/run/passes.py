@@ -8,17 +8,15 @@ Shapes: T rows, D hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.adapters.banks import Banks
-from weft.base.attention import Pack, pack
 from weft.base.model import Base
 from weft.ops.lora import Route
-from weft.ops.rows import Rows
+from weft.run.deal import Dealt, deal
 from weft.run.graphs import Graph, Graphs
 from weft.run.lay import Laid
 
@@ -66,23 +64,6 @@ class Passes:
     def look(self, laid: Laid, route: Route) -> Tensor:
         """The last hidden states without dropout and without a way back."""
         return Plain(self.base, self.banks, laid, route).forward(training=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """A microbatch's rows as kernels want to know them: whose they are, and where samples begin."""
-
-    rows: Rows | None
-    pack: Pack
-
-
-def deal(base: Base, banks: Banks, laid: Laid, route: Route) -> Dealt:
-    """The same for every stage that the microbatch passes."""
-    rows = None
-    if route is Route.tiled:
-        rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
-        rows.fill(banks.seats(laid.microbatch), laid.token_index)
-    return Dealt(rows, pack(laid.microbatch.sample_lengths, base.device))
 
 
 class Plain:

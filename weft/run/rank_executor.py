@@ -19,8 +19,9 @@ from weft.batch import Microbatch
 from weft.ops.lora import Route
 from weft.plan.program import Action, Backward, Evaluate, Evict, Forward, Load, Program
 from weft.plan.rank_cut import RankCut
+from weft.run.deal import Dealt, deal
 from weft.run.lay import Laid, lay
-from weft.run.passes import Dealt, Plain, deal
+from weft.run.passes import Plain
 from weft.run.stage_executor import RankEvent, StageExecutor
 from weft.run.streamer import Streamer
 from weft.run.transport import Transport

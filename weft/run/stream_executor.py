@@ -32,13 +32,14 @@ from weft.plan.program import (
     Program,
     Step,
 )
+from weft.run.deal import Dealt, deal
 from weft.run.events import Event
 from weft.run.executor import Asked, Executor, Fetch, Timed, refuse_other_devices
 from weft.run.inputs import Visitor, rows_at_once, stage_inputs
 from weft.run.lay import Laid, lay
 from weft.run.logprobs import segment_logprobs
 from weft.run.measure import release
-from weft.run.passes import Dealt, Plain, deal
+from weft.run.passes import Plain
 from weft.run.streamer import Streamer
 from weft.run.training import Training
 from weft.run.travel import Travel
