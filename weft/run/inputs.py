@@ -248,3 +248,9 @@ def rows_at_once(program: Program) -> int:
                 rows -= program.microbatches[number].rows
         most = max(most, rows)
     return most
+
+
+def most_rows(program: Program) -> int:
+    """Of one microbatch that is trained."""
+    numbers = (action.microbatch for action in program.actions if isinstance(action, Forward))
+    return max((program.microbatches[number].rows for number in numbers), default=0)

@@ -97,6 +97,16 @@ class Plain:
             self._h_TD = self.base.hidden(self.laid.microbatch, self._dealt.pack, self._given_TD)
         return self._h_TD
 
+    @torch.no_grad()
+    def forth(self) -> Tensor:
+        """A forward of which nothing but the result is kept."""
+        return self.forward()
+
+    def back(self, dh_TD: Tensor) -> None:
+        """The forward made again, and the backward."""
+        self.forward()
+        self.backward(dh_TD)
+
     def backward(self, dh_TD: Tensor) -> None:
         assert self._h_TD is not None
         if not self._h_TD.requires_grad:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
 import torch
-from torch import Tensor
 
 from weft.base.streamed import StreamedBase
 from weft.objectives import sft
@@ -32,14 +30,17 @@ from weft.plan.program import (
     Program,
     Step,
 )
-from weft.run.deal import Dealt, deal
+from weft.run.deal import deal
 from weft.run.events import Event
 from weft.run.executor import Asked, Executor, Fetch, Timed, refuse_other_devices
-from weft.run.inputs import Visitor, rows_at_once, stage_inputs
-from weft.run.lay import Laid, lay
+from weft.run.flights import Flight, Looking
+from weft.run.graph_pool import GraphPool, Pool
+from weft.run.inputs import Visitor, most_rows, rows_at_once, stage_inputs
+from weft.run.lay import lay
 from weft.run.logprobs import segment_logprobs
 from weft.run.measure import release
 from weft.run.passes import Plain
+from weft.run.stage_graphs import StageGraph, StageGraphs, Visit, Way
 from weft.run.streamer import Streamer
 from weft.run.training import Training
 from weft.run.travel import Travel
@@ -47,39 +48,19 @@ from weft.run.travel_steps import Make, TravelBegun, TravelSteps
 from weft.run.visits import ThereAndBack, Visits
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A microbatch between its first Forward and its last Backward."""
-
-    plan: MicrobatchPlan
-    laid: Laid
-    dealt: Dealt
-    visits: ThereAndBack
-    dh_TD: Tensor | None = None
-    """What the stage after hands back."""
-    last: Plain | None = None
-    """The last stage's pass, and behind it a leaf, losses and hits, between its forward and backward."""
-    leaf_TD: Tensor | None = None
-    losses: list[Tensor] = field(default_factory=list)
-    hits: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Looking:
-    """An evaluation on its way through the stages."""
-
-    plan: MicrobatchPlan
-    laid: Laid
-    dealt: Dealt
-    visits: Visits
-    h_TD: Tensor | None = None
-
-
 class StreamExecutor(Executor):
-    def __init__(self, base: StreamedBase, route: Route | None = None, make: Make = update) -> None:
-        """`make` makes the updates of adapters that travel."""
+    def __init__(
+        self,
+        base: StreamedBase,
+        route: Route | None = None,
+        make: Make = update,
+        graphs: bool = True,
+        pool: Pool | None = None,
+    ) -> None:
+        """`make` makes the updates of adapters that travel. Passes are captured where they can be; with a
+        `pool`, in it."""
         super().__init__(base.whole, route, graphs=False)
-        assert not self.route.mixes_rows, "nothing is replayed, so no route may mix rows"
+        assert not self.route.mixes_rows, "no pass is made again segmented, so no route may mix rows"
         self.streamed = base
         base.refuse_copies()
         # Loading and weaving leave holes behind; what stays must not settle in them.
@@ -93,8 +74,20 @@ class StreamExecutor(Executor):
         self._waits = Visits(base.whole.device)
         """What the Steps that were last begun kept the arithmetic waiting."""
         self.inputs = stage_inputs(base, lambda: self.streamer.waited)
-        self._in_flight: dict[int, _Flight] = {}
-        self._looking: dict[int, _Looking] = {}
+        if pool is None and graphs and self.layers is not None and self.layers.capturable:
+            pool = GraphPool(base.whole.device)
+        self.graphs = None if pool is None else StageGraphs(base, self.banks, pool)
+        self._in_flight: dict[int, Flight] = {}
+        self._looking: dict[int, Looking] = {}
+
+    @property
+    def captures(self) -> int | None:
+        return None if self.graphs is None else self.graphs.captures
+
+    def unweave(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
+        super().unweave()
 
     # -- jobs --------------------------------------------------------------------------------------------
 
@@ -140,6 +133,8 @@ class StreamExecutor(Executor):
     def _act(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         self.streamer.settle()
         self.inputs.reserve(rows_at_once(program))
+        if self.graphs is not None:
+            self.graphs.reserve(most_rows(program))
         yield from super()._act(program, fetch, stop)
 
     def _do(self, action: Action, program: Program, fetch: Fetch) -> Iterator[Event]:
@@ -234,6 +229,8 @@ class StreamExecutor(Executor):
         self._in_flight.clear()
         self._looking.clear()
         self.inputs.forget()
+        if self.graphs is not None:
+            self.graphs.clear()
         self._returning = None
         if self.steps is not None:
             self.steps.wait_sent()
@@ -244,36 +241,43 @@ class StreamExecutor(Executor):
     def _forth(self, number: int, stage: int, program: Program, fetch: Fetch) -> None:
         self._returning = None
         if stage == 0:
+            if self.graphs is not None and not self._in_flight:
+                self.graphs.begin_round()
             plan = program.microbatches[number].without(self.dead)
             if plan.segments:
                 laid = lay(fetch(plan, False), plan.rows, self.base.device)
                 dealt = deal(self.base, self.banks, laid, self.route)
                 visits = ThereAndBack(Visits(self.base.device), Visits(self.base.device))
-                self._in_flight[number] = _Flight(plan, laid, dealt, visits)
+                self._in_flight[number] = Flight(plan, laid, dealt, visits)
         # Not before: what is laid out here is laid out while what the first part of Steps needs comes.
         self._use(stage, program.microbatches[number])
         self._ask_ahead(stage, program.microbatches[number])
         if (flight := self._in_flight.get(number)) is None:
             return
-        passed = self._pass(flight, Visitor(number, stage))
+        last = stage + 1 == len(self.streamed.stages)
+        passed = self._pass(flight, Visitor(number, stage), Way.turn if last else Way.forth)
         flight.visits.forward.begin()
-        if stage + 1 == len(self.streamed.stages):
+        if last:
             self._end(flight, passed, program)
             flight.visits.forward.mark()
             return
-        with torch.no_grad():
-            h_TD = passed.forward()
+        h_TD = passed.forth()
         flight.visits.forward.mark()
         self.inputs.give(Visitor(number, stage + 1), h_TD)
         if stage > 0:
             self.inputs.passed(Visitor(number, stage))
 
-    def _pass(self, flight: _Flight, visitor: Visitor) -> Plain:
+    def _pass(self, flight: Flight, visitor: Visitor, way: Way) -> Plain | StageGraph:
         given_TD = self.inputs.read(visitor).detach() if visitor.stage else None
+        if self.graphs is not None:
+            served = self.graphs.serve(Visit(way, visitor.stage), flight.laid)
+            flight.settled &= served.settled
+            if served.graph is not None:
+                return served.graph.open(flight.laid, flight.dealt, given_TD)
         base = self.streamed.stages[visitor.stage]
         return Plain(base, self.banks, flight.laid, self.route, given_TD, flight.dealt)
 
-    def _end(self, flight: _Flight, passed: Plain, program: Program) -> None:
+    def _end(self, flight: Flight, passed: Plain | StageGraph, program: Program) -> None:
         """The last stage's forward, and what it comes to."""
         leaf_TD = passed.forward().detach().requires_grad_()
         logprobs, hits = segment_logprobs(leaf_TD, flight.laid, self._head)
@@ -289,18 +293,17 @@ class StreamExecutor(Executor):
             return
         if stage > 1:
             self.inputs.bring(Visitor(number, stage - 1))
-        passed = flight.last or self._pass(flight, Visitor(number, stage))
+        passed = flight.last or self._pass(flight, Visitor(number, stage), Way.back)
         flight.visits.backward.begin()
         if flight.last is not None:
             assert flight.leaf_TD is not None
             torch.stack(flight.losses).sum().backward()
-            dh_TD = flight.leaf_TD.grad
+            assert flight.leaf_TD.grad is not None
+            passed.backward(flight.leaf_TD.grad)
             flight.last = flight.leaf_TD = None
         else:
-            dh_TD = flight.dh_TD
-            passed.forward()
-        assert dh_TD is not None
-        passed.backward(dh_TD)
+            assert flight.dh_TD is not None
+            passed.back(flight.dh_TD)
         if self.travel is not None:
             self.travel.note_backward(stage, flight.plan.jobs)
         flight.visits.backward.mark()
@@ -311,14 +314,14 @@ class StreamExecutor(Executor):
         del self._in_flight[number]
         yield from self._through(flight)
 
-    def _through(self, flight: _Flight) -> Iterator[Event]:
+    def _through(self, flight: Flight) -> Iterator[Event]:
         """A microbatch has gone all the way back."""
         for segment, loss, hits in zip(
             flight.laid.microbatch.segments, flight.losses, flight.hits, strict=True
         ):
             if segment.job not in self.dead:
                 self.aboard[segment.job].collect(segment, loss, hits)
-        self._timed.append(Timed(flight.plan, flight.visits, self._again("pass")))
+        self._timed.append(Timed(flight.plan, flight.visits, self._again("pass") and flight.settled))
         if self._stream is None:
             yield from self._passed(self._timed)
             self._timed.clear()
@@ -364,11 +367,13 @@ class StreamExecutor(Executor):
                 microbatch = fetch(alive, True)
                 laid = lay(microbatch, microbatch.rows, self.base.device)
                 dealt = deal(self.base, self.banks, laid, self.route)
-                self._looking[number] = _Looking(alive, laid, dealt, Visits(self.base.device))
+                self._looking[number] = Looking(alive, laid, dealt, Visits(self.base.device))
         self._use(stage, program.microbatches[number])
         self._ask_ahead(stage, program.microbatches[number])
         if (looking := self._looking.get(number)) is None:
             return
+        if self.graphs is not None:
+            self.graphs.make_room()
         looking.visits.begin()
         base = self.streamed.stages[stage]
         passed = Plain(base, self.banks, looking.laid, self.route, looking.h_TD, looking.dealt)
