@@ -45,7 +45,7 @@ class StreamedCompany(Company):
         self.choice = choice
 
     def _window(self, courses: Sequence[Course], capacity: int) -> Program:
-        return plan_streamed(courses, self.choice.cut, capacity)
+        return plan_streamed(courses, self.choice.cut, capacity, self.executor.captures is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class StreamedLoop(Loop):
         self.choice = choice
         if choice.cut.travels:
             self.rounds = ROUNDS
-        self.streamer = executor.streamer
+        self.streamer, self.graphs = executor.streamer, executor.graphs
         self.seconds = 0.0
         """Of all windows."""
 
@@ -118,6 +118,11 @@ class StreamedLoop(Loop):
                 f"training waited for the host in {self.streamer.waited.total() / self.seconds:.0%} of the "
                 f"time, {self.choice.unhidden:.0%} were predicted."
             )
+        if self.graphs is not None and self.graphs.refused:
+            self.journal.note(
+                f"Passes in {len(self.graphs.refused)} sizes were launched kernel by kernel, since the "
+                "memory did not suffice to capture them."
+            )
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         began = time.monotonic()
@@ -125,4 +130,4 @@ class StreamedLoop(Loop):
         self.seconds += time.monotonic() - began
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        return plan_streamed(courses, self.choice.cut, room.capacity)
+        return plan_streamed(courses, self.choice.cut, room.capacity, self.executor.captures is not None)

@@ -29,19 +29,33 @@ COMPANIES = st.lists(
 CAPACITIES = st.integers(60, 200)
 
 
-def memory(cut: StreamCut, budget: int = NEVER) -> StreamedMemory:
-    return StreamedMemory(base(LAYERS), budget, cut=cut, slack=5000)
+def memory(cut: StreamCut, budget: int = NEVER, fused: bool = False) -> StreamedMemory:
+    return StreamedMemory(base(LAYERS), budget, fused=fused, cut=cut, slack=5000)
 
 
 @settings(max_examples=150, deadline=None)
-@given(DRAFTS, COMPANIES, CAPACITIES, st.booleans(), st.booleans())
-def test_it_counts_what_the_choice_counted_and_never_more(draft, jobs, capacity, travels, offloads):
+@given(DRAFTS, COMPANIES, CAPACITIES, st.booleans(), st.booleans(), st.booleans())
+def test_it_counts_what_the_choice_counted_and_never_more(draft, jobs, capacity, travels, offloads, fused):
     tokens = sum(job.batch_tokens for job in jobs)
-    device = gpu(NEVER, fused=False)
+    device = gpu(NEVER, fused=fused)
     case = StreamCase(base(LAYERS), tuple(jobs), device, tokens, capacity, travels, offloads)
-    found = memory(draft.cut(travels, tokens if offloads else 0)).peak_bytes(jobs, capacity)
+    cut = draft.cut(travels, tokens if offloads else 0)
+    found = memory(cut, fused=fused).peak_bytes(jobs, capacity)
     # Bytes of a token are a whole number here. More may not be counted: who was planned for must come aboard.
     assert 0 <= case.device_bytes(draft) - found <= capacity + LAYERS
+
+
+def test_where_passes_may_be_captured_their_buffers_and_the_padding_of_inputs_are_counted():
+    """On a GPU: two microbatches of rows, and a sixteenth of what stages are given in a round."""
+    jobs = (JobShape("a", 0, 0, 5000, longest=60, batch_tokens=160),)
+    shape, (draft, *_) = base(LAYERS), every_draft(LAYERS)
+    plain, captured = (
+        StreamCase(shape, jobs, gpu(NEVER, fused=fused), 160, 64, travels=False) for fused in (False, True)
+    )
+    row = shape.hidden * shape.bytes_per_value
+    more = captured.device_bytes(draft) - len(draft.sizes) * 10 * row - 2 * 64 * row
+    kept = max(draft.sizes) * (captured.kept_bytes - plain.kept_bytes)
+    assert more == plain.device_bytes(draft) + kept
 
 
 @settings(max_examples=150, deadline=None)

@@ -208,3 +208,10 @@ def test_where_inputs_are_offloaded_an_evaluation_holds_no_more_than_training_do
     # Of every stage a round of six microbatches; or of inputs and gradients a round and a microbatch each, of
     # which one is what the microbatch at work hands on.
     assert lengths == {0: 8 * 6, 60: 2 * 6 + 1}
+
+
+def test_with_a_ladder_trained_microbatches_have_the_sizes_of_the_resident_ones():
+    chosen, courses = cut(1, 1, slots=1), [course("a", [[150, 140], [300]]), course("b", [[200], [10]])]
+    program = plan_streamed(courses, chosen, 512, ladder=True)
+    assert [one.rows for one in program.microbatches] == [512, 384]
+    assert program.microbatches == plan_window(courses, 512, ladder=True).microbatches

@@ -99,7 +99,7 @@ def choose_stream(
         raise why_not([case for cases in by_way for case in cases])
     case, draft = found.case, found.draft
     return StreamChoice(
-        cut=draft.cut(case.travels, round_tokens if case.offloads else 0),
+        cut=draft.cut(case.travels, case.round_rows if case.offloads else 0),
         capacity=case.capacity,
         device_bytes=case.device_bytes(draft),
         host_bytes=case.host_bytes(draft),

@@ -24,6 +24,17 @@ def held_inputs(stages: int, offloads: bool) -> HeldInputs:
     return HeldInputs(2, 2) if offloads else HeldInputs(stages, 0)
 
 
+BUFFERED = 2
+"""Microbatches of rows through which captured passes are given hidden states and gradients, and give them."""
+RUNGS = 16
+"""Where passes are captured, a microbatch is padded to one of so many sizes between two powers of two."""
+
+
+def padded_rows(tokens: int, captured: bool) -> int:
+    """What a round of so many tokens takes at the most, but for the smallest microbatches."""
+    return tokens + tokens // RUNGS if captured else tokens
+
+
 def offloaded_inputs(stages: int) -> int:
     """Stages whose input can wait in host memory: the first has none, the last turns round at once."""
     return max(0, stages - 2)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.plan.memory import NOTHING, MemoryModel, Need, Recompute
-from weft.plan.stream_cut import StreamCut
+from weft.plan.stream_cut import BUFFERED, StreamCut, padded_rows
 from weft.plan.stream_need import layer_bytes
 from weft.plan.stream_ring import ring_bytes, stage_parts
 from weft.shapes import JobShape
@@ -26,9 +26,11 @@ class StreamedMemory(MemoryModel):
         return sum(size for size, stays in sizes if stays) + self.cut.slots * streamed
 
     def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
-        """Of a microbatch, while the largest stage goes back, and offloaded inputs of another come."""
+        """Of a microbatch, while the largest stage goes back, and offloaded inputs of another come; and of
+        what captured passes read and write."""
         passing = MemoryModel.bytes_per_token(self, recompute) * self._largest // self.shape.layers
-        return passing + self.cut.held_inputs.microbatches * self._row_bytes
+        held = self.cut.held_inputs.microbatches + (BUFFERED if self.fused else 0)
+        return passing + held * self._row_bytes
 
     @property
     def _largest(self) -> int:
@@ -53,7 +55,7 @@ class StreamedMemory(MemoryModel):
         jobs = list(jobs)
         layer = layer_bytes(self.shape)
         ends = max(0, self.shape.base_bytes - self.shape.layers * layer)
-        rows = sum(job.batch_tokens for job in jobs)
+        rows = padded_rows(sum(job.batch_tokens for job in jobs), self.fused)
         inputs = self.cut.held_inputs.rounds * rows * self._row_bytes
         return Need(
             resident=self.taken + ends + self._present * layer,

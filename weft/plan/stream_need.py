@@ -14,7 +14,7 @@ from operator import ge
 
 from weft.plan.estimate import GPU_LAUNCH, base_layers
 from weft.plan.memory import MemoryModel
-from weft.plan.stream_cut import StreamCut, held_inputs, offloaded_inputs
+from weft.plan.stream_cut import BUFFERED, StreamCut, held_inputs, offloaded_inputs, padded_rows
 from weft.plan.stream_ring import ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
 from weft.plan.stream_step import StreamStage
@@ -24,7 +24,8 @@ STREAM_SLACK_BYTES = 2 << 30
 """On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
 ASKING_SECONDS = 4e-3
 """On a GPU: kernels by the dozen, each asked for by Python. An estimate from rounds with microbatches of 4096
-and of 8192 tokens, not measured by itself (docs/benchmarks.md)."""
+and of 8192 tokens, not measured by itself (docs/benchmarks.md). It was taken of passes that are not captured;
+what is left of it where they are has not been measured."""
 STAGING_BYTES = 128 << 20
 """On a host with a GPU: page-locked memory that weights pass through which stay in their files."""
 
@@ -53,7 +54,7 @@ class StreamDevice:
     launch: float = GPU_LAUNCH
     """Seconds that one pass over one layer takes however few its rows are."""
     asking: float = 0.0
-    """Seconds that the host takes to ask for one: no pass is faster, since none is captured."""
+    """Seconds that the host takes to ask for one: no pass is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,12 @@ class StreamCase:
     @cached_property
     def input_bytes(self) -> int:
         """What a stage is given in a round."""
-        return self.round_tokens * self._row_bytes
+        return self.round_rows * self._row_bytes
+
+    @cached_property
+    def round_rows(self) -> int:
+        """Of that many tokens, where microbatches are padded."""
+        return padded_rows(self.round_tokens, self.device.fused)
 
     @cached_property
     def stage_input_bytes(self) -> int:
@@ -151,12 +157,11 @@ class StreamCase:
     def fixed_bytes(self) -> int:
         """On the device, however the base is cut."""
         state = 0 if self.travels else self.state_bytes
-        inputs = 0
+        rows = BUFFERED * self.capacity if self.device.fused else 0
         if self.offloads:
             held = held_inputs(self.shape.layers, offloads=True)
-            rows = held.rounds * self.round_tokens + held.microbatches * self.capacity
-            inputs = rows * self._row_bytes
-        return self.device.taken + self.device.slack + self.ends_bytes + state + inputs
+            rows += held.rounds * self.round_rows + held.microbatches * self.capacity
+        return self.device.taken + self.device.slack + self.ends_bytes + state + rows * self._row_bytes
 
     def ring_bytes(self, largest: int) -> int:
         """What Steps of adapters that travel pass through, where the largest stage has so many layers."""

@@ -25,9 +25,10 @@ class Visit:
     """Its passes, and the Steps among them."""
 
 
-def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int) -> Program:
-    """Train every course's batches. It begins and ends with `cut.waiting` in the slots, and is checked."""
-    laid = lay_rounds(courses, capacity)
+def plan_streamed(courses: Sequence[Course], cut: StreamCut, capacity: int, ladder: bool = False) -> Program:
+    """Train every course's batches. It begins and ends with `cut.waiting` in the slots, and is checked. With
+    a `ladder`, training passes keep to few sizes, as captured ones want it."""
+    laid = lay_rounds(courses, capacity, ladder)
     room = _room(laid, cut, capacity)
     visits = [list(_visits(one, together(one.evaluated, laid, room), len(cut.stages))) for one in laid.rounds]
     program = Program(
