@@ -24,7 +24,7 @@ from weft.base.shape import model_shape
 from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.stream_choice import WAYS, StreamChoice, Way
-from weft.plan.stream_cut import held_inputs
+from weft.plan.stream_cut import held_inputs, padded_rows
 from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamDevice
 from weft.shapes import ModelShape
 
@@ -122,8 +122,8 @@ def told(seconds: float | None) -> str:
 def saved_bytes(case: Case, shape: ModelShape, chosen: StreamChoice) -> int:
     """What the same cut would need more, were inputs kept."""
     kept, held = held_inputs(len(chosen.cut.stages), offloads=False), chosen.cut.held_inputs
-    tokens = case.work.jobs * case.work.batch * case.work.length
-    rows = (kept.rounds - held.rounds) * tokens - held.microbatches * chosen.capacity
+    padded = padded_rows(case.work.jobs * case.work.batch * case.work.length, captured=True)
+    rows = (kept.rounds - held.rounds) * padded - held.microbatches * chosen.capacity
     return rows * shape.hidden * shape.bytes_per_value
 
 
