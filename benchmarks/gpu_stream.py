@@ -95,7 +95,8 @@ def streamed_row(case: Case, work: Work, how: str) -> Row:
             found.append(made)
             join_all(made.company, work)
             block = made.company.block(made.choice.capacity)
-            block(case.pace.warmup)()
+            # Passes are captured in the second round.
+            block(max(2, case.pace.warmup))()
             made.forget_waits()
             return measure(block, case.place, replace(case.pace, warmup=0))
 
