@@ -142,6 +142,7 @@ def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
         budget=cap,
         host_budget=int(psutil.virtual_memory().available * CPU_SHARE),
         bandwidth=link.bandwidth,
+        both_ways=link.both_ways,
         flops=link.flops,
         slack=STREAM_SLACK_BYTES if on_gpu else 0,
         whole_slack=FUSED_SLACK_BYTES if on_gpu else None,

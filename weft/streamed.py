@@ -65,7 +65,7 @@ def streaming(
         return None
     else:
         link = measure_link(device, base_dtype(spec, device))
-        place = gpu_place(budget, host_budget(), link.bandwidth, link.flops)
+        place = gpu_place(budget, host_budget(), link.bandwidth, link.flops, link.both_ways)
     try:
         choice = choose_company(shape, jobs, place, most).choice
     except HostTooSmall as short:
@@ -88,7 +88,9 @@ def _from_files(
         raise HostTooSmall([*short.mistakes, *error.mistakes]) from None
     if device.type != "cuda":
         return in_files(place)
-    return replace(in_files(place), bandwidth=min(place.bandwidth, measure_files(weights.files)))
+    files = measure_files(weights.files)
+    both_ways = None if place.both_ways is None else min(place.both_ways, files)
+    return replace(in_files(place), bandwidth=min(place.bandwidth, files), both_ways=both_ways)
 
 
 class StreamedLoop(Loop):

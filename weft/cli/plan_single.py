@@ -66,7 +66,7 @@ def _place(wanted: Wanted) -> _Place:
     link = measured_link(wanted.base) if wanted.asked.here else None
     if link is not None:
         source = "foreseen from this GPU's link and products, measured just now"
-        return _Place(gpu_place(ground.budgets[0], host, link.bandwidth, link.flops), source)
+        return _Place(gpu_place(ground.budgets[0], host, link.bandwidth, link.flops, link.both_ways), source)
     speed, bandwidth = ground.speeds[0], ground.cluster.host.bandwidth
     return _Place(gpu_place(ground.budgets[0], host, bandwidth, speed.flops), speed.source)
 

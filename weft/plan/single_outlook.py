@@ -168,8 +168,8 @@ def first_window(found: SingleOutlook) -> FirstWindow:
         tuple(by_rows[one.rows] for one in program.microbatches),
         weight_bytes=tuple(size * case.layer_bytes for size in sizes),
     )
-    device, link = case.device, Link(case.device.bandwidth)
-    cluster = PricedCluster((PricedDevice(device.budget, link),), roots=(device.bandwidth,))
+    device, link = case.device, Link(case.bandwidth)
+    cluster = PricedCluster((PricedDevice(device.budget, link),), roots=(case.bandwidth,))
     return FirstWindow(program, simulate(program, prices, cluster))
 
 

@@ -44,6 +44,8 @@ class StreamDevice:
     """Where weights stay in their files: bytes of the host that they pass through. None: they live there."""
     bandwidth: float
     """Bytes per second from the host, or, where weights stay there, from their files."""
+    both_ways: float | None = None
+    """The same while as many go back; None: nobody knows better."""
     flops: float
     """What passes reach in a second."""
     slack: int
@@ -251,7 +253,7 @@ class StreamCase:
         if not self.fits(draft):
             return math.inf
         rounds = self.rounds(draft.sizes)
-        hidden = slotted_seconds(rounds, draft.resident, draft.slots, self.device.bandwidth)
+        hidden = slotted_seconds(rounds, draft.resident, draft.slots, self.bandwidth)
         return hidden + self.bare_seconds / ROUNDS
 
     def arithmetic_seconds(self, sizes: Sequence[int]) -> float:
@@ -259,11 +261,17 @@ class StreamCase:
         return compute_seconds(self.rounds(sizes))
 
     @cached_property
+    def bandwidth(self) -> float:
+        """Bytes per second from the host. What travels and what is offloaded goes back while others come."""
+        goes_back = self.travels or self.offloads
+        return (self.device.both_ways if goes_back else None) or self.device.bandwidth
+
+    @cached_property
     def bare_seconds(self) -> float:
         """The Steps at a window's end, which no pass hides."""
         if not self.travels:
             return 0.0
-        return self.trainable * step_bytes(self.shape.bytes_per_value) / self.device.bandwidth
+        return self.trainable * step_bytes(self.shape.bytes_per_value) / self.bandwidth
 
     def unhidden(self, draft: Draft) -> float:
         """The share of a round in which the device waits for the host, be it for bytes or to be asked."""

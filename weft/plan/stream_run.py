@@ -27,11 +27,14 @@ def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int) -> bool
     return all(memory.why_not([job]) is None for job in jobs)
 
 
-def gpu_place(budget: int, host_budget: int, bandwidth: float, flops: float) -> StreamDevice:
+def gpu_place(
+    budget: int, host_budget: int, bandwidth: float, flops: float, both_ways: float | None = None
+) -> StreamDevice:
     return StreamDevice(
         budget=budget,
         host_budget=host_budget,
         bandwidth=bandwidth,
+        both_ways=both_ways,
         flops=flops,
         slack=STREAM_SLACK_BYTES,
         whole_slack=FUSED_SLACK_BYTES,

@@ -195,7 +195,7 @@ def _costs(case: StreamCase) -> list[LayerCost]:
 def _host(case: StreamCase) -> Host:
     ring = case.ring_bytes(1) - _layer_ring(case)
     room = max(0, case.device.budget - case.fixed_bytes - ring)
-    return Host(1, room, case.device.bandwidth, case.stage_input_bytes)
+    return Host(1, room, case.bandwidth, case.stage_input_bytes)
 
 
 def _layer_ring(case: StreamCase) -> int:

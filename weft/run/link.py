@@ -26,17 +26,19 @@ REACHED = 0.8
 class Link:
     bandwidth: float
     """Bytes per second from the host."""
+    both_ways: float
+    """The same while as many go back."""
     flops: float
     """What passes reach in a second."""
 
 
-PRETENDED = Link(PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
+PRETENDED = Link(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
 
 
 def measure_link(device: torch.device, dtype: torch.dtype) -> Link:
     if device.type != "cuda":
         return PRETENDED
-    found = Link(_bandwidth(device), _flops(device, dtype))
+    found = Link(_bandwidth(device), _both_ways(device), _flops(device, dtype))
     release(device)
     return found
 
@@ -68,6 +70,22 @@ def _bandwidth(device: torch.device) -> float:
     host = host_bytes(SAMPLE_BYTES, device)
     here = torch.empty(SAMPLE_BYTES, dtype=torch.uint8, device=device)
     return SAMPLE_BYTES / _quickest(device, lambda: here.copy_(host, non_blocking=True))
+
+
+def _both_ways(device: torch.device) -> float:
+    host = [host_bytes(SAMPLE_BYTES, device) for _ in range(2)]
+    here = torch.empty(2, SAMPLE_BYTES, dtype=torch.uint8, device=device)
+    other = torch.cuda.Stream(device)
+
+    def copy() -> None:
+        now = torch.cuda.current_stream(device)
+        other.wait_stream(now)
+        with torch.cuda.stream(other):
+            host[1].copy_(here[1], non_blocking=True)
+        here[0].copy_(host[0], non_blocking=True)
+        now.wait_stream(other)
+
+    return SAMPLE_BYTES / _quickest(device, copy)
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:

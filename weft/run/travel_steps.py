@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.ops.adamw import State, Update, update
 from weft.ops.triton.at_hand import kernels_run
 from weft.plan.stream_ring import PIECE, PIECES
-from weft.run.ring import Buffer, Lanes, bring, give_back
+from weft.run.ring import Buffer, Lanes, bring, copy, give_back
 from weft.run.steps import Begun, Due, Outcome, factors, open_sums, open_tokens
 from weft.run.streamer import Gone
 from weft.run.travel import OUTSIDE, Pair, Part, Travel
@@ -299,8 +299,7 @@ class TravelSteps:
         if buffer.free is not None:
             torch.cuda.current_stream().wait_event(buffer.free)
         here = [buffer.state.within(one.at, one.stop) for one in seated]
-        for one, state in zip(seated, here, strict=True):
-            bring(one.update.state.within(*one.piece.whole), state)
+        bring([one.update.state.within(*one.piece.whole) for one in seated], here)
         factor_J = _factors(seated)
         if factor_J is not None:
             # Where the device finds that no step can be made, those of the buffer's last jobs would go back.
@@ -308,16 +307,19 @@ class TravelSteps:
         updates = [replace(one.update, state=state) for one, state in zip(seated, here, strict=True)]
         finite_J = self._make_update(updates, factor_J)
         made = [state.within(*one.piece.kept) for one, state in zip(seated, here, strict=True)]
+        rooms, weights = [], []
         for one, state, finite in zip(seated, made, finite_J.split(1), strict=True):
             one.left.run.finite[one.left.number].append(finite)
             if (room := self.travel.room(*one.pair)) is not None:
                 at = one.piece.inside.start - one.left.part.start
-                room[at : at + one.piece.inside.size].copy_(state.weights)
+                rooms.append(room[at : at + one.piece.inside.size])
+                weights.append(state.weights)
+        if rooms:
+            copy(rooms, weights)
         if self._lanes is not None:
             self._there |= dict.fromkeys((one.pair for one in seated), self._lanes.up.record_event())
         with self._leaving(buffer, {one.pair[1] for one in seated}):
-            for one, state in zip(seated, made, strict=True):
-                give_back(state, one.update.state.within(*one.piece.inside))
+            give_back(made, [one.update.state.within(*one.piece.inside) for one in seated])
 
     @contextmanager
     def _leaving(self, buffer: Buffer, stages: Iterable[int]) -> Iterator[None]:
