@@ -11,6 +11,7 @@ Shapes: T rows, K inputs, N outputs of all parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -98,14 +99,16 @@ class Choices:
         known = file.read().get(contest)
         if known is not None and known.order in orders:
             return known.order
-        try:
+        times: Mapping[Order, float] | None = None
+        with suppress(torch.OutOfMemoryError):
             times = self._measure(shape, orders)
-        except torch.OutOfMemoryError:
-            times = {}
-        if not times:
+        if times is None:
             # Another process may have more room, so the file is not told.
             torch.cuda.empty_cache()
             return orders[0]
+        if not times:
+            # No kernel of theirs runs on this device. The library's product runs on all.
+            return Order.before
         return file.add(contest, Measured(fastest(times), times), orders).order
 
 
