@@ -163,19 +163,29 @@ def test_what_is_saved_and_looked_at_between_windows_is_made(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a layer at a time", "one slot", "uneven, two stay", "three slots"])
-def test_before_a_forward_the_parts_of_its_stage_are_made_and_those_of_the_next_if_it_is_there(name):
-    """With one slot it comes only when the stage at work has left."""
-    make, passes = Noted(), []
+def test_a_forward_finds_the_parts_of_its_stage_made_and_behind_it_those_of_the_next_are_asked_for(
+    name, monkeypatch
+):
+    """With one slot the next comes only when the stage at work has left."""
+    make, passes, behind = Noted(), [], []
     executor = executor_of(CUTS[name], make)
     job = one_job(executor.base)
     take_aboard(executor, [job])
+    forth = executor._forth
+
+    def noted(number, stage, *more):
+        forth(number, stage, *more)
+        behind.append((stage, make.made))
+
+    monkeypatch.setattr(executor, "_forth", noted)
     with before_passes(executor, lambda stage: passes.append((stage, make.made))):
         events = run(executor, plan(executor, [job], 2), [job])
     assert len(told(events)) == 2
     first, second = passes[: len(passes) // 2], passes[len(passes) // 2 :]
     assert {made for _, made in first} == {0}
+    assert second[:LAYERS] == [(stage, stage + 1) for stage in range(LAYERS)]
     ahead = 0 if name == "one slot" else 1
-    assert second[:LAYERS] == [(stage, min(stage + 1 + ahead, LAYERS)) for stage in range(LAYERS)]
+    assert behind[LAYERS:] == [(stage, min(stage + 1 + ahead, LAYERS)) for stage in range(LAYERS)]
     assert {made for _, made in second[LAYERS:]} == {LAYERS}
     assert make.made == 2 * LAYERS
 

@@ -251,11 +251,14 @@ class StreamExecutor(Executor):
                 self._in_flight[number] = Flight(plan, laid, dealt, visits)
         # Not before: what is laid out here is laid out while what the first part of Steps needs comes.
         self._use(stage, program.microbatches[number])
+        if (flight := self._in_flight.get(number)) is not None:
+            self._go_forth(flight, Visitor(number, stage), program)
+        # Behind the pass, so that the device has work while the host asks.
         self._ask_ahead(stage, program.microbatches[number])
-        if (flight := self._in_flight.get(number)) is None:
-            return
-        last = stage + 1 == len(self.streamed.stages)
-        passed = self._pass(flight, Visitor(number, stage), Way.turn if last else Way.forth)
+
+    def _go_forth(self, flight: Flight, visitor: Visitor, program: Program) -> None:
+        last = visitor.stage + 1 == len(self.streamed.stages)
+        passed = self._pass(flight, visitor, Way.turn if last else Way.forth)
         flight.visits.forward.begin()
         if last:
             self._end(flight, passed, program)
@@ -263,9 +266,9 @@ class StreamExecutor(Executor):
             return
         h_TD = passed.forth()
         flight.visits.forward.mark()
-        self.inputs.give(Visitor(number, stage + 1), h_TD)
-        if stage > 0:
-            self.inputs.passed(Visitor(number, stage))
+        self.inputs.give(Visitor(visitor.microbatch, visitor.stage + 1), h_TD)
+        if visitor.stage > 0:
+            self.inputs.passed(visitor)
 
     def _pass(self, flight: Flight, visitor: Visitor, way: Way) -> Plain | StageGraph:
         given_TD = self.inputs.read(visitor).detach() if visitor.stage else None
@@ -358,8 +361,7 @@ class StreamExecutor(Executor):
     # -- evaluation --------------------------------------------------------------------------------------
 
     def _look_on(self, number: int, stage: int, program: Program, fetch: Fetch) -> Iterator[Event]:
-        last = stage + 1 == len(self.streamed.stages)
-        if last:
+        if stage + 1 == len(self.streamed.stages):
             self._looks.begin(program.microbatches[number])
         if stage == 0:
             alive = program.microbatches[number].without(self.dead)
@@ -369,9 +371,11 @@ class StreamExecutor(Executor):
                 dealt = deal(self.base, self.banks, laid, self.route)
                 self._looking[number] = Looking(alive, laid, dealt, Visits(self.base.device))
         self._use(stage, program.microbatches[number])
+        if (looking := self._looking.get(number)) is not None:
+            yield from self._go_on(looking, number, stage)
         self._ask_ahead(stage, program.microbatches[number])
-        if (looking := self._looking.get(number)) is None:
-            return
+
+    def _go_on(self, looking: Looking, number: int, stage: int) -> Iterator[Event]:
         if self.graphs is not None:
             self.graphs.make_room()
         looking.visits.begin()
@@ -379,7 +383,7 @@ class StreamExecutor(Executor):
         passed = Plain(base, self.banks, looking.laid, self.route, looking.h_TD, looking.dealt)
         with torch.no_grad():
             h_TD = passed.forward(training=False)
-        if not last:
+        if stage + 1 < len(self.streamed.stages):
             looking.h_TD = h_TD
             looking.visits.mark()
             return
