@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from tests.ops.woven import Case, Job, entries, healthy_after, run, truth, values, woven
 from weft.ops import dropout
 from weft.ops.table import Group
-from weft.ops.tiled import woven_linear
-from weft.ops.weave import Order, orders_for
+from weft.ops.tiled import forward, woven_linear
+from weft.ops.weave import Order, Weave, orders_for, tiling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,6 +102,30 @@ def test_the_fused_product_is_taken_where_it_can_be_and_only_there():
     refused |= {"widths of no alignment"}
     for name, case in COMPILED.items():
         assert (Order.fused in orders_of(case)) == (name not in refused), name
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("rows", [1024, 4096])
+@pytest.mark.parametrize("order", [order for order in Order if order is not Order.after])
+def test_what_a_young_adapter_adds_is_not_rounded_away(order, rows, residual):
+    """It is a twentieth of the last digit of what the frozen weights give, and there all the same on average.
+
+    With few rows the library splits its sums, and may round them before the adapters' part is added."""
+    case = Case([Job(rows, rank=16)], **(BIG | dict(features=5120, widths=(5120,))), gap=0, residual=residual)
+    if order not in orders_of(case):
+        pytest.skip("not on this device")
+    made = values(case)
+    made.b = {place: b / 4000 for place, b in made.b.items()}
+    aboard, group, seated = woven(case, made)
+    weave = Weave(group, seated, True, tiling(seated, group, case.features, case.dtype), order)
+    with_it, s = forward(made.x, made.weight, None, made.residual, weave)
+    (entry,) = aboard[0]
+    added = s[:, : entry.rank].double() @ entry.b_RN.double()
+    entry.b_RN.zero_()
+    without, _ = forward(made.x, made.weight, None, made.residual, weave)
+    seen = with_it.double() - without.double()
+    assert 0.0 < added.abs().mean() < without.abs().mean() / 256
+    assert ((seen * added).sum() / (added * added).sum()).item() == pytest.approx(1.0, abs=0.1)
 
 
 @pytest.mark.parametrize("order", Order)
