@@ -95,8 +95,9 @@ def streamed_row(case: Case, work: Work, how: str) -> Row:
             found.append(made)
             join_all(made.company, work)
             block = made.company.block(made.choice.capacity)
-            # Passes are captured in the second round.
-            block(max(2, case.pace.warmup))()
+            # Passes that can be captured are so in the second round.
+            captured = made.company.executor.captures is not None
+            block(max(2 if captured else 1, case.pace.warmup))()
             made.forget_waits()
             return measure(block, case.place, replace(case.pace, warmup=0))
 

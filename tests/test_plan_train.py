@@ -111,7 +111,13 @@ def cut_numbers(choice: StreamChoice) -> dict:
 
 @pytest.mark.parametrize(
     ("memory", "aboard"),
-    [("700KiB", ALL[:2]), ("960KiB", ALL[:2]), ("1100KiB", ALL[:3]), ("1184KiB", ALL), ("1400KiB", ALL)],
+    [
+        ("700KiB", ALL[:2]),
+        pytest.param("960KiB", ALL[:2], marks=pytest.mark.slow),
+        ("1100KiB", ALL[:3]),
+        pytest.param("1184KiB", ALL, marks=pytest.mark.slow),
+        ("1400KiB", ALL),
+    ],
 )
 def test_the_plan_has_the_cut_the_jobs_the_bytes_and_the_seconds_of_the_run(
     place, planned, tmp_path, memory, aboard

@@ -377,7 +377,7 @@ def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure
 
     by_sheet, source = seconds()
     assert "data sheet" in source
-    monkeypatch.setattr("weft.cli.plan_single.measured_link", lambda base: Link(1e9, 1e15))
+    monkeypatch.setattr("weft.cli.plan_single.measured_link", lambda base: Link(1e9, 1e9, 1e15))
     measured, source = seconds()
     assert "measured just now" in source
     # The layers' 13 GiB come twice a round, save those that find their slot still full.

@@ -67,8 +67,8 @@ def test_the_order_of_the_frozen_product_does_not_matter(bias, residual, order):
 @pytest.mark.parametrize("drop", [0.0, 0.1])
 def test_gradients_beside_the_frozen_product_are_the_same_as_before_it(drop):
     """Some slots have several pieces, the sums over inputs and outputs are split, ranks are many."""
-    jobs = [Job(150, rank=100), Job(9, rank=8), Job(70, rank=3)]
-    case = Case(jobs, features=520, widths=(648, 520), piece=64).dropping(drop)
+    jobs = [Job(50, rank=70), Job(9, rank=8), Job(20, rank=3)]
+    case = Case(jobs, features=264, widths=(256, 264), piece=32).dropping(drop)
     _, group, rows = woven(case, values(case))
     chosen = tiling(rows, group, case.features, case.dtype)
     assert chosen.split > 1
