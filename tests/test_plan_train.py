@@ -114,7 +114,7 @@ def cut_numbers(choice: StreamChoice) -> dict:
     [
         ("700KiB", ALL[:2]),
         pytest.param("960KiB", ALL[:2], marks=pytest.mark.slow),
-        ("1100KiB", ALL[:3]),
+        pytest.param("1100KiB", ALL[:3], marks=pytest.mark.slow),
         pytest.param("1184KiB", ALL, marks=pytest.mark.slow),
         ("1400KiB", ALL),
     ],

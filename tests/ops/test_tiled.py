@@ -64,11 +64,10 @@ def test_the_order_of_the_frozen_product_does_not_matter(bias, residual, order):
     close(run(case, order=order), truth(case))
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.1])
-def test_gradients_beside_the_frozen_product_are_the_same_as_before_it(drop):
+def test_gradients_beside_the_frozen_product_are_the_same_as_before_it():
     """Some slots have several pieces, the sums over inputs and outputs are split, ranks are many."""
     jobs = [Job(50, rank=70), Job(9, rank=8), Job(20, rank=3)]
-    case = Case(jobs, features=264, widths=(256, 264), piece=32).dropping(drop)
+    case = Case(jobs, features=264, widths=(256, 264), piece=32).dropping(0.1)
     _, group, rows = woven(case, values(case))
     chosen = tiling(rows, group, case.features, case.dtype)
     assert chosen.split > 1
