@@ -74,7 +74,6 @@ def rank_streaming(
         # Ranks of other machines have memory of their own.
         host_budget=host_budget() * ranks.ranks // ranks.local_ranks,
         bandwidth=link.bandwidth,
-        both_ways=link.both_ways,
         flops=link.flops,
         slack=STREAM_SLACK_BYTES if on_gpu else 0,
         fused=on_gpu,

@@ -161,7 +161,7 @@ def first_window(found: SingleOutlook) -> FirstWindow:
         )
         for job in found.jobs
     ]
-    program = plan_streamed(courses, found.choice.cut, found.choice.capacity)
+    program = plan_streamed(courses, found.choice.cut, found.choice.capacity, found.case.device.fused)
     case, sizes = found.case, found.draft.sizes
     by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
     prices = Prices(
