@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +26,24 @@ class Pool(Protocol):
         """Hand everything back; all that was captured must have been given up."""
 
 
+@contextmanager
+def captured(
+    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, others: str = "global"
+) -> Iterator[None]:
+    """What is asked for within; `others` is torch's word for what other threads may ask for meanwhile.
+
+    Python collects no garbage: with it graphs or page-locked memory could go, and that ends a capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=others):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class GraphPool:
     """On a GPU. Work is captured and done one piece at a time, so that every piece may use the same memory:
     what it leaves behind must lie elsewhere."""
@@ -40,7 +60,7 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
         # Meanwhile another thread may read stages out of their files, and ask its own streams for them.
-        with torch.cuda.graph(graph, pool=self._handle, stream=stream, capture_error_mode="thread_local"):
+        with captured(graph, self._handle, stream, others="thread_local"):
             work()
         self.held_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return graph.replay

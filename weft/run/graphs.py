@@ -20,6 +20,7 @@ from weft.base.model import Base
 from weft.layers import Layers
 from weft.ops.lora import Route
 from weft.run.feed import Feed, Key, key_of
+from weft.run.graph_pool import captured
 from weft.run.lay import Laid
 
 MOST_GRAPHS = 128
@@ -65,10 +66,10 @@ class Graph:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(base.device)
         with banks.bound(feed.microbatch, Route.tiled, True, feed.rows):
-            with torch.cuda.graph(self._forward, pool=pool, stream=stream):
+            with captured(self._forward, pool, stream):
                 h_TD = base.hidden(feed.microbatch, feed.pack)
             self._dh_TD = torch.empty_like(h_TD)
-            with torch.cuda.graph(self._backward, pool=pool, stream=stream):
+            with captured(self._backward, pool, stream):
                 h_TD.backward(self._dh_TD)
         self._h_TD = h_TD.detach()
 
