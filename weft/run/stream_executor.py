@@ -353,8 +353,12 @@ class StreamExecutor(Executor):
 
     def _made_steps(self) -> Iterator[Event]:
         if self.steps is not None and self._asked is not None:
-            with self._waiting():
-                self._make_all()
+            if self.steps.all_left():
+                with self._waiting():
+                    self._make_all()
+            # All made beside the round's forward: the host hears of them while the device goes back, and is
+            # a backward ahead of it when the next round begins.
+            self.steps.wait()
             self._begun = None
         yield from super()._made_steps()
 
