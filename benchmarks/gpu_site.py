@@ -24,9 +24,10 @@ from benchmarks.site_floor import Rates, Timed, beside_floors, needs
 from benchmarks.site_plain import plain_steps
 from benchmarks.site_sweep import KERNELS, sweep
 from weft.ops.fused import fused_dx, fused_y
-from weft.ops.tiled_kernels import add_gradients, da_dx, db, down, ds_db, sum_rows, up
+from weft.ops.tiled_kernels import add_dx, add_gradients, da, db, down, ds_db, room_for_da, sum_rows, up
 from weft.ops.tiled_kernels import ds as ds_alone
-from weft.ops.weave import Order, orders_for
+from weft.ops.weave import Order, Span, orders_for
+from weft.ops.wide import in_float32
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 COMPANIES = (
@@ -56,29 +57,26 @@ def breakdown(case: SiteCase, rates: Rates) -> dict[str, Timed]:
 
 
 def launches(case: SiteCase) -> dict[str, Callable[[int], object]]:
-    """Those of the tiled route, and the products with and without a sum in place.
+    """Those of the tiled route, and the library's products in 16 bits and in float32.
 
     `ds, dB` has the sum of the shares of ds in it, which is also measured by itself.
     """
     weave, weight_NK = case.weave(), case.weight_NK
     x, dy = case.x[0], case.dy[0]
-    s, y, dx = down(x, weave), dy.clone(), x.clone()
+    s = down(x, weave)
     ds, partial_db = ds_db(dy, s, weave)
-    _, partial_da = da_dx(x, ds, weave, wants_dx=False)
+    partial_da = room_for_da(x, weave)
+    da(x, ds, partial_da, weave)
     return {
         "y = xWt": lambda turn: case.x[turn] @ weight_NK.T,
-        "y += xWt": lambda turn: y.addmm_(case.x[turn], weight_NK.T),
         "dx = dyW": lambda turn: case.dy[turn] @ weight_NK,
-        "dx += dyW": lambda turn: dx.addmm_(case.dy[turn], weight_NK),
         "down": lambda turn: down(case.x[turn], weave),
-        "up": lambda turn: up(s, None, None, torch.empty_like(case.dy[turn]), weave),
-        "up in place": lambda turn: up(s, case.dy[turn], None, case.dy[turn], weave),
+        **_wide_steps(case, s, ds),
         "ds, dB": lambda turn: ds_db(case.dy[turn], s, weave),
         "ds": lambda turn: ds_alone(case.dy[turn], weave),
         "dB": lambda turn: db(case.dy[turn], s, partial_db, weave),
         **_sum_step(case, ds),
-        "dA, dx": lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=True),
-        "dA": lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=False),
+        "dA": lambda turn: da(case.x[turn], ds, partial_da, weave),
         "add gradients": lambda turn: add_gradients(partial_da, partial_db, weave),
         **_fused_steps(case, s, ds),
         "copy of x": lambda turn: torch.empty_like(case.x[turn]).copy_(case.x[turn]),
@@ -91,6 +89,21 @@ def _sum_step(case: SiteCase, ds: Tensor) -> dict[str, Callable[[int], object]]:
         return {}
     partial_ds = ds.new_zeros(shares, len(ds), weave.ranks, dtype=torch.float32)
     return {"sum of ds": lambda turn: sum_rows(partial_ds, torch.empty_like(ds), [shares], weave)}
+
+
+def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:
+    """The library's products in float32, whole, and what adds the adapters' part to them."""
+    weave, weight_NK = case.weave(), case.weight_NK
+    outputs, features = weight_NK.shape
+    y_TN, dx_TK = in_float32(case.x[0], weight_NK.T), in_float32(case.dy[0], weight_NK)
+    columns = weave.tiling.up.columns
+    of_y, of_dx = (Span(0, -(-width // columns), 0, width) for width in (outputs, features))
+    return {
+        "xWt in float32": lambda turn: in_float32(case.x[turn], weight_NK.T),
+        "dyW in float32": lambda turn: in_float32(case.dy[turn], weight_NK),
+        "up": lambda turn: up(s, y_TN, of_y, None, None, torch.empty_like(case.dy[turn]), weave),
+        "add dx": lambda turn: add_dx(ds, dx_TK, of_dx, torch.empty_like(case.x[turn]), weave),
+    }
 
 
 def _fused_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:

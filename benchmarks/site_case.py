@@ -52,7 +52,7 @@ class SiteCase:
         weave = self.weave()
         return sum(weave.blocks(weave.tiling.ds_db.columns)) if weave.tiling.one_read else 0
 
-    def weave(self, order: Order = Order.before, tile: int = 64, piece: int = 1024) -> Weave:
+    def weave(self, order: Order = Order.wide, tile: int = 64, piece: int = 1024) -> Weave:
         x = self.x[0]
         rows = Rows.empty(x.shape[0], SLOTS, x.device, tile=tile, piece=piece)
         rows.fill(self.seats, np.arange(x.shape[0], dtype=np.int32))

@@ -16,7 +16,8 @@ from benchmarks.site_case import Company
 HALF, FULL = 2, 4
 """Bytes of a value of 16 and of 32 bits."""
 ROUTES = {
-    "before": ("down", "up", "y += xWt", "ds, dB", "dA, dx", "add gradients", "dx += dyW"),
+    "wide": ("down", "xWt in float32", "up", "ds, dB", "dA", "add gradients", "dyW in float32", "add dx"),
+    "wide, beside": ("down", "xWt in float32", "up", "ds", "dyW in float32", "add dx"),
     "fused": ("down", "y fused", "ds, dB", "dA", "add gradients", "dx fused"),
     "fused, beside": ("down", "y fused", "ds", "dx fused"),
 }
@@ -51,6 +52,7 @@ class Timed:
 def needs(company: Company, features: int, outputs: int, shares: int) -> dict[str, Need]:
     """What each launch must move and multiply, with ds in so many shares."""
     x, y = HALF * company.rows * features, HALF * company.rows * outputs
+    full_x, full_y = FULL * company.rows * features, FULL * company.rows * outputs
     ranks = sum(company.ranks)
     values = ranks * company.rows // len(company.ranks)
     s, a, b = HALF * values, HALF * ranks * features, HALF * ranks * outputs
@@ -60,18 +62,17 @@ def needs(company: Company, features: int, outputs: int, shares: int) -> dict[st
     narrow, wide = 2.0 * values * features, 2.0 * values * outputs
     return {
         "y = xWt": Need(x + weight + y, product),
-        "y += xWt": Need(x + weight + 2 * y, product),
+        "xWt in float32": Need(x + weight + full_y, product),
         "dx = dyW": Need(y + weight + x, product),
-        "dx += dyW": Need(y + weight + 2 * x, product),
+        "dyW in float32": Need(y + weight + full_x, product),
         "down": Need(x + a + s, narrow),
-        "up": Need(s + b + y, wide),
-        "up in place": Need(s + b + 2 * y, wide),
+        "up": Need(full_y + s + b + y, wide),
         "ds, dB": Need(y + 2 * s + b + db, 2 * wide),
         "ds": Need(y + s + b, wide),
         "dB": Need(y + s + db, wide),
         "sum of ds": Need(shares * FULL * values + s),
-        "dA, dx": Need(2 * x + s + a + da, 2 * narrow),
         "dA": Need(x + s + da, narrow),
+        "add dx": Need(full_x + s + a + x, narrow),
         "add gradients": Need(0.0),
         "y fused": Need(x + weight + y + s + b, product + wide),
         "y fused, nobody": Need(x + weight + y, product),

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.site_case import Company, SiteCase, microseconds, site_case
 from weft.ops.fused import fused_dx, fused_y
-from weft.ops.tiled_kernels import da_dx, down, ds_db
+from weft.ops.tiled_kernels import da, down, ds_db, room_for_da
 from weft.ops.weave import Launch, Order, product_blocks
 
 Step = Callable[[int], object]
@@ -120,9 +120,9 @@ def _da_options() -> Iterator[Option]:
 
 def _da_step(launch: Launch, piece: int, case: SiteCase) -> Step:
     weave = case.weave(piece=piece)
-    weave = replace(weave, tiling=replace(weave.tiling, da_dx=launch))
-    ds = down(case.x[0], weave)
-    return lambda turn: da_dx(case.x[turn], ds, weave, wants_dx=False)
+    weave = replace(weave, tiling=replace(weave.tiling, da=launch))
+    ds, partial_da = down(case.x[0], weave), room_for_da(case.x[0], weave)
+    return lambda turn: da(case.x[turn], ds, partial_da, weave)
 
 
 def _words(launch: Launch) -> str:

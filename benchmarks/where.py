@@ -43,7 +43,8 @@ class Kind(StrEnum):
 
 KERNELS = {
     "product": Kind.FROZEN,
-    **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da_dx", "add_gradients"), Kind.ADAPTERS),
+    **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), Kind.ADAPTERS),
+    **dict.fromkeys(("add_dx", "add_gradients"), Kind.ADAPTERS),
     **dict.fromkeys(("norm_forward", "norm_backward", "rotary_forward", "rotary_backward"), Kind.ELEMENTS),
     **dict.fromkeys(("swiglu_forward", "swiglu_backward"), Kind.ELEMENTS),
     "target_logprobs": Kind.HEAD,

@@ -19,15 +19,15 @@ from weft.ops.table import Group, Table
 from weft.ops.weave import Order
 
 MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
-BOTH = (Order.before, Order.after)
+BOTH = (Order.wide, Order.wide_beside)
 ROOT = Path(__file__).parents[2]
 
 
 class Clock:
     """Stands for the trial; counts how often it is asked."""
 
-    def __init__(self, before=200.0, after=100.0, fused=300.0, lacks_memory=False):
-        self.times = {Order.before: before, Order.after: after, Order.fused: fused}
+    def __init__(self, wide=200.0, beside=100.0, fused=300.0, lacks_memory=False):
+        self.times = {Order.wide: wide, Order.wide_beside: beside, Order.fused: fused}
         self.lacks_memory = lacks_memory
         self.asked = []
 
@@ -73,22 +73,22 @@ def choices(clock, folder, machine=MACHINE, capturing=False):
 
 
 def test_the_fastest_order_is_chosen_and_measured_once(tmp_path):
-    clock = Clock(before=200.0, after=100.0)
+    clock = Clock(wide=200.0, beside=100.0)
     made = choices(clock, tmp_path)
-    assert [Call().of(made) for _ in range(3)] == [Order.after] * 3
+    assert [Call().of(made) for _ in range(3)] == [Order.wide_beside] * 3
     assert len(clock.asked) == 1
 
 
 def test_a_tie_within_one_percent_goes_to_the_earlier_order():
-    assert fastest({Order.after: 100.0, Order.before: 100.9}) is Order.before
-    assert fastest({Order.after: 100.0, Order.before: 101.1}) is Order.after
-    assert fastest({Order.fused: 100.0, Order.after: 100.9}) is Order.after
+    assert fastest({Order.wide_beside: 100.0, Order.wide: 100.9}) is Order.wide
+    assert fastest({Order.wide_beside: 100.0, Order.wide: 101.1}) is Order.wide_beside
+    assert fastest({Order.fused_beside: 100.0, Order.fused: 100.9}) is Order.fused
 
 
 def test_the_next_process_reads_what_the_last_one_measured(tmp_path):
-    first, second = Clock(), Clock(before=1.0, after=2.0)
+    first, second = Clock(), Clock(wide=1.0, beside=2.0)
     Call().of(choices(first, tmp_path))
-    assert Call().of(choices(second, tmp_path)) is Order.after
+    assert Call().of(choices(second, tmp_path)) is Order.wide_beside
     assert (len(first.asked), len(second.asked)) == (1, 0)
 
 
@@ -132,68 +132,68 @@ def test_no_trial_has_more_rows_than_keep_a_device_busy():
 
 @pytest.mark.parametrize("field", ["device", "capability", "torch", "triton", "kernels"])
 def test_another_machine_measures_for_itself(field, tmp_path):
-    other, clock = replace(MACHINE, **{field: "another"}), Clock(before=1.0, after=2.0)
+    other, clock = replace(MACHINE, **{field: "another"}), Clock(wide=1.0, beside=2.0)
     Call().of(choices(Clock(), tmp_path))
-    assert Call().of(choices(clock, tmp_path, other)) is Order.before
+    assert Call().of(choices(clock, tmp_path, other)) is Order.wide
     assert len(clock.asked) == 1
-    assert [known.order for known in ChoiceFile(tmp_path, other).read().values()] == [Order.before]
+    assert [known.order for known in ChoiceFile(tmp_path, other).read().values()] == [Order.wide]
 
 
 def test_while_a_graph_is_captured_nothing_is_measured_nor_remembered(tmp_path):
     clock, capturing = Clock(), True
     made = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: capturing)
-    assert Call().of(made) is Order.before
+    assert Call().of(made) is Order.wide
     assert not clock.asked
     assert not list(tmp_path.iterdir())
     capturing = False
-    assert Call().of(made) is Order.after
+    assert Call().of(made) is Order.wide_beside
     capturing = True
-    assert Call().of(made) is Order.after
+    assert Call().of(made) is Order.wide_beside
 
 
 def test_a_trial_out_of_memory_takes_the_first_order_for_this_process_only(tmp_path):
     clock = Clock(lacks_memory=True)
     made = choices(clock, tmp_path)
-    assert [Call().of(made) for _ in range(2)] == [Order.before] * 2
+    assert [Call().of(made) for _ in range(2)] == [Order.wide] * 2
     assert len(clock.asked) == 1
-    assert Call().of(choices(Clock(), tmp_path)) is Order.after
+    assert Call().of(choices(Clock(), tmp_path)) is Order.wide_beside
 
 
 def test_an_order_that_may_not_be_used_is_never_chosen(tmp_path):
     clock = Clock()
-    assert Call().of(choices(clock, tmp_path)) is Order.after
-    assert Call().of(choices(clock, tmp_path), (Order.before,)) is Order.before
+    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
+    assert Call().of(choices(clock, tmp_path), (Order.wide,)) is Order.wide
     assert len(clock.asked) == 1
 
 
 def test_another_choice_of_orders_is_measured_by_itself(tmp_path):
-    clock = Clock(before=300.0, after=200.0, fused=100.0)
-    assert Call().of(choices(clock, tmp_path)) is Order.after
+    clock = Clock(wide=300.0, beside=200.0, fused=100.0)
+    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
     assert Call().of(choices(clock, tmp_path), (Order.fused, *BOTH)) is Order.fused
-    assert Call().of(choices(clock, tmp_path)) is Order.after
+    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
     assert len(clock.asked) == 2
 
 
 def test_a_file_that_names_an_order_that_may_not_be_used_is_not_believed(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
     file.add(Call().contest(), Measured(Order.fused, {Order.fused: 1.0}), tuple(Order))
-    assert Call().of(choices(Clock(), tmp_path)) is Order.after
-    assert file.read()[Call().contest()].order is Order.after
+    assert Call().of(choices(Clock(), tmp_path)) is Order.wide_beside
+    assert file.read()[Call().contest()].order is Order.wide_beside
 
 
 def test_an_order_that_the_device_cannot_run_is_not_chosen(tmp_path):
     clock = Clock()
-    del clock.times[Order.before]
-    assert Call().of(choices(clock, tmp_path)) is Order.after
+    del clock.times[Order.wide]
+    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
     clock.times.clear()
     none_runs = (Order.fused, Order.fused_beside)
-    assert Call(rows=1000).of(choices(clock, tmp_path), none_runs) is Order.before
+    assert Call(rows=1000).of(choices(clock, tmp_path), none_runs) is Order.wide
 
 
 def test_without_a_gpu_the_first_order_is_taken_and_no_file_written(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
     assert file_for(torch.device("cpu")) is None
-    assert Call().of(choices_on(torch.device("cpu"))) is Order.before
+    assert Call().of(choices_on(torch.device("cpu"))) is Order.wide
     assert not list(tmp_path.iterdir())
 
 
@@ -214,8 +214,12 @@ SPOILED = {
     "deep nesting": b"[" * 100_000,
     "an unknown order": known_text({"order": "sideways", "microseconds": {}}).encode(),
     "an order that is a list": known_text({"order": [], "microseconds": {}}).encode(),
-    "times of no number": known_text({"order": "before", "microseconds": {"before": "soon"}}).encode(),
-    "an entry that is text": known_text("before").encode(),
+    "an order that is no more": known_text({"order": "before", "microseconds": {"before": 1.0}}).encode(),
+    "the time of an order that is no more": known_text(
+        {"order": "fused", "microseconds": {"fused": 1.0, "after": 2.0}}
+    ).encode(),
+    "times of no number": known_text({"order": "wide", "microseconds": {"wide": "soon"}}).encode(),
+    "an entry that is text": known_text("wide").encode(),
 }
 
 
@@ -224,15 +228,15 @@ def test_a_spoiled_file_is_ignored_and_written_anew(name, tmp_path):
     file, clock = ChoiceFile(tmp_path, MACHINE), Clock()
     file.path.write_bytes(SPOILED[name])
     assert file.read() == {}
-    assert Call().of(choices(clock, tmp_path)) is Order.after
+    assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
     assert len(clock.asked) == 1
     times = {order: clock.times[order] for order in BOTH}
-    assert file.read() == {Call().contest(): Measured(Order.after, times)}
+    assert file.read() == {Call().contest(): Measured(Order.wide_beside, times)}
 
 
 def test_one_bad_entry_costs_the_others_nothing(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
-    file.add("good", Measured(Order.after, {Order.after: 1.0}), BOTH)
+    file.add("good", Measured(Order.wide_beside, {Order.wide_beside: 1.0}), BOTH)
     content = json.loads(file.path.read_text())
     content["shapes"]["bad"] = {"order": 3}
     file.path.write_text(json.dumps(content))
@@ -243,7 +247,7 @@ def test_a_cache_that_cannot_be_written_only_costs_the_memory_of_other_processes
     (tmp_path / "routes").write_text("a file where the folder should be")
     clock = Clock()
     made = choices(clock, tmp_path / "routes")
-    assert [Call().of(made) for _ in range(2)] == [Order.after] * 2
+    assert [Call().of(made) for _ in range(2)] == [Order.wide_beside] * 2
     assert len(clock.asked) == 1
 
 
@@ -252,11 +256,11 @@ def test_what_another_process_wrote_during_the_trial_stands(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
 
     def slow(shape, orders):
-        file.add(Call().contest(), Measured(Order.before, {Order.before: 1.0}), BOTH)
-        return {Order.before: 2.0, Order.after: 1.0}
+        file.add(Call().contest(), Measured(Order.wide, {Order.wide: 1.0}), BOTH)
+        return {Order.wide: 2.0, Order.wide_beside: 1.0}
 
-    assert Call().of(Choices(slow, file, lambda: False)) is Order.before
-    assert file.read()[Call().contest()].order is Order.before
+    assert Call().of(Choices(slow, file, lambda: False)) is Order.wide
+    assert file.read()[Call().contest()].order is Order.wide
 
 
 WRITER = """
@@ -267,7 +271,7 @@ from weft.ops.choice_file import ChoiceFile, Measured
 from weft.ops.weave import Order
 file = ChoiceFile(Path(sys.argv[1]), MACHINE)
 for number in range(150):
-    file.add(f"{sys.argv[2]} {number}", Measured(Order.after, {Order.after: float(number)}), BOTH)
+    file.add(f"{sys.argv[2]} {number}", Measured(Order.wide_beside, {Order.wide_beside: float(number)}), BOTH)
 """
 
 

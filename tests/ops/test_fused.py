@@ -89,5 +89,5 @@ def test_a_cpu_allows_only_the_orders_of_the_librarys_product():
     made = values(case)
     _, group, _ = woven(case, made)
     allowed = orders_for(made.weight.bfloat16(), group, torch.device("cpu"))
-    assert allowed == (Order.before, Order.after, Order.before_beside)
-    assert contestants(made.weight, group, torch.device("cpu")) == (Order.before, Order.before_beside)
+    assert allowed == (Order.wide, Order.wide_beside)
+    assert contestants(made.weight, group, torch.device("cpu")) == (Order.wide, Order.wide_beside)

@@ -58,7 +58,7 @@ def test_sixty_four_adapters_keep_apart():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("order", [Order.after, Order.before_beside])
+@pytest.mark.parametrize("order", [Order.wide, Order.wide_beside])
 def test_the_order_of_the_frozen_product_does_not_matter(bias, residual, order):
     case = Case([Job(20, rank=4), Job(9, rank=8)], widths=(24, 8), bias=bias, residual=residual)
     close(run(case, order=order), truth(case))
@@ -72,7 +72,7 @@ def test_gradients_beside_the_frozen_product_are_the_same_as_before_it():
     chosen = tiling(rows, group, case.features, case.dtype)
     assert chosen.split > 1
     assert chosen.ds_split > 1
-    close(run(case, order=Order.before_beside), truth(case))
+    close(run(case, order=Order.wide_beside), truth(case))
 
 
 @pytest.mark.parametrize("large", ["residual", "bias"])
@@ -84,7 +84,7 @@ def test_beside_a_residual_or_a_bias_what_a_young_adapter_adds_is_not_rounded_aw
     made.b = {place: b / 20 for place, b in made.b.items()}
     # Adapters are held until the end: the table has their addresses only.
     adapters, group, rows = woven(case, made)
-    weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), Order.before)
+    weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), Order.wide)
     plain, _ = forward(made.x, made.weight, None, None, weave)
     added = plain.double() - made.x.double() @ made.weight.double().T
     assert added.abs().max() < 0.5
@@ -135,11 +135,13 @@ def test_two_runs_give_the_same_bits():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(("piece", "drop"), [(32, 0.1), (1024, 0.0)])
+@pytest.mark.parametrize(
+    ("piece", "drop", "order"), [(32, 0.1, Order.wide), (1024, 0.0, Order.wide), (32, 0.1, Order.wide_beside)]
+)
 @pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
-def test_a_nan_stays_with_its_owner(poison, piece, drop):
+def test_a_nan_stays_with_its_owner(poison, piece, drop, order):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(24, 8), piece=piece)
-    healthy_after(case.dropping(drop), poison)
+    healthy_after(case.dropping(drop), poison, order)
 
 
 def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(tmp_path):
@@ -150,11 +152,11 @@ def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(tmp_path):
     done = subprocess.run(asked, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    products = {"down", "up", "ds_db", "ds_alone", "da_dx", "product", "product backward"}
+    products = {"down", "up", "ds_db", "ds_alone", "da", "add_dx", "product", "product backward"}
     assert set(found) == products | {"sum_rows", "add_gradients"}
     for name, made in found.items():
         assert made["shared"] <= (227 if name.startswith("product") else 160) << 10, name
         assert made["spilled"] == 0, name
-        assert not made["serialized"] or name in ("down", "da_dx"), name
+        assert not made["serialized"] or name in ("down", "da"), name
         assert any("mma" in word for word in made["ptx"]) == (name in products), name
         assert "ld.global.b16" not in made["ptx"], name

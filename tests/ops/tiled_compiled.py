@@ -25,6 +25,7 @@ from weft.ops.weave import Order, Weave, product_blocks, tiling
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 ALIGNED = [["tt.divisibility", 16]]
+KERNELS = ("down", "sum_rows", "up", "ds_db", "ds_alone", "da", "add_dx", "add_gradients", "product")
 
 
 class Compiled:
@@ -73,7 +74,7 @@ def assembled(ptx):
 def main():
     found = {}
     for module in (site, site_gradients, product):
-        for name in ("down", "sum_rows", "up", "ds_db", "ds_alone", "da_dx", "add_gradients", "product"):
+        for name in KERNELS:
             if hasattr(module, name):
                 setattr(module, name, Compiled(getattr(module, name), found))
     case = Case([Job(60, rank=16, dropout=0.1)], features=512, widths=(512, 128, 128), dtype=torch.bfloat16)
@@ -84,13 +85,15 @@ def main():
         weave = Weave(group, rows, True, replace(chosen, one_read=one_read))
         _, s = forward(made.x, made.weight, None, None, weave)
         backward(made.dy, made.x, made.weight, s, weave, wants_dx=one_read)
+    for rank, drops in ((128, False), (256, True)):
+        laden(Order.wide, rank, drops)
     for rank, columns, drops in ((16, 128, True), (32, 256, True), (64, 256, False)):
-        fused(rank, columns, drops)
+        laden(Order.fused, rank, drops, columns)
     print(json.dumps(found))
 
 
-def fused(rank, columns, drops):
-    """The fused product with all that it can take; other kernels are compiled on the way."""
+def laden(order, rank, drops, columns=128):
+    """An order with all that it can take; the columns are those of a fused product."""
     case = Case(
         [Job(60, rank=rank, dropout=0.1 * drops)],
         features=512,
@@ -103,7 +106,7 @@ def fused(rank, columns, drops):
     _, group, rows = woven(case, made)
     blocks = product_blocks(columns, case.dtype, programs=132)
     chosen = replace(tiling(rows, group, case.features, case.dtype), y=blocks, dx=blocks)
-    weave = Weave(group, rows, True, chosen, Order.fused)
+    weave = Weave(group, rows, True, chosen, order)
     _, s = forward(made.x, made.weight, made.bias, made.residual, weave)
     backward(made.dy, made.x, made.weight, s, weave, wants_dx=True)
 

@@ -13,6 +13,7 @@ from weft.ops.dropout import step_key
 from weft.ops.rows import Rows, Seat
 from weft.ops.table import ALIGNMENT, Entry, Group, Table
 from weft.ops.tiled import backward, forward, woven_linear
+from weft.ops.tiled_kernels import ds
 from weft.ops.weave import Order, Weave, product_blocks, tiling
 
 STEP = 3
@@ -236,7 +237,7 @@ def run(
             if columns is not None:
                 blocks = product_blocks(columns, case.dtype, chosen.y.programs)
                 chosen = replace(chosen, y=blocks, dx=blocks)
-            weave = Weave(group, rows, training, chosen, order or Order.before)
+            weave = Weave(group, rows, training, chosen, order or Order.wide)
             y, s = forward(made.x, made.weight, made.bias, made.residual, weave)
             dx = backward(made.dy, made.x, made.weight, s, weave, wants_dx)
             found = {"y": y, "dx": dx}  # type: ignore[dict-item]
@@ -269,6 +270,41 @@ def woven(case: Case, made: Values) -> tuple[dict[int, list[Entry | None]], Grou
     rows = Rows.empty(case.rows, slots, device, piece=case.piece)
     rows.fill(case.seats, case.token_index.numpy())
     return aboard, group, rows
+
+
+@torch.no_grad()
+def kept_of_a_young_adapter(case: Case, order: Order) -> dict[str, float]:
+    """What is there, after rounding and on average, of what the only job's adapter adds to y and to dx.
+
+    It adds a fraction of their last digit: all traces of it are in how sums have been rounded.
+    """
+    made = values(case)
+    made.b = {place: b / 4000 for place, b in made.b.items()}
+    aboard, group, rows = woven(case, made)
+    weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), order)
+    (entry,) = aboard[0]
+    assert entry is not None
+
+    def both() -> tuple[Tensor, Tensor, Tensor]:
+        y, s = forward(made.x, made.weight, None, made.residual, weave)
+        dx = backward(made.dy, made.x, made.weight, s, weave, wants_dx=True)
+        assert dx is not None
+        return y, dx, s
+
+    ds_TR = ds(made.dy, weave)[:, : entry.rank]
+    y, dx, s = both()
+    added = {
+        "y": s[:, : entry.rank].double() @ entry.b_RN.double(),
+        "dx": ds_TR.double() @ entry.a_RK.double(),
+    }
+    entry.b_RN.zero_()
+    y_alone, dx_alone, _ = both()
+    kept = {}
+    for name, with_it, alone in (("y", y, y_alone), ("dx", dx, dx_alone)):
+        assert 0.0 < added[name].abs().mean() < alone.abs().mean() / 256
+        seen = with_it.double() - alone.double()
+        kept[name] = ((seen * added[name]).sum() / (added[name] ** 2).sum()).item()
+    return kept
 
 
 def healthy_after(case: Case, poison: str, order: Order | None = None) -> None:

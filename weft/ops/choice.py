@@ -1,9 +1,9 @@
 """Which order of the tiled route is the fastest for a site: measured on the device at hand, then remembered.
 
-Whether the adapters' part goes before, after or into the frozen product is decided by how the library's
-product reads what it adds to, how much of it a cache holds and how the kernels fill the device. No formula
-knows that of a GPU that nobody has seen, and a trial of a few passes does. The orders compute the same sums
-and differ in the last bits only; two runs that find the same file choose the same, and give the same bits.
+Whether dA and dB are better made beside the frozen product of the backward or before it is decided by what
+that leaves idle, how much of dy a cache holds and how the kernels fill the device. No formula knows that of a
+GPU that nobody has seen, and a trial of a few passes does. The orders compute the same sums and differ in the
+last bits only; two runs that find the same file choose the same, and give the same bits.
 
 Shapes: T rows, K inputs, N outputs of all parts.
 """
@@ -108,7 +108,7 @@ class Choices:
             return orders[0]
         if not times:
             # No kernel of theirs runs on this device. The library's product runs on all.
-            return Order.before
+            return Order.wide
         return file.add(contest, Measured(fastest(times), times), orders).order
 
 

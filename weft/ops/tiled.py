@@ -1,8 +1,9 @@
 """The tiled route of a LoRA site: the frozen linears of a group and all jobs' adapters as one autograd node.
 
 What is rank-sized goes through Triton kernels that find each job by its slot. The frozen products are the
-library's, or, where the device allows it, kernels that add the adapters' part themselves. No shape, no
-address and no launch depends on who is aboard, so all of it can be captured.
+library's, in float32, to which the adapters' part is added before it is rounded, or, where the device allows
+it, kernels that add the adapters' part themselves. No shape, no address and no launch depends on who is
+aboard, so all of it can be captured.
 
 Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, Q pieces
 of slots that have several.
@@ -23,17 +24,15 @@ from weft.ops.table import Group
 from weft.ops.tiled_kernels import (
     add_gradients,
     da,
-    da_dx,
     db,
     down,
     ds,
     ds_db,
-    dx_part,
     room_for_da,
     room_for_db,
-    up,
 )
-from weft.ops.weave import Order, Weave, contestants, tiling
+from weft.ops.weave import Weave, contestants, tiling
+from weft.ops.wide import wide_dx, wide_y
 
 
 def woven_linear(
@@ -93,33 +92,8 @@ def forward(
     with torch.cuda.device_of(x_TK):
         s_TPR = down(x_TK, weave)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
-        if weave.order.fuses:
-            return fused_y(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
-        if weave.order is not Order.after:
-            return _before(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
-        weight_KN = weight_NK.T
-        y_TN = x_TK @ weight_KN if residual_TN is None else torch.addmm(residual_TN, x_TK, weight_KN)
-        up(s_TPR, y_TN, bias_N, y_TN, weave)
-        return y_TN, s_TPR
-
-
-def _before(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    residual_TN: Tensor | None,
-    s_TPR: Tensor,
-    weave: Weave,
-) -> Tensor:
-    """The adapters' part is written alone, in its own precision. With a residual, whose last digit is larger
-    than all that a young adapter adds, it would be rounded away."""
-    y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
-    up(s_TPR, None, None, y_TN, weave)
-    y_TN.addmm_(x_TK, weight_NK.T)
-    for more in (bias_N, residual_TN):
-        if more is not None:
-            y_TN += more
-    return y_TN
+        whole = fused_y if weave.order.fuses else wide_y
+        return whole(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
 
 
 def backward(
@@ -130,24 +104,26 @@ def backward(
         if wants_dx and weave.order.beside:
             return _gradients_beside(dy_TN, x_TK, weight_NK, s_TPR, weave)
         ds_TPR, partial_db_QRN = ds_db(dy_TN, s_TPR, weave)
-        fused = weave.order.fuses
-        dx_TK, partial_da_QPRK = da_dx(x_TK, ds_TPR, weave, wants_dx and not fused)
+        partial_da_QPRK = room_for_da(x_TK, weave)
+        da(x_TK, ds_TPR, partial_da_QPRK, weave)
         add_gradients(partial_da_QPRK, partial_db_QRN, weave)
-        if fused and wants_dx:
-            return fused_dx(dy_TN, weight_NK, ds_TPR, weave)
-        return None if dx_TK is None else dx_TK.addmm_(dy_TN, weight_NK)
+        return _dx(dy_TN, weight_NK, ds_TPR, weave) if wants_dx else None
 
 
 def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave) -> Tensor:
     """dx needs nothing but ds; dA and dB are made while the frozen product is."""
     ds_TPR = ds(dy_TN, weave)
     partial_da_QPRK, partial_db_QRN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
-    dx_TK = None if weave.order.fuses else dx_part(x_TK, ds_TPR, weave)
     aside = Aside(x_TK.device)
     # The product first: what comes aside takes the room that it leaves.
-    dx_TK = fused_dx(dy_TN, weight_NK, ds_TPR, weave) if dx_TK is None else dx_TK.addmm_(dy_TN, weight_NK)
+    dx_TK = _dx(dy_TN, weight_NK, ds_TPR, weave)
     with aside.done():
         db(dy_TN, s_TPR, partial_db_QRN, weave)
         da(x_TK, ds_TPR, partial_da_QPRK, weave)
         add_gradients(partial_da_QPRK, partial_db_QRN, weave)
     return dx_TK
+
+
+def _dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
+    whole = fused_dx if weave.order.fuses else wide_dx
+    return whole(dy_TN, weight_NK, ds_TPR, weave)

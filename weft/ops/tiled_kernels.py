@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.table import ALIGNMENT
-from weft.ops.weave import Weave
+from weft.ops.weave import Span, Weave
 
 
 def down(x_TK: Tensor, weave: Weave) -> Tensor:
@@ -79,20 +79,32 @@ def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave
     )
 
 
-def up(s_TPR: Tensor, residual_TN: Tensor | None, bias_N: Tensor | None, y_TN: Tensor, weave: Weave) -> None:
-    """y = residual + bias + sB for all rows; y may be the residual itself."""
+def up(
+    s_TPR: Tensor,
+    frozen_TW: Tensor,
+    span: Span,
+    bias_N: Tensor | None,
+    residual_TN: Tensor | None,
+    y_TN: Tensor,
+    weave: Weave,
+) -> None:
+    """y = frozen + sB + bias + residual in the columns of the span, which are all that `frozen` has."""
     from weft.ops.triton import site
 
     launch, table = weave.tiling.up, weave.group.table
-    site.up[(sum(weave.blocks(launch.columns)), len(weave.rows.tiles_G3))](
+    site.up[(span.blocks, len(weave.rows.tiles_G3))](
         s_TPR,
-        residual_TN,
+        frozen_TW,
         bias_N,
+        residual_TN,
         y_TN,
         weave.rows.tiles_G3,
         table.address_PS4,
         table.rank_PS,
+        span.first,
+        span.low,
         y_TN.shape[1],
+        frozen_TW.shape[1],
         COLUMNS=weave.columns,
         S=weave.slots,
         P=weave.parts,
@@ -199,17 +211,6 @@ def ds(dy_TN: Tensor, weave: Weave) -> Tensor:
     return ds_TPR
 
 
-def da_dx(x_TK: Tensor, ds_TPR: Tensor, weave: Weave, wants_dx: bool) -> tuple[Tensor | None, Tensor]:
-    """The adapters' part of dx, if wanted, and the shares of dA of slots with several pieces."""
-    partial_da_QPRK = room_for_da(x_TK, weave)
-    if wants_dx and weave.together == weave.parts:
-        dx_TK = torch.empty_like(x_TK)
-        _launch_da_dx(x_TK, ds_TPR, dx_TK, partial_da_QPRK, weave, weave.parts)
-        return dx_TK, partial_da_QPRK
-    da(x_TK, ds_TPR, partial_da_QPRK, weave)
-    return dx_part(x_TK, ds_TPR, weave) if wants_dx else None, partial_da_QPRK
-
-
 def room_for_da(x_TK: Tensor, weave: Weave) -> Tensor:
     """For the shares of dA of slots with several pieces."""
     shape = weave.rows.partials, weave.parts, weave.ranks, x_TK.shape[1]
@@ -217,36 +218,14 @@ def room_for_da(x_TK: Tensor, weave: Weave) -> Tensor:
 
 
 def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> None:
-    """dA alone: added at once, or its shares written."""
-    _launch_da_dx(x_TK, ds_TPR, None, partial_da_QPRK, weave, weave.together)
-
-
-def dx_part(x_TK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
-    """The adapters' part of dx alone."""
-    dx_TK = torch.empty_like(x_TK)
-    _launch_da_dx(x_TK, ds_TPR, dx_TK, None, weave, weave.parts)
-    return dx_TK
-
-
-def _launch_da_dx(
-    x_TK: Tensor,
-    ds_TPR: Tensor,
-    dx_TK: Tensor | None,
-    partial_da_QPRK: Tensor | None,
-    weave: Weave,
-    together: int,
-) -> None:
+    """dA: added at once, or its shares written."""
     from weft.ops.triton import site_gradients
 
-    launch, table = weave.tiling.da_dx, weave.group.table
-    drops = weave.group.drops and weave.training
-    # Three masks and dx do not fit the registers beside each other.
-    columns = min(64, launch.columns) if drops and dx_TK is not None and together > 2 else launch.columns
-    blocks = -(-x_TK.shape[1] // columns)
-    site_gradients.da_dx[(blocks, len(weave.rows.pieces_Q4), weave.parts // together)](
+    launch, table, together = weave.tiling.da, weave.group.table, weave.together
+    blocks = -(-x_TK.shape[1] // launch.columns)
+    site_gradients.da[(blocks, len(weave.rows.pieces_Q4), weave.parts // together)](
         x_TK,
         ds_TPR,
-        dx_TK,
         partial_da_QPRK,
         weave.rows.pieces_Q4,
         weave.rows.key_S,
@@ -261,12 +240,42 @@ def _launch_da_dx(
         TOGETHER=together,
         R=weave.ranks,
         M=launch.rows,
-        C=columns,
-        DA=partial_da_QPRK is not None,
-        DX=dx_TK is not None,
-        DROPS=drops,
+        C=launch.columns,
+        DROPS=weave.group.drops and weave.training,
         ALIGNMENT=alignment(x_TK, weave),
         PRECISION=precision(x_TK),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def add_dx(ds_TPR: Tensor, frozen_TW: Tensor, span: Span, dx_TK: Tensor, weave: Weave) -> None:
+    """dx = frozen + the dropped ds · A in the columns of the span, which are all that `frozen` has."""
+    from weft.ops.triton import site_gradients
+
+    launch, table = weave.tiling.up, weave.group.table
+    site_gradients.add_dx[(span.blocks, len(weave.rows.tiles_G3))](
+        ds_TPR,
+        frozen_TW,
+        dx_TK,
+        weave.rows.tiles_G3,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        span.low,
+        dx_TK.shape[1],
+        frozen_TW.shape[1],
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=weave.rows.tile,
+        C=launch.columns,
+        DROPS=weave.group.drops and weave.training,
+        ALIGNMENT=alignment(ds_TPR, weave),
+        PRECISION=precision(ds_TPR),
         num_warps=launch.warps,
         num_stages=launch.stages,
     )

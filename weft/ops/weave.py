@@ -36,14 +36,17 @@ FUSED_COLUMNS = 128
 
 
 class Order(StrEnum):
-    """Whether the adapters' part is written before the frozen product is added to it, added after it, or
-    added within it, before it is written; and whether dA and dB are made beside the product of the backward,
-    which costs a second read of dy, or before it."""
+    """Whether the adapters' part is added to a frozen product that the library has written in float32, or
+    within a product of our own, before it is written; and whether dA and dB are made beside the product of
+    the backward, which costs a second read of dy, or before it.
 
-    before = "before"
-    after = "after"
+    In each of them all is summed up in float32 and rounded once. A young adapter adds less than the last
+    digit of what the frozen weights give, so a product that is rounded before it is added to would lose it.
+    """
+
+    wide = "wide"
     fused = "fused"
-    before_beside = "before, beside"
+    wide_beside = "wide, beside"
     fused_beside = "fused, beside"
 
     @property
@@ -52,7 +55,7 @@ class Order(StrEnum):
 
     @property
     def beside(self) -> bool:
-        return self in (Order.before_beside, Order.fused_beside)
+        return self in (Order.wide_beside, Order.fused_beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,16 @@ class Launch:
     stages: int
     rows: int = 64
     """How many at a time, where the kernel walks over a piece; the others take a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive blocks of columns, and the columns that they have together."""
+
+    first: int
+    blocks: int
+    low: int
+    high: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +96,11 @@ class Blocks:
 class Tiling:
     down: Launch
     up: Launch
+    """Also of the adapters' part of dx."""
     ds_db: Launch
     db: Launch
     """Of dB alone: small enough to find room beside a product."""
-    da_dx: Launch
+    da: Launch
     y: Blocks
     dx: Blocks
     split: int
@@ -105,7 +119,7 @@ class Weave:
     rows: Rows
     training: bool
     tiling: Tiling
-    order: Order = Order.before
+    order: Order = Order.wide
 
     @property
     def parts(self) -> int:
@@ -183,20 +197,19 @@ def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[O
         and _in_whole_rows(weight_NK)
         and _has_copy_engines(device)
     )
-    always = Order.before, Order.after, Order.before_beside
+    always = Order.wide, Order.wide_beside
     return (*always, Order.fused, Order.fused_beside) if allowed else always
 
 
 def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
     """The orders that a trial decides between; the first needs none to be a good choice.
 
-    Within the frozen product the adapters' part meets its sum before anything is rounded. `before` leaves
-    that to the library, and is taken only where the product cannot be ours: a young adapter adds less than
-    the last digit of what the frozen weights give. `after` rounds twice, and was not faster at any shape.
+    A product of our own is not written in float32 and read again, so the library's is taken only where that
+    cannot be.
     """
     if Order.fused in orders_for(weight_NK, group, device):
         return Order.fused, Order.fused_beside
-    return Order.before, Order.before_beside
+    return Order.wide, Order.wide_beside
 
 
 def _in_whole_rows(weight_NK: Tensor) -> bool:
@@ -259,9 +272,9 @@ def _for_16_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
     few, span = rank <= 64, together * rank
     # Each part's mask is a tile in registers.
     columns = 64 if group.drops and together > 1 else 128
-    da_dx = Launch(128, warps=8, stages=3) if span <= 64 else Launch(64, warps=8, stages=2)
+    da = Launch(128, warps=8, stages=3) if span <= 64 else Launch(64, warps=8, stages=2)
     if together < len(group.columns):
-        da_dx = Launch(64, warps=8, stages=1)
+        da = Launch(64, warps=8, stages=1)
     many = Launch(64, warps=8, stages=2)
     ds_db = Launch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
     db = Launch(128, warps=4, stages=2) if rank <= 32 else Launch(128, warps=8, stages=3)
@@ -270,7 +283,7 @@ def _for_16_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
         up=Launch(128 if few else 64, warps=4, stages=1),
         ds_db=ds_db if few else many,
         db=db if few else many,
-        da_dx=da_dx,
+        da=da,
         y=y,
         dx=dx,
         split=1,
@@ -291,7 +304,7 @@ def _lean(tiling: Tiling) -> Tiling:
         up=lean(tiling.up),
         ds_db=lean(tiling.ds_db),
         db=lean(tiling.db),
-        da_dx=lean(tiling.da_dx),
+        da=lean(tiling.da),
     )
 
 

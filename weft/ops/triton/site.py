@@ -157,16 +157,20 @@ def sum_rows(
         tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def up(
     s,
-    residual,
+    frozen,
     bias,
+    residual,
     y,
     tiles,
     address,
     rank,
+    first,
+    begin,
     N,
+    W,
     COLUMNS: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
@@ -176,8 +180,12 @@ def up(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y = residual + bias + sB in the columns of one part; y may be the residual itself."""
-    part, low, high, origin = column_block(tl.program_id(0), COLUMNS, P, C)
+    """y = frozen + sB + bias + residual in the columns of one part, rounded once.
+
+    `frozen` is float32 and has W columns, those of y from `begin` on, where its `first` block begins. What is
+    small is added first: the last digit of a residual can be larger than all that a young adapter adds.
+    """
+    part, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, P, C)
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
@@ -188,12 +196,7 @@ def up(
     n_C = low + tl.arange(0, C)
     inside_C = n_C < high
     inside_MC = (row_M < stop)[:, None] & inside_C[None, :]
-    at_MC = row_M[:, None] * N + n_C[None, :]
-    y_MC = tl.full((M, C), 0.0, tl.float32)
-    if residual is not None:
-        y_MC += tl.load(residual + at_MC, mask=inside_MC, other=0.0).to(tl.float32)
-    if bias is not None:
-        y_MC += tl.load(bias + n_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    y_MC = tl.load(frozen + row_M[:, None] * W + (n_C - begin)[None, :], mask=inside_MC, other=0.0)
     if slot >= 0:
         entry = part * S + slot
         r_R = tl.arange(0, R)
@@ -204,4 +207,9 @@ def up(
         b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
         b_RC = tl.load(b + b_at_RC, mask=owned_R[:, None] & inside_C[None, :], other=0.0)
         y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)
+    if bias is not None:
+        y_MC += tl.load(bias + n_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    at_MC = row_M[:, None] * N + n_C[None, :]
+    if residual is not None:
+        y_MC += tl.load(residual + at_MC, mask=inside_MC, other=0.0).to(tl.float32)
     tl.store(y + at_MC, y_MC.to(y.dtype.element_ty), mask=inside_MC)

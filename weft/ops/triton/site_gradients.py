@@ -201,10 +201,9 @@ def ds_alone(
 
 
 @triton.jit
-def da_dx(
+def da(
     x,
     ds,
-    dx,
     partial_da,
     pieces,
     key,
@@ -220,13 +219,11 @@ def da_dx(
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
-    DA: tl.constexpr,
-    DX: tl.constexpr,
     DROPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dA of some columns over a piece for TOGETHER parts, and these columns of dx (if all are together).
+    """dA of some columns over a piece for TOGETHER parts, x read once.
 
     The tile stands on its side, columns by rows: so the tensor cores take it whatever the rank.
     """
@@ -236,79 +233,112 @@ def da_dx(
     stop = tl.load(pieces + piece * 4 + 1)
     slot = tl.load(pieces + piece * 4 + 2)
     alone = tl.load(pieces + piece * 4 + 3)
-    if start == stop:
+    if slot < 0:
         return
     k_C = tl.program_id(0) * C + tl.arange(0, C)
     inside_C = k_C < K
-    if slot < 0:
-        if DX:
-            for m in range(start, stop, M):
-                row_M = (m + tl.arange(0, M)).to(tl.int64)
-                tl.store(
-                    dx + row_M[:, None] * K + k_C[None, :],
-                    tl.full((M, C), 0.0, dx.dtype.element_ty),
-                    mask=(row_M < stop)[:, None] & inside_C[None, :],
-                )
-        return
     r_R = tl.arange(0, R)
     a_at_RC = r_R[:, None] * K + k_C[None, :]
-    weights = ()
     keys = ()
     thresholds = ()
-    for i in tl.static_range(TOGETHER):
-        entry = (first + i) * S + slot
-        owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
-        if DX:
-            a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
-            weights = weights + (tl.trans(tl.load(a + a_at_RC, mask=owned_RC, other=0.0)),)  # noqa: RUF005
-        if DROPS:
+    if DROPS:
+        for i in tl.static_range(TOGETHER):
             keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
-            thresholds = thresholds + (tl.load(threshold + entry),)  # noqa: RUF005
+            thresholds = thresholds + (tl.load(threshold + (first + i) * S + slot),)  # noqa: RUF005
     sums = (tl.full((C, R), 0.0, tl.float32),) * TOGETHER
     for m in range(start, stop, M):
         row_M = (m + tl.arange(0, M)).to(tl.int64)
         inside_M = row_M < stop
         at_CM = k_C[:, None] + row_M[None, :] * K
-        inside_CM = inside_C[:, None] & inside_M[None, :]
-        if DA:
-            x_CM = tl.load(x + at_CM, mask=inside_CM, other=0.0)
+        x_CM = tl.load(x + at_CM, mask=inside_C[:, None] & inside_M[None, :], other=0.0)
         if DROPS:
             token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
-        dx_CM = tl.full((C, M), 0.0, tl.float32)
         longer = ()
         for i in tl.static_range(TOGETHER):
             ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
             ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
+            dropped_CM = x_CM
             if DROPS:
                 drawn_M = row_factor(token_M, keys[i])
                 # Made anew for every M rows, since registers are short.
                 column_C = column_factor(k_C, keys[i])
                 kept_CM = kept(drawn_M[None, :], column_C[:, None], thresholds[i])
-            if DA:
-                dropped_CM = x_CM
-                if DROPS:
-                    dropped_CM = tl.where(kept_CM, x_CM, 0.0)
-                longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
-            if DX and DROPS:
-                part_CM = tl.dot(weights[i], tl.trans(ds_MR), input_precision=PRECISION)
-                dx_CM += tl.where(kept_CM, part_CM, 0.0)
-            elif DX:
-                dx_CM = tl.dot(weights[i], tl.trans(ds_MR), dx_CM, input_precision=PRECISION)
-        if DA:
-            sums = longer
-        if DX:
-            tl.store(dx + at_CM, dx_CM.to(dx.dtype.element_ty), mask=inside_CM)
-    if DA:
-        for i in tl.static_range(TOGETHER):
-            entry = (first + i) * S + slot
+                dropped_CM = tl.where(kept_CM, x_CM, 0.0)
+            longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
+        sums = longer
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
+        sum_RC = tl.trans(sums[i])
+        if alone:
+            da_at = matrix(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
+            tl.store(da_at, tl.load(da_at, mask=owned_RC, other=0.0) + sum_RC, mask=owned_RC)
+        else:
+            at_RC = ((piece.to(tl.int64) * P + first + i) * R + r_R)[:, None] * K + k_C[None, :]
+            tl.store(partial_da + at_RC, sum_RC, mask=owned_RC)
+
+
+@triton.jit
+def add_dx(
+    ds,
+    frozen,
+    dx,
+    tiles,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    begin,
+    K,
+    W,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dx = frozen + the dropped ds · A of all parts, rounded once.
+
+    `frozen` is float32 and has W columns, those of dx from `begin` on.
+    """
+    tile = tl.program_id(1)
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    inside_M = row_M < stop
+    c_C = tl.program_id(0) * C + tl.arange(0, C)
+    k_C = begin + c_C
+    inside_C = k_C < K
+    inside_MC = inside_M[:, None] & inside_C[None, :]
+    dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0)
+    if slot >= 0:
+        r_R = tl.arange(0, R)
+        token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+        # One part after the other: the masks of several do not fit the registers beside each other.
+        for part in range(P):
+            entry = part * S + slot
+            ds_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+            ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
             owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
-            sum_RC = tl.trans(sums[i])
-            if alone:
-                da_at = matrix(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
-                tl.store(da_at, tl.load(da_at, mask=owned_RC, other=0.0) + sum_RC, mask=owned_RC)
+            a = matrix(address, entry, 0, ds.dtype.element_ty, ALIGNMENT)
+            a_RC = tl.load(a + r_R[:, None] * K + k_C[None, :], mask=owned_RC, other=0.0)
+            if DROPS:
+                drawn = site_key(key, crc, slot, part)
+                row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(k_C, drawn)[None, :]
+                kept_MC = kept(row_M1, column_1C, tl.load(threshold + entry))
+                part_MC = tl.dot(ds_MR, a_RC, input_precision=PRECISION)
+                dx_MC += tl.where(kept_MC, part_MC, 0.0)
             else:
-                at_RC = ((piece.to(tl.int64) * P + first + i) * R + r_R)[:, None] * K + k_C[None, :]
-                tl.store(partial_da + at_RC, sum_RC, mask=owned_RC)
+                dx_MC = tl.dot(ds_MR, a_RC, dx_MC, input_precision=PRECISION)
+    tl.store(dx + row_M[:, None] * K + k_C[None, :], dx_MC.to(dx.dtype.element_ty), mask=inside_MC)
 
 
 @triton.jit
