@@ -142,7 +142,8 @@ def test_a_wide_product_in_spans_is_right(name, order, monkeypatch):
 @pytest.mark.parametrize("order", [Order.wide, Order.wide_beside])
 def test_no_more_of_a_wide_product_than_a_span_is_in_memory(order):
     """Whole, each would be 512 MiB."""
-    case = Case([Job(8192, rank=128)], **(BIG | dict(features=16384, widths=(16384,))), gap=0, padding=0)
+    large = BIG | dict(features=8192, widths=(8192,), piece=1024)
+    case = Case([Job(16384, rank=16)], **large, gap=0, padding=0)
     made = values(case)
     aboard, group, rows = woven(case, made)
     weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), order)

@@ -18,7 +18,7 @@ from weft.ops.tiled_kernels import add_dx, up
 from weft.ops.weave import Span, Weave
 
 SPAN_BYTES = 256 << 20
-"""Of a product in float32 that are in memory at a time, if a block of columns has no more."""
+"""Of a product in float32 that are in memory at a time; only a block of columns is never cut."""
 
 
 def wide_y(
