@@ -22,17 +22,24 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Streams of a GPU, beside that of the passes."""
+    """Streams of a GPU, beside that of the passes.
+
+    Updates have one of their own: a frozen product takes every multiprocessor, so that an update waits for
+    its end, and what comes next must not wait with it.
+    """
 
     up: torch.cuda.Stream
-    """What comes, and the updates."""
+    """What comes."""
+    make: torch.cuda.Stream
+    """Updates of what has come."""
     down: torch.cuda.Stream
     """What goes back."""
 
     @classmethod
     def on(cls, device: torch.device) -> Lanes:
         # What comes is needed sooner than stages that were asked for before it.
-        return cls(torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device))
+        up, make = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        return cls(up, make, torch.cuda.Stream(device))
 
 
 def bring(host: Sequence[State], here: Sequence[State]) -> None:

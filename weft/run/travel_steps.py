@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -236,15 +236,14 @@ class TravelSteps:
     def ask(self, pairs: Iterable[Pair], writable: Gone) -> None:
         """Have these made beside whatever else the device does; their weights go to the host and, once they
         are writable, to the places where their stages are. Whoever reads them there waits by `use`."""
-        with self._aside(writable):
-            for seated in self._seated(pairs):
-                for run in dict.fromkeys(one.left.run for one in seated):
-                    self._wait_for(run.gone)
-                self._make([one for one in seated if not one.left.refused])
-                for one in seated:
-                    one.left.pieces.pop(0)
-                    if not one.left.pieces:
-                        del self._left[one.pair]
+        with self._made():
+            _wait_for(writable)
+        for seated in self._seated(pairs):
+            self._make([one for one in seated if not one.left.refused])
+            for one in seated:
+                one.left.pieces.pop(0)
+                if not one.left.pieces:
+                    del self._left[one.pair]
 
     def asked(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
         """What was asked for, and no pass of these jobs over the stage has waited for yet."""
@@ -257,7 +256,7 @@ class TravelSteps:
 
     def outcomes(self, run: _Run) -> list[Outcome]:
         assert not any(left.run is run for left in self._left.values()), "a Step is not all made"
-        with self._aside(Gone()):
+        with self._made():
             # Not on the stream of the passes: the next round's may be on their way.
             none = torch.ones(1, dtype=torch.bool, device=run.sums_J3.device)
             finite_J = torch.stack([torch.cat([none, *found]).all() for found in run.finite])
@@ -296,30 +295,52 @@ class TravelSteps:
             return
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % PIECES
-        if buffer.free is not None:
-            torch.cuda.current_stream().wait_event(buffer.free)
         here = [buffer.state.within(one.at, one.stop) for one in seated]
-        bring([one.update.state.within(*one.piece.whole) for one in seated], here)
+        with self._coming(buffer):
+            for run in dict.fromkeys(one.left.run for one in seated):
+                _wait_for(run.gone)
+            bring([one.update.state.within(*one.piece.whole) for one in seated], here)
+        with self._made():
+            self._update(buffer, seated, here)
+        made = [state.within(*one.piece.kept) for one, state in zip(seated, here, strict=True)]
+        with self._leaving(buffer, {one.pair[1] for one in seated}):
+            give_back(made, [one.update.state.within(*one.piece.inside) for one in seated])
+
+    def _update(self, buffer: Buffer, seated: Sequence[_Seated], here: Sequence[State]) -> None:
+        """What has come of these pieces; their new weights also go where their stages are."""
         factor_J = _factors(seated)
         if factor_J is not None:
             # Where the device finds that no step can be made, those of the buffer's last jobs would go back.
             buffer.state.weights[: seated[-1].stop].copy_(buffer.state.master[: seated[-1].stop])
         updates = [replace(one.update, state=state) for one, state in zip(seated, here, strict=True)]
         finite_J = self._make_update(updates, factor_J)
-        made = [state.within(*one.piece.kept) for one, state in zip(seated, here, strict=True)]
         rooms, weights = [], []
-        for one, state, finite in zip(seated, made, finite_J.split(1), strict=True):
+        for one, state, finite in zip(seated, here, finite_J.split(1), strict=True):
             one.left.run.finite[one.left.number].append(finite)
             if (room := self.travel.room(*one.pair)) is not None:
                 at = one.piece.inside.start - one.left.part.start
                 rooms.append(room[at : at + one.piece.inside.size])
-                weights.append(state.weights)
+                weights.append(state.weights[slice(*one.piece.kept)])
         if rooms:
             copy(rooms, weights)
         if self._lanes is not None:
-            self._there |= dict.fromkeys((one.pair for one in seated), self._lanes.up.record_event())
-        with self._leaving(buffer, {one.pair[1] for one in seated}):
-            give_back(made, [one.update.state.within(*one.piece.inside) for one in seated])
+            self._there |= dict.fromkeys((one.pair for one in seated), self._lanes.make.record_event())
+
+    @contextmanager
+    def _coming(self, buffer: Buffer) -> Iterator[None]:
+        """On the stream of what comes, once the buffer is free; updates asked for later wait for it."""
+        if self._lanes is None:
+            yield
+            return
+        with torch.cuda.stream(self._lanes.up):
+            if buffer.free is not None:
+                self._lanes.up.wait_event(buffer.free)
+            yield
+        self._lanes.make.wait_stream(self._lanes.up)
+
+    def _made(self) -> AbstractContextManager[object]:
+        """On the stream of the updates."""
+        return nullcontext() if self._lanes is None else torch.cuda.stream(self._lanes.make)
 
     @contextmanager
     def _leaving(self, buffer: Buffer, stages: Iterable[int]) -> Iterator[None]:
@@ -327,22 +348,16 @@ class TravelSteps:
         if self._lanes is None:
             yield
             return
-        self._lanes.down.wait_stream(self._lanes.up)
+        self._lanes.down.wait_stream(self._lanes.make)
         with torch.cuda.stream(self._lanes.down):
             yield
             buffer.free = self._lanes.down.record_event()
         self._home |= dict.fromkeys(stages, buffer.free)
 
-    @contextmanager
-    def _aside(self, after: Gone) -> Iterator[None]:
-        """On the stream of what comes for Steps."""
-        with nullcontext() if self._lanes is None else torch.cuda.stream(self._lanes.up):
-            self._wait_for(after)
-            yield
 
-    def _wait_for(self, gone: Gone) -> None:
-        for event in gone.events:
-            torch.cuda.current_stream().wait_event(event)
+def _wait_for(gone: Gone) -> None:
+    for event in gone.events:
+        torch.cuda.current_stream().wait_event(event)
 
 
 def pieces(part: Part, size: int) -> Iterator[Piece]:
