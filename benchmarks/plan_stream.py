@@ -25,7 +25,7 @@ from weft.errors import PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.stream_choice import WAYS, StreamChoice, Way
 from weft.plan.stream_cut import held_inputs, padded_rows
-from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import ASKING_SECONDS, GPU_BACKWARD, STREAM_SLACK_BYTES, StreamDevice
 from weft.shapes import ModelShape
 
 GIB = 1 << 30
@@ -100,6 +100,7 @@ def foreseen(case: Case, shape: ModelShape, ways: Sequence[Way] = WAYS) -> Strea
         host_budget=case.host,
         bandwidth=55e9,
         flops=600e12,
+        backward=GPU_BACKWARD,
         slack=STREAM_SLACK_BYTES,
         whole_slack=FUSED_SLACK_BYTES,
         asking=ASKING_SECONDS,

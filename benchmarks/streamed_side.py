@@ -25,7 +25,7 @@ from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
 from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamCase, StreamDevice
+from weft.plan.stream_need import ASKING_SECONDS, GPU_BACKWARD, STREAM_SLACK_BYTES, StreamCase, StreamDevice
 from weft.plan.stream_ring import step_bytes
 from weft.plan.stream_search import largest_drafts, smallest_drafts
 from weft.plan.stream_step import StreamStage
@@ -144,6 +144,7 @@ def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
         bandwidth=link.bandwidth,
         both_ways=link.both_ways,
         flops=link.flops,
+        backward=GPU_BACKWARD if on_gpu else 1.0,
         slack=STREAM_SLACK_BYTES if on_gpu else 0,
         whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
         fused=on_gpu,

@@ -25,7 +25,13 @@ from weft.plan.program import Program
 from weft.plan.rank_choice import RanksChoice, choose_ranks
 from weft.plan.rank_memory import RanksMemory
 from weft.plan.rank_window import plan_ranks
-from weft.plan.stream_need import ASKING_SECONDS, STREAM_SLACK_BYTES, StreamDevice, layer_bytes
+from weft.plan.stream_need import (
+    ASKING_SECONDS,
+    GPU_BACKWARD,
+    STREAM_SLACK_BYTES,
+    StreamDevice,
+    layer_bytes,
+)
 from weft.run.link import measure_link
 from weft.run.measure import taken_bytes
 from weft.run.pipeline import Pipeline
@@ -75,6 +81,7 @@ def rank_streaming(
         host_budget=host_budget() * ranks.ranks // ranks.local_ranks,
         bandwidth=link.bandwidth,
         flops=link.flops,
+        backward=GPU_BACKWARD if on_gpu else 1.0,
         slack=STREAM_SLACK_BYTES if on_gpu else 0,
         fused=on_gpu,
         asking=ASKING_SECONDS if on_gpu else 0.0,

@@ -167,7 +167,8 @@ def _whole(
     # Passes over a base that stays are captured.
     captured = replace(device, asking=0.0)
     case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, travels=False)
-    seconds = (2 * shape.layers + recompute.layers) * case.layer_seconds + 2 * case.head_seconds
+    passed = (1.0 + device.backward) * shape.layers + recompute.layers
+    seconds = passed * case.layer_seconds + 2 * case.head_seconds
     why = (
         f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
         f"has {gib(device.budget)} for a run"

@@ -26,6 +26,9 @@ ASKING_SECONDS = 4e-3
 """On a GPU: kernels by the dozen, each asked for by Python. An estimate from rounds with microbatches of 4096
 and of 8192 tokens, not measured by itself (docs/benchmarks.md). It was taken of passes that are not captured;
 what is left of it where they are has not been measured."""
+GPU_BACKWARD = 1.35
+"""On a GPU: what a layer's backward takes of its forward's time. Of the 8B shape 1.39, of 32B 1.33, on an
+H200 with 16 jobs of rank 16 (docs/benchmarks.md)."""
 STAGING_BYTES = 128 << 20
 """On a host with a GPU: page-locked memory that weights pass through which stay in their files."""
 
@@ -47,7 +50,9 @@ class StreamDevice:
     both_ways: float | None = None
     """The same while as many go back; None: nobody knows better."""
     flops: float
-    """What passes reach in a second."""
+    """What forward passes reach in a second."""
+    backward: float = 1.0
+    """What a layer's backward takes of its forward's time."""
     slack: int
     """Logits of one chunk, temporaries and the allocator's rounding."""
     whole_slack: int | None = None
@@ -227,7 +232,7 @@ class StreamCase:
 
     @cached_property
     def layer_seconds(self) -> float:
-        """One direction of a round through one layer; the backward of a frozen layer takes as long."""
+        """The forward of a round through one layer."""
         values = self.layer_bytes / self.shape.bytes_per_value
         arithmetic = 2 * values * self.round_tokens / self.device.flops
         return max(arithmetic + self._passes * self.device.launch, self._passes * self.device.asking)
@@ -282,7 +287,8 @@ class StreamCase:
     def _first(self) -> list[StageRound]:
         """By the number of layers."""
         once = self.layer_seconds
-        return [self._stage(size, size * once, 2 * size * once) for size in range(self.shape.layers + 1)]
+        again = 1.0 + self.device.backward
+        return [self._stage(size, size * once, again * size * once) for size in range(self.shape.layers + 1)]
 
     @cached_property
     def _inner(self) -> list[StageRound]:
@@ -291,8 +297,9 @@ class StreamCase:
 
     @cached_property
     def _last(self) -> list[StageRound]:
-        times = [size * self.layer_seconds + self.head_seconds for size in range(self.shape.layers + 1)]
-        return [self._stage(size, once, once) for size, once in enumerate(times)]
+        times = [size * self.layer_seconds for size in range(self.shape.layers + 1)]
+        head, back = self.head_seconds, self.device.backward
+        return [self._stage(size, once + head, back * once + head) for size, once in enumerate(times)]
 
     def _stage(self, size: int, forward: float, backward: float) -> StageRound:
         loaded = StageRound(forward, backward, load_bytes=size * self.layer_bytes)

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 
 from weft.plan.memory import FUSED_SLACK_BYTES, MemoryModel
 from weft.plan.stream_choice import StreamChoice, choose_stream, fits_streamed
-from weft.plan.stream_need import ASKING_SECONDS, STAGING_BYTES, STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_need import (
+    ASKING_SECONDS,
+    GPU_BACKWARD,
+    STAGING_BYTES,
+    STREAM_SLACK_BYTES,
+    StreamDevice,
+)
 from weft.shapes import JobShape, ModelShape
 
 PRETENDED_BANDWIDTH, PRETENDED_FLOPS = 1e10, 1e11
@@ -36,6 +42,7 @@ def gpu_place(
         bandwidth=bandwidth,
         both_ways=both_ways,
         flops=flops,
+        backward=GPU_BACKWARD,
         slack=STREAM_SLACK_BYTES,
         whole_slack=FUSED_SLACK_BYTES,
         asking=ASKING_SECONDS,

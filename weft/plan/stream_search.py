@@ -188,7 +188,7 @@ def _costs(case: StreamCase) -> list[LayerCost]:
     microbatches = math.ceil(case.round_tokens / case.capacity)
     once = case.layer_seconds / microbatches
     kept = case.kept_bytes + _layer_ring(case)
-    layer = LayerCost("layer", once, 2 * once, case.present_bytes, kept_bytes=kept)
+    layer = LayerCost("layer", once, (1.0 + case.device.backward) * once, case.present_bytes, kept_bytes=kept)
     return [layer] * case.shape.layers
 
 
