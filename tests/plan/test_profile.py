@@ -117,6 +117,15 @@ def test_activations_of_the_base_follow_from_the_peaks_of_few_layers() -> None:
     assert fit.slack == pytest.approx(0.5, rel=0.05)
 
 
+def test_peaks_that_no_token_moves_leave_a_share_of_what_is_known() -> None:
+    """An allocator that took a GiB ahead: a token that takes nothing would leave room for all there are."""
+    flat = replace(profile(), passes=tuple(replace(one, peak_bytes=10**9) for one in profile().passes))
+    memory = MemoryModel(SHAPE, 10**12)
+    fit = memory_of(flat, memory)
+    assert fit.activations == pytest.approx(0.1)
+    assert 0 < replace(memory, fit=fit).capacity([], 10**12) < 10**12
+
+
 def test_without_peaks_the_memory_model_stands_as_it_is() -> None:
     blind = replace(profile(), passes=tuple(replace(one, peak_bytes=0) for one in profile().passes))
     memory = MemoryModel(SHAPE, 10**12)

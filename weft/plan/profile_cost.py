@@ -13,6 +13,7 @@ import numpy as np
 from weft.plan.cost import TERMS, CostModel, PassTime, Rate, Terms, counts
 from weft.plan.estimate import Speed, base_layers
 from weft.plan.memory import MemoryFit, MemoryModel
+from weft.plan.memory_fit import FLOOR
 from weft.plan.nnls import non_negative
 from weft.plan.prior import Directions, KindTerms, counted
 from weft.plan.profile import LayeredPass, Profile
@@ -106,6 +107,8 @@ def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
     slack = memory.need((), 0).slack
     held = np.array([(one.layers * one.time.work.tokens * per_layer, slack) for one in passes])
     peaks = np.array([one.peak_bytes for one in passes], dtype=float)
-    activations, rest = non_negative(held / peaks[:, None], np.ones(len(peaks)))
-    missed = peaks - held @ np.array([activations, rest])
-    return MemoryFit(activations=float(activations), slack=float(rest), error=int(max(0.0, missed.max())))
+    # Where an allocator took memory ahead no peak moves, and tokens would seem to take nothing.
+    floor = FLOOR * np.array([memory.fit.activations, memory.fit.slack])
+    found = floor + non_negative(held / peaks[:, None], (peaks - held @ floor) / peaks)
+    missed = peaks - held @ found
+    return MemoryFit(activations=float(found[0]), slack=float(found[1]), error=int(max(0.0, missed.max())))
