@@ -137,7 +137,7 @@ def test_wherever_memory_runs_short_no_step_evaluation_or_save_is_lost(tmp_path,
 
 def test_a_process_that_really_has_no_memory_left_goes_on_in_halves(tmp_path, forks):
     """1024 tokens of this deep, narrow model take 0.75 GiB and 512 half of it; 0.5 GiB are there."""
-    jobs = [{"name": name, "steps": 2, "batch_size": 23, "adapter": {"rank": 2}} for name in ("a", "b")]
+    jobs = [{"name": name, "steps": 1, "batch_size": 23, "adapter": {"rank": 2}} for name in ("a", "b")]
     folder = jobs_folder(tmp_path, jobs)
     shutil.rmtree(folder / "model")
     sizes = {"hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 64, "num_attention_heads": 4}

@@ -16,6 +16,8 @@ import torch
 CPU_SHARE = 0.85
 GPU_SHARE = 0.92
 """How much of what is free a run may plan with; the rest is for the allocator and for others."""
+CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""How torch says it on a CPU, in a plain RuntimeError: with malloc, and with mimalloc, as on ARM."""
 
 
 def taken_bytes(device: torch.device) -> int:
@@ -82,7 +84,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    return "can't allocate memory" in str(error) or is_out_of_memory(error.__context__)
+    return any(words in str(error) for words in CPU_SHORTAGE) or is_out_of_memory(error.__context__)
 
 
 class Stopwatch:
