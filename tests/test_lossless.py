@@ -1,5 +1,7 @@
 """A job's losses and weights depend on its own spec and seed only: never on company, packing or capacity."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -26,7 +28,13 @@ def job(name, index, rows=None, **changes):
     )
 
 
-def run(output, dtype, company, capacity):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """`train`, for each case once."""
+    return cache(lambda *case: train(tmp_path_factory.mktemp("run"), *case))
+
+
+def train(output, dtype, company, capacity):
     """Job a among `company` others: what became of it, and the executed Programs."""
     jobs = [job("a", 0), *(job(f"other{i}", i) for i in range(1, company + 1))]
     base = bench.base("llama", dtype)
@@ -39,25 +47,25 @@ CASES = {"with one other": (1, 64), "with seven others": (7, 96), "with another 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_company_and_capacity_change_nothing_in_float64(case, tmp_path):
-    alone, _ = run(tmp_path / "alone", torch.float64, 0, 64)
+def test_company_and_capacity_change_nothing_in_float64(case, run):
+    alone, _ = run(torch.float64, 0, 64)
     company, capacity = CASES[case]
-    together, _ = run(tmp_path / "together", torch.float64, company, capacity)
+    together, _ = run(torch.float64, company, capacity)
     oracle.assert_equal_float64(together, alone)
 
 
-def test_company_and_capacity_change_nothing_in_float32(tmp_path):
+def test_company_and_capacity_change_nothing_in_float32(run):
     """As near to the float64 run as twice what float32 costs the job alone, and losses to 1e-5."""
-    exact, _ = run(tmp_path / "exact", torch.float64, 0, 64)
-    alone, _ = run(tmp_path / "alone", torch.float32, 0, 64)
-    for number, (company, capacity) in enumerate(CASES.values()):
-        together, _ = run(tmp_path / str(number), torch.float32, company, capacity)
+    exact, _ = run(torch.float64, 0, 64)
+    alone, _ = run(torch.float32, 0, 64)
+    for company, capacity in CASES.values():
+        together, _ = run(torch.float32, company, capacity)
         oracle.assert_equal_float32(together, alone, alone, exact)
 
 
-def test_another_seed_or_dropout_does_change_the_result(tmp_path):
+def test_another_seed_or_dropout_does_change_the_result(run, tmp_path):
     """The comparison above can fail: it sees one changed bit of randomness."""
-    first, _ = run(tmp_path / "first", torch.float64, 0, 64)
+    first, _ = run(torch.float64, 0, 64)
     other = job("a", 0, rows=bench.rows(bench.samples(30, seed=0, longest=12)))
     drier = JobSpec(
         name="a",
@@ -73,9 +81,9 @@ def test_another_seed_or_dropout_does_change_the_result(tmp_path):
         oracle.assert_equal_float64(second, first)
 
 
-def test_at_least_four_in_five_microbatches_hold_two_jobs_or_more(tmp_path):
+def test_at_least_four_in_five_microbatches_hold_two_jobs_or_more(run):
     """Read from the executed Programs of the run with seven others."""
-    _, programs = run(tmp_path, torch.float32, 7, 96)
+    _, programs = run(torch.float32, 7, 96)
     passes = [plan for program in programs for _, plan in program.compute()]
     shared = [plan for plan in passes if len(set(plan.jobs)) > 1]
     assert len(passes) > 20
@@ -84,7 +92,7 @@ def test_at_least_four_in_five_microbatches_hold_two_jobs_or_more(tmp_path):
 
 def test_the_same_run_twice_gives_the_same_bits(tmp_path):
     for name in ("first", "second"):
-        run(tmp_path / name, torch.float32, 3, 64)
+        train(tmp_path / name, torch.float32, 3, 64)
     first, second = (bench.adapter(tmp_path / name / "a") for name in ("first", "second"))
     assert all(torch.equal(first[name], second[name]) for name in first)
 

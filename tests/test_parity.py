@@ -101,17 +101,19 @@ def test_the_comparison_fails_when_one_site_is_left_untrained(tmp_path):
 
 
 @pytest.mark.skipif(not bench.STORIES.exists(), reason="stories15M is not here")
-def test_two_jobs_together_equal_solo_peft_on_stories15m_in_float32(tmp_path):
+@pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.slow)])
+def test_two_jobs_together_equal_solo_peft_on_stories15m_in_float32(steps, tmp_path):
     real_model_equals_peft(
         {"model": str(bench.STORIES), "dtype": "float32"},
         str(bench.STORIES),
         bench.questions(8),
         tmp_path,
+        steps,
     )
 
 
-def real_model_equals_peft(base, folder, rows, tmp_path):
-    """20 steps of two jobs at 1e-3: the loss falls by a fifth, and both equal PEFT."""
+def real_model_equals_peft(base, folder, rows, tmp_path, steps=STEPS):
+    """Two jobs at 1e-3 equal PEFT; in 20 steps their losses fall by a fifth, and in any number they fall."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     precise = copy.deepcopy(model).double()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -126,7 +128,7 @@ def real_model_equals_peft(base, folder, rows, tmp_path):
                 name=f"job{index}",
                 data=rows,
                 adapter=dict(rank=rank, alpha=16.0, targets=targets, init_from=str(start)),
-                steps=STEPS,
+                steps=steps,
                 batch_size=4,
                 learning_rate=1e-3,
                 seed=index,
@@ -137,11 +139,11 @@ def real_model_equals_peft(base, folder, rows, tmp_path):
     every = [(made.tokens(i).tolist(), made.mask(i).tolist()) for i in range(len(made))]
     for index, (config, start) in enumerate(jobs):
         order = Order(len(every), 4, index)
-        batches = [[every[i] for i in order.batch(step)] for step in range(1, STEPS + 1)]
-        recipe = oracle.Recipe(STEPS)
+        batches = [[every[i] for i in order.batch(step)] for step in range(1, steps + 1)]
+        recipe = oracle.Recipe(steps)
         want = oracle.train_with_peft(model, copy.deepcopy(config), start, batches, recipe)
         twin = oracle.train_with_peft(model, copy.deepcopy(config), start, batches, recipe, padded=False)
         exact = oracle.train_with_peft(precise, copy.deepcopy(config), start, batches, recipe)
         got = bench.trained(tmp_path / "out", f"job{index}", bench.adapter(start))
         oracle.assert_equal_float32(got, want, twin, exact)
-        assert got.losses[-1] < 0.8 * got.losses[0]
+        assert got.losses[-1] < (0.8 if steps >= STEPS else 1.0) * got.losses[0]
