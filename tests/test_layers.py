@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
 ]
 
-STEPS = 3
+STEPS = 2
 LENGTH = 7
 WINDOW = 3
 """So that most rows of a sample do not see its beginning."""
@@ -165,7 +165,7 @@ def two_layers(family):
     return randomised(shape, torch.float32), BaseSpec(model=f"tiny/{family}", dtype="float32")
 
 
-@pytest.mark.parametrize("travels", [False, True])
+@pytest.mark.parametrize("travels", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
     """Weights that share their input lie side by side in the arena, biases too: nothing is stacked anew."""
     model, spec = two_layers("qwen2")
