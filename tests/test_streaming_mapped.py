@@ -7,7 +7,7 @@ import torch
 
 from tests import bench
 from tests.outputs import assert_same_results, status
-from tests.plan.test_stream_choice import base, job
+from tests.plan.stream_cases import base, job
 from tests.run.models import deep
 from weft import JobSpec, Options
 from weft.base.spec import BaseSpec

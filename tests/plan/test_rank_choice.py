@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.plan.stream_cases import ENDS, JOBS, LAYER, NEVER, TOKENS, base, gpu, job
 from tests.plan.test_check import course
 from tests.plan.test_rank_window import cuts
-from tests.plan.test_stream_choice import ENDS, JOBS, LAYER, NEVER, TOKENS, base, gpu, job
 from tests.plan.test_stream_memory import CAPACITIES, COMPANIES
 from weft.errors import HostTooSmall, PlanError
 from weft.plan.memory import longest

@@ -1,9 +1,7 @@
 """How a base is streamed: what is promised fits, and nothing that fits is faster by more than a little."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
 from operator import ge
 from time import perf_counter
 
@@ -11,99 +9,36 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.plan.stream_cases import (
+    DEVICES,
+    ENDS,
+    HIDDEN,
+    JOBS,
+    LAYER,
+    NEVER,
+    SHARES,
+    TOKENS,
+    VOCABULARY,
+    base,
+    cases,
+    chosen,
+    every_draft,
+    gpu,
+    job,
+    sized,
+)
 from tests.plan.test_check import course
 from weft.errors import HostTooSmall, PlanError
 from weft.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
-from weft.plan.stream_choice import WAYS, StreamChoice, Way, capacities, choose_stream
+from weft.plan.stream_choice import WAYS, Way, capacities, choose_stream
 from weft.plan.stream_need import Draft, StreamCase, StreamDevice, hungriest
 from weft.plan.stream_ring import PIECE, PIECES, ROUNDS
 from weft.plan.stream_search import plain_drafts
 from weft.plan.stream_window import plan_streamed
 from weft.shapes import JobShape, ModelShape, SiteShape
 
-HIDDEN, VOCABULARY = 256, 100
-LAYER = 4 * HIDDEN**2 * 2
-ENDS = 2 * HIDDEN * VOCABULARY * 2
-NEVER = 1 << 62
 
-
-def base(layers: int, tied: bool = False) -> ModelShape:
-    names = ((layer, name) for layer in range(layers) for name in "qkvo")
-    sites = tuple(SiteShape(f"model.layers.{layer}.{name}", HIDDEN, HIDDEN) for layer, name in names)
-    ends = HIDDEN * VOCABULARY * (1 if tied else 2)
-    return ModelShape(layers, HIDDEN, VOCABULARY, layers * 4 * HIDDEN**2 + ends, 2, sites, context=4096)
-
-
-def job(name: str = "a", trainable: int = 5000, longest: int = 40) -> JobShape:
-    return JobShape(name, 0, 0, trainable, longest)
-
-
-def gpu(budget: int, **fields) -> StreamDevice:
-    given = dict(host_budget=NEVER, bandwidth=1e6, flops=1e9, slack=5000, launch=0.0)
-    return StreamDevice(budget=budget, **{**given, **fields})
-
-
-JOBS = st.lists(
-    st.builds(job, trainable=st.sampled_from([0, 5000, 20_000, 80_000]), longest=st.integers(1, 60)),
-    min_size=1,
-    max_size=3,
-)
-DEVICES = st.builds(
-    gpu,
-    st.just(0),
-    host_budget=st.sampled_from([1_000_000, 2_000_000, NEVER, NEVER]),
-    bandwidth=st.sampled_from([1e5, 1e6, 1e7]),
-    flops=st.sampled_from([1e8, 1e9, 1e10]),
-    slack=st.sampled_from([0, 5000]),
-    fused=st.booleans(),
-    launch=st.sampled_from([0.0, 1e-3]),
-)
-
-
-SHARES = st.integers(40, 95).map(lambda percent: percent / 100)
-"""Of what everything together would take."""
-TOKENS = st.integers(60, 400)
-
-
-def sized(
-    device: StreamDevice, share: float, shape: ModelShape, jobs: list[JobShape], tokens: int
-) -> StreamDevice:
-    state = sum(one.trainable for one in jobs) * 18
-    activations = 60 * 8 * HIDDEN * 2
-    full = device.slack + shape.base_bytes + state + activations + 3 * tokens * HIDDEN * 2
-    return replace(device, budget=int(share * full))
-
-
-def cases(
-    shape: ModelShape, jobs: list[JobShape], device: StreamDevice, most: int, tokens: int
-) -> list[StreamCase]:
-    longest = max(one.longest for one in jobs)
-    return [
-        StreamCase(shape, tuple(jobs), device, tokens, capacity, way.travels, way.offloads)
-        for way in WAYS
-        for capacity in capacities(longest, most, tokens)
-    ]
-
-
-def every_draft(layers: int) -> Iterator[Draft]:
-    for chosen in product((False, True), repeat=layers - 1):
-        ends = [0, *(cut for cut, here in enumerate(chosen, 1) if here), layers]
-        sizes = tuple(stop - start for start, stop in pairwise(ends))
-        for resident in product((False, True), repeat=len(sizes)):
-            for slots in range(1, 5):
-                yield Draft(sizes, resident, slots)
-
-
-def chosen(
-    shape: ModelShape, jobs: list[JobShape], device: StreamDevice, most: int, tokens: int
-) -> StreamChoice | None:
-    try:
-        return choose_stream(shape, jobs, device, most, tokens)
-    except PlanError:
-        return None
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(2, 6), JOBS, DEVICES, SHARES, st.sampled_from([64, 256]), TOKENS)
 def test_on_small_bases_nothing_is_faster_by_more_than_a_fiftieth(layers, jobs, device, share, most, tokens):
     shape = base(layers)
@@ -145,7 +80,7 @@ def test_the_largest_and_the_smallest_stages_fit_with_all_that_passes_beside_the
         assert all(case.device_bytes(draft) <= device.budget for draft in streamed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), JOBS, DEVICES, SHARES, TOKENS)
 def test_what_is_chosen_fits_and_its_window_is_legal(layers, jobs, device, share, tokens):
     device = sized(device, share, base(layers), jobs, tokens)
@@ -159,7 +94,7 @@ def test_what_is_chosen_fits_and_its_window_is_legal(layers, jobs, device, share
     plan_streamed([course("a", [[1, 1], [1]])], choice.cut, choice.capacity)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), JOBS, DEVICES, SHARES, TOKENS, st.integers(0, 2_000_000))
 def test_more_memory_is_never_slower(layers, jobs, device, share, tokens, more):
     device = sized(device, share, base(layers), jobs, tokens)

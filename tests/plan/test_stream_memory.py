@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.test_stream_choice import NEVER, base, every_draft, gpu
+from tests.plan.stream_cases import NEVER, base, every_draft, gpu
 from weft.plan.stream_cut import StreamCut
 from weft.plan.stream_memory import StreamedMemory
 from weft.plan.stream_need import StreamCase

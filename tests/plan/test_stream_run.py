@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.plan.outlooks import SHAPE, outline
-from tests.plan.test_stream_choice import DEVICES, base, gpu, job, sized
+from tests.plan.stream_cases import DEVICES, base, gpu, job, sized
 from weft.errors import PlanError
 from weft.plan.cluster import Device, make_cluster
 from weft.plan.fit import make_ground
