@@ -1,8 +1,8 @@
 """What the planner foresees for bases that are streamed through one GPU: the cut, and what a round takes.
 
-Predictions only, for a link of 55 GB/s each way and passes at 600 TFLOP/s; every job has rank 16 on all
-linears and samples of 1024 tokens. Beside each choice stand the best one that keeps inputs of stages on the
-GPU, and the bytes of the same cut, were they kept.
+Predictions only, for a link of 55 GB/s each way and forward passes at 650 TFLOP/s; every job has rank 16 on
+all linears and samples of 1024 tokens. Beside each choice stand the best one that keeps inputs of stages on
+the GPU, and the bytes of the same cut, were they kept.
 
     python -m benchmarks.plan_stream [--toy] [--json FILE]
 """
@@ -99,7 +99,7 @@ def foreseen(case: Case, shape: ModelShape, ways: Sequence[Way] = WAYS) -> Strea
         budget=int(case.gib * GIB),
         host_budget=case.host,
         bandwidth=55e9,
-        flops=600e12,
+        flops=650e12,
         backward=GPU_BACKWARD,
         slack=STREAM_SLACK_BYTES,
         whole_slack=FUSED_SLACK_BYTES,
