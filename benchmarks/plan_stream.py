@@ -22,10 +22,9 @@ from benchmarks.streamed_side import choose
 from benchmarks.table import aligned
 from weft.base.shape import model_shape
 from weft.errors import PlanError
-from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.stream_choice import WAYS, StreamChoice, Way
 from weft.plan.stream_cut import held_inputs, padded_rows
-from weft.plan.stream_need import ASKING_SECONDS, GPU_BACKWARD, STREAM_SLACK_BYTES, StreamDevice
+from weft.plan.stream_run import gpu_place
 from weft.shapes import ModelShape
 
 GIB = 1 << 30
@@ -95,16 +94,7 @@ def main() -> None:
 
 
 def foreseen(case: Case, shape: ModelShape, ways: Sequence[Way] = WAYS) -> StreamChoice:
-    device = StreamDevice(
-        budget=int(case.gib * GIB),
-        host_budget=case.host,
-        bandwidth=55e9,
-        flops=650e12,
-        backward=GPU_BACKWARD,
-        slack=STREAM_SLACK_BYTES,
-        whole_slack=FUSED_SLACK_BYTES,
-        asking=ASKING_SECONDS,
-    )
+    device = gpu_place(int(case.gib * GIB), case.host, bandwidth=55e9, flops=650e12)
     return choose(shape, case.work, device, 8192, "chosen", ways)
 
 

@@ -20,13 +20,13 @@ from weft.base.shape import model_shape
 from weft.base.spec import BaseSpec
 from weft.base.streamed import StreamedBase, streamed_base
 from weft.errors import PlanError
-from weft.plan.memory import FUSED_SLACK_BYTES
 from weft.plan.planner import Course
 from weft.plan.program import Program
 from weft.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
 from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_need import ASKING_SECONDS, GPU_BACKWARD, STREAM_SLACK_BYTES, StreamCase, StreamDevice
+from weft.plan.stream_need import StreamCase, StreamDevice
 from weft.plan.stream_ring import step_bytes
+from weft.plan.stream_run import gpu_place, pretended_place
 from weft.plan.stream_search import largest_drafts, smallest_drafts
 from weft.plan.stream_step import StreamStage
 from weft.plan.stream_window import plan_streamed
@@ -135,21 +135,10 @@ def job_shapes(shape: ModelShape, work: Work) -> list[JobShape]:
 
 
 def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
-    on_gpu = place.device.type == "cuda"
-    if cap is None:
-        cap = budget_bytes(place.device) if on_gpu else 1 << 30
-    return StreamDevice(
-        budget=cap,
-        host_budget=int(psutil.virtual_memory().available * CPU_SHARE),
-        bandwidth=link.bandwidth,
-        both_ways=link.both_ways,
-        flops=link.flops,
-        backward=GPU_BACKWARD if on_gpu else 1.0,
-        slack=STREAM_SLACK_BYTES if on_gpu else 0,
-        whole_slack=FUSED_SLACK_BYTES if on_gpu else None,
-        fused=on_gpu,
-        asking=ASKING_SECONDS if on_gpu else 0.0,
-    )
+    host = int(psutil.virtual_memory().available * CPU_SHARE)
+    if place.device.type != "cuda":
+        return pretended_place(cap or 1 << 30, host)
+    return gpu_place(cap or budget_bytes(place.device), host, link.bandwidth, link.flops, link.both_ways)
 
 
 def random_base(size: Size, place: Place) -> Base:

@@ -25,13 +25,8 @@ from weft.plan.program import Program
 from weft.plan.rank_choice import RanksChoice, choose_ranks
 from weft.plan.rank_memory import RanksMemory
 from weft.plan.rank_window import plan_ranks
-from weft.plan.stream_need import (
-    ASKING_SECONDS,
-    GPU_BACKWARD,
-    STREAM_SLACK_BYTES,
-    StreamDevice,
-    layer_bytes,
-)
+from weft.plan.stream_need import StreamDevice, layer_bytes
+from weft.plan.stream_run import gpu_place, pretended_place
 from weft.run.link import measure_link
 from weft.run.measure import taken_bytes
 from weft.run.pipeline import Pipeline
@@ -74,18 +69,13 @@ def rank_streaming(
     need = max(parted.least_bytes([job]) for job in jobs)
     if need <= budget:
         return None
-    link = measure_link(device, base_dtype(spec, device))
-    place = StreamDevice(
-        budget=budget,
-        # Ranks of other machines have memory of their own.
-        host_budget=host_budget() * ranks.ranks // ranks.local_ranks,
-        bandwidth=link.bandwidth,
-        flops=link.flops,
-        backward=GPU_BACKWARD if on_gpu else 1.0,
-        slack=STREAM_SLACK_BYTES if on_gpu else 0,
-        fused=on_gpu,
-        asking=ASKING_SECONDS if on_gpu else 0.0,
-    )
+    # Ranks of other machines have memory of their own.
+    host = host_budget() * ranks.ranks // ranks.local_ranks
+    if on_gpu:
+        link = measure_link(device, base_dtype(spec, device))
+        place = gpu_place(budget, host, link.bandwidth, link.flops)
+    else:
+        place = pretended_place(budget, host)
     ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
 
     def attempt(count: int) -> RanksChoice | PlanError:

@@ -53,9 +53,12 @@ def test_values_and_gradients_equal_plain_autograd_over_one_job_after_another(na
 def test_sixty_four_adapters_keep_apart():
     jobs = [Job(1 + index % 3, rank=1 + index % 9, dropout=0.1) for index in range(64)]
     case = Case(jobs, features=32, widths=(32,), gap=0)
-    # The dA of one of them hangs on a single sum, of terms that are 23 together and cancel to 0.2; how numpy
-    # adds them up differs between processors.
-    close(run(case), truth(case), bound=1e-5)
+    got, want = run(case), truth(case)
+    # It hangs on a single sum, of terms that are 23 together and cancel to 0.2; how numpy adds them up
+    # differs between processors.
+    cancels = "da part0 slot27"
+    close({cancels: got.pop(cancels)}, {cancels: want.pop(cancels)}, bound=1e-5)
+    close(got, want)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -356,9 +356,10 @@ class StreamExecutor(Executor):
             if self.steps.all_left():
                 with self._waiting():
                     self._make_all()
-            # All made beside the round's forward: the host hears of them while the device goes back, and is
-            # a backward ahead of it when the next round begins.
-            self.steps.wait()
+            else:
+                # Made beside the round's forward: the host hears of them while the device goes back, and is a
+                # backward ahead of it when the next round begins.
+                self.steps.wait()
             self._begun = None
         yield from super()._made_steps()
 
