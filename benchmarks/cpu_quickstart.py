@@ -1,6 +1,6 @@
-"""The quickstart's jobs in Weft together, in Weft one after another, and in PEFT one after another.
+"""The quickstart's jobs in Weftune together, in Weftune one after another, and in PEFT one after another.
 
-Seconds are wall time of the whole training, without evaluation; Weft's include its checkpoints, exports and
+Seconds are wall time of all training, without evaluation; Weftune's include its checkpoints, exports and
 reports, PEFT's are the bare training loop. The base is loaded once and not timed, and tokenising neither.
 PEFT pads its batches to their longest sample. Useful tokens are those of the samples, padding not counted.
 
@@ -20,20 +20,20 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from benchmarks.result import arguments, finish
-from weft.base.load import load_base, load_plain, load_tokenizer
-from weft.base.model import Base
-from weft.jobs.read import read_run
-from weft.jobs.spec import JobSpec, RunSpec
-from weft.paths import cache_folder
-from weft.ready import Ready, make_ready
-from weft.run.schedule import learning_rate
-from weft.trainer import Trainer
+from weftune.base.load import load_base, load_plain, load_tokenizer
+from weftune.base.model import Base
+from weftune.jobs.read import read_run
+from weftune.jobs.spec import JobSpec, RunSpec
+from weftune.paths import cache_folder
+from weftune.ready import Ready, make_ready
+from weftune.run.schedule import learning_rate
+from weftune.trainer import Trainer
 
 JOBS = Path(__file__).parent.parent / "examples" / "quickstart" / "jobs.yaml"
 CPU = torch.device("cpu")
 
 
-def with_weft(base: Base, run: RunSpec, groups: Sequence[Sequence[JobSpec]]) -> float:
+def with_weftune(base: Base, run: RunSpec, groups: Sequence[Sequence[JobSpec]]) -> float:
     """Seconds to train each group, one group after another."""
     tokenizer = load_tokenizer(run.base)
     began = time.perf_counter()
@@ -109,14 +109,14 @@ def main() -> None:
     ready = [make_ready(job, 0, tokenizer, base.shape, cache_folder() / "tokens") for job in jobs]
     tokens = sum(batch.tokens for job in ready for batch in job.course(0, job.recipe.steps, False).batches)
     _one_with_peft(plain, replace(ready[0], recipe=replace(ready[0].recipe, steps=1)))
-    with_weft(base, run, [[replace(jobs[0], steps=1)]])
+    with_weftune(base, run, [[replace(jobs[0], steps=1)]])
 
     seconds = {
         "PEFT, one after another": with_peft(plain, ready),
-        "Weft, one after another": with_weft(base, run, [[job] for job in jobs]),
-        "Weft, together": with_weft(base, run, [jobs]),
+        "Weftune, one after another": with_weftune(base, run, [[job] for job in jobs]),
+        "Weftune, together": with_weftune(base, run, [jobs]),
     }
-    together = seconds["Weft, together"]
+    together = seconds["Weftune, together"]
     print(f"{len(jobs)} jobs, {tokens} useful tokens")
     for name, taken in seconds.items():
         print(f"{name:<26}{taken:8.1f} s {tokens / taken:8.0f} tokens/s   {taken / together:5.2f} × together")

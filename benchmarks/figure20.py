@@ -6,7 +6,7 @@ a head of 1.6 layers by its parameters and 0.4 for the cross-entropy (ten passes
 3.35 TB/s against 400 Tflop/s). A pass takes time in proportion to its tokens, backward as long as forward;
 links take none. The global batch size is fitted on the 1F1B bar alone (its mean over all draws), for each
 number of samples in a microbatch; all other bars are predicted. A draw is 24 global batches per adapter.
-Packing is as in `weft plan`: exchanges and repacking, without the solver.
+Packing is as in `weftune plan`: exchanges and repacking, without the solver.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from random import Random
 from statistics import mean, pstdev
 
-from weft.plan.group import JobLengths, group
-from weft.plan.merge import BatchSample, MergeRules, merge
-from weft.plan.partition import LayerCost, StageLimit, balance
-from weft.plan.pipeline import Work, multi_job, one_forward_one_backward
-from weft.plan.price import Prices, free_cluster, stage_prices
-from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan
-from weft.plan.scheme import SEARCHED
-from weft.plan.simulate import simulate
+from weftune.plan.group import JobLengths, group
+from weftune.plan.merge import BatchSample, MergeRules, merge
+from weftune.plan.partition import LayerCost, StageLimit, balance
+from weftune.plan.pipeline import Work, multi_job, one_forward_one_backward
+from weftune.plan.price import Prices, free_cluster, stage_prices
+from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan
+from weftune.plan.scheme import SEARCHED
+from weftune.plan.simulate import simulate
 
 LIKE = ((470, 0.60), (850, 0.45), (1600, 0.55))
 """Medians and sigmas, as in plan_packing."""

@@ -1,4 +1,4 @@
-"""What `weft train` predicts of its windows beside what it measures, while jobs of other lengths come and go.
+"""What `weftune train` predicts of its windows beside what it measures, while jobs come and go.
 
 Jobs with samples of different lengths, ranks and batch sizes start, join and leave; every window's time and
 peak memory is predicted before it runs. The first is predicted from the device's profile alone.
@@ -24,18 +24,18 @@ from benchmarks.llama import SIZES, build
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
 from benchmarks.timing import Place
-from weft.adapters.lora.spec import LoraSpec
-from weft.base.load import load_base, load_tokenizer
-from weft.base.model import Base
-from weft.base.spec import BaseSpec
-from weft.data.spec import EvalSpec
-from weft.jobs.spec import JobSpec
-from weft.plan.profile import write_profile
-from weft.report.promises import COLUMNS, rows, sentences, tally
-from weft.report.read import read_run
-from weft.run.events import Evaluated, Stepped
-from weft.run.profile import measure_profile
-from weft.trainer import Options, Trainer
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.load import load_base, load_tokenizer
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.data.spec import EvalSpec
+from weftune.jobs.spec import JobSpec
+from weftune.plan.profile import write_profile
+from weftune.report.promises import COLUMNS, rows, sentences, tally
+from weftune.report.read import read_run
+from weftune.run.events import Evaluated, Stepped
+from weftune.run.profile import measure_profile
+from weftune.trainer import Options, Trainer
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories15m"
 
@@ -138,7 +138,7 @@ def fresh(device: torch.device) -> None:
 def forecast(asked: argparse.Namespace, device: torch.device, bar: float) -> None:
     base, tokenizer = opened(asked, device)
     steps = 0.25 if asked.toy else asked.steps
-    with tempfile.TemporaryDirectory(prefix="weft-forecast-") as folder:
+    with tempfile.TemporaryDirectory(prefix="weftune-forecast-") as folder:
         profile = None if asked.no_profile else Path(folder) / "profile.json"
         if profile is not None:
             made = measure_profile(base.model.config, base.shape, base.spec.model, device, lambda *_: None)

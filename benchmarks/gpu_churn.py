@@ -22,8 +22,8 @@ from benchmarks.llama import SIZES, build
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned, number
 from benchmarks.timing import fresh, here
-from benchmarks.weft_side import Company, resident
-from weft.adapters.lora.spec import LoraSpec
+from benchmarks.weftune_side import Company, resident
+from weftune.adapters.lora.spec import LoraSpec
 
 ALLOWED_GROWTH = 0.01
 MOST_RANK = 64

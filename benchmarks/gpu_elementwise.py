@@ -21,9 +21,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
-from weft.ops.norm import rms_norm
-from weft.ops.rotary import rotary_split
-from weft.ops.swiglu import swiglu
+from weftune.ops.norm import rms_norm
+from weftune.ops.rotary import rotary_split
+from weftune.ops.swiglu import swiglu
 
 EPS = 1e-5
 TURNS = 3

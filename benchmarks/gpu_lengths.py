@@ -1,4 +1,4 @@
-"""Jobs with the lengths of real samples: useful tokens a second and the share of padding, Weft and PEFT.
+"""Jobs with the lengths of real samples: useful tokens a second and the share of padding, Weftune and PEFT.
 
 A quarter of the jobs each draws its lengths from gsm8k, OpenBookQA, SST-2 and RTE (lengths.json); the tokens
 are random and all supervised. PEFT pads every batch to its longest sample and runs one job after another.
@@ -22,8 +22,8 @@ from benchmarks.make_lengths import FILE
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned, number, ratio
 from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
-from benchmarks.weft_side import resident, rows_computed, rows_useful
-from weft.adapters.lora.spec import LoraSpec
+from benchmarks.weftune_side import resident, rows_computed, rows_useful
+from weftune.adapters.lora.spec import LoraSpec
 
 Round = list[list[int]]
 """For every job, the lengths of the samples of one of its batches."""
@@ -58,7 +58,9 @@ def with_peft(size: Size, rounds: Sequence[Round], rank: int, place: Place, pace
     return Row("PEFT bf16, one by one", measured, 1 - tokens_of(rounds) / padded)
 
 
-def with_weft(size: Size, rounds: Sequence[Round], rank: int, place: Place, pace: Pace, capacity: int) -> Row:
+def with_weftune(
+    size: Size, rounds: Sequence[Round], rank: int, place: Place, pace: Pace, capacity: int
+) -> Row:
     shares: list[float] = []
 
     def run() -> Measured:
@@ -72,20 +74,20 @@ def with_weft(size: Size, rounds: Sequence[Round], rank: int, place: Place, pace
         return measured
 
     measured = attempted(run, place)
-    return Row("Weft, together", measured, shares[0] if shares else None)
+    return Row("Weftune, together", measured, shares[0] if shares else None)
 
 
 def table(rows: Sequence[Row], tokens: float, floor: float) -> str:
-    """Of rounds with `tokens` useful tokens each; the last row is Weft's."""
-    titles = ("", "ms a round", "× Weft", "useful tokens/s", "padding", "peak GB", "ρ", "")
-    weft = rows[-1].measured.seconds
+    """Of rounds with `tokens` useful tokens each; the last row is Weftune's."""
+    titles = ("", "ms a round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
+    weftune = rows[-1].measured.seconds
     return aligned(
         titles,
         [
             (
                 row.name,
                 number(row.measured.seconds, scale=1e3),
-                number(ratio(row.measured.seconds, weft), ".2f"),
+                number(ratio(row.measured.seconds, weftune), ".2f"),
                 number(ratio(tokens, row.measured.seconds), ",.0f"),
                 number(row.padding, ".1%"),
                 number(row.measured.peak_bytes, ".1f", 1 / GB),
@@ -111,8 +113,8 @@ def main() -> None:
     rate = gemm_rate(place)
     print("measuring: PEFT", flush=True)
     rows = [with_peft(size, rounds, rank, place, pace)]
-    print("measuring: Weft", flush=True)
-    rows.append(with_weft(size, rounds, rank, place, pace, asked.capacity))
+    print("measuring: Weftune", flush=True)
+    rows.append(with_weftune(size, rounds, rank, place, pace, asked.capacity))
     tokens = tokens_of(rounds) / len(rounds)
     every = [length for batches in rounds for batch in batches for length in batch]
     floor = floor_seconds(size, rate, every, rank) / len(rounds)

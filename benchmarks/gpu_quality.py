@@ -24,16 +24,16 @@ from transformers import PreTrainedModel
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned, number
 from benchmarks.timing import here
-from weft import JobSpec, Options, Trainer
-from weft.base.load import inspect, load_plain, load_tokenizer
-from weft.base.spec import BaseSpec, Dtype
-from weft.batch import IGNORED
-from weft.data.samples import Samples
-from weft.ready import Ready, make_ready
-from weft.run.schedule import learning_rate
+from weftune import JobSpec, Options, Trainer
+from weftune.base.load import inspect, load_plain, load_tokenizer
+from weftune.base.spec import BaseSpec, Dtype
+from weftune.batch import IGNORED
+from weftune.data.samples import Samples
+from weftune.ready import Ready, make_ready
+from weftune.run.schedule import learning_rate
 
 SHARED = Path(__file__).parents[2] / "shared"
-MODEL = Path(os.environ.get("WEFT_STORIES", SHARED / "models" / "stories15m"))
+MODEL = Path(os.environ.get("WEFTUNE_STORIES", SHARED / "models" / "stories15m"))
 TEXTS = Path(__file__).parent.parent / "examples" / "quickstart"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALLOWED = 0.005
@@ -107,7 +107,7 @@ def job_of(case: Case, folder: Path, start: Path, steps: int, seed: int) -> JobS
     )
 
 
-def with_weft(
+def with_weftune(
     base: BaseSpec, jobs: Iterable[JobSpec], device: torch.device, folder: Path
 ) -> dict[str, float]:
     """The last validation loss of every job, all trained together."""
@@ -120,7 +120,7 @@ def with_weft(
 
 
 def with_peft(model: PreTrainedModel, job: Ready) -> float:
-    """The last validation loss of a job trained alone, with the batches and rates that Weft takes."""
+    """The last validation loss of a job trained alone, with the batches and rates that Weftune takes."""
     start = job.spec.adapter.init_from
     assert start is not None
     peft_model = PeftModel.from_pretrained(model, start, is_trainable=True)
@@ -174,7 +174,7 @@ def padded(samples: Samples, chosen: list[int], device: torch.device) -> tuple[T
 
 
 def compare(model: Path, dtype: Dtype, device: torch.device, steps: int, toy: bool) -> Losses:
-    """Every job alone in PEFT in float32, then all together in Weft in `dtype`."""
+    """Every job alone in PEFT in float32, then all together in Weftune in `dtype`."""
     base, exact = BaseSpec(model=str(model), dtype=dtype), BaseSpec(model=str(model), dtype="float32")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -188,7 +188,7 @@ def compare(model: Path, dtype: Dtype, device: torch.device, steps: int, toy: bo
         tokenizer, shape = load_tokenizer(base), inspect(base, device)
         ready = [make_ready(job, 0, tokenizer, shape, folder / "tokens") for job in jobs]
         alone = {job.name: with_peft(plain, job) for job in ready}
-        return Losses(alone, with_weft(base, jobs, device, folder))
+        return Losses(alone, with_weftune(base, jobs, device, folder))
 
 
 def main() -> None:
@@ -211,7 +211,7 @@ def main() -> None:
             "steps": steps,
             "dtype": dtype,
             "peft": losses.alone,
-            "weft": losses.together,
+            "weftune": losses.together,
             "apart": apart,
             "allowed": ALLOWED,
             "verdict": f"validation losses within {worst:.2%} of float32 PEFT",
@@ -227,7 +227,7 @@ def table(losses: Losses, dtype: str) -> str:
         alone, together = number(losses.alone[job], ".4f"), number(losses.together[job], ".4f")
         return job, alone, together, f"{apart:+.3%} {verdict}".strip()
 
-    titles = ("validation loss", "PEFT float32", f"Weft {dtype}", "")
+    titles = ("validation loss", "PEFT float32", f"Weftune {dtype}", "")
     return aligned(titles, [row(job) for job in losses.alone])
 
 

@@ -23,11 +23,11 @@ from benchmarks.site_case import Company, SiteCase, microseconds, site_case
 from benchmarks.site_floor import Rates, Timed, beside_floors, needs
 from benchmarks.site_plain import plain_steps
 from benchmarks.site_sweep import KERNELS, sweep
-from weft.ops.fused import fused_dx, fused_y
-from weft.ops.tiled_kernels import add_dx, add_gradients, da, db, down, ds_db, room_for_da, sum_rows, up
-from weft.ops.tiled_kernels import ds as ds_alone
-from weft.ops.weave import Order, Span, orders_for
-from weft.ops.wide import in_float32
+from weftune.ops.fused import fused_dx, fused_y
+from weftune.ops.tiled_kernels import add_dx, add_gradients, da, db, down, ds_db, room_for_da, sum_rows, up
+from weftune.ops.tiled_kernels import ds as ds_alone
+from weftune.ops.weave import Order, Span, orders_for
+from weftune.ops.wide import in_float32
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
 COMPANIES = (

@@ -1,4 +1,4 @@
-"""One optimizer step of many jobs on one GPU: Weft, the frozen base alone, and the ways to do it with PEFT.
+"""One optimizer step of many jobs on one GPU: Weftune, the frozen base alone, and the ways of PEFT.
 
 All linears carry adapters, all tokens are supervised, the weights are random in the real shapes. Every number
 of a table comes from the same run, since cards of one name differ. The time is that of a round: one step of
@@ -7,7 +7,7 @@ every job. ρ is the arithmetic floor, at the rate of a large product measured f
     python -m benchmarks.gpu_step [--shape 8b|1b] [--jobs N] [--batch BxL] [--rank R] [--baselines a,b]
                                   [--profile]
 
---profile: one more round of Weft's under torch's profiler, and where its time went by kind of work.
+--profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.processes import Task, peft_at_once
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned, number, ratio
 from benchmarks.timing import Measured, Pace, Place, attempted, fresh, gemm_rate, here, measure
-from benchmarks.weft_side import Company, resident
+from benchmarks.weftune_side import Company, resident
 from benchmarks.where import Spent, drawn, spent, traced
-from weft.adapters.lora.spec import LoraSpec
+from weftune.adapters.lora.spec import LoraSpec
 
-WEFT, FROZEN = "Weft, together", "frozen base"
+WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
 GB = 1e9
 
@@ -64,7 +64,7 @@ def profiled(task: Task, capacity: int) -> Spent:
 
 
 def rows(task: Task, baselines: Sequence[str], capacity: int, rate: float) -> Iterator[Row]:
-    """Weft's row last: it takes the model's attention over, and nothing may run after it by accident."""
+    """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
     bare = floor_seconds(size, rate, work.lengths, rank=0)
     floor = floor_seconds(size, rate, work.lengths, work.rank)
@@ -89,18 +89,20 @@ def rows(task: Task, baselines: Sequence[str], capacity: int, rate: float) -> It
         yield row("PEFT bf16, processes", lambda: peft_at_once(task, narrow.peak_bytes))
     if "liger" in baselines:
         yield row("PEFT bf16 + Liger + compile", lambda: peft_with_liger(task))
-    yield row(WEFT, lambda: together(task, capacity))
+    yield row(WEFTUNE, lambda: together(task, capacity))
 
 
 def strongest(made: Sequence[Row]) -> Row | None:
-    """The fastest way to train without Weft."""
-    others = [row for row in made if row.adapters and row.name != WEFT and row.measured.seconds is not None]
+    """The fastest way to train without Weftune."""
+    others = [
+        row for row in made if row.adapters and row.name != WEFTUNE and row.measured.seconds is not None
+    ]
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
 
 
 def table(made: Sequence[Row], tokens: int) -> str:
     seconds = {row.name: row.measured.seconds for row in made}
-    titles = ("", "ms a step", "× frozen", "× Weft", "tokens/s", "peak GB", "ρ", "")
+    titles = ("", "ms a step", "× frozen", "× Weftune", "tokens/s", "peak GB", "ρ", "")
     return aligned(
         titles,
         [
@@ -108,7 +110,7 @@ def table(made: Sequence[Row], tokens: int) -> str:
                 row.name,
                 number(row.measured.seconds, scale=1e3),
                 number(ratio(row.measured.seconds, seconds.get(FROZEN)), ".2f"),
-                number(ratio(row.measured.seconds, seconds.get(WEFT)), ".2f"),
+                number(ratio(row.measured.seconds, seconds.get(WEFTUNE)), ".2f"),
                 number(ratio(tokens, row.measured.seconds), ",.0f"),
                 number(row.measured.peak_bytes, ".1f", 1 / GB),
                 number(ratio(row.floor, row.measured.seconds), ".2f"),
@@ -137,7 +139,7 @@ def main() -> None:
     best = strongest(made)
     where = profiled(task, asked.capacity) if asked.profile else None
     if where is not None:
-        print(f"\nOne round of {WEFT}, under the profiler:\n{drawn(where)}")
+        print(f"\nOne round of {WEFTUNE}, under the profiler:\n{drawn(where)}")
     finish(
         {
             "shape": task.size.name,
@@ -174,7 +176,7 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs")
     parser.add_argument("--blocks", type=int, default=5, help="the median of so many blocks")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
-    parser.add_argument("--profile", action="store_true", help="say where the time of Weft's round goes")
+    parser.add_argument("--profile", action="store_true", help="say where the time of Weftune's round goes")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 

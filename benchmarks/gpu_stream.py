@@ -33,15 +33,15 @@ from benchmarks.result import arguments, finish
 from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_company
 from benchmarks.table import aligned, number, ratio
 from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
-from benchmarks.weft_side import Company
-from weft.adapters.lora.spec import LoraSpec
-from weft.plan.memory import MemoryModel
-from weft.plan.stream_ring import ROUNDS
-from weft.run.executor import Executor
-from weft.run.link import Link, measure_link
-from weft.run.measure import budget_bytes
+from benchmarks.weftune_side import Company
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.plan.memory import MemoryModel
+from weftune.plan.stream_ring import ROUNDS
+from weftune.run.executor import Executor
+from weftune.run.link import Link, measure_link
+from weftune.run.measure import budget_bytes
 
-STREAMED, RESIDENT, SAME = "Weft, streamed", "Weft, resident", "Weft, resident, same passes"
+STREAMED, RESIDENT, SAME = "Weftune, streamed", "Weftune, resident", "Weftune, resident, same passes"
 COMPARED = ("same", "resident", "fsdp")
 CUTS = ("chosen", "largest", "smallest")
 GIB = 1 << 30
@@ -102,7 +102,7 @@ def streamed_row(case: Case, work: Work, how: str) -> Row:
             return measure(block, case.place, replace(case.pace, warmup=0))
 
     measured = attempted(run, case.place)
-    name = f"Weft, {how} cut" if how != "chosen" else STREAMED
+    name = f"Weftune, {how} cut" if how != "chosen" else STREAMED
     if not found:
         return Row(name, work.jobs, work.tokens, measured)
     made = found.pop()

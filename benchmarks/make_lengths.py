@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.base.load import load_tokenizer
-from weft.base.spec import DEMO, BaseSpec
-from weft.data.prepare import prepare
-from weft.data.spec import DataSpec
+from weftune.base.load import load_tokenizer
+from weftune.base.spec import DEMO, BaseSpec
+from weftune.data.prepare import prepare
+from weftune.data.spec import DataSpec
 
 DATASETS = {
     "gsm8k": "gsm8k_train",

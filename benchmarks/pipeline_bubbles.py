@@ -29,30 +29,30 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.bubbles import Found, bars, table, told
 from benchmarks.result import arguments, finish
-from weft.adapters.kind import Member
-from weft.adapters.lora.spec import LoraSpec
-from weft.base.load import inspect, load_config
-from weft.base.place import place as place_of
-from weft.base.spec import BaseSpec
-from weft.batch import Microbatch, Segment
-from weft.launch import environment
-from weft.plan.cost import Work
-from weft.plan.cut import PartCosts, cut_layers, measured_costs
-from weft.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline
-from weft.plan.planner import Course
-from weft.plan.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, Program
-from weft.plan.timeline import Timeline
-from weft.run.commands import Staff
-from weft.run.paces import Paces
-from weft.run.pipeline import Pipeline, open_pipeline
-from weft.run.profile import measure_profile
-from weft.run.schedule import Recipe
-from weft.run.stage_executor import RankReport
-from weft.run.trace import timeline_of
-from weft.run.training import new_training
-from weft.run.wires import connect, place_here
-from weft.run.worker import serve
-from weft.shapes import LayerRange, ModelShape
+from weftune.adapters.kind import Member
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.load import inspect, load_config
+from weftune.base.place import place as place_of
+from weftune.base.spec import BaseSpec
+from weftune.batch import Microbatch, Segment
+from weftune.launch import environment
+from weftune.plan.cost import Work
+from weftune.plan.cut import PartCosts, cut_layers, measured_costs
+from weftune.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline
+from weftune.plan.planner import Course
+from weftune.plan.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, Program
+from weftune.plan.timeline import Timeline
+from weftune.run.commands import Staff
+from weftune.run.paces import Paces
+from weftune.run.pipeline import Pipeline, open_pipeline
+from weftune.run.profile import measure_profile
+from weftune.run.schedule import Recipe
+from weftune.run.stage_executor import RankReport
+from weftune.run.trace import timeline_of
+from weftune.run.training import new_training
+from weftune.run.wires import connect, place_here
+from weftune.run.worker import serve
+from weftune.shapes import LayerRange, ModelShape
 
 CPU = torch.device("cpu")
 RANKS = (8, 16, 4, 32)

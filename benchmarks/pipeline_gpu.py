@@ -1,7 +1,7 @@
 """Stages of one base in several processes that share one GPU, over gloo, against one process.
 
 A base with random weights in a real shape is written to files; jobs of different rank train on random tokens,
-by `weft train` alone, by `weft train --pipeline N`, and alone once more with microbatches of another size:
+by `weftune train` alone, by `weftune train --pipeline N`, and alone with microbatches of another size:
 how far those two differ is the noise that the pipeline's losses are held to.
 
     python -m benchmarks.pipeline_gpu [--shape 1b|8b] [--stages N] [--steps N] [--toy] [--json FILE]
@@ -27,8 +27,8 @@ from benchmarks.llama import SIZES, Size, build
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
 from benchmarks.timing import Place, fresh, here
-from weft.engine import MOST_TOKENS
-from weft.trainer import Options, train
+from weftune.engine import MOST_TOKENS
+from weftune.trainer import Options, train
 
 RANKS = (8, 16, 4, 32)
 SAMPLES, TOKENS, BATCH = 64, 256, 8
@@ -75,7 +75,7 @@ def compare(folder: Path, place: Place, stages: int) -> dict[str, Run]:
     began = time.perf_counter()
     words = ["train", str(folder / "jobs.yaml"), "--output", str(folder / "pipeline")]
     subprocess.run(
-        [sys.executable, "-m", "weft", *words, "--pipeline", str(stages), "--device", device], check=True
+        [sys.executable, "-m", "weftune", *words, "--pipeline", str(stages), "--device", device], check=True
     )
     return found | {"pipeline": (time.perf_counter() - began, losses(folder / "pipeline"))}
 

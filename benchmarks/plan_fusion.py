@@ -22,12 +22,12 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.result import arguments, finish
-from weft.plan.bucket import arrange, bucket, end_to_end, make_bucket
-from weft.plan.chunk import align, chunk_size
-from weft.plan.cost import Line
-from weft.plan.fuse import Fusion, fuse, price
-from weft.plan.overlap import Graph, Kind, Operator, overlap
-from weft.plan.stage import Load, Pass, Pipeline, Stage, one_adapter
+from weftune.plan.bucket import arrange, bucket, end_to_end, make_bucket
+from weftune.plan.chunk import align, chunk_size
+from weftune.plan.cost import Line
+from weftune.plan.fuse import Fusion, fuse, price
+from weftune.plan.overlap import Graph, Kind, Operator, overlap
+from weftune.plan.stage import Load, Pass, Pipeline, Stage, one_adapter
 
 LENGTHS = Path(__file__).parent / "lengths.json"
 PARAMETERS, LAYERS, HIDDEN = 8e9, 32, 4096

@@ -1,4 +1,4 @@
-"""What each mechanism of the planner is worth in `weft plan`, over several clusters and companies of jobs.
+"""What each mechanism of the planner is worth in `weftune plan`, over several clusters and companies of jobs.
 
 A base of the shape of Llama-3.1-8B; lengths are lognormal around each job's own median. A row says what a
 window takes longer (least / median / most over the cases) when one mechanism is switched off, or with one
@@ -20,13 +20,13 @@ from typing import Any
 
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
-from weft.plan.ablate import ablate
-from weft.plan.architecture import model_shape
-from weft.plan.cluster import parse_cluster
-from weft.plan.estimate import JobOutline
-from weft.plan.fit import make_ground
-from weft.plan.outlook import outlook
-from weft.shapes import JobShape
+from weftune.plan.ablate import ablate
+from weftune.plan.architecture import model_shape
+from weftune.plan.cluster import parse_cluster
+from weftune.plan.estimate import JobOutline
+from weftune.plan.fit import make_ground
+from weftune.plan.outlook import outlook
+from weftune.shapes import JobShape
 
 CONFIG = {
     "model_type": "llama",

@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
-from weft.plan.best import LIMITS, Limits, Packing, pack_many, packers
-from weft.plan.instance import Instance, instance
-from weft.plan.merge import BatchSample, MergeRules, merge
+from weftune.plan.best import LIMITS, Limits, Packing, pack_many, packers
+from weftune.plan.instance import Instance, instance
+from weftune.plan.merge import BatchSample, MergeRules, merge
 
 LENGTHS = Path(__file__).parent / "lengths.json"
 LIKE = {"xsum": (472, 0.66), "cnn_dailymail": (850, 0.45), "wikisum": (1600, 0.55)}

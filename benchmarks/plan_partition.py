@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
-from weft.plan.contention import Root, contended_seconds, fastest_order
-from weft.plan.mapping import Topology, cross_order, sequential_order
-from weft.plan.partition import LayerCost
-from weft.plan.stream_partition import largest_stages, smallest_stages, stream
-from weft.plan.stream_step import (
+from weftune.plan.contention import Root, contended_seconds, fastest_order
+from weftune.plan.mapping import Topology, cross_order, sequential_order
+from weftune.plan.partition import LayerCost
+from weftune.plan.stream_partition import largest_stages, smallest_stages, stream
+from weftune.plan.stream_step import (
     Host,
     StreamPartition,
     StreamStage,

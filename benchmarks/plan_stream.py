@@ -20,12 +20,12 @@ from benchmarks.llama import SIZES, outline
 from benchmarks.result import arguments, finish
 from benchmarks.streamed_side import choose
 from benchmarks.table import aligned
-from weft.base.shape import model_shape
-from weft.errors import PlanError
-from weft.plan.stream_choice import WAYS, StreamChoice, Way
-from weft.plan.stream_cut import held_inputs, padded_rows
-from weft.plan.stream_run import gpu_place
-from weft.shapes import ModelShape
+from weftune.base.shape import model_shape
+from weftune.errors import PlanError
+from weftune.plan.stream_choice import WAYS, StreamChoice, Way
+from weftune.plan.stream_cut import held_inputs, padded_rows
+from weftune.plan.stream_run import gpu_place
+from weftune.shapes import ModelShape
 
 GIB = 1 << 30
 HOST = int(120e9)

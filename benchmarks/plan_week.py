@@ -1,10 +1,10 @@
-"""A week of tasks on 128 simulated GPUs (MuxTune §5.4): separate instances, batching only, and Weft's plans.
+"""A week of tasks on 128 simulated GPUs (MuxTune §5.4): separate instances, batching only, Weftune's plans.
 
 Tasks fine-tune LLaMA2-7B with LoRA of rank 16 in batches of 2, 4 or 8 (the paper's table 2), on A40s by
 their data sheet. *Uniform*: all on OpenBookQA; *non-uniform*: SST-2, OpenBookQA or RTE. Separate instances
 hold a task each, padded to its dataset's length (64, 128, 256: the paper's text lost them), piped by 1F1B.
-Batching only puts up to 32 tasks into one batch, padded to the longest of them. Weft packs what is there
-without padding, in the groups and the order of `weft plan`. A round is a step of every task aboard; its time
+Batching only puts up to 32 tasks into one batch, padded to the longest of them. Weftune packs what is there
+without padding, in groups and the order of `weftune plan`. A round is a step of each task aboard; its time
 comes from the planner for some companies and is interpolated by rows between them. Every way is given the
 GPUs per instance that suit it best. Throughput counts tokens without padding.
 
@@ -26,14 +26,14 @@ from typing import Any
 from benchmarks.result import arguments, finish
 from benchmarks.table import aligned
 from benchmarks.trace import WEEK, Kind, Pace, Served, Service, trace
-from weft.plan.architecture import model_shape
-from weft.plan.cluster import GIB, Device, make_cluster
-from weft.plan.estimate import JobOutline
-from weft.plan.fit import Ground, make_ground
-from weft.plan.outlook import outlook
-from weft.plan.places import places
-from weft.plan.rivals import at_its_best, greedily_packed, one_piped_after_another
-from weft.shapes import JobShape
+from weftune.plan.architecture import model_shape
+from weftune.plan.cluster import GIB, Device, make_cluster
+from weftune.plan.estimate import JobOutline
+from weftune.plan.fit import Ground, make_ground
+from weftune.plan.outlook import outlook
+from weftune.plan.places import places
+from weftune.plan.rivals import at_its_best, greedily_packed, one_piped_after_another
+from weftune.shapes import JobShape
 
 LENGTHS = json.loads((Path(__file__).parent / "lengths.json").read_text())
 GPUS, WIDTHS, MOST = 128, (1, 2, 4), 32
@@ -164,7 +164,7 @@ WAYS = (
     Way("separate instances", 1, separate_pace),
     Way("separate, without padding", 1, unpadded_pace),
     Way("batching only", MOST, batching_pace),
-    Way("Weft", MOST, woven_pace),
+    Way("Weftune", MOST, woven_pace),
 )
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.ops.dropout import step_key
-from weft.ops.rows import Rows, Seat
-from weft.ops.table import Entry, Group, Table
-from weft.ops.tiled import backward, forward
-from weft.ops.weave import Order, Weave, tiling
+from weftune.ops.dropout import step_key
+from weftune.ops.rows import Rows, Seat
+from weftune.ops.table import Entry, Group, Table
+from weftune.ops.tiled import backward, forward
+from weftune.ops.weave import Order, Weave, tiling
 
 SLOTS = 64
 ROTATION_BYTES = 512 << 20

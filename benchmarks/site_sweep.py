@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.site_case import Company, SiteCase, microseconds, site_case
-from weft.ops.fused import fused_dx, fused_y
-from weft.ops.tiled_kernels import da, down, ds_db, room_for_da
-from weft.ops.weave import Launch, Order, product_blocks
+from weftune.ops.fused import fused_dx, fused_y
+from weftune.ops.tiled_kernels import da, down, ds_db, room_for_da
+from weftune.ops.weave import Launch, Order, product_blocks
 
 Step = Callable[[int], object]
 Option = tuple[str, Callable[[SiteCase], Step]]

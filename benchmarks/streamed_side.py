@@ -1,4 +1,4 @@
-"""Weft's streamed row in a benchmark: a base whose random weights are made straight where they stay."""
+"""Weftune's streamed row in a benchmark: a base whose random weights are made straight where they stay."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor
 from benchmarks.baselines import Work
 from benchmarks.llama import Size, outline
 from benchmarks.timing import Place
-from benchmarks.weft_side import Company
-from weft.adapters.lora.spec import LoraSpec
-from weft.base.model import Base
-from weft.base.shape import model_shape
-from weft.base.spec import BaseSpec
-from weft.base.streamed import StreamedBase, streamed_base
-from weft.errors import PlanError
-from weft.plan.planner import Course
-from weft.plan.program import Program
-from weft.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_need import StreamCase, StreamDevice
-from weft.plan.stream_ring import step_bytes
-from weft.plan.stream_run import gpu_place, pretended_place
-from weft.plan.stream_search import largest_drafts, smallest_drafts
-from weft.plan.stream_step import StreamStage
-from weft.plan.stream_window import plan_streamed
-from weft.run.link import Link
-from weft.run.measure import CPU_SHARE, budget_bytes
-from weft.run.stream_executor import StreamExecutor
-from weft.run.streamer import Waited
-from weft.shapes import JobShape, ModelShape
+from benchmarks.weftune_side import Company
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.model import Base
+from weftune.base.shape import model_shape
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import StreamedBase, streamed_base
+from weftune.errors import PlanError
+from weftune.plan.planner import Course
+from weftune.plan.program import Program
+from weftune.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_need import StreamCase, StreamDevice
+from weftune.plan.stream_ring import step_bytes
+from weftune.plan.stream_run import gpu_place, pretended_place
+from weftune.plan.stream_search import largest_drafts, smallest_drafts
+from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_window import plan_streamed
+from weftune.run.link import Link
+from weftune.run.measure import CPU_SHARE, budget_bytes
+from weftune.run.stream_executor import StreamExecutor
+from weftune.run.streamer import Waited
+from weftune.shapes import JobShape, ModelShape
 
 SPREAD = 0.02
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.errors import UserError
-from weft.run.events import OutOfMemory
+from weftune.errors import UserError
+from weftune.run.events import OutOfMemory
 
 Block = Callable[[int], Callable[[], object]]
 """Prepares so many steps, outside the clock, and returns what the clock is held to."""

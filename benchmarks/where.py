@@ -50,7 +50,7 @@ KERNELS = {
     "target_logprobs": Kind.HEAD,
     **dict.fromkeys(("squares", "update"), Kind.OPTIMIZER),
 }
-"""Weft's own, by their whole names."""
+"""Weftune's own, by their whole names."""
 WORDS = (
     (Kind.ATTENTION, ("flash", "fmha", "sdpa", "cudnn", "attention")),
     (Kind.FROZEN, ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv")),

@@ -16,21 +16,21 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.families import VOCABULARY, tiny
 from tests.oracle import Sample, Trained
-from weft import JobSpec, Options, Result, Trainer
-from weft.adapters.kind import Member
-from weft.adapters.lora.apply import A
-from weft.adapters.lora.spec import weight_names
-from weft.base.model import Base
-from weft.base.spec import BaseSpec
-from weft.data.order import Order
-from weft.loop import Loop
-from weft.plan.program import Program
-from weft.run.schedule import Recipe
-from weft.run.training import new_training
+from weftune import JobSpec, Options, Result, Trainer
+from weftune.adapters.kind import Member
+from weftune.adapters.lora.apply import A
+from weftune.adapters.lora.spec import weight_names
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.data.order import Order
+from weftune.loop import Loop
+from weftune.plan.program import Program
+from weftune.run.schedule import Recipe
+from weftune.run.training import new_training
 
 CPU = torch.device("cpu")
 SHARED = Path(__file__).parents[2] / "shared"
-STORIES = Path(os.environ.get("WEFT_STORIES", SHARED / "models" / "stories15m"))
+STORIES = Path(os.environ.get("WEFTUNE_STORIES", SHARED / "models" / "stories15m"))
 """A real small model; the variable points to a copy of it where there is no shared folder."""
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import settings
 
 # How long an example takes says nothing of the code on a machine that does other things, too.
-settings.register_profile("weft", deadline=None)
-settings.load_profile("weft")
+settings.register_profile("weftune", deadline=None)
+settings.load_profile("weftune")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -34,18 +34,18 @@ _import_triton_for_its_interpreter()
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory):
     """Token caches of tests stay out of the user's."""
-    before = os.environ.get("WEFT_CACHE")
-    os.environ["WEFT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    before = os.environ.get("WEFTUNE_CACHE")
+    os.environ["WEFTUNE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     yield
     if before is None:
-        del os.environ["WEFT_CACHE"]
+        del os.environ["WEFTUNE_CACHE"]
     else:
-        os.environ["WEFT_CACHE"] = before
+        os.environ["WEFTUNE_CACHE"] = before
 
 
 @pytest.fixture(scope="session")
 def forks(_cache):
-    """Real `weft` processes; see tests/forks.py."""
+    """Real `weftune` processes; see tests/forks.py."""
     from tests.forks import Forks
 
     with Forks() as made:

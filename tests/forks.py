@@ -1,4 +1,4 @@
-"""Real `weft` processes at the price of a fork: a server imports all that training needs, once, and forks.
+"""Real `weftune` processes at the price of a fork: a server imports all that training needs, once, and forks.
 
 `Forks` is the test's side. The server itself signals and reaps, so that a signal never meets a process number
 that has been given to somebody else.
@@ -41,7 +41,7 @@ class Forks:
         self._server.stdout.close()
 
     def start(self, *arguments: str | Path, cwd: Path, memory: int | None = None) -> None:
-        """Run `weft ARGUMENTS` in `cwd`, print to `cwd/log`, add at most `memory` bytes of address space."""
+        """Run `weftune ARGUMENTS` in `cwd`, print to `cwd/log`, add at most `memory` bytes of memory."""
         self._ask(verb="start", arguments=[str(a) for a in arguments], cwd=str(cwd), memory=memory)
 
     def signal(self, number: signal.Signals) -> None:
@@ -54,7 +54,7 @@ class Forks:
         """The exit code, or minus the signal that ended it."""
         return int(self._ask(verb="wait"))
 
-    def weft(self, *arguments: str | Path, cwd: Path, memory: int | None = None) -> int:
+    def weftune(self, *arguments: str | Path, cwd: Path, memory: int | None = None) -> int:
         self.start(*arguments, cwd=cwd, memory=memory)
         return self.wait()
 
@@ -72,7 +72,7 @@ def serve() -> None:
     import torch  # noqa: F401
     from transformers import OPTForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
-    import weft.trainer  # noqa: F401
+    import weftune.trainer  # noqa: F401
 
     child, code = 0, 0
     for line in sys.stdin:
@@ -82,7 +82,7 @@ def serve() -> None:
             case "start":
                 child = os.fork()
                 if child == 0:
-                    be_weft(question["arguments"], question["cwd"], question["memory"])
+                    be_weftune(question["arguments"], question["cwd"], question["memory"])
             case "signal" if child:
                 os.kill(child, question["number"])
             case "running" if child:
@@ -100,17 +100,17 @@ def serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def be_weft(arguments: list[str], cwd: str, memory: int | None) -> None:
-    """In the forked child: what `python -m weft ARGUMENTS` does, never to return."""
+def be_weftune(arguments: list[str], cwd: str, memory: int | None) -> None:
+    """In the forked child: what `python -m weftune ARGUMENTS` does, never to return."""
     os.chdir(cwd)
     log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.argv = ["weft", *arguments]
+    sys.argv = ["weftune", *arguments]
     if memory is not None:
         limit_memory(memory)
-    from weft.cli.main import main
+    from weftune.cli.main import main
 
     code = 0
     try:

@@ -19,9 +19,9 @@ import typer
 from tests.outputs import jobs_folder
 from tests.run.models import deep
 from tests.run.ranks import context
-from weft.cli.main import main
-from weft.cli.train import train
-from weft.launch import launch
+from weftune.cli.main import main
+from weftune.cli.train import train
+from weftune.launch import launch
 
 
 def deep_folder(folder: Path, jobs: list[dict[str, Any]], family: str = "opt", **defaults: Any) -> Path:
@@ -77,7 +77,7 @@ class Started:
 
 
 class Launch(Started):
-    """`weft train --pipeline`."""
+    """`weftune train --pipeline`."""
 
     def __init__(
         self, folder: Path, output: str, ranks: int, *more: str, replicas: int = 1, always: Sequence[str] = ()
@@ -90,7 +90,7 @@ class Launch(Started):
 
 
 class Shares(Started):
-    """`weft train --device cpu --gpus N`."""
+    """`weftune train --device cpu --gpus N`."""
 
     def __init__(
         self, folder: Path, output: str, count: int, *, resume: bool = False, restart: Sequence[str] = ()

@@ -18,7 +18,7 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 class Machines:
     def __init__(self) -> None:
-        self.names = tuple(f"weft{os.getpid()}-{number}" for number in range(2))
+        self.names = tuple(f"weftune{os.getpid()}-{number}" for number in range(2))
         self.ports = tuple(f"wv{os.getpid()}-{number}" for number in range(2))
         self._agents: list[subprocess.Popen[bytes]] = []
 
@@ -43,7 +43,7 @@ class Machines:
         ip("-n", self.names[1], "link", "set", self.ports[1], state)
 
     def torchrun(self, folder: Path, *words: str) -> list[subprocess.Popen[bytes]]:
-        """`torchrun … -m weft WORDS` on both, as docs/guide.md has it; logs are `machine-N.log`."""
+        """`torchrun … -m weftune WORDS` on both, as docs/guide.md has it; logs are `machine-N.log`."""
         found = []
         for number, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=True)):
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
@@ -52,7 +52,7 @@ class Machines:
             command += ["--rdzv-conf", f"is_host={1 - number}", "--local-addr", address]
             environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
             with open(folder / f"machine-{number}.log", "wb") as log:
-                command += ["-m", "weft", *words]
+                command += ["-m", "weftune", *words]
                 agent = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
             found.append(agent)
         self._agents += found

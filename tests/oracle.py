@@ -1,4 +1,4 @@
-"""Solo PEFT training, step by step and in plain torch: what Weft must equal."""
+"""Solo PEFT training, step by step and in plain torch: what Weftune must equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
-from weft.ops.dropout import kept_TK, key
+from weftune.ops.dropout import kept_TK, key
 
 Sample = tuple[list[int], list[bool]]
 """Tokens, and which of them are supervised."""
@@ -83,7 +83,7 @@ def train_with_peft(
 ) -> Trained:
     """Each of `batches` is one optimizer step, run as one padded batch or sample by sample.
 
-    With `dropout`, which goes sample by sample, PEFT drops the values that Weft drops.
+    With `dropout`, which goes sample by sample, PEFT drops the values that Weftune drops.
     """
     peft_model = get_peft_model(copy.deepcopy(model), copy.deepcopy(config))
     if dropout is not None:
@@ -116,7 +116,7 @@ def train_with_peft(
 
 
 class HashedDropout:
-    """Puts Weft's bits in the place of PEFT's dropout modules; told which step and sample comes next."""
+    """Puts Weftune's bits in the place of PEFT's dropout modules; told which step and sample comes next."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

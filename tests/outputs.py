@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from tests import bench, oracle
 from tests.base.folders import model_folder
-from weft import JobSpec, Options
-from weft.base.model import Base
+from weftune import JobSpec, Options
+from weftune.base.model import Base
 
 
 def write_rows(path: Path, count: int = 24, seed: int = 0) -> None:

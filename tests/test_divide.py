@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests import bench
-from weft import JobSpec, Options
-from weft.errors import PlanError
-from weft.paths import cache_folder
-from weft.plan.memory import SLACK_BYTES, MemoryModel
-from weft.plan.prior import arithmetic
-from weft.ready import Ready, make_ready
-from weft.report.terminal import JobRow
-from weft.run.measure import taken_bytes
-from weft.run.training import Progress
-from weft.shares import SAMPLED, Hosts, divide, work_left
+from weftune import JobSpec, Options
+from weftune.errors import PlanError
+from weftune.paths import cache_folder
+from weftune.plan.memory import SLACK_BYTES, MemoryModel
+from weftune.plan.prior import arithmetic
+from weftune.ready import Ready, make_ready
+from weftune.report.terminal import JobRow
+from weftune.run.measure import taken_bytes
+from weftune.run.training import Progress
+from weftune.shares import SAMPLED, Hosts, divide, work_left
 
 SHAPE = bench.base("llama").shape
 ROWS = bench.rows(bench.samples(24, seed=1))

@@ -5,14 +5,14 @@ from dataclasses import replace
 from tests.bench import CPU
 from tests.plan.costs import SHAPE
 from tests.plan.profiles import profile
-from weft.engine import MOST_TOKENS, costs_here
-from weft.plan.cut import measured_costs, typical_work
-from weft.plan.profile import file_of, profile_folder, write_profile
-from weft.run.profile import key_here
+from weftune.engine import MOST_TOKENS, costs_here
+from weftune.plan.cut import measured_costs, typical_work
+from weftune.plan.profile import file_of, profile_folder, write_profile
+from weftune.run.profile import key_here
 
 
 def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_base(tmp_path, monkeypatch):
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
     assert costs_here(SHAPE, CPU) is None
     mine = replace(profile(), key=key_here(SHAPE, CPU))
     write_profile(file_of(profile_folder(), mine.key), mine)

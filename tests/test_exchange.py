@@ -1,4 +1,4 @@
-"""What Weft trains, PEFT loads with the same logits; what PEFT made, Weft goes on from; exports keep both."""
+"""What Weftune trains PEFT loads with the same logits, and the other way round; exports keep both."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.adapters.aboard import banks_with, logits, together
 from tests.base.folders import model_folder
 from tests.base.packs import random_samples
 from tests.families import FAMILIES, tiny
-from weft import JobSpec, train
-from weft.adapters.lora.config import read_spec
-from weft.base.model import Base
-from weft.base.spec import DEMO_HUB_ID, BaseSpec
-from weft.cli.generate import base_of
-from weft.export import write_merged, write_portable
-from weft.jobs.states import State
+from weftune import JobSpec, train
+from weftune.adapters.lora.config import read_spec
+from weftune.base.model import Base
+from weftune.base.spec import DEMO_HUB_ID, BaseSpec
+from weftune.cli.generate import base_of
+from weftune.export import write_merged, write_portable
+from weftune.jobs.states import State
 
 SAMPLES = random_samples((9, 4, 13))
 FLOAT32 = ("llama", "gpt2", "qwen2")
@@ -80,8 +80,8 @@ def trained(tmp_path_factory):
     return output
 
 
-def by_weft(family, dtype, folder):
-    """Logits from the packed pass of Weft, the folder's adapter aboard as `init_from`."""
+def by_weftune(family, dtype, folder):
+    """Logits from the packed pass of Weftune, the folder's adapter aboard as `init_from`."""
     base = bench.base(family, dtype)
     spec = replace(read_spec(folder), init_from=str(folder))
     banks = banks_with(base, {"a": spec})
@@ -107,11 +107,11 @@ def gap(first, second):
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_peft_loads_what_weft_trained_and_computes_the_same(family, dtype, trained):
+def test_peft_loads_what_weftune_trained_and_computes_the_same(family, dtype, trained):
     bare = by_transformers(tiny(family, dtype))
     for job in JOBS:
         folder = trained(family, dtype) / job
-        mine, theirs = by_weft(family, dtype, folder), by_peft(family, dtype, folder)
+        mine, theirs = by_weftune(family, dtype, folder), by_peft(family, dtype, folder)
         assert_same(mine, theirs, CLOSE if dtype is torch.float64 else 1e-5)
         assert gap(theirs, bare) > 1e-2, "the adapter must do something, or anything would be equal"
 
@@ -181,7 +181,7 @@ def test_a_peft_adapter_is_where_a_job_starts_and_goes_on_from(family, keys, tmp
     model = tiny(family)
     config = oracle.lora_config(model, 4, 6.0, "all-linear", **keys)
     start = oracle.write_start(tmp_path / "start", model, config, b_scale=0.2)
-    assert_same(by_weft(family, torch.float64, start), by_peft(family, torch.float64, start), CLOSE)
+    assert_same(by_weftune(family, torch.float64, start), by_peft(family, torch.float64, start), CLOSE)
     made = bench.samples(6)
     adapter = dict(
         rank=4,

@@ -8,14 +8,14 @@ import torch
 
 from tests import bench
 from tests.run import aboard
-from weft import JobSpec, Options, Trainer
-from weft.base.load import load_base
-from weft.base.spec import BaseSpec
-from weft.ops.lora import Route
-from weft.plan.memory import NOTHING, Recompute
-from weft.plan.planner import plan_window
-from weft.run.events import Failed, Stepped
-from weft.run.executor import Executor
+from weftune import JobSpec, Options, Trainer
+from weftune.base.load import load_base
+from weftune.base.spec import BaseSpec
+from weftune.ops.lora import Route
+from weftune.plan.memory import NOTHING, Recompute
+from weftune.plan.planner import plan_window
+from weftune.run.events import Failed, Stepped
+from weftune.run.executor import Executor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,8 +25,8 @@ from tests.outputs import (
     states,
     status,
 )
-from weft import Options
-from weft.interrupt import interrupts
+from weftune import Options
+from weftune.interrupt import interrupts
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, forks):
     folder = jobs_folder(tmp_path_factory.mktemp("interrupt"), FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 
@@ -69,7 +69,7 @@ def test_the_first_signal_finishes_the_step_saves_and_exits_130_and_resume_compl
         assert job["reason"] == f"interrupted at step {job['step']}; go on with --resume"
         assert (place / "out" / name / "checkpoints" / f"step-{job['step']:08d}").is_dir()
     before = lines(place / "out")
-    assert forks.weft("train", "jobs.yaml", "--resume", cwd=place) == 0, (place / "log").read_text()
+    assert forks.weftune("train", "jobs.yaml", "--resume", cwd=place) == 0, (place / "log").read_text()
     assert lines(place / "out")[: len(before)] == before, "no finished step was made again"
     assert_whole(place / "out")
     assert_same_results(place / "out", place / "undisturbed")
@@ -81,13 +81,13 @@ def _runs(output: Path) -> bool:
 
 
 def test_a_real_command_hears_ctrl_c_and_the_second_one_stops_it_at_once(tmp_path):
-    """The one test here that pays for a whole `python -m weft`: with steps so long that none ends in time."""
+    """The one test here that pays for a whole `python -m weftune`: with steps too long to end in time."""
     job = {"name": "a", "steps": 1, "batch_size": 20_000, "adapter": {"rank": 4}}
     folder = jobs_folder(tmp_path, [job])
     row = (folder / "a.jsonl").read_text().splitlines()[0]
     (folder / "a.jsonl").write_text(f"{row}\n" * 20_000)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "weft", "train", "jobs.yaml"]
+    command = [sys.executable, "-m", "weftune", "train", "jobs.yaml"]
     with (folder / "log").open("w") as log:
         child = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
     deadline = time.monotonic() + 120
@@ -212,18 +212,18 @@ def test_outside_the_main_thread_nobody_asks_to_stop():
 def test_some_failed_is_exit_1_and_they_are_named(tmp_path, forks):
     wild = {"name": "wild", "steps": 6, "learning_rate": 1e200, "clip": None, "adapter": {"rank": 2}}
     folder = jobs_folder(tmp_path, [wild, {"name": "calm", "steps": 3, "adapter": {"rank": 2}}])
-    assert forks.weft("train", "jobs.yaml", cwd=folder) == 1
+    assert forks.weftune("train", "jobs.yaml", cwd=folder) == 1
     log = (folder / "log").read_text()
     assert states(folder / "out") == {"wild": "failed", "calm": "succeeded"}
     assert "wild: its " in log
     assert "Traceback" not in log
-    assert forks.weft("train", "jobs.yaml", "--resume", cwd=folder) == 1, (
+    assert forks.weftune("train", "jobs.yaml", "--resume", cwd=folder) == 1, (
         "it stays failed until it is restarted"
     )
 
 
 def test_a_mistake_is_exit_2_with_its_place(tmp_path, forks):
     folder = jobs_folder(tmp_path, [{"name": "a", "steps": 3, "adapter": {"r": 2}}])
-    assert forks.weft("train", "jobs.yaml", cwd=folder) == 2
+    assert forks.weftune("train", "jobs.yaml", cwd=folder) == 2
     assert "adapter.r: write rank" in (folder / "log").read_text()
     assert not (folder / "out").exists()

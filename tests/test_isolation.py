@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests import bench, oracle
-from weft import JobSpec, Options
-from weft.ops.lora import Route
-from weft.run.events import Stepped
+from weftune import JobSpec, Options
+from weftune.ops.lora import Route
+from weftune.run.events import Stepped
 
 STEPS = 8
 HEALTHY = [f"healthy{i}" for i in range(5)]

@@ -4,10 +4,10 @@ import pytest
 
 from tests import bench, oracle
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
-from weft import JobSpec
-from weft.errors import SpecError, UserError
-from weft.loop import ROUNDS
-from weft.run.events import Evaluated, Stepped
+from weftune import JobSpec
+from weftune.errors import SpecError, UserError
+from weftune.loop import ROUNDS
+from weftune.run.events import Evaluated, Stepped
 
 
 def job(name, steps, **keys):

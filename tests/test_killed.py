@@ -20,7 +20,7 @@ def place(tmp_path_factory, forks):
     for _ in range(2):  # The first run still tokenises.
         shutil.rmtree(folder / "undisturbed", ignore_errors=True)
         began = time.monotonic()
-        assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+        assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
         seconds = min(seconds, time.monotonic() - began)
     assert_whole(folder / "undisturbed")
     assert status(folder / "undisturbed")["jobs"]["stops"]["reason"].startswith("stopped early")
@@ -52,7 +52,7 @@ class Chain:
         return True
 
     def finish(self):
-        assert self.forks.weft("train", "jobs.yaml", "--resume", cwd=self.folder) == 0, (
+        assert self.forks.weftune("train", "jobs.yaml", "--resume", cwd=self.folder) == 0, (
             self.folder / "log"
         ).read_text()
         self.check()

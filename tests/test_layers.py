@@ -9,19 +9,19 @@ from tests import bench
 from tests.families import VOCABULARY, config, randomised
 from tests.interpreter import interpret
 from tests.run import aboard
-from weft.adapters import banks
-from weft.base.model import Base
-from weft.base.spec import BaseSpec
-from weft.base.streamed import stream_model
-from weft.batch import IGNORED, Microbatch
-from weft.ops.lora import Route
-from weft.plan.memory import NOTHING, Recompute
-from weft.plan.planner import plan_window
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_step import StreamStage
-from weft.plan.stream_window import plan_streamed
-from weft.run.events import Failed, Stepped
-from weft.run.stream_executor import StreamExecutor
+from weftune.adapters import banks
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.batch import IGNORED, Microbatch
+from weftune.ops.lora import Route
+from weftune.plan.memory import NOTHING, Recompute
+from weftune.plan.planner import plan_window
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_window import plan_streamed
+from weftune.run.events import Failed, Stepped
+from weftune.run.stream_executor import StreamExecutor
 
 pytest.importorskip("triton")
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 
 from tests import bench, oracle
 from tests.families import tiny
-from weft import JobSpec, Options
+from weftune import JobSpec, Options
 
 STEPS = 12
 
@@ -98,7 +98,7 @@ def test_the_same_run_twice_gives_the_same_bits(tmp_path):
 
 
 def test_a_dropped_jobs_loss_is_peft_with_the_same_mask(tmp_path):
-    """Dropout 0.5 for real: PEFT's own dropout module replaced by one that draws Weft's bits."""
+    """Dropout 0.5 for real: PEFT's own dropout module replaced by one that draws Weftune's bits."""
     model = tiny("llama", torch.float64)
     config = oracle.lora_config(model, 4, 8.0, ["q_proj", "up_proj"], lora_dropout=0.5)
     start = oracle.write_start(tmp_path / "start", model, config, b_scale=0.02)

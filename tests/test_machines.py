@@ -14,7 +14,7 @@ NOTICED = 10.0
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, forks):
     folder = deep_folder(tmp_path_factory.mktemp("machines"), FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 

@@ -12,11 +12,11 @@ from tests import bench
 from tests.base.folders import word_tokenizer
 from tests.families import COMMON, randomised
 from tests.outputs import assert_same_results, assert_whole, jobs_folder, lines, status
-from weft import JobSpec, Options
-from weft.ops import adamw
-from weft.plan.memory import MemoryModel
-from weft.run.events import Stepped
-from weft.shapes import JobShape
+from weftune import JobSpec, Options
+from weftune.ops import adamw
+from weftune.plan.memory import MemoryModel
+from weftune.run.events import Stepped
+from weftune.shapes import JobShape
 
 RANK = 4
 
@@ -44,7 +44,7 @@ def budget_for(base, jobs, capacity, taken=0):
 @pytest.fixture
 def settled(monkeypatch):
     """What the process holds is not the same twice; a budget to the byte wants it left out."""
-    monkeypatch.setattr("weft.engine.taken_bytes", lambda device: 0)
+    monkeypatch.setattr("weftune.engine.taken_bytes", lambda device: 0)
 
 
 def test_jobs_that_do_not_fit_wait_with_the_reason_by_priority_then_file_order(tmp_path, settled):
@@ -147,9 +147,9 @@ def test_a_process_that_really_has_no_memory_left_goes_on_in_halves(tmp_path, fo
     texts = [" ".join(f"w{rng.randrange(6, 97)}" for _ in range(rng.randrange(40, 60))) for _ in range(60)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = ["train", "jobs.yaml", "--memory", "100GiB", "--output"]
-    assert forks.weft(*command, "want", cwd=folder) == 0
+    assert forks.weftune(*command, "want", cwd=folder) == 0
     assert status(folder / "want")["notes"] == []
-    assert forks.weft(*command, "out", cwd=folder, memory=500 << 20) == 0, (folder / "log").read_text()
+    assert forks.weftune(*command, "out", cwd=folder, memory=500 << 20) == 0, (folder / "log").read_text()
     notes = status(folder / "out")["notes"]
     assert notes[0] == "Out of memory with 1024 tokens a microbatch: going on with 512."
     assert_whole(folder / "out")

@@ -13,19 +13,19 @@ from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines, numbers, states, status
 from tests.plan.profiles import profile
 from tests.run.models import deep
-from weft import JobSpec
-from weft.base.load import inspect
-from weft.base.spec import BaseSpec
-from weft.plan.profile import file_of, profile_folder, write_profile
-from weft.report.timelines import read_timelines
-from weft.run.profile import key_here
+from weftune import JobSpec
+from weftune.base.load import inspect
+from weftune.base.spec import BaseSpec
+from weftune.plan.profile import file_of, profile_folder, write_profile
+from weftune.report.timelines import read_timelines
+from weftune.run.profile import key_here
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, forks):
     """A folder whose `undisturbed` is the output of one process."""
     folder = deep_folder(tmp_path_factory.mktemp("pipeline"), FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     assert status(folder / "undisturbed")["jobs"]["stops"]["reason"].startswith("stopped early")
     return folder
 
@@ -96,7 +96,7 @@ def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same
         assert newest
         for folder in newest:
             assert len(list(folder.glob("tensors-*.safetensors"))) == ranks
-    assert forks.weft("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
     assert lines(output)[: len(before)] == before, "no finished step was made again"
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
@@ -139,14 +139,14 @@ def test_interrupted_alone_it_goes_on_in_stages_to_the_same_curve(place, forks):
 
 def test_more_stages_than_layers_is_a_mistake_with_a_sentence(place, forks):
     fresh(place, "never")
-    assert forks.weft("train", "jobs.yaml", "--output", "never", "--pipeline", "5", cwd=place) == 2
+    assert forks.weftune("train", "jobs.yaml", "--output", "never", "--pipeline", "5", cwd=place) == 2
     assert "--pipeline 5: the base has 4 layers, and each stage needs one" in (place / "log").read_text()
     assert not (place / "never").exists()
 
 
 def test_auto_trains_in_one_process_where_the_base_fits_and_says_so(place, forks):
     output = place / fresh(place, "auto")
-    assert forks.weft("train", "jobs.yaml", "--output", "auto", "--pipeline", "auto", cwd=place) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "auto", "--pipeline", "auto", cwd=place) == 0
     assert "--pipeline auto: one process, since the base and its passes need" in (place / "log").read_text()
     assert not (output / "ranks").exists()
     assert_same_results(output, place / "undisturbed")
@@ -154,7 +154,7 @@ def test_auto_trains_in_one_process_where_the_base_fits_and_says_so(place, forks
 
 def test_auto_with_a_base_that_fits_nowhere_is_a_mistake_with_a_sentence(place, forks):
     words = ("train", "jobs.yaml", "--output", "never", "--pipeline", "auto", "--memory", "100MiB")
-    assert forks.weft(*words, cwd=place) == 2
+    assert forks.weftune(*words, cwd=place) == 2
     told = " ".join((place / "log").read_text().split())
     assert "the machine has 0.10 GiB for a run; use more or larger devices" in told
     assert not (place / "never").exists()
@@ -162,13 +162,13 @@ def test_auto_with_a_base_that_fits_nowhere_is_a_mistake_with_a_sentence(place, 
 
 @pytest.mark.parametrize("text", ["1", "0", "-3", "many", "2.5"])
 def test_a_number_of_stages_that_is_none_is_a_mistake_with_a_sentence(place, forks, text):
-    assert forks.weft("train", "jobs.yaml", "--output", "never", f"--pipeline={text}", cwd=place) == 2
+    assert forks.weftune("train", "jobs.yaml", "--output", "never", f"--pipeline={text}", cwd=place) == 2
     assert f"--pipeline {text}: write auto, or how many stages: 2 or more" in (place / "log").read_text()
 
 
 def test_a_mistake_that_the_first_rank_finds_is_exit_2_and_nobody_is_left_waiting(tmp_path, forks):
     folder = deep_folder(tmp_path, [{"name": "a", "steps": 3, "adapter": {"init_from": "a.jsonl"}}])
-    assert forks.weft("train", "jobs.yaml", "--pipeline", "2", cwd=folder) == 2
+    assert forks.weftune("train", "jobs.yaml", "--pipeline", "2", cwd=folder) == 2
     log = (folder / "log").read_text()
     assert "adapter.init_from" in log
     assert "Traceback" not in log
@@ -189,7 +189,7 @@ def test_in_float32_it_is_as_near_to_float64_as_one_process_is(tmp_path, forks):
         if name == "out":
             assert Launch(folder, name, 4).wait() == 0
         else:
-            assert forks.weft("train", "jobs.yaml", "--output", name, cwd=folder) == 0
+            assert forks.weftune("train", "jobs.yaml", "--output", name, cwd=folder) == 0
         found[name] = folder / name
     for job in "ab":
         runs = {name: trained(output, job) for name, output in found.items()}
@@ -199,8 +199,8 @@ def test_in_float32_it_is_as_near_to_float64_as_one_process_is(tmp_path, forks):
 
 def trained(output, job):
     from tests import bench
-    from weft.base.model import Base
-    from weft.base.spec import BaseSpec
+    from weftune.base.model import Base
+    from weftune.base.spec import BaseSpec
 
     (given,) = (one for one in FLOAT32 if one["name"] == job)
     spec = JobSpec(name=job, data=[{"text": "w7"}], adapter=given["adapter"], seed=given.get("seed", 0))

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-import weft.launch
+import weftune.launch
 from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines
 from tests.run.ranks import context
-from weft.run.heartbeat import LOST
+from weftune.run.heartbeat import LOST
 
 NOTICED = 10.0
 
@@ -18,7 +18,7 @@ NOTICED = 10.0
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, forks):
     folder = deep_folder(tmp_path_factory.mktemp("lost"), FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 
@@ -79,7 +79,7 @@ def test_no_more_than_one_checkpoint_interval_is_made_again(place):
 
 
 def test_after_its_restarts_it_gives_up_with_a_sentence(place, capfd, monkeypatch):
-    monkeypatch.setattr(weft.launch, "RESTARTS", 1)
+    monkeypatch.setattr(weftune.launch, "RESTARTS", 1)
     fresh(place, "out")
     run, before = Launch(place, "out", 2), []
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_a_rank_that_ends_before_the_launcher_looks_is_lost_too():
     assert started[1].exitcode == -signal.SIGKILL
     try:
         began = time.monotonic()
-        assert weft.launch._watch(started) == weft.launch.Loss("rank 1 was ended by SIGKILL")
+        assert weftune.launch._watch(started) == weftune.launch.Loss("rank 1 was ended by SIGKILL")
         assert time.monotonic() - began < NOTICED, "the others had ended, too"
     finally:
         for process in started:

@@ -13,15 +13,15 @@ import pytest
 
 from tests.launches import deep_folder
 from tests.outputs import FOUR_JOBS
-from weft import Options
-from weft.cli.main import main
-from weft.cli.train import bytes_of
-from weft.errors import PlanError
-from weft.jobs.read import read_run
-from weft.plan import cluster
-from weft.plan.stream_choice import StreamChoice
-from weft.streamed import StreamedLoop
-from weft.trainer import trainer_for
+from weftune import Options
+from weftune.cli.main import main
+from weftune.cli.train import bytes_of
+from weftune.errors import PlanError
+from weftune.jobs.read import read_run
+from weftune.plan import cluster
+from weftune.plan.stream_choice import StreamChoice
+from weftune.streamed import StreamedLoop
+from weftune.trainer import trainer_for
 
 ALL = [job["name"] for job in FOUR_JOBS]
 
@@ -33,13 +33,13 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def planned(place, monkeypatch, capsys):
-    """`weft plan --gpu-memory` on a machine without a GPU: its exit code, and what it has written."""
+    """`weftune plan --gpu-memory` on a machine without a GPU: its exit code, and what it has written."""
     monkeypatch.setattr(cluster, "_smi", lambda: "")
     monkeypatch.setenv("COLUMNS", "4000")
     monkeypatch.chdir(place)
 
     def call(memory, *more):
-        words = ["weft", "plan", "jobs.yaml", "--gpu-memory", memory, "--json", "plan.json", *more]
+        words = ["weftune", "plan", "jobs.yaml", "--gpu-memory", memory, "--json", "plan.json", *more]
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
             main()
@@ -79,7 +79,7 @@ class Heard:
 
 
 def train(place, output, memory) -> Trained:
-    """The beginning of `weft train --device cpu --gpu-memory`: who is aboard when the first step is made."""
+    """The beginning of `weftune train --device cpu --gpu-memory`: who is aboard at the first step."""
     options, heard = Options(device="cpu", gpu_memory=bytes_of(memory)), Heard()
     trainer = trainer_for(
         read_run(place / "jobs.yaml"), output=output, max_steps=1, options=options, view=heard
@@ -153,8 +153,8 @@ def test_what_the_run_refuses_the_plan_refuses_with_the_same_sentence(place, pla
 def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     place, planned, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("weft.streamed.host_budget", lambda: 20_480)
-    monkeypatch.setattr("weft.cli.plan_single.host_budget", lambda: 20_480)
+    monkeypatch.setattr("weftune.streamed.host_budget", lambda: 20_480)
+    monkeypatch.setattr("weftune.cli.plan_single.host_budget", lambda: 20_480)
     plan, run = planned("700KiB"), train(place, tmp_path / "out", "700KiB")
     assert run.choice is not None
     assert run.choice.mapped

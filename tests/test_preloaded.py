@@ -6,7 +6,7 @@ import sys
 ASKED = """
 import sys, traceback
 import torch
-from weft.processes import PRELOADED
+from weftune.processes import PRELOADED
 
 def spy(module, name):
     def asked(*_, **__):

@@ -8,12 +8,12 @@ import pytest
 
 from tests import bench
 from tests.outputs import lines
-from weft import JobSpec, Options
-from weft.errors import UserError
-from weft.jobs.folder import LEARNED
-from weft.plan.profile import write_profile
-from weft.report.read import read_run
-from weft.run.profile import measure_profile
+from weftune import JobSpec, Options
+from weftune.errors import UserError
+from weftune.jobs.folder import LEARNED
+from weftune.plan.profile import write_profile
+from weftune.report.read import read_run
+from weftune.run.profile import measure_profile
 
 
 def job(name: str, seed: int, steps: int = 24, **keys) -> JobSpec:
@@ -56,7 +56,7 @@ def test_the_report_shows_predicted_beside_measured(trained) -> None:
 def test_where_only_the_highest_peak_so_far_can_be_measured_no_lower_one_is_promised(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("weft.loop.begin_peak", lambda device: False)
+    monkeypatch.setattr("weftune.loop.begin_peak", lambda device: False)
     bench.trainer(bench.base(), tmp_path / "out", [job("a", 1)]).run()
     windows = read_run(tmp_path / "out").windows
     for before, after in pairwise(windows):

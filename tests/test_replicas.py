@@ -13,10 +13,10 @@ from tests import oracle
 from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines, states
 from tests.test_pipeline import FLOAT32, trained
-from weft.cli.train import with_replicas
-from weft.errors import UserError
-from weft.report.timelines import read_timelines
-from weft.run.wires import Place
+from weftune.cli.train import with_replicas
+from weftune.errors import UserError
+from weftune.report.timelines import read_timelines
+from weftune.run.wires import Place
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[1]
 def place(tmp_path_factory, forks):
     """A folder whose `undisturbed` is the output of one process."""
     folder = deep_folder(tmp_path_factory.mktemp("replicas"), FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 
@@ -33,7 +33,7 @@ def place(tmp_path_factory, forks):
 def both(place, forks):
     """The output of two replicas of two stages, as the command line starts them."""
     words = ("train", "jobs.yaml", "--output", "both", "--pipeline", "2", "--replicas", "2")
-    assert forks.weft(*words, cwd=place) == 0, (place / "log").read_text()
+    assert forks.weftune(*words, cwd=place) == 0, (place / "log").read_text()
     (place / "log").rename(place / "both.log")
     return place / "both"
 
@@ -86,7 +86,7 @@ def test_interrupted_at_two_replicas_of_two_stages_it_goes_on_alone_to_the_same_
     output = place / fresh(place, "alone")
     assert interrupted(place, "alone", 4, 2, 12) == {2}, "only one replica writes"
     before = lines(output)
-    assert forks.weft("train", "jobs.yaml", "--resume", "--output", "alone", cwd=place) == 0
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "alone", cwd=place) == 0
     assert lines(output)[: len(before)] == before, "no finished step was made again"
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
@@ -120,7 +120,7 @@ def test_kill_9_of_a_rank_of_any_replica_ends_in_the_same_adapters(place, rank, 
 def test_torchrun_starts_the_same_replicas_and_says_where_ranks_cannot_be_divided(place):
     def torchrun(ranks):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command += ["-m", "weft", "train", "jobs.yaml", "--output", "elastic", "--replicas", "2"]
+        command += ["-m", "weftune", "train", "jobs.yaml", "--output", "elastic", "--replicas", "2"]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
 
@@ -142,7 +142,7 @@ def test_in_float32_it_is_as_near_to_float64_as_one_process_is(tmp_path, forks):
         if name == "out":
             assert Launch(folder, name, 4, replicas=2).wait() == 0
         else:
-            assert forks.weft("train", "jobs.yaml", "--output", name, cwd=folder) == 0
+            assert forks.weftune("train", "jobs.yaml", "--output", name, cwd=folder) == 0
         found[name] = folder / name
     for job in "ab":
         runs = {name: trained(output, job) for name, output in found.items()}
@@ -158,6 +158,6 @@ def test_ranks_that_cannot_be_divided_are_a_mistake_with_a_sentence():
 
 def test_more_stages_than_layers_in_a_replica_is_a_mistake_with_a_sentence(place, forks):
     words = ("train", "jobs.yaml", "--output", "never", "--pipeline", "5", "--replicas", "2")
-    assert forks.weft(*words, cwd=place) == 2
+    assert forks.weftune(*words, cwd=place) == 2
     assert "--pipeline 5: the base has 4 layers, and each stage needs one" in (place / "log").read_text()
     assert not (place / "never").exists()

@@ -9,14 +9,14 @@ import pytest
 
 from tests import bench, oracle
 from tests.families import tiny
-from weft import JobSpec
-from weft.base.spec import BaseSpec
-from weft.cli.generate import base_of
-from weft.errors import OutputError, SpecError
-from weft.jobs.checks import warnings
-from weft.paths import cache_folder
-from weft.ready import Ready, make_ready
-from weft.results import describe, refuse_changes, write_job_file
+from weftune import JobSpec
+from weftune.base.spec import BaseSpec
+from weftune.cli.generate import base_of
+from weftune.errors import OutputError, SpecError
+from weftune.jobs.checks import warnings
+from weftune.paths import cache_folder
+from weftune.ready import Ready, make_ready
+from weftune.results import describe, refuse_changes, write_job_file
 
 BASE = BaseSpec(model="/models/tiny", dtype="float32", revision="main", written="../models/tiny")
 

@@ -19,7 +19,7 @@ from tests.outputs import (
     states,
     write_rows,
 )
-from weft import Options
+from weftune import Options
 
 SHORT = {"name": "short", "steps": 4, "adapter": {"rank": 4}}
 LONG = {"name": "long", "steps": 28, "adapter": {"rank": 3, "dropout": 0.1}, "seed": 2}
@@ -47,16 +47,16 @@ def started(tmp_path, forks):
 
 def test_an_output_that_holds_something_is_refused_without_resume(started, forks):
     before = {path: path.read_bytes() for path in (started / "out").rglob("*") if path.is_file()}
-    assert forks.weft("train", "jobs.yaml", cwd=started) == 2
+    assert forks.weftune("train", "jobs.yaml", cwd=started) == 2
     assert "out is not empty; continue it with --resume, or choose another --output" in said(started)
     assert "Traceback" not in said(started)
     assert before == {path: path.read_bytes() for path in (started / "out").rglob("*") if path.is_file()}
 
 
 def test_restart_without_resume_is_refused(started, forks):
-    assert forks.weft("train", "jobs.yaml", "--restart", "long", cwd=started) == 2
+    assert forks.weftune("train", "jobs.yaml", "--restart", "long", cwd=started) == 2
     assert "--restart goes with --resume" in said(started)
-    assert forks.weft("train", "jobs.yaml", "--resume", "--restart", "nobody", cwd=started) == 2
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--restart", "nobody", cwd=started) == 2
     assert "--restart nobody: there is no such job; known: short, long" in said(started)
 
 
@@ -65,13 +65,13 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
     jobs_folder(started, [SHORT, LONG, NEWCOMER])
     # As if the kill had come between its success and the end of its checkpoints.
     (started / "out" / "short" / "checkpoints" / "step-00000004").mkdir(parents=True)
-    assert forks.weft("train", "jobs.yaml", "--resume", cwd=started) == 0, said(started)
+    assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 0, said(started)
     assert_whole(started / "out")
     again = (started / "out" / "short" / "adapter_model.safetensors").stat()
     assert (again.st_ino, again.st_mtime_ns) == (finished.st_ino, finished.st_mtime_ns)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=started) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=started) == 0
     assert_same_results(started / "out", started / "undisturbed")
-    assert forks.weft("train", "jobs.yaml", "--resume", cwd=started) == 0, (
+    assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 0, (
         "nothing is left to do, and that is fine"
     )
     assert_same_results(started / "out", started / "undisturbed")
@@ -86,26 +86,28 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
 )
 def test_a_changed_key_of_a_started_job_is_refused_by_name(started, forks, change, named):
     jobs_folder(started, [SHORT | {"seed": 9}, LONG | change])
-    assert forks.weft("train", "jobs.yaml", "--resume", cwd=started) == 2
+    assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
     assert f"Job long has already started and cannot go on with other settings: {named}" in said(started)
     assert "--resume --restart long" in said(started)
     assert states(started / "out")["long"] == "running"
 
 
 def test_another_number_of_steps_or_other_rows_are_refused(started, forks):
-    assert forks.weft("train", "jobs.yaml", "--resume", "--max-steps", "9", cwd=started) == 2
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--max-steps", "9", cwd=started) == 2
     assert "Job long has already started and cannot go on with other settings: --max-steps" in said(started)
     write_rows(started / "a.jsonl", seed=7)
-    assert forks.weft("train", "jobs.yaml", "--resume", cwd=started) == 2
+    assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
     assert "cannot go on with other settings: the rows of its data changed" in said(started)
 
 
 def test_restart_trains_one_job_anew_and_leaves_the_others(started, forks):
     jobs_folder(started, [SHORT | {"learning_rate": 1e-3}, LONG])
     checkpoints = sorted(path.name for path in (started / "out" / "long" / "checkpoints").glob("step-*"))
-    assert forks.weft("train", "jobs.yaml", "--resume", "--restart", "short", cwd=started) == 0, said(started)
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--restart", "short", cwd=started) == 0, said(
+        started
+    )
     assert_whole(started / "out")
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=started) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=started) == 0
     assert_same_results(started / "out", started / "undisturbed")
     times = {line["step"]: line["time"] for line in lines(started / "out") if line["job"] == "long"}
     anew = min(line["time"] for line in lines(started / "out") if line["job"] == "short")
@@ -117,7 +119,7 @@ def test_restart_trains_one_job_anew_and_leaves_the_others(started, forks):
 def test_a_mistake_elsewhere_costs_the_job_to_restart_nothing(started, forks):
     jobs_folder(started, [SHORT, LONG | {"seed": 77}])
     before = (started / "out" / "short" / "adapter_model.safetensors").read_bytes()
-    assert forks.weft("train", "jobs.yaml", "--resume", "--restart", "short", cwd=started) == 2
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--restart", "short", cwd=started) == 2
     assert (started / "out" / "short" / "adapter_model.safetensors").read_bytes() == before
     assert states(started / "out")["short"] == "succeeded"
 
@@ -160,7 +162,7 @@ def test_a_run_that_ended_while_its_first_job_came_aboard_can_be_resumed(undistu
         raise Crash
 
     with monkeypatch.context() as patch:
-        patch.setattr("weft.loop.write_job_file", written_then_killed)
+        patch.setattr("weftune.loop.write_job_file", written_then_killed)
         with pytest.raises(Crash):
             events_of(tmp_path / "out", model)
     events_of(tmp_path / "out", model, resume=True)

@@ -13,7 +13,7 @@ from tests.outputs import FIVE_JOBS, assert_same_results, assert_whole, jobs_fol
 def place(tmp_path_factory, forks):
     """A folder whose `undisturbed` is the output of one process."""
     folder = jobs_folder(tmp_path_factory.mktemp("shares"), FIVE_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 
@@ -70,7 +70,7 @@ def test_interrupted_alone_then_in_two_shares_it_goes_on_in_three_and_ends_alone
         assert "queued" in states(output).values()
     going = {name for name, state in states(output).items() if state == "queued"}
     assert going <= {name for share in dealt(output) for name in share}
-    assert forks.weft("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
+    assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
 

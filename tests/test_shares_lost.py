@@ -10,12 +10,12 @@ from contextlib import suppress
 import pytest
 import typer
 
-import weft.crew
+import weftune.crew
 from tests.launches import Shares, dealt, fresh, share_metrics
 from tests.outputs import FIVE_JOBS, assert_same_results, assert_whole, jobs_folder, states, status
 from tests.run.ranks import context
-from weft.cli.train import train
-from weft.report.read import read_run
+from weftune.cli.train import train
+from weftune.report.read import read_run
 
 SEED = 20240607
 
@@ -24,7 +24,7 @@ SEED = 20240607
 def place(tmp_path_factory, forks):
     """A folder whose `undisturbed` is the output of one process."""
     folder = jobs_folder(tmp_path_factory.mktemp("shares"), FIVE_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 
@@ -51,7 +51,7 @@ def test_a_killed_share_alone_is_started_again_and_ends_in_the_same_adapters(pla
 
 
 def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch):
-    monkeypatch.setattr(weft.crew, "SILENT_AFTER", 6.0)
+    monkeypatch.setattr(weftune.crew, "SILENT_AFTER", 6.0)
     strike(place, "hangs", signal.SIGSTOP)
     assert "share 1 has given no sign of life for 6 seconds." in capfd.readouterr().out
 
@@ -59,7 +59,7 @@ def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch
 def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_finish(
     place, capfd, monkeypatch
 ):
-    monkeypatch.setattr(weft.crew, "RESTARTS", 0)
+    monkeypatch.setattr(weftune.crew, "RESTARTS", 0)
     output = place / fresh(place, "lost")
     run = Shares(place, "lost", 2)
     run.wait_for_lines(16)
@@ -108,7 +108,7 @@ def test_ctrl_c_is_handed_to_all_and_resumed_by_one_process(place, forks, capfd)
     assert {status(output)["jobs"][name]["reason"].partition(" at ")[0] for name in unended(output)} == {
         "interrupted"
     }
-    assert forks.weft("train", "jobs.yaml", "--output", "out", "--resume", cwd=place) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "out", "--resume", cwd=place) == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
 
@@ -132,7 +132,7 @@ def test_a_killed_launcher_takes_its_shares_along_and_one_process_goes_on(place,
     assert sum(len(job.losses) + len(job.evaluations) for job in run.jobs) >= 8
 
     words = ("train", "jobs.yaml", "--output", "out", "--resume")
-    assert forks.weft(*words, cwd=place) == 0, (place / "log").read_text()
+    assert forks.weftune(*words, cwd=place) == 0, (place / "log").read_text()
     assert not (output / ".shares").exists()
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")

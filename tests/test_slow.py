@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.test_parity import real_model_equals_peft
-from weft.base.place import place
-from weft.base.spec import BaseSpec
+from weftune.base.place import place
+from weftune.base.spec import BaseSpec
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -30,7 +30,7 @@ def test_eight_jobs_take_at_most_half_as_much_memory_again_as_one(tmp_path):
 
 def test_together_is_the_fastest_of_the_three_ways(tmp_path):
     seconds = benchmark("cpu_quickstart", tmp_path)["seconds"]
-    assert min(seconds, key=seconds.get) == "Weft, together"
+    assert min(seconds, key=seconds.get) == "Weftune, together"
 
 
 def benchmark(name, folder):

@@ -12,25 +12,25 @@ from tests import bench
 from tests.run import aboard
 from tests.test_gpu import ready
 from tests.test_gpu import train as trainer_for
-from weft.adapters.kind import Member
-from weft.base.host import host_bytes
-from weft.base.load import load_base, load_plain
-from weft.base.source import CHUNK_BYTES, Staging
-from weft.base.spec import BaseSpec
-from weft.base.streamed import load_streamed
-from weft.errors import BaseModelError
-from weft.ops.adamw import update
-from weft.plan.planner import plan_window
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_ring import PIECE
-from weft.plan.stream_step import StreamStage
-from weft.plan.stream_window import plan_streamed
-from weft.run import travel_steps
-from weft.run.executor import Executor
-from weft.run.inputs import Visitor, rows_at_once, stage_inputs
-from weft.run.stream_executor import StreamExecutor
-from weft.run.streamer import Waited
-from weft.run.training import new_training
+from weftune.adapters.kind import Member
+from weftune.base.host import host_bytes
+from weftune.base.load import load_base, load_plain
+from weftune.base.source import CHUNK_BYTES, Staging
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import load_streamed
+from weftune.errors import BaseModelError
+from weftune.ops.adamw import update
+from weftune.plan.planner import plan_window
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_ring import PIECE
+from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_window import plan_streamed
+from weftune.run import travel_steps
+from weftune.run.executor import Executor
+from weftune.run.inputs import Visitor, rows_at_once, stage_inputs
+from weftune.run.stream_executor import StreamExecutor
+from weftune.run.streamer import Waited
+from weftune.run.training import new_training
 
 pytestmark = [
     pytest.mark.gpu,

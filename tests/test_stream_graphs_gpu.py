@@ -10,13 +10,13 @@ from tests import bench
 from tests.run import aboard
 from tests.test_gpu import ready
 from tests.test_stream_gpu import LAYERS, SPEC, a_layer_each, attach, even, level, trained
-from weft.base.host import host_bytes
-from weft.base.streamed import load_streamed
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_step import StreamStage
-from weft.run.events import Failed, Stepped
-from weft.run.graph_pool import GraphPool
-from weft.run.stream_executor import StreamExecutor
+from weftune.base.host import host_bytes
+from weftune.base.streamed import load_streamed
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_step import StreamStage
+from weftune.run.events import Failed, Stepped
+from weftune.run.graph_pool import GraphPool
+from weftune.run.stream_executor import StreamExecutor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ import pytest
 from tests import bench
 from tests.launches import deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_job, assert_same_results, assert_whole, status
-from weft import JobSpec, Options
-from weft.errors import UserError
+from weftune import JobSpec, Options
+from weftune.errors import UserError
 
 SMALL = "960KiB"
 """The base takes 282 KiB; what passes and four adapters hold does not fit beside it."""
@@ -24,13 +24,13 @@ CROWDED = "1184KiB"
 def place(tmp_path_factory, forks):
     """A folder whose `undisturbed` is the output of a run with all of the base at hand."""
     folder = deep_folder(tmp_path_factory.mktemp("streaming"), FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 
 def stream(forks, place, output, memory, *more):
     words = ("train", "jobs.yaml", "--device", "cpu", "--output", output, "--gpu-memory", memory)
-    return forks.weft(*words, *more, cwd=place)
+    return forks.weftune(*words, *more, cwd=place)
 
 
 def notes(place, output):
@@ -74,7 +74,7 @@ def test_interrupted_while_streaming_it_goes_on_resident_to_the_same_curve(place
         assert forks.running()
     forks.signal(signal.SIGINT)
     assert forks.wait() == 130
-    assert forks.weft("train", "jobs.yaml", "--output", "shrunk", "--resume", cwd=place) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "shrunk", "--resume", cwd=place) == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
 

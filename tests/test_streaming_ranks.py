@@ -19,7 +19,7 @@ SMALL = {2: "870KiB", 3: "770KiB"}
 def place(tmp_path_factory, forks):
     """A folder whose `undisturbed` is the output of one process with all of the base at hand."""
     folder = deep_folder(tmp_path_factory.mktemp("ranks"), FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 
@@ -35,7 +35,7 @@ def pretended(memory):
 def test_losses_evaluations_and_adapters_equal_one_process_and_it_says_what_it_chose(place, forks, ranks):
     output = place / fresh(place, "out")
     words = ("train", "jobs.yaml", "--output", "out", "--pipeline", str(ranks), *pretended(SMALL[ranks]))
-    assert forks.weft(*words, cwd=place) == 0
+    assert forks.weftune(*words, cwd=place) == 0
     told = " ".join((place / "log").read_text().split())
     assert f"model, in {ranks} ranks" in told
     assert f"The base is streamed over {ranks} ranks in 4 stages of 1 layer" in told
@@ -71,7 +71,7 @@ def test_devices_that_hold_their_parts_stream_nothing(place):
 def test_devices_too_small_for_a_job_are_a_mistake_with_a_sentence(place, forks):
     fresh(place, "never")
     words = ("train", "jobs.yaml", "--output", "never", "--pipeline", "2", *pretended("200KiB"))
-    assert forks.weft(*words, cwd=place) == 2
+    assert forks.weftune(*words, cwd=place) == 2
     told = " ".join((place / "log").read_text().split())
     assert "job best does not fit: streamed over 2 ranks with 18 tokens in a microbatch, a rank needs" in told
     assert "Traceback" not in told

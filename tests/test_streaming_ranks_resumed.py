@@ -12,7 +12,7 @@ from tests.test_streaming_ranks import SMALL, notes, pretended
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, forks):
     folder = deep_folder(tmp_path_factory.mktemp("resumed"), FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
     return folder
 
 
@@ -26,7 +26,7 @@ def test_interrupted_while_streaming_over_ranks_it_goes_on_alone_to_the_same_cur
     run.wait_for_lines(12)
     run.signal(0, signal.SIGINT)
     assert run.wait() == 130
-    assert forks.weft("train", "jobs.yaml", "--output", "shrunk", "--resume", cwd=place) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "shrunk", "--resume", cwd=place) == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
 

@@ -17,10 +17,10 @@ REPOSITORY = Path(__file__).parents[1]
 def test_torchrun_starts_the_same_pipeline_and_goes_on_after_a_restart(tmp_path, forks):
     """A rank is killed; torchrun starts all again with the words of the first time."""
     place = deep_folder(tmp_path, FOUR_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--output", "undisturbed", cwd=place) == 0
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=place) == 0
     output = place / "elastic"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["-m", "weft", "train", "jobs.yaml", "--output", "elastic"]
+    command += ["-m", "weftune", "train", "jobs.yaml", "--output", "elastic"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     with open(place / "elastic.log", "w") as log:
         agent = subprocess.Popen(command, cwd=place, env=environment, stdout=log, stderr=log)

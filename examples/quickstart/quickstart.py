@@ -7,14 +7,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from weft.base.generate import answers
-from weft.cli.generate import side_by_side
-from weft.errors import UserError
-from weft.jobs.read import read_run
-from weft.report.ending import final_table
-from weft.report.read import read_run as read_records
-from weft.report.terminal import LiveView
-from weft.trainer import Options, trainer_for
+from weftune.base.generate import answers
+from weftune.cli.generate import side_by_side
+from weftune.errors import UserError
+from weftune.jobs.read import read_run
+from weftune.report.ending import final_table
+from weftune.report.read import read_run as read_records
+from weftune.report.terminal import LiveView
+from weftune.trainer import Options, trainer_for
 
 HERE = Path(__file__).parent
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.base.packs import packed
-from weft.adapters.banks import Banks
-from weft.adapters.kind import Member, kind_named
-from weft.adapters.lora.spec import LoraSpec
-from weft.base.model import Base
-from weft.batch import Microbatch, Segment
-from weft.ops.lora import Route
+from weftune.adapters.banks import Banks
+from weftune.adapters.kind import Member, kind_named
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.model import Base
+from weftune.batch import Microbatch, Segment
+from weftune.ops.lora import Route
 
 
 def empty_banks(base: Base) -> Banks:

@@ -12,10 +12,10 @@ from tests.adapters.aboard import attach, banks_with, empty_banks, logits, toget
 from tests.base.packs import packed, random_samples
 from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
-from weft.adapters.banks import Banks
-from weft.adapters.kind import kind_named
-from weft.adapters.lora.spec import LoraSpec
-from weft.ops.lora import Route
+from weftune.adapters.banks import Banks
+from weftune.adapters.kind import kind_named
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.ops.lora import Route
 
 LORA = kind_named("lora")
 CLOSE = 1e-6

@@ -15,11 +15,11 @@ from tests.adapters.aboard import weights_of
 from tests.base.packs import base_of
 from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config, write_start
-from weft.adapters.kind import Member, kind_named, kind_of
-from weft.adapters.lora.files import read_adapter, read_start
-from weft.adapters.lora.spec import LoraSpec
-from weft.base.shape import model_shape
-from weft.errors import AdapterError
+from weftune.adapters.kind import Member, kind_named, kind_of
+from weftune.adapters.lora.files import read_adapter, read_start
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.shape import model_shape
+from weftune.errors import AdapterError
 
 LORA = kind_named("lora")
 SPEC = LoraSpec(rank=4, alpha=6.0, targets=("q_proj", "down_proj"))
@@ -173,7 +173,7 @@ def test_a_config_of_something_else_is_a_sentence(start, llama, keys, sentence):
 
 def test_another_kind_is_named(start):
     change_config(start, peft_type="VERA")
-    with pytest.raises(AdapterError, match="holds a VERA adapter, a kind that Weft does not know"):
+    with pytest.raises(AdapterError, match="holds a VERA adapter, a kind that Weftune does not know"):
         kind_of(start)
 
 

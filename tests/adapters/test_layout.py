@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from weft.adapters.layout import Layout, ParameterShape
+from weftune.adapters.layout import Layout, ParameterShape
 
 LAYOUT = Layout(
     (ParameterShape("x", "a", (2, 3)), ParameterShape("x", "b", (2, 4)), ParameterShape("y", "a", (1, 5)))

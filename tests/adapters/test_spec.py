@@ -9,8 +9,8 @@ from peft.tuners.lora import LoraLayer
 
 from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config
-from weft.adapters.lora.spec import LoraSpec, site_of, weight_names
-from weft.base.shape import linears
+from weftune.adapters.lora.spec import LoraSpec, site_of, weight_names
+from weftune.base.shape import linears
 
 
 def by_peft(model, spec):

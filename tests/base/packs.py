@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.families import VOCABULARY
-from weft.base.model import Base
-from weft.base.spec import BaseSpec
-from weft.batch import IGNORED, Microbatch
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.batch import IGNORED, Microbatch
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 13, 1, 13, 8)

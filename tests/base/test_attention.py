@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.base.packs import CPU
-from weft.base import attention
-from weft.errors import BaseModelError
+from weftune.base import attention
+from weftune.errors import BaseModelError
 
 HEADS, GROUPS, WIDTH = 6, 2, 8
 LENGTHS = (4, 11, 1, 7)
@@ -52,7 +52,7 @@ def test_attention_is_the_formula_within_each_sample(window: int | None, softcap
         scaling=0.3,
         sliding_window=window,
         softcap=softcap,
-        weft_pack=attention.pack(LENGTHS, CPU),
+        weftune_pack=attention.pack(LENGTHS, CPU),
     )
     assert weights is None
     expected = written_out(q_1HTD[0], k_1GTD[0], v_1GTD[0], window, softcap)
@@ -73,13 +73,13 @@ def attended(
     s_aux: Tensor | None = None,
 ) -> None:
     x = random_heads(HEADS, 1)
-    attention.attend(module, x, x, x, mask, weft_pack=pack, s_aux=s_aux, position_ids=torch.arange(3))
+    attention.attend(module, x, x, x, mask, weftune_pack=pack, s_aux=s_aux, position_ids=torch.arange(3))
 
 
 def test_what_the_attention_does_not_know_is_refused() -> None:
     pack = attention.pack(LENGTHS, CPU)
     attended(nn.Identity(), pack=pack)
-    with pytest.raises(BaseModelError, match="asks its attention for s_aux, which Weft does not know"):
+    with pytest.raises(BaseModelError, match="asks its attention for s_aux, which Weftune does not know"):
         attended(nn.Identity(), pack=pack, s_aux=torch.ones(HEADS))
     with pytest.raises(BaseModelError, match="mask of its own"):
         attended(nn.Identity(), mask=torch.ones(1, 1, 3, 3), pack=pack)

@@ -17,9 +17,9 @@ from transformers import (
 
 from tests.base.packs import base_of, packed, random_samples
 from tests.families import FAMILIES, GROUPED, WINDOW, config, randomised, tiny
-from weft.base import attention
-from weft.base.families import refuse_config
-from weft.errors import BaseModelError
+from weftune.base import attention
+from weftune.base.families import refuse_config
+from weftune.errors import BaseModelError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,7 +58,9 @@ def test_an_unknown_family_is_refused_when_packing_would_change_it(unknown: Pret
 
 def test_a_mixture_of_experts_is_named_and_refused() -> None:
     mixture = MixtralConfig(**GROUPED, num_local_experts=4)
-    with pytest.raises(BaseModelError, match=r"^tiny is a mixture of experts \(mixtral\); Weft trains dense"):
+    with pytest.raises(
+        BaseModelError, match=r"^tiny is a mixture of experts \(mixtral\); Weftune trains dense"
+    ):
         base_of(randomised(mixture))
 
 
@@ -79,7 +81,7 @@ def test_a_mixture_of_experts_whose_config_is_silent_is_known_by_its_modules() -
     ids=["vision", "encoder-decoder"],
 )
 def test_vision_and_encoder_decoder_models_are_named_and_refused(other: PretrainedConfig, kind: str) -> None:
-    with pytest.raises(BaseModelError, match=f"some/model is {kind}; Weft trains dense text-only"):
+    with pytest.raises(BaseModelError, match=f"some/model is {kind}; Weftune trains dense text-only"):
         refuse_config(other, "some/model")
 
 

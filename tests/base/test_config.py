@@ -6,9 +6,9 @@ import huggingface_hub
 import pytest
 
 from tests.data import families
-from weft.base.config import bytes_per_value, read_config, read_tokenizer
-from weft.base.spec import BaseSpec
-from weft.errors import BaseModelError
+from weftune.base.config import bytes_per_value, read_config, read_tokenizer
+from weftune.base.spec import BaseSpec
+from weftune.errors import BaseModelError
 
 
 def test_a_folder_gives_its_config_and_its_tokenizer(tmp_path):
@@ -43,8 +43,8 @@ def test_a_folder_without_a_tokenizer_gets_a_sentence(tmp_path):
 
 @pytest.mark.parametrize(("model", "folder"), [("demo", "demo/Smol-1"), ("tiny.gguf", "gguf/tiny-abc")])
 def test_a_base_that_must_be_converted_is_read_once_it_is(tmp_path, monkeypatch, model, folder):
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
-    with pytest.raises(BaseModelError, match="run `weft preview` once"):
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
+    with pytest.raises(BaseModelError, match="run `weftune preview` once"):
         read_config(BaseSpec(model=model))
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')

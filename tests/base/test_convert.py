@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from tests.base.packs import CPU, packed, random_samples
 from tests.families import VOCABULARY, tiny
-from weft.base import convert
-from weft.base.convert import converted, narrowed
-from weft.base.load import load_base, load_tokenizer
-from weft.base.place import demo_folder
-from weft.base.spec import BaseSpec
-from weft.errors import BaseModelError, MissingPackage
-from weft.paths import cache_folder
+from weftune.base import convert
+from weftune.base.convert import converted, narrowed
+from weftune.base.load import load_base, load_tokenizer
+from weftune.base.place import demo_folder
+from weftune.base.spec import BaseSpec
+from weftune.errors import BaseModelError, MissingPackage
+from weftune.paths import cache_folder
 
 gguf = pytest.importorskip("gguf")
 
@@ -91,7 +91,7 @@ def write_gguf(file: Path, model: PreTrainedModel, pre_tokenizer: str = "smollm"
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
     return cache_folder()
 
 

@@ -11,9 +11,9 @@ import torch
 from tests.base.folders import model_folder, word_tokenizer
 from tests.base.packs import CPU
 from tests.families import tiny
-from weft.base.generate import answers, prompt_tokens
-from weft.base.spec import BaseSpec
-from weft.errors import AdapterError, BaseModelError
+from weftune.base.generate import answers, prompt_tokens
+from weftune.base.spec import BaseSpec
+from weftune.errors import AdapterError, BaseModelError
 
 
 def adapter_folder(folder: Path, seed: int, family: str = "llama") -> Path:

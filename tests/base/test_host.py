@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.base.host import Pages, host_bytes, host_vectors
-from weft.errors import BaseModelError
+from weftune.base.host import Pages, host_bytes, host_vectors
+from weftune.errors import BaseModelError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc what is mapped")
 
@@ -66,5 +66,5 @@ def test_memory_that_may_not_be_locked_is_a_sentence(monkeypatch):
             return 1
 
     monkeypatch.setattr(torch.cuda, "cudart", Library)
-    with pytest.raises(BaseModelError, match=r"does not let Weft lock 0\.0 GiB of host memory"):
+    with pytest.raises(BaseModelError, match=r"does not let Weftune lock 0\.0 GiB of host memory"):
         host_bytes(4096, torch.device("cuda"))

@@ -14,9 +14,9 @@ from transformers import Gemma3Config
 from tests.base.folders import model_folder
 from tests.base.packs import CPU, packed, random_samples
 from tests.families import FAMILIES, config, tiny
-from weft.base.load import base_dtype, inspect, load_base, load_tokenizer
-from weft.base.spec import BaseSpec
-from weft.errors import BaseModelError
+from weftune.base.load import base_dtype, inspect, load_base, load_tokenizer
+from weftune.base.spec import BaseSpec
+from weftune.errors import BaseModelError
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories15m"
 

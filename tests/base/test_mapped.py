@@ -15,12 +15,12 @@ from tests.base.folders import model_folder
 from tests.base.packs import CPU, packed, random_samples
 from tests.base.test_streamed import a_layer_each, through
 from tests.families import COMMON, FAMILIES, config, randomised
-from weft.base.load import load_base
-from weft.base.mapped import MappedFile, MappedTensor
-from weft.base.source import MappedStage, Part, Staging
-from weft.base.spec import BaseSpec
-from weft.base.streamed import load_streamed, weights_in_files
-from weft.errors import BaseModelError
+from weftune.base.load import load_base
+from weftune.base.mapped import MappedFile, MappedTensor
+from weftune.base.source import MappedStage, Part, Staging
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import load_streamed, weights_in_files
+from weftune.errors import BaseModelError
 
 
 def assert_same(spec, base):
@@ -99,10 +99,10 @@ def test_in_chunks_of_any_size_all_bytes_come_to_their_places(numbered, chunk, g
 LAYERS, WIDTH = 4, 1024
 WATCHED = """
 import sys, torch
-from weft.base.spec import BaseSpec
-from weft.base.streamed import load_streamed
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_step import StreamStage
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import load_streamed
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_step import StreamStage
 
 def held(*kinds):
     lines = dict(line.split(":") for line in open("/proc/self/status"))

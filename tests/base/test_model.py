@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.base.packs import base_of, packed, random_samples
 from tests.families import CONTEXT, FAMILIES, VOCABULARY, tiny
-from weft.base.shape import context
+from weftune.base.shape import context
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,7 +49,7 @@ def test_a_config_that_others_hold_is_not_changed() -> None:
     shared = model.config
     other = type(model)(shared)
     base = base_of(model)
-    assert base.model.config._attn_implementation == "weft"
+    assert base.model.config._attn_implementation == "weftune"
     assert shared._attn_implementation == other.config._attn_implementation == "sdpa"
     other(torch.arange(4)[None])
 

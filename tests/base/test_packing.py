@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.base.packs import LENGTHS, base_of, packed, random_samples
 from tests.families import FAMILIES, WINDOW, config, tiny
-from weft.base.model import Base
+from weftune.base.model import Base
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 

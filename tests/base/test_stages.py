@@ -8,11 +8,11 @@ import torch
 from tests.base.folders import model_folder
 from tests.base.packs import CPU, base_of, packed, random_samples
 from tests.families import FAMILIES, config, randomised, tiny
-from weft.base.load import load_base
-from weft.base.spec import BaseSpec
-from weft.base.stages import cut_base, load_stage
-from weft.errors import BaseModelError
-from weft.shapes import LayerRange
+from weftune.base.load import load_base
+from weftune.base.spec import BaseSpec
+from weftune.base.stages import cut_base, load_stage
+from weftune.errors import BaseModelError
+from weftune.shapes import LayerRange
 
 
 def ranges(cuts):

@@ -8,13 +8,13 @@ import torch
 from tests.base.folders import model_folder
 from tests.base.packs import CPU, base_of, packed, random_samples
 from tests.families import FAMILIES, config, randomised, tiny
-from weft.adapters.banks import Banks
-from weft.base.host import host_vectors
-from weft.base.load import load_base
-from weft.base.spec import BaseSpec
-from weft.base.streamed import load_streamed, stream_model
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_step import StreamStage
+from weftune.adapters.banks import Banks
+from weftune.base.host import host_vectors
+from weftune.base.load import load_base
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import load_streamed, stream_model
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_step import StreamStage
 
 
 def a_layer_each(family, resident=()):

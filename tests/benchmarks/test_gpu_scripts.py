@@ -26,11 +26,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return toy
 
 
-def test_a_step_is_measured_in_every_way_and_weft_comes_last(run: Any, capsys: pytest.CaptureFixture) -> None:
+def test_a_step_is_measured_in_every_way_and_weftune_comes_last(
+    run: Any, capsys: pytest.CaptureFixture
+) -> None:
     found = run(gpu_step, "--baselines", "frozen,peft,peft-bf16,liger")
     names = [row["name"] for row in found["rows"]]
     assert names[0] == gpu_step.FROZEN
-    assert names[-1] == gpu_step.WEFT
+    assert names[-1] == gpu_step.WEFTUNE
     assert found["strongest"] in names[1:3]
     for row in found["rows"]:
         assert (row["seconds"] is None) == bool(row["note"])
@@ -58,13 +60,13 @@ def test_a_step_without_a_profile_says_nothing_of_where(run: Any) -> None:
     assert run(gpu_step, "--baselines", "")["where"] is None
 
 
-def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weft() -> None:
+def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weftune() -> None:
     rows = [
         gpu_step.Row(gpu_step.FROZEN, Measured(1.0, 0), 1.0, adapters=False),
         gpu_step.Row("slow", Measured(3.0, 0), 1.0, adapters=True),
         gpu_step.Row("fast", Measured(2.0, 0), 1.0, adapters=True),
         gpu_step.Row("absent", Measured(None, None, "not here"), 1.0, adapters=True),
-        gpu_step.Row(gpu_step.WEFT, Measured(1.5, 0), 1.0, adapters=True),
+        gpu_step.Row(gpu_step.WEFTUNE, Measured(1.5, 0), 1.0, adapters=True),
     ]
     best = gpu_step.strongest(rows)
     assert best is not None
@@ -86,11 +88,11 @@ def test_real_lengths_are_measured_with_the_padding_of_both(run: Any) -> None:
     found = run(gpu_lengths)
     (batches,) = gpu_lengths.draw_rounds(1, 4, 4)
     useful = sum(map(sum, batches))
-    peft, weft = found["rows"]
+    peft, weftune = found["rows"]
     assert peft["padding"] == pytest.approx(1 - useful / sum(4 * max(batch) for batch in batches))
     assert found["tokens"] == useful
-    assert 0 <= weft["padding"] < 1
-    assert weft["seconds"] > 0
+    assert 0 <= weftune["padding"] < 1
+    assert weftune["seconds"] > 0
 
 
 def test_joins_and_leaves_are_made_and_counted(run: Any) -> None:
@@ -138,7 +140,7 @@ def test_streamed_losses_are_held_to_those_of_as_many_resident_jobs() -> None:
     def row(name: str, jobs: int, loss: float) -> gpu_stream.Row:
         return gpu_stream.Row(name, jobs, 16, Measured(1.0, 0), losses=((loss, 2.0),) * jobs)
 
-    rows = [row("Weft, streamed", jobs, 3.0 + jobs) for jobs in (4, 2, 1)]
+    rows = [row("Weftune, streamed", jobs, 3.0 + jobs) for jobs in (4, 2, 1)]
     assert gpu_stream.loss_gap(rows, gpu_stream.RESIDENT) is None
     assert gpu_stream.loss_gap([*rows, row(gpu_stream.RESIDENT, 4, 7.5)], gpu_stream.RESIDENT) == 0.5
 

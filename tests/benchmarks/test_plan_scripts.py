@@ -38,11 +38,11 @@ def test_a_streamed_base_is_foreseen(run: Any, capsys: pytest.CaptureFixture) ->
     assert "8b, 10 GiB, 1 × 1" in capsys.readouterr().out
 
 
-def test_weft_serves_more_than_batching_and_that_more_than_separate_instances(run: Any) -> None:
+def test_weftune_serves_more_than_batching_and_that_more_than_separate_instances(run: Any) -> None:
     rows = run(plan_week)["rows"]
     for combination in ("uniform", "non-uniform"):
         found = {row["way"]: row["throughput"] for row in rows if row["combination"] == combination}
-        assert found["Weft"] > found["batching only"] > found["separate instances"]
+        assert found["Weftune"] > found["batching only"] > found["separate instances"]
 
 
 def test_a_week_has_the_paper_s_arrivals_and_durations() -> None:

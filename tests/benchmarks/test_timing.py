@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.table import aligned, number, ratio
 from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, measure, repeated
-from weft.errors import PlanError
-from weft.run.events import OutOfMemory
+from weftune.errors import PlanError
+from weftune.run.events import OutOfMemory
 
 CPU = Place(torch.device("cpu"), torch.float32)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks import where
 from benchmarks.where import KERNELS, Event, Kind, drawn, kind_of, kinds_of, spent, traced
 
-OPS = Path(__file__).parents[2] / "weft" / "ops"
+OPS = Path(__file__).parents[2] / "weftune" / "ops"
 
 
 def in_a_row(*names: str, each: float = 2.0, gap: float = 0.0) -> list[Event]:

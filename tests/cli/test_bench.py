@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.cli import bench as verb
-from weft.cli.bench import FROZEN, WEFT, Line, Part, Shape, line_of, parts
-from weft.errors import UserError
+from weftune.cli import bench as verb
+from weftune.cli.bench import FROZEN, WEFTUNE, Line, Part, Shape, line_of, parts
+from weftune.errors import UserError
 
 PART = Part("8 jobs", "gpu_step")
 
 
-def weft(*words: str) -> subprocess.CompletedProcess[str]:
+def weftune(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     return subprocess.run(
-        [sys.executable, "-m", "weft", "bench", *words],
+        [sys.executable, "-m", "weftune", "bench", *words],
         capture_output=True,
         text=True,
         env=environment,
@@ -28,7 +28,7 @@ def weft(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_one_sentence_and_exit_code_2() -> None:
-    done = weft("--quick")
+    done = weftune("--quick")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
@@ -42,11 +42,11 @@ def test_without_a_checkout_there_is_one_sentence(tmp_path: Path, monkeypatch: p
 
 
 def test_a_toy_runs_through_and_ends_with_a_table_that_names_the_strongest() -> None:
-    done = weft("--quick", "--toy")
+    done = weftune("--quick", "--toy")
     assert done.returncode == 0, done.stderr
     last = done.stdout.split("strongest other way")[1]
     assert "8 jobs, 1×1024 tokens each" in last
-    assert "the strongest against Weft is PEFT" in last
+    assert "the strongest against Weftune is PEFT" in last
 
 
 def test_a_part_that_fails_is_named_and_the_exit_code_is_1(
@@ -60,21 +60,21 @@ def test_a_part_that_fails_is_named_and_the_exit_code_is_1(
     assert "Failed: broken" in capsys.readouterr().out
 
 
-def test_a_line_compares_weft_with_the_frozen_base_and_with_the_strongest() -> None:
+def test_a_line_compares_weftune_with_the_frozen_base_and_with_the_strongest() -> None:
     found = {
         "strongest": "PEFT",
         "rows": [
             {"name": FROZEN, "seconds": 0.4, "note": ""},
             {"name": "PEFT", "seconds": 0.8, "note": ""},
             {"name": "Liger", "seconds": None, "note": "not installed"},
-            {"name": WEFT, "seconds": 0.5, "note": ""},
+            {"name": WEFTUNE, "seconds": 0.5, "note": ""},
         ],
     }
     assert line_of(PART, found) == Line("8 jobs", 500.0, 1.25, "PEFT", 1.6)
 
 
 def test_a_line_without_times_says_why() -> None:
-    short = {"strongest": None, "rows": [{"name": WEFT, "seconds": None, "note": "out of memory"}]}
+    short = {"strongest": None, "rows": [{"name": WEFTUNE, "seconds": None, "note": "out of memory"}]}
     assert line_of(PART, short) == Line("8 jobs", verdict="out of memory")
     assert line_of(PART, {"verdict": "memory +0.1%"}) == Line("8 jobs", verdict="memory +0.1%")
 

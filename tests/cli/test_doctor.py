@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from weft.cli.doctor import (
+from weftune.cli.doctor import (
     GIB,
     Check,
     Verdict,
@@ -19,14 +19,18 @@ from weft.cli.doctor import (
     orders_check,
     package_check,
 )
-from weft.ops.choice_file import ChoiceFile, Machine, Measured
-from weft.ops.weave import Order
+from weftune.ops.choice_file import ChoiceFile, Machine, Measured
+from weftune.ops.weave import Order
 
 
 def test_a_machine_that_can_train_gets_exit_code_0_and_a_row_for_everything() -> None:
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "weft", "doctor"], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "weftune", "doctor"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
     assert "Training can run here." in done.stdout
@@ -63,7 +67,7 @@ def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
     assert cache_check(cache, 10 * GIB).verdict is Verdict.OK
     scarce = cache_check(cache, GIB)
     assert scarce.verdict is Verdict.ABSENT
-    assert "WEFT_CACHE" in scarce.mend
+    assert "WEFTUNE_CACHE" in scarce.mend
 
 
 def test_the_orders_known_of_a_gpu_are_counted_and_their_file_is_named(tmp_path: Path) -> None:

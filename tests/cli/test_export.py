@@ -1,4 +1,4 @@
-"""`weft export` as a user types it."""
+"""`weftune export` as a user types it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from tests.base.folders import model_folder
-from tests.cli.test_main import weft
+from tests.cli.test_main import weftune
 from tests.families import tiny
-from weft import train
-from weft.cli.export import vllm_advice
-from weft.cli.main import app
-from weft.errors import AdapterError, OutputError, UserError
+from weftune import train
+from weftune.cli.export import vllm_advice
+from weftune.cli.main import app
+from weftune.errors import AdapterError, OutputError, UserError
 
 TOKENS = torch.arange(6, 30)[None]
 
@@ -184,6 +184,6 @@ def test_an_adapter_of_another_base_is_a_sentence(job: Path, tmp_path: Path) -> 
 
 
 def test_a_mistake_is_one_sentence_and_exit_code_2(job: Path) -> None:
-    done = weft("export", str(job))
+    done = weftune("export", str(job))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Say what to export: either --portable or --merged.\n"

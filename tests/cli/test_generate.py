@@ -1,4 +1,4 @@
-"""`weft generate` as a user types it."""
+"""`weftune generate` as a user types it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from tests.base.folders import model_folder
 from tests.base.test_generate import adapter_folder, spoken_by_peft
-from weft.base.load import device_named
-from weft.cli.generate import base_of, generate, side_by_side
-from weft.errors import AdapterError, UserError
+from weftune.base.load import device_named
+from weftune.cli.generate import base_of, generate, side_by_side
+from weftune.errors import AdapterError, UserError
 
 
 def run(*arguments: str) -> str:

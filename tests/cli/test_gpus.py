@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.outputs import jobs_folder
-from weft.cli.train import train
-from weft.errors import PlanError, UserError
-from weft.run.devices import devices_asked
+from weftune.cli.train import train
+from weftune.errors import PlanError, UserError
+from weftune.run.devices import devices_asked
 
 TWO_JOBS = [{"name": "a", "steps": 3}, {"name": "b", "steps": 2}]
 
@@ -51,7 +51,7 @@ def test_without_a_gpu_it_is_a_mistake_that_names_the_way_out(
 ) -> None:
     gpus_here(monkeypatch, 0)
     with pytest.raises(
-        UserError, match=f"^--gpus {text}: torch finds no GPU here, .* --device cpu --gpus {instead}$"
+        UserError, match=f"^--gpus {text}: no GPU is found here, .* --device cpu --gpus {instead}$"
     ):
         train(jobs, gpus=text)
 
@@ -104,5 +104,5 @@ def test_a_mistake_in_the_data_is_found_before_any_process_is_started(jobs: Path
 
 def test_by_command_a_mistake_is_exit_code_2(tmp_path: Path, forks) -> None:
     jobs_folder(tmp_path, TWO_JOBS)
-    assert forks.weft("train", "jobs.yaml", "--device", "cpu", "--gpus", "none", cwd=tmp_path) == 2
+    assert forks.weftune("train", "jobs.yaml", "--device", "cpu", "--gpus", "none", cwd=tmp_path) == 2
     assert (tmp_path / "log").read_text() == "--gpus none: write all, or how many: 1 or more\n"

@@ -11,10 +11,14 @@ import pytest
 SECONDS = 0.5
 
 
-def weft(*words: str, debug: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "WEFT_DEBUG": debug, "OMP_NUM_THREADS": "1"}
+def weftune(*words: str, debug: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "WEFTUNE_DEBUG": debug, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "weft", *words], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "weftune", *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
 
 
@@ -27,7 +31,7 @@ def test_help_comes_in_under_half_a_second(tmp_path: Path, monkeypatch: pytest.M
     def seconds() -> float:
         # Of the processor, not of the clock: other tests on the same machine would be counted too.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert weft("--help").returncode == 0
+        assert weftune("--help").returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -35,23 +39,23 @@ def test_help_comes_in_under_half_a_second(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_help_names_every_verb() -> None:
-    from weft.cli.main import VERBS
+    from weftune.cli.main import VERBS
 
-    said = weft("--help").stdout
+    said = weftune("--help").stdout
     for verb in VERBS:
         assert verb.__name__ in said
-        assert weft(verb.__name__, "--help").returncode == 0
+        assert weftune(verb.__name__, "--help").returncode == 0
 
 
 def test_the_version_is_the_packages() -> None:
     from importlib.metadata import version
 
-    done = weft("--version")
-    assert (done.returncode, done.stdout) == (0, f"weft {version('weft')}\n")
+    done = weftune("--version")
+    assert (done.returncode, done.stdout) == (0, f"weftune {version('weftune')}\n")
 
 
 def test_a_users_mistake_is_sentences_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
-    done = weft("report", str(tmp_path / "nowhere"))
+    done = weftune("report", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert done.stdout == ""
     assert "nowhere" in done.stderr
@@ -59,14 +63,14 @@ def test_a_users_mistake_is_sentences_on_stderr_and_exit_code_2(tmp_path: Path) 
 
 
 def test_a_traceback_is_shown_when_asked_for(tmp_path: Path) -> None:
-    done = weft("report", str(tmp_path / "nowhere"), debug="1")
+    done = weftune("report", str(tmp_path / "nowhere"), debug="1")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("weave",), ("doctor", "--nonsense"), ("generate",)])
 def test_a_wrong_command_line_is_exit_code_2_without_a_traceback(words: tuple[str, ...]) -> None:
-    done = weft(*words)
+    done = weftune(*words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
@@ -75,7 +79,7 @@ def test_all_mistakes_of_a_jobs_file_are_told_before_anything_is_loaded(tmp_path
     file = tmp_path / "jobs.yaml"
     file.write_text("base: demo\njobs:\n- {name: a/b, data: no.jsonl, lr: 1}\n")
     for verb in ("train", "preview"):
-        done = weft(verb, str(file))
+        done = weftune(verb, str(file))
         assert done.returncode == 2
         lines = done.stderr.splitlines()
         assert [line.partition(": ")[0] for line in lines] == [

@@ -12,12 +12,12 @@ import pytest
 
 from tests.data import families
 from tests.plan.outlooks import CONFIG
-from weft.cli.main import main
-from weft.cli.plan_show import layers_text
+from weftune.cli.main import main
+from weftune.cli.plan_show import layers_text
 
 WITHOUT_TORCH = """
 import sys
-from weft.cli.main import app
+from weftune.cli.main import app
 app(sys.argv[1:], standalone_mode=False)
 print("torch" in sys.modules)
 """
@@ -50,14 +50,14 @@ class Shown:
 
 
 @pytest.fixture
-def weft(folder, monkeypatch, capsys):
+def weftune(folder, monkeypatch, capsys):
     """The command in this process, its jobs file being `folder`'s."""
-    monkeypatch.setenv("WEFT_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(folder / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(folder)
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["weft", "plan", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["weftune", "plan", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
         printed = capsys.readouterr()
@@ -81,7 +81,7 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
         "out.json",
     ]
     command = [sys.executable, "-c", WITHOUT_TORCH, "plan", str(file), *wanted]
-    surroundings = {**os.environ, "WEFT_CACHE": str(folder / "cache"), "COLUMNS": "200"}
+    surroundings = {**os.environ, "WEFTUNE_CACHE": str(folder / "cache"), "COLUMNS": "200"}
     shown = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=surroundings, check=False)
     assert time.perf_counter() - start < 10
     assert shown.returncode == 0, shown.stderr
@@ -99,9 +99,9 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     assert all(other["step_seconds"] >= fastest for other in numbers["alternatives"])
 
 
-def test_where_the_base_fits_each_device_shares_come_first(folder, weft):
+def test_where_the_base_fits_each_device_shares_come_first(folder, weftune):
     file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}", long="{rank: 64}")
-    shown = weft(file, "--cluster", "2xA100-80G", "--json", "out.json")
+    shown = weftune(file, "--cluster", "2xA100-80G", "--json", "out.json")
     words = " ".join(shown.out.split())
     assert words.startswith("The base fits each device: train with --gpus 2, a share of the jobs on each"), (
         shown.err
@@ -117,7 +117,7 @@ def test_where_the_base_fits_each_device_shares_come_first(folder, weft):
     rate = sum(share["tokens_per_second"] for share in numbers["shares"])
     assert rate > numbers["forecast"]["tokens_per_second"]
     assert all(0 < share["needs_bytes"] <= share["budget_bytes"] for share in numbers["shares"])
-    weft(file, "--cluster", "H200", "--json", "out.json")
+    weftune(file, "--cluster", "H200", "--json", "out.json")
     assert json.loads((folder / "out.json").read_text())["shares"] is None
 
 
@@ -133,7 +133,7 @@ def test_thirty_two_jobs_on_eight_devices_are_planned_in_ten_seconds(folder):
     ]
     (folder / "many.yaml").write_text("\n".join(["base: ./base", "jobs:", *lines, ""]))
     wanted = ["plan", "many.yaml", "--cluster", "8xA100-80G:pcie"]
-    around = {**os.environ, "WEFT_CACHE": str(folder / "cache")}
+    around = {**os.environ, "WEFTUNE_CACHE": str(folder / "cache")}
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
@@ -145,32 +145,32 @@ def test_thirty_two_jobs_on_eight_devices_are_planned_in_ten_seconds(folder):
     assert seconds[0] < 10, "before there was a token cache"
 
 
-def test_tokenised_jobs_are_planned_from_all_their_samples(folder, weft):
-    from weft.data.prepare import prepare
-    from weft.data.spec import DataSpec
+def test_tokenised_jobs_are_planned_from_all_their_samples(folder, weftune):
+    from weftune.data.prepare import prepare
+    from weftune.data.spec import DataSpec
 
     file = jobs_file(folder, short="{rank: 8}", long="{rank: 8}")
     spec = DataSpec(path=str(folder / "short.jsonl"))
     prepare(spec, None, families.smollm2(), folder / "cache" / "tokens", context=131072)
-    shown = weft(file, "--cluster", "H200")
+    shown = weftune(file, "--cluster", "H200")
     assert "so the first rows stand for all: long." in shown.out, shown.err
 
 
-def test_jobs_on_the_same_rows_are_tokenised_once(folder, weft, monkeypatch):
-    monkeypatch.setenv("WEFT_CACHE", str(folder / "once"))
+def test_jobs_on_the_same_rows_are_tokenised_once(folder, weftune, monkeypatch):
+    monkeypatch.setenv("WEFTUNE_CACHE", str(folder / "once"))
     lines = [
         f"  - {{name: {name}, data: short.jsonl, adapter: {{rank: 8}}, seed: {name[1]}}}"
         for name in ("s1", "s2")
     ]
     (folder / "same.yaml").write_text("\n".join(["base: ./base", "jobs:", *lines, ""]))
-    shown = weft("same.yaml", "--cluster", "H200")
+    shown = weftune("same.yaml", "--cluster", "H200")
     assert "so the first rows stand for all: s1, s2." in shown.out, shown.err
     assert len(list((folder / "once" / "tokens").iterdir())) == 1
 
 
-def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weft):
+def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weftune):
     file = jobs_file(folder, short="{rank: 64}", long="{rank: 64}")
-    shown = weft(file, "--cluster", "RTX4090")
+    shown = weftune(file, "--cluster", "RTX4090")
     assert shown.code == 0, shown.err
     assert "1 job on 1xRTX4090" in shown.out
     assert "long waits: needs" in shown.out
@@ -186,32 +186,34 @@ def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weft):
         ("{rank: 8, targets: [q_pro]}", "H200", "matches no module of the base; did you mean q_proj?"),
     ],
 )
-def test_what_cannot_be_planned_gets_one_sentence_and_exit_code_2(folder, weft, adapter, cluster, sentence):
-    shown = weft(jobs_file(folder, short=adapter), "--cluster", cluster)
+def test_what_cannot_be_planned_gets_one_sentence_and_exit_code_2(
+    folder, weftune, adapter, cluster, sentence
+):
+    shown = weftune(jobs_file(folder, short=adapter), "--cluster", cluster)
     assert shown.code == 2
     assert sentence in shown.err
     assert len(shown.err.splitlines()) == 1
 
 
-def test_a_timeline_is_drawn_as_a_page_or_a_picture(folder, weft):
+def test_a_timeline_is_drawn_as_a_page_or_a_picture(folder, weftune):
     file = jobs_file(folder, short="{rank: 8}")
-    shown = weft(file, "--cluster", "H200", "--gantt", "out.svg")
+    shown = weftune(file, "--cluster", "H200", "--gantt", "out.svg")
     assert (shown.code, ".html or .png" in shown.err) == (2, True)
     assert not (folder / "out.svg").exists()
     pytest.importorskip("PIL")
-    assert weft(file, "--cluster", "2xH100", "--gantt", "out.png").code == 0
+    assert weftune(file, "--cluster", "2xH100", "--gantt", "out.png").code == 0
     assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_the_drawing_library_a_picture_is_refused_with_what_to_install(folder, weft, monkeypatch):
+def test_without_the_drawing_library_a_picture_is_refused_with_what_to_install(folder, weftune, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    shown = weft(jobs_file(folder, short="{rank: 8}"), "--cluster", "H200", "--gantt", "out.png")
-    assert (shown.code, "weft[png]" in shown.err) == (2, True)
+    shown = weftune(jobs_file(folder, short="{rank: 8}"), "--cluster", "H200", "--gantt", "out.png")
+    assert (shown.code, "weftune[png]" in shown.err) == (2, True)
 
 
-def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(folder, weft):
+def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(folder, weftune):
     file = jobs_file(folder, short="{rank: 8}", middle="{rank: 8}")
-    shown = weft(
+    shown = weftune(
         file, "--cluster", "T4", "--explain", "--ablate", "--gantt", "out.html", "--json", "out.json"
     )
     assert shown.code == 0, shown.err
@@ -246,7 +248,7 @@ def test_streaming_a_base_of_70_billion_is_planned_in_ten_seconds_without_torch(
         f"  - {{name: job{at}, data: long.jsonl, adapter: {{rank: 64}}, seed: {at}}}" for at in range(16)
     ]
     (folder / "large.yaml").write_text("\n".join(["base: ./large", "jobs:", *lines, ""]))
-    around = {**os.environ, "WEFT_CACHE": str(folder / "cache")}
+    around = {**os.environ, "WEFTUNE_CACHE": str(folder / "cache")}
     waiting = []
     for memory in ("32GiB", "11GiB"):
         wanted = ["plan", "large.yaml", "--cluster", "H200", "--gpu-memory", memory, "--json", "out.json"]
@@ -261,30 +263,30 @@ def test_streaming_a_base_of_70_billion_is_planned_in_ten_seconds_without_torch(
     assert 0 < waiting[1] < 16
 
 
-def test_what_a_run_may_take_is_a_limit_on_every_gpu(folder, weft):
+def test_what_a_run_may_take_is_a_limit_on_every_gpu(folder, weftune):
     file = jobs_file(folder, short="{rank: 8}")
-    weft(file, "--cluster", "2xH200", "--gpu-memory", "20GiB", "--json", "out.json")
+    weftune(file, "--cluster", "2xH200", "--gpu-memory", "20GiB", "--json", "out.json")
     numbers = json.loads((folder / "out.json").read_text())
     assert [stage["budget_bytes"] for stage in numbers["stages"]] == [20 << 30] * 2
-    weft(file, "--cluster", "H200", "--gpu-memory", "12GiB", "--json", "out.json")
+    weftune(file, "--cluster", "H200", "--gpu-memory", "12GiB", "--json", "out.json")
     numbers = json.loads((folder / "out.json").read_text())
     assert numbers["streamed"]
     assert numbers["device_bytes"] <= numbers["budget_bytes"] == 12 << 30
-    shown = weft(file, "--cluster", "H200", "--gpu-memory", "little")
+    shown = weftune(file, "--cluster", "H200", "--gpu-memory", "little")
     assert (shown.code, "--gpu-memory little: write a number and a unit" in shown.err) == (2, True)
 
 
-def test_a_job_that_cannot_run_even_alone_is_named_beside_those_that_can(folder, weft):
+def test_a_job_that_cannot_run_even_alone_is_named_beside_those_that_can(folder, weftune):
     """The run trains the first and gives the second up, with the same reason."""
     file = jobs_file(folder, short="{rank: 8}", long="{rank: 40000}")
-    shown = weft(file, "--cluster", "T4", "--json", "out.json")
+    shown = weftune(file, "--cluster", "T4", "--json", "out.json")
     assert shown.code == 0, shown.err
     assert "long cannot run even alone: needs" in shown.out
     numbers = json.loads((folder / "out.json").read_text())
     assert (numbers["aboard"], list(numbers["too_large"])) == (["short"], ["long"])
 
 
-def test_streamed_stages_on_two_root_complexes_are_mapped(folder, weft):
+def test_streamed_stages_on_two_root_complexes_are_mapped(folder, weftune):
     """Four small cards, two under each root: weights of 15 GiB pass through 10 GiB each."""
     lines = [
         "devices: [{name: card, count: 4, memory_gib: 6, peak_tflops: 60, bandwidth_gbs: 500}]",
@@ -294,7 +296,7 @@ def test_streamed_stages_on_two_root_complexes_are_mapped(folder, weft):
     ]
     (folder / "cluster.yaml").write_text("\n".join(lines))
     file = jobs_file(folder, short="{rank: 8}")
-    shown = weft(file, "--cluster", "cluster.yaml", "--explain", "--ablate", "--json", "out.json")
+    shown = weftune(file, "--cluster", "cluster.yaml", "--explain", "--ablate", "--json", "out.json")
     assert shown.code == 0, shown.err
     assert "2+2xcard" in shown.out
     assert "- Mapping" in shown.out
@@ -302,32 +304,32 @@ def test_streamed_stages_on_two_root_complexes_are_mapped(folder, weft):
     assert any(row["mechanism"].startswith("mapping") for row in rows)
 
 
-def test_a_job_without_rows_is_named(folder, weft):
+def test_a_job_without_rows_is_named(folder, weftune):
     (folder / "empty.jsonl").write_text("")
-    shown = weft(jobs_file(folder, empty="{rank: 8}"), "--cluster", "H200")
+    shown = weftune(jobs_file(folder, empty="{rank: 8}"), "--cluster", "H200")
     assert shown.code == 2
     assert "job empty: empty.jsonl: the dataset is empty" in shown.err
 
 
-def test_a_cluster_without_memory_is_named_with_the_number_that_does_not_fit(folder, weft):
+def test_a_cluster_without_memory_is_named_with_the_number_that_does_not_fit(folder, weftune):
     for count, sentence in (
         (2, "2xcard:pcie: 1.84 GiB may be taken of a device, but 3.00 GiB are needed"),
         (1, "2.00 GiB of slack, but the GPU has 1.84 GiB for a run; use a larger GPU or a smaller base"),
     ):
         card = f"{{name: card, count: {count}, memory_gib: 2, peak_tflops: 60, bandwidth_gbs: 500}}"
         (folder / "cluster.yaml").write_text(f"devices: [{card}]\nlink: pcie\n")
-        shown = weft(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
+        shown = weftune(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
         assert shown.code == 2
         assert sentence in shown.err
         assert len(shown.err.splitlines()) == 1
 
 
-def test_a_cluster_file_is_read_from_yaml(folder, weft):
+def test_a_cluster_file_is_read_from_yaml(folder, weftune):
     (folder / "cluster.yaml").write_text("devices: [2xH100]\nlink: {bandwidth_gbs: 10}\n")
-    shown = weft(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
+    shown = weftune(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
     assert "1 job on 2xH100:10 GB/s" in shown.out, shown.err
     (folder / "cluster.yaml").write_text("devices: [2xH100")
-    shown = weft(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
+    shown = weftune(jobs_file(folder, short="{rank: 8}"), "--cluster", "cluster.yaml")
     assert (shown.code, "is no YAML" in shown.err) == (2, True)
 
 
@@ -339,45 +341,47 @@ def test_a_stage_is_told_by_the_layers_of_the_base(start, stop, text):
     assert layers_text(start, stop, 32) == text
 
 
-def test_a_profile_of_this_machine_takes_the_place_of_the_data_sheet(folder, weft, monkeypatch):
+def test_a_profile_of_this_machine_takes_the_place_of_the_data_sheet(folder, weftune, monkeypatch):
     from tests.plan.costs import CONFIG as SMALL
     from tests.plan.costs import SHAPE
     from tests.plan.test_profile import profile
-    from weft.plan import cluster
-    from weft.plan.profile import cpu_threads, file_of, key_of, profile_folder, write_profile
+    from weftune.plan import cluster
+    from weftune.plan.profile import cpu_threads, file_of, key_of, profile_folder, write_profile
 
     monkeypatch.setattr(cluster, "_smi", lambda: "")
     base = folder / "small"
     families.smollm2().save_pretrained(base)
     (base / "config.json").write_text(json.dumps(SMALL))
     (folder / "small.yaml").write_text("base: ./small\njobs:\n  - {name: short, data: short.jsonl}\n")
-    assert "not measured" in weft("small.yaml").out
+    assert "not measured" in weftune("small.yaml").out
     measured = replace(profile(), key=key_of(SHAPE, "cpu", cpu_threads()))
     write_profile(file_of(profile_folder(), measured.key), measured)
-    shown = weft("small.yaml", "--json", "out.json")
+    shown = weftune("small.yaml", "--json", "out.json")
     assert "from the profile of this" in " ".join(shown.out.split()), shown.err
-    assert "not measured" in weft("small.yaml", "--cluster", "H200").out
+    assert "not measured" in weftune("small.yaml", "--cluster", "H200").out
 
 
-def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure(folder, weft, monkeypatch):
+def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure(
+    folder, weftune, monkeypatch
+):
     """No GPU is here: what it would be measured as is given, and without it the data sheet stands."""
     import torch
 
-    from weft.plan import cluster
-    from weft.run.link import Link
+    from weftune.plan import cluster
+    from weftune.run.link import Link
 
     monkeypatch.setattr(cluster, "_smi", lambda: "NVIDIA H200, 143771\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = (jobs_file(folder, short="{rank: 8}"), "--gpu-memory", "8GiB", "--json", "out.json")
 
     def seconds():
-        assert weft(*words).code == 0
+        assert weftune(*words).code == 0
         numbers = json.loads((folder / "out.json").read_text())
         return numbers["round_seconds"], numbers["source"]
 
     by_sheet, source = seconds()
     assert "data sheet" in source
-    monkeypatch.setattr("weft.cli.plan_single.measured_link", lambda base: Link(1e9, 1e9, 1e15))
+    monkeypatch.setattr("weftune.cli.plan_single.measured_link", lambda base: Link(1e9, 1e9, 1e15))
     measured, source = seconds()
     assert "measured just now" in source
     # The layers' 13 GiB come twice a round, save those that find their slot still full.

@@ -11,9 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.data import families
-from weft.cli.preview import SUPERVISED, Shown, coloured, drawing, histogram, preview, visible
-from weft.data.prepare import prepare
-from weft.data.spec import DataSpec, EvalSpec
+from weftune.cli.preview import SUPERVISED, Shown, coloured, drawing, histogram, preview, visible
+from weftune.data.prepare import prepare
+from weftune.data.spec import DataSpec, EvalSpec
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories15m"
 CHAT = {
@@ -74,7 +74,7 @@ def test_characters_that_steer_a_terminal_are_not_printed():
 
 def test_preview_imports_nothing_heavy():
     heavy = "('torch', 'transformers', 'datasets', 'pyarrow', 'jinja2')"
-    code = f"import sys, weft.cli.preview; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, weftune.cli.preview; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
@@ -82,7 +82,7 @@ def test_preview_imports_nothing_heavy():
 def test_the_command_shows_identical_data_once(tmp_path, monkeypatch):
     import typer
 
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(CHAT) + "\n" for _ in range(3)))
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "Once upon a time"}) + "\n")
     (tmp_path / "jobs.yaml").write_text(

@@ -1,4 +1,4 @@
-"""`weft doctor --profile` writes a file that training finds by itself, and says where it lies."""
+"""`weftune doctor --profile` writes a file that training finds by itself, and says where it lies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from tests.families import tiny
-from weft.base.shape import model_shape
-from weft.cli.main import app
-from weft.errors import OutputError, UserError
-from weft.plan.profile import profile_folder, profile_here, read_profile
+from weftune.base.shape import model_shape
+from weftune.cli.main import app
+from weftune.errors import OutputError, UserError
+from weftune.plan.profile import profile_folder, profile_here, read_profile
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def model(tmp_path: Path) -> Path:
 def test_the_profile_lies_in_the_cache_and_is_found_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
     done = CliRunner().invoke(app, ["doctor", "--profile", "--base", str(model), "--device", "cpu"])
     assert done.exit_code == 0, done.output
     (file,) = profile_folder().iterdir()
@@ -50,7 +50,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    monkeypatch.setattr("weft.run.profile.measure_profile", lambda *_: measured.append(1))
+    monkeypatch.setattr("weftune.run.profile.measure_profile", lambda *_: measured.append(1))
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / "p.json", tmp_path):
         words = ["doctor", "--profile", "--base", str(model), "--device", "cpu", "--output", str(place)]

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tests.report.example import write_example
-from weft.cli.report import report
+from weftune.cli.report import report
 
 
 def invoke(folder: Path) -> Result:
@@ -26,15 +26,17 @@ def test_the_report_is_drawn_anew_and_its_path_printed(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_metrics_is_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from weft.cli.main import main; main()", "report", str(tmp_path)]
+    command = [sys.executable, "-c", "from weftune.cli.main import main; main()", "report", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        f"{tmp_path} holds no metrics.jsonl: name a folder that `weft train` has written to.\n"
+        f"{tmp_path} holds no metrics.jsonl: name a folder that `weftune train` has written to.\n"
     )
 
 
 def test_the_verb_costs_nothing_until_it_is_used() -> None:
-    program = "import sys, weft.cli.report; sys.exit(bool({'torch', 'plotly', 'jinja2'} & set(sys.modules)))"
+    program = (
+        "import sys, weftune.cli.report; sys.exit(bool({'torch', 'plotly', 'jinja2'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

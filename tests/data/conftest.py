@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.data import families
-from weft.data.prepare import prepare
-from weft.data.samples import Samples
-from weft.data.spec import DataSpec
+from weftune.data.prepare import prepare
+from weftune.data.samples import Samples
+from weftune.data.spec import DataSpec
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from weft.data.prepare import prepare
-from weft.data.spec import DataSpec
-from weft.errors import DataError
+from weftune.data.prepare import prepare
+from weftune.data.spec import DataSpec
+from weftune.errors import DataError
 
 GOOD = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "yes"}]}'
 ASK = '{"role": "user", "content": "Hello"}'

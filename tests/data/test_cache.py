@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.data.cache import StoreWriter, open_store
-from weft.data.prepare import prepare
-from weft.data.spec import DataSpec
-from weft.data.tally import Tally
-from weft.errors import OutputError
+from weftune.data.cache import StoreWriter, open_store
+from weftune.data.prepare import prepare
+from weftune.data.spec import DataSpec
+from weftune.data.tally import Tally
+from weftune.errors import OutputError
 
 ROWS = [{"text": f"the cat sat {n}"} for n in range(20)]
 

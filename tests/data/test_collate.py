@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.batch import IGNORED, Segment
-from weft.data.collate import Part, collate
+from weftune.batch import IGNORED, Segment
+from weftune.data.collate import Part, collate
 
 ROWS = [
     {"input_ids": [11, 12, 13, 14], "labels": [-100, -100, 13, 14]},

@@ -6,8 +6,8 @@ import pytest
 
 from tests.data import families
 from tests.data.conftest import supervised_runs, whole_text
-from weft.data.prepare import prepare
-from weft.data.spec import DataSpec
+from weftune.data.prepare import prepare
+from weftune.data.spec import DataSpec
 
 
 def plain_ids(tokenizer, text: str) -> list[int]:

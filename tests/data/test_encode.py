@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.data import families
-from weft.data.encode import Encoder
-from weft.data.prepare import is_prepared, prepare
-from weft.data.spec import DataSpec
+from weftune.data.encode import Encoder
+from weftune.data.prepare import is_prepared, prepare
+from weftune.data.spec import DataSpec
 
 MAKERS = (families.llama3, families.qwen3, families.gemma3, families.smollm2, families.gpt2, families.opt)
 TEXTS = ("", "Hello there", " the cat\n\nsat", "two <|im_end|> plus </s> two", "naïve 🙂 x", "1234")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.data import families
 from tests.data.conftest import supervised_runs, whole_text
-from weft.data.template import Template
+from weftune.data.template import Template
 
 CHAT = [
     {"role": "user", "content": "What is two plus two?"},
@@ -158,8 +158,8 @@ def test_a_chat_of_two_phi3_turns_is_one_sample_though_eos_follows_only_the_last
 
 
 def test_qwen3_turns_become_samples_of_their_own_as_at_inference(tmp_path):
-    from weft.data.prepare import prepare
-    from weft.data.spec import DataSpec
+    from weftune.data.prepare import prepare
+    from weftune.data.spec import DataSpec
 
     tokenizer = families.qwen3()
     messages = [

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from tests.data.conftest import supervised_runs, whole_text
-from weft.data.formats import detect
-from weft.data.prepare import prepare
-from weft.data.spec import DataSpec
-from weft.errors import DataError
+from weftune.data.formats import detect
+from weftune.data.prepare import prepare
+from weftune.data.spec import DataSpec
+from weftune.errors import DataError
 
 HEAD = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "yes"}]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.order import Order
+from weftune.data.order import Order
 
 
 @settings(max_examples=60, deadline=None)

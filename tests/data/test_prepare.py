@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.data import families
-from weft.data.order import Order
-from weft.data.prepare import prepare
-from weft.data.spec import DataSpec, EvalSpec, Source
-from weft.errors import DataError
+from weftune.data.order import Order
+from weftune.data.prepare import prepare
+from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.errors import DataError
 
 ROWS = [{"text": f"the cat sat on mat {n}"} for n in range(200)]
 

@@ -9,11 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from weft.data.json_rows import PIECE, read_json
-from weft.data.prepare import prepare
-from weft.data.read import open_path, open_rows
-from weft.data.spec import DataSpec
-from weft.errors import DataError
+from weftune.data.json_rows import PIECE, read_json
+from weftune.data.prepare import prepare
+from weftune.data.read import open_path, open_rows
+from weftune.data.spec import DataSpec
+from weftune.errors import DataError
 
 ROWS = [{"prompt": f"Question {n}:", "completion": f" answer, {n}\n“é”"} for n in range(5)]
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path):
     with pytest.raises(DataError, match="there is no file"):
         open_path(str(tmp_path / "absent.jsonl"), None, "absent.jsonl")
     (tmp_path / "rows.txt").write_text("a")
-    with pytest.raises(DataError, match=r"Weft reads \.jsonl, .*, not \.txt"):
+    with pytest.raises(DataError, match=r"Weftune reads \.jsonl, .*, not \.txt"):
         open_path(str(tmp_path / "rows.txt"), None, "rows.txt")
     (tmp_path / "rows.parquet").write_text("a")
     with pytest.raises(DataError, match="not a Parquet file"):
@@ -159,7 +159,7 @@ def test_a_hub_id_that_cannot_be_had_is_a_sentence(monkeypatch, tmp_path):
 
 
 def test_a_row_longer_than_the_limit_is_bad_and_the_next_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("weft.data.json_rows.LONGEST_ROW", 100)
+    monkeypatch.setattr("weftune.data.json_rows.LONGEST_ROW", 100)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "x" * 1000}) + '\n{"text": "a"}\n')
     first, second = open_path(str(path), None, "rows").rows()

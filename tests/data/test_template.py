@@ -6,11 +6,11 @@ import pytest
 
 from tests.data import families
 from tests.data.conftest import supervised_runs, whole_text
-from weft.data.prepare import prepare
-from weft.data.row import BadRow
-from weft.data.spec import DataSpec
-from weft.data.template import Template, template_source
-from weft.errors import DataError
+from weftune.data.prepare import prepare
+from weftune.data.row import BadRow
+from weftune.data.spec import DataSpec
+from weftune.data.template import Template, template_source
+from weftune.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "yes"}]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.data import families
 from tests.data.conftest import supervised_runs, whole_text
-from weft.data.prepare import prepare
-from weft.data.spec import DataSpec
+from weftune.data.prepare import prepare
+from weftune.data.spec import DataSpec
 
 PIECES = [
     "Hello",
@@ -65,7 +65,7 @@ def test_what_stands_before_an_answer_is_tokenised_as_at_inference(samples_of):
 
 def test_the_data_room_needs_neither_torch_nor_transformers():
     code = (
-        "import sys, weft.data.prepare, weft.data.order\n"
+        "import sys, weftune.data.prepare, weftune.data.order\n"
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

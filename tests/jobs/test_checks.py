@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.jobs.checks import check_targets, warnings
-from weft.jobs.read import read_run
-from weft.jobs.spec import JobSpec
-from weft.shapes import ModelShape, SiteShape
+from weftune.jobs.checks import check_targets, warnings
+from weftune.jobs.read import read_run
+from weftune.jobs.spec import JobSpec
+from weftune.shapes import ModelShape, SiteShape
 
 SHAPE = ModelShape(
     layers=2,
@@ -61,7 +61,7 @@ def test_what_may_not_be_meant_is_a_warning() -> None:
     (wide,) = warnings([job(rank=16)], SHAPE)
     assert wide.startswith("a: rank 16 is over the width 8 of model.layers.0.self_attn.v_proj and 1 more")
     (patterned,) = warnings([job(rank=4, rank_pattern={"q_proj": 8})], SHAPE)
-    assert "weft export --portable" in patterned
+    assert "weftune export --portable" in patterned
     stray, _ = warnings([job(rank=4, targets=["q_proj"], alpha_pattern={"v_proj": 8})], SHAPE)
     assert stray == 'a: alpha_pattern "v_proj" matches none of the job\'s targets'
     (long,) = warnings([job(rank=4, max_length=513)], SHAPE)

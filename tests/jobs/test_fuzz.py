@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft.errors import SpecError
-from weft.jobs.keys import SECTIONS
-from weft.jobs.read import parse_run, read_run
+from weftune.errors import SpecError
+from weftune.jobs.keys import SECTIONS
+from weftune.jobs.read import parse_run, read_run
 
 SCALARS = (
     st.none()

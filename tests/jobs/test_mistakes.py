@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.errors import SpecError
-from weft.jobs.keys import ADVICE, ANSWERED, RENAMED, SECTIONS, unknown_key
-from weft.jobs.read import parse_run, read_run
+from weftune.errors import SpecError
+from weftune.jobs.keys import ADVICE, ANSWERED, RENAMED, SECTIONS, unknown_key
+from weftune.jobs.read import parse_run, read_run
 
 HEAD = "base: demo\njobs:\n"
 JOB = HEAD + "  - name: a\n    data: rows.jsonl\n"
@@ -43,7 +43,7 @@ ONE_KEY = [
     ("max_grad_norm: 1", "max_grad_norm", "write clip"),
     ("sequence_len: 512", "sequence_len", "write data.max_length"),
     ("eval: {fraction: 0.1, eval_steps: 5}", "eval.eval_steps", "write every"),
-    ("sample_packing: true", "sample_packing", "leave it out, Weft always packs"),
+    ("sample_packing: true", "sample_packing", "leave it out, Weftune always packs"),
     ("bf16: true", "bf16", "dtype: bfloat16"),
     ("base_model: x", "base_model", "write base at the top of the file"),
     ("output: x", "output", "write output at the top of the file"),

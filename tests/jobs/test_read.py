@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from weft.base.spec import BaseSpec
-from weft.data.spec import Source
-from weft.errors import SpecError
-from weft.jobs.read import parse_run, read_run
-from weft.jobs.spec import RunSpec
-from weft.shapes import ModelShape, SiteShape
+from weftune.base.spec import BaseSpec
+from weftune.data.spec import Source
+from weftune.errors import SpecError
+from weftune.jobs.read import parse_run, read_run
+from weftune.jobs.spec import RunSpec
+from weftune.shapes import ModelShape, SiteShape
 
 
 def run_of(folder: Path, text: str) -> RunSpec:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import weft.jobs.shares
-from weft.errors import OutputError
-from weft.jobs.shares import SHARES, deal, dissolve, gather, share_folder
-from weft.jobs.states import State
-from weft.jobs.status import to_json
-from weft.jobs.store import Store, open_share, open_store
-from weft.plan.shares import Share
-from weft.report.read import read_run
+import weftune.jobs.shares
+from weftune.errors import OutputError
+from weftune.jobs.shares import SHARES, deal, dissolve, gather, share_folder
+from weftune.jobs.states import State
+from weftune.jobs.status import to_json
+from weftune.jobs.store import Store, open_share, open_store
+from weftune.plan.shares import Share
+from weftune.report.read import read_run
 
 SHARED = [Share(("a", "c"), 3.0), Share(("b",), 2.0)]
 
@@ -160,10 +160,10 @@ def test_a_share_whose_status_a_disk_has_damaged_does_not_spoil_the_report_but_i
 def test_a_share_that_is_still_written_to_is_not_gathered(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weft.jobs.shares, "LEAVING", 0.1)
+    monkeypatch.setattr(weftune.jobs.shares, "LEAVING", 0.1)
     with (
         open_share(output, 1),
-        pytest.raises(OutputError, match=f"another weft train is writing to {output};"),
+        pytest.raises(OutputError, match=f"another weftune train is writing to {output};"),
     ):
         open_store(output, resume=True)
     with pytest.raises(OutputError, match="is not empty; continue it with --resume"):

@@ -10,12 +10,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.adapters.lora.spec import LoraSpec
-from weft.data.spec import DataSpec, EvalSpec, Source
-from weft.errors import SpecError
-from weft.jobs.keys import ADAPTER_KEYS, BASE_KEYS, DATA_KEYS, JOB_KEYS, SECTIONS
-from weft.jobs.read import parse_run
-from weft.jobs.spec import EarlyStop, JobSpec, changed_keys, in_steps, resolved
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.errors import SpecError
+from weftune.jobs.keys import ADAPTER_KEYS, BASE_KEYS, DATA_KEYS, JOB_KEYS, SECTIONS
+from weftune.jobs.read import parse_run
+from weftune.jobs.spec import EarlyStop, JobSpec, changed_keys, in_steps, resolved
 
 ROWS = [{"text": "one"}, {"text": "two"}]
 
@@ -109,7 +109,7 @@ def test_no_clipping_has_one_spelling() -> None:
 def test_the_listed_keys_are_the_fields_of_the_records() -> None:
     from dataclasses import fields
 
-    from weft.base.spec import BaseSpec
+    from weftune.base.spec import BaseSpec
 
     def names(record: type) -> set[str]:
         return {item.name for item in fields(record)}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.jobs.states import MOVES, State, move
+from weftune.jobs.states import MOVES, State, move
 
 
 @settings(max_examples=500)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.errors import OutputError
-from weft.jobs.states import State
-from weft.jobs.status import JobStatus
-from weft.jobs.store import open_store
+from weftune.errors import OutputError
+from weftune.jobs.states import State
+from weftune.jobs.status import JobStatus
+from weftune.jobs.store import open_store
 
 
 def status_of(output: Path) -> dict:
@@ -78,7 +78,7 @@ def test_an_output_that_nothing_was_written_to_can_be_taken_again(tmp_path: Path
 
 def test_two_trainers_never_share_an_output(tmp_path: Path) -> None:
     with open_store(tmp_path, resume=False):
-        with pytest.raises(OutputError, match="another weft train is writing to"):
+        with pytest.raises(OutputError, match="another weftune train is writing to"):
             open_store(tmp_path, resume=True)
     open_store(tmp_path, resume=True).close()
 
@@ -177,8 +177,8 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_half_line(tmp_path: Path) -> No
     script = f"""
 import resource, signal
 from pathlib import Path
-from weft.errors import OutputError
-from weft.jobs.store import open_store
+from weftune.errors import OutputError
+from weftune.jobs.store import open_store
 store = open_store(Path({str(tmp_path)!r}), resume=False)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
@@ -196,8 +196,8 @@ except OutputError as error:
 def test_a_killed_trainer_leaves_a_status_that_resumes(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from weft.jobs.states import State
-from weft.jobs.store import open_store
+from weftune.jobs.states import State
+from weftune.jobs.store import open_store
 with open_store(Path({str(tmp_path)!r}), resume=True) as store:
     store.add_job("a")
     store.move_job("a", State.RUNNING)

@@ -11,7 +11,7 @@ import re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from weft.ops.triton import norm, rotary, swiglu
+from weftune.ops.triton import norm, rotary, swiglu
 
 TARGET = GPUTarget("cuda", 90, 32)
 NORM = dict(WIDTH=4096, ROWS=1, BLOCK=4096)

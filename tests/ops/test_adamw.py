@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from weft.ops.adamw import State, Update, gradient_norms, update
+from weftune.ops.adamw import State, Update, gradient_norms, update
 
 SIZES = [5, 4096, 10_001, 70_000]
 

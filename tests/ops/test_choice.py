@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.ops.choice import MOST_ROWS, Choices, fastest, shape_of
-from weft.ops.choice_file import ChoiceFile, Machine, Measured, file_for
-from weft.ops.choice_trial import JOBS, choices_on, made_up_site
-from weft.ops.rows import Rows
-from weft.ops.table import Group, Table
-from weft.ops.weave import Order
+from weftune.ops.choice import MOST_ROWS, Choices, fastest, shape_of
+from weftune.ops.choice_file import ChoiceFile, Machine, Measured, file_for
+from weftune.ops.choice_trial import JOBS, choices_on, made_up_site
+from weftune.ops.rows import Rows
+from weftune.ops.table import Group, Table
+from weftune.ops.weave import Order
 
 MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
 BOTH = (Order.wide, Order.wide_beside)
@@ -191,7 +191,7 @@ def test_an_order_that_the_device_cannot_run_is_not_chosen(tmp_path):
 
 
 def test_without_a_gpu_the_first_order_is_taken_and_no_file_written(tmp_path, monkeypatch):
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
     assert file_for(torch.device("cpu")) is None
     assert Call().of(choices_on(torch.device("cpu"))) is Order.wide
     assert not list(tmp_path.iterdir())
@@ -267,8 +267,8 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.ops.test_choice import BOTH, MACHINE
-from weft.ops.choice_file import ChoiceFile, Measured
-from weft.ops.weave import Order
+from weftune.ops.choice_file import ChoiceFile, Measured
+from weftune.ops.weave import Order
 file = ChoiceFile(Path(sys.argv[1]), MACHINE)
 for number in range(150):
     file.add(f"{sys.argv[2]} {number}", Measured(Order.wide_beside, {Order.wide_beside: float(number)}), BOTH)

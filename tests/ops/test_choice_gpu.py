@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from tests.ops.test_choice import Call
-from weft.ops.choice import fastest
-from weft.ops.choice_file import file_for
-from weft.ops.choice_trial import choices_on, time_orders
-from weft.ops.weave import orders_for
+from weftune.ops.choice import fastest
+from weftune.ops.choice_file import file_for
+from weftune.ops.choice_trial import choices_on, time_orders
+from weftune.ops.weave import orders_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def timed(asked):
 
 @pytest.fixture(autouse=True)
 def _fresh_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", CALLS)

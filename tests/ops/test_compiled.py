@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.ops.norm import rms_norm, skip_rms_norm
-from weft.ops.rotary import rotary_split
-from weft.ops.swiglu import swiglu
+from weftune.ops.norm import rms_norm, skip_rms_norm
+from weftune.ops.rotary import rotary_split
+from weftune.ops.swiglu import swiglu
 
 
 def test_kernels_compile_without_a_gpu_and_move_16_bytes_at_a_time(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.ops.test_dropout import fmix32
-from weft.ops import draw
-from weft.ops.draw import fill_uniform, parameter_key
+from weftune.ops import draw
+from weftune.ops.draw import fill_uniform, parameter_key
 
 SITES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj")
 COUNT = 1 << 20

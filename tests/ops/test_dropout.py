@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.ops.dropout import kept_TK, key, mix, odd, threshold
+from weftune.ops.dropout import kept_TK, key, mix, odd, threshold
 
 
 def fmix32(values: np.ndarray) -> np.ndarray:
@@ -90,7 +90,7 @@ def test_a_row_keeps_its_mask_wherever_it_is_packed():
 
 def test_a_block_larger_than_the_cache_is_hashed_piece_by_piece_to_the_same_bits(monkeypatch):
     whole = kept_TK(123, torch.arange(50), 16, 0.3)
-    monkeypatch.setattr("weft.ops.dropout.CHUNK", 16 * 7)
+    monkeypatch.setattr("weftune.ops.dropout.CHUNK", 16 * 7)
     assert torch.equal(kept_TK(123, torch.arange(50), 16, 0.3), whole)
 
 

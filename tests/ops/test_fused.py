@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.ops.woven import Case, Job, close, healthy_after, run, truth, values, woven
-from weft.ops import dropout
-from weft.ops.weave import Order, contestants, orders_for
+from weftune.ops import dropout
+from weftune.ops.weave import Order, contestants, orders_for
 
 pytest.importorskip("triton")
 pytestmark = [

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from weft.head import Head
-from weft.ops import logprobs
-from weft.ops.logprobs import target_logprobs
+from weftune.head import Head
+from weftune.ops import logprobs
+from weftune.ops.logprobs import target_logprobs
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.ops.dropout import kept_TK
-from weft.ops.lora import Block, Blocks, Factors, Route, add_lora
+from weftune.ops.dropout import kept_TK
+from weftune.ops.lora import Block, Blocks, Factors, Route, add_lora
 
 FAST = [Route.segmented, Route.concatenated]
 WHOLE = [Route.reference, *FAST]

@@ -9,7 +9,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
-from weft.ops.norm import rms_norm, rms_norm_reference, skip_rms_norm
+from weftune.ops.norm import rms_norm, rms_norm_reference, skip_rms_norm
 
 EPS = 1e-5
 ROWS = [1, 7, 33]

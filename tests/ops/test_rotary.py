@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
-from weft.ops.rotary import rotary_split, rotary_split_reference
+from weftune.ops.rotary import rotary_split, rotary_split_reference
 
 HEADS_AND_GROUPS = [(1, 1), (4, 2), (9, 3), (32, 8)]
 WIDTHS = [(40, 40), (64, 64), (64, 16), (24, 20)]

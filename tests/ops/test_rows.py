@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.ops.rows import BLOCK, Rows, Seat
+from weftune.ops.rows import BLOCK, Rows, Seat
 
 
 def test_tiles_and_pieces_cover_every_row_once():

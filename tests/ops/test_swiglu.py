@@ -5,7 +5,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
-from weft.ops.swiglu import swiglu, swiglu_reference
+from weftune.ops.swiglu import swiglu, swiglu_reference
 
 
 def drawn(*shape, dtype=torch.float32, device="cpu"):

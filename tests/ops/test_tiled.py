@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.ops.woven import Case, Job, close, healthy_after, run, truth, values, woven
-from weft.ops import dropout
-from weft.ops.tiled import forward
-from weft.ops.weave import Order, Weave, tiling
+from weftune.ops import dropout
+from weftune.ops.tiled import forward
+from weftune.ops.weave import Order, Weave, tiling
 
 pytest.importorskip("triton")
 pytestmark = [

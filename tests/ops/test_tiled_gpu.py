@@ -16,10 +16,10 @@ from tests.ops.woven import (
     values,
     woven,
 )
-from weft.ops import dropout, wide
-from weft.ops.table import Group
-from weft.ops.tiled import backward, forward, woven_linear
-from weft.ops.weave import Order, Weave, orders_for, tiling
+from weftune.ops import dropout, wide
+from weftune.ops.table import Group
+from weftune.ops.tiled import backward, forward, woven_linear
+from weftune.ops.weave import Order, Weave, orders_for, tiling
 
 pytestmark = [
     pytest.mark.gpu,

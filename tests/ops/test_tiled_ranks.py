@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.woven import Case, Job, close, healthy_after, run, truth
-from weft.ops import tiled_kernels
+from weftune.ops import tiled_kernels
 
 pytest.importorskip("triton")
 pytestmark = [

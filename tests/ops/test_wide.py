@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.ops.woven import Case, Job, close, healthy_after, kept_of_a_young_adapter, run, truth
-from weft.ops import wide
-from weft.ops.weave import Order
-from weft.ops.wide import spans
+from weftune.ops import wide
+from weftune.ops.weave import Order
+from weftune.ops.wide import spans
 
 pytest.importorskip("triton")
 pytestmark = [

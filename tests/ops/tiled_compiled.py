@@ -18,9 +18,9 @@ from triton.compiler import ASTSource, compile
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.ops.woven import Case, Job, values, woven
-from weft.ops.tiled import backward, forward
-from weft.ops.triton import product, site, site_gradients
-from weft.ops.weave import Order, Weave, product_blocks, tiling
+from weftune.ops.tiled import backward, forward
+from weftune.ops.triton import product, site, site_gradients
+from weftune.ops.weave import Order, Weave, product_blocks, tiling
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}

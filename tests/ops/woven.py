@@ -8,13 +8,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from weft.ops import dropout
-from weft.ops.dropout import step_key
-from weft.ops.rows import Rows, Seat
-from weft.ops.table import ALIGNMENT, Entry, Group, Table
-from weft.ops.tiled import backward, forward, woven_linear
-from weft.ops.tiled_kernels import ds
-from weft.ops.weave import Order, Weave, product_blocks, tiling
+from weftune.ops import dropout
+from weftune.ops.dropout import step_key
+from weftune.ops.rows import Rows, Seat
+from weftune.ops.table import ALIGNMENT, Entry, Group, Table
+from weftune.ops.tiled import backward, forward, woven_linear
+from weftune.ops.tiled_kernels import ds
+from weftune.ops.weave import Order, Weave, product_blocks, tiling
 
 STEP = 3
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from weft.plan.architecture import model_shape
-from weft.plan.cluster import parse_cluster
-from weft.plan.estimate import JobOutline
-from weft.plan.fit import Ground, make_ground
-from weft.shapes import JobShape
+from weftune.plan.architecture import model_shape
+from weftune.plan.cluster import parse_cluster
+from weftune.plan.estimate import JobOutline
+from weftune.plan.fit import Ground, make_ground
+from weftune.shapes import JobShape
 
 CONFIG = {
     "model_type": "llama",

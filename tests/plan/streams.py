@@ -7,8 +7,8 @@ from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
-from weft.plan.partition import LayerCost
-from weft.plan.stream_step import Host, StreamPartition, StreamStage
+from weftune.plan.partition import LayerCost
+from weftune.plan.stream_step import Host, StreamPartition, StreamStage
 
 SECONDS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 

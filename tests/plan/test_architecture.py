@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from tests.families import COMMON, FAMILIES, GROUPED, config
-from weft.base.shape import model_shape as real_shape
-from weft.errors import BaseModelError
-from weft.plan.architecture import model_shape
+from weftune.base.shape import model_shape as real_shape
+from weftune.errors import BaseModelError
+from weftune.plan.architecture import model_shape
 
 
 def made(model_config):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.balance import EXACT, balance, level, longest_first, sums, variance
+from weftune.plan.balance import EXACT, balance, level, longest_first, sums, variance
 
 
 def partitions(indices, count):

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.packings import assert_legal, fewest, instances
-from weft.plan.best import Limits, pack_best, pack_instance, pack_many, packers
-from weft.plan.instance import instance
-from weft.plan.pack import pack_padded
-from weft.plan.swap import emptiest
+from weftune.plan.best import Limits, pack_best, pack_instance, pack_many, packers
+from weftune.plan.instance import instance
+from weftune.plan.pack import pack_padded
+from weftune.plan.swap import emptiest
 
 SMALL = Limits(tries=300, kicks=30, solver_nodes=20)
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 
 from tests.plan.packings import fewest, instances
-from weft.plan.bound import bound, bound_of
+from weftune.plan.bound import bound, bound_of
 
 
 @settings(max_examples=150, deadline=None)

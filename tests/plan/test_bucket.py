@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.pipelines import load, loads, pipelines, stage
-from weft.plan.bucket import arrange, bucket, end_to_end, make_bucket
-from weft.plan.cost import Line
-from weft.plan.fuse import fuse
-from weft.plan.stage import Pass, Pipeline
+from weftune.plan.bucket import arrange, bucket, end_to_end, make_bucket
+from weftune.plan.cost import Line
+from weftune.plan.fuse import fuse
+from weftune.plan.stage import Pass, Pipeline
 
 
 def talkative(stages: int, communication: float, microbatches: int = 8) -> Pipeline:

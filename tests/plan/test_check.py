@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
-from weft.plan.check import check
-from weft.plan.pipeline import one_forward_one_backward
-from weft.plan.planner import Course, plan_window
-from weft.plan.program import (
+from weftune.plan.check import check
+from weftune.plan.pipeline import one_forward_one_backward
+from weftune.plan.planner import Course, plan_window
+from weftune.plan.program import (
     Backward,
     Evaluate,
     Evict,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.chunk import Chunk, Piece, align, chunk_size
-from weft.plan.pack import pack
+from weftune.plan.chunk import Chunk, Piece, align, chunk_size
+from weftune.plan.pack import pack
 
 
 def test_the_size_is_the_greatest_power_of_two_in_all_lengths_but_no_less_than_the_floor():

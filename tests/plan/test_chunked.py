@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.outlooks import ground, outline
-from weft.plan.check import check
-from weft.plan.chunked import chunked, chunked_forecast
-from weft.plan.fit import lay_out
-from weft.plan.program import Backward, IllegalProgram
+from weftune.plan.check import check
+from weftune.plan.chunked import chunked, chunked_forecast
+from weftune.plan.fit import lay_out
+from weftune.plan.program import Backward, IllegalProgram
 
 PIPE = ground("2xH100")
 

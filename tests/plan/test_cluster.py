@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from weft.errors import PlanError
-from weft.plan import cluster
-from weft.plan.cluster import DEVICES, cluster_from, parse_cluster, this_machine
-from weft.plan.price import Link
+from weftune.errors import PlanError
+from weftune.plan import cluster
+from weftune.plan.cluster import DEVICES, cluster_from, parse_cluster, this_machine
+from weftune.plan.price import Link
 
 
 def test_a_line_names_count_device_and_link():

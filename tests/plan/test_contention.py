@@ -8,10 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.plan.streams import HOSTS, bases, partition, partitions
-from weft.plan.contention import Root, contended_seconds, fastest_order
-from weft.plan.mapping import Topology, cross_order, sequential_order
-from weft.plan.partition import LayerCost
-from weft.plan.stream_step import Host, StreamPartition, step_seconds, visits
+from weftune.plan.contention import Root, contended_seconds, fastest_order
+from weftune.plan.mapping import Topology, cross_order, sequential_order
+from weftune.plan.partition import LayerCost
+from weftune.plan.stream_step import Host, StreamPartition, step_seconds, visits
 
 BLOCK = LayerCost("block", 1.0, 2.0, 40)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.costs import SHAPE, TRUTH, program, work
-from weft.plan.cost import Rate, Terms, counts, terms_of, work_of
-from weft.plan.prior import arithmetic
-from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.cost import Rate, Terms, counts, terms_of, work_of
+from weftune.plan.prior import arithmetic
+from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
 
 
 def test_a_program_costs_its_passes_looks_steps_and_saves() -> None:

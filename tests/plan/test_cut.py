@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.plan.costs import SHAPE
 from tests.plan.profiles import KINDS, profile
-from weft.errors import PlanError
-from weft.plan.cost import Terms
-from weft.plan.cut import PartCosts, counted_costs, cut_layers, measured_costs, typical_work
-from weft.shapes import LayerRange
+from weftune.errors import PlanError
+from weftune.plan.cost import Terms
+from weftune.plan.cut import PartCosts, counted_costs, cut_layers, measured_costs, typical_work
+from weftune.shapes import LayerRange
 
 TOKENS = 1024
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.packings import instances
-from weft.plan.fill import fullest
-from weft.plan.instance import instance
+from weftune.plan.fill import fullest
+from weftune.plan.instance import instance
 
 
 @settings(max_examples=200, deadline=None)

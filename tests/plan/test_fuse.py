@@ -10,10 +10,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.plan.pipelines import GIB, load, loads, pipelines, stage
-from weft.errors import PlanError
-from weft.plan.cost import Line
-from weft.plan.fuse import fuse, price, why_not
-from weft.plan.stage import Pass, Pipeline
+from weftune.errors import PlanError
+from weftune.plan.cost import Line
+from weftune.plan.fuse import fuse, price, why_not
+from weftune.plan.stage import Pass, Pipeline
 
 
 def stage_seconds(jobs, pipe):

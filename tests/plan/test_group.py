@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan.group import JobLengths, earliest, group, head_tail, waits
+from weftune.plan.group import JobLengths, earliest, group, head_tail, waits
 
 
 def jobs(*means, samples=32):

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.costs import SHAPE, TRUTH, measured, program
-from weft.plan.cost import StateTime, work_of
-from weft.plan.learned import Learned, Outcome
-from weft.plan.memory import MemoryFit, MemoryModel
-from weft.plan.memory_fit import Peak, fit_memory, safer, window_need
-from weft.plan.prior import arithmetic
-from weft.plan.program import Program
-from weft.shapes import JobShape
+from weftune.plan.cost import StateTime, work_of
+from weftune.plan.learned import Learned, Outcome
+from weftune.plan.memory import MemoryFit, MemoryModel
+from weftune.plan.memory_fit import Peak, fit_memory, safer, window_need
+from weftune.plan.prior import arithmetic
+from weftune.plan.program import Program
+from weftune.shapes import JobShape
 
 COMPANY = {"a": JobShape("a", 0, 0, trainable=10**6, longest=60)}
 JOBS = list(COMPANY.values())

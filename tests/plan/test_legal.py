@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.outlooks import SHAPE, ground, outline
-from weft.plan.ablate import ablate
-from weft.plan.candidate import alone
-from weft.plan.check import check
-from weft.plan.cluster import cluster_from
-from weft.plan.estimate import JobOutline
-from weft.plan.fit import Ground, frugal, lay_out, make_ground
-from weft.plan.forecast import run_scheme
-from weft.plan.outlook import outlook
-from weft.plan.program import Forward, Program, Step
-from weft.plan.scheme import GREEDY, SEARCHED, Order, Scheme
-from weft.plan.stream_outlook import stream_outlook
+from weftune.plan.ablate import ablate
+from weftune.plan.candidate import alone
+from weftune.plan.check import check
+from weftune.plan.cluster import cluster_from
+from weftune.plan.estimate import JobOutline
+from weftune.plan.fit import Ground, frugal, lay_out, make_ground
+from weftune.plan.forecast import run_scheme
+from weftune.plan.outlook import outlook
+from weftune.plan.program import Forward, Program, Step
+from weftune.plan.scheme import GREEDY, SEARCHED, Order, Scheme
+from weftune.plan.stream_outlook import stream_outlook
 
 LENGTHS = st.lists(
     st.lists(st.lists(st.integers(2, 900), min_size=1, max_size=5), min_size=1, max_size=3),
@@ -90,7 +90,7 @@ def test_every_order_is_legal_and_trains_each_sample_of_each_batch_once(
 ):
     place, jobs = frugal(ground(cluster))[-1], made(lengths)
     groups = (tuple(job.name for job in jobs),) if together else alone(jobs)
-    scheme = Scheme("weft", groups, order, limits, shift)
+    scheme = Scheme("weftune", groups, order, limits, shift)
     trains(run_scheme(scheme, jobs, place, lay_out(place, jobs, capacity)).program, jobs)
 
 

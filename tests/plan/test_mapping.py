@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.mapping import EXACT_GPUS, Topology, contention, cross_order, sequential_order
+from weftune.plan.mapping import EXACT_GPUS, Topology, contention, cross_order, sequential_order
 
 TOPOLOGIES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple).map(Topology)
 

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from weft.plan.memory import FUSED_SLACK_BYTES, NOTHING, SLACK_BYTES, MemoryModel, Recompute, gib, longest
-from weft.shapes import JobShape, ModelShape, SiteShape
+from weftune.plan.memory import FUSED_SLACK_BYTES, NOTHING, SLACK_BYTES, MemoryModel, Recompute, gib, longest
+from weftune.shapes import JobShape, ModelShape, SiteShape
 
 SITES = (SiteShape("up", 100, 400), SiteShape("down", 400, 100))
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.best import Limits
-from weft.plan.merge import NO_OP, BatchSample, MergeRules, merge, verify
-from weft.plan.program import IllegalProgram
+from weftune.plan.best import Limits
+from weftune.plan.merge import NO_OP, BatchSample, MergeRules, merge, verify
+from weftune.plan.program import IllegalProgram
 
 SMALL = Limits(tries=100, kicks=0, solver_nodes=0, solver_cells=0, room_cells=0)
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 
 from tests.plan.packings import assert_legal, fewest, instances
-from weft.plan.bound import bound_of
-from weft.plan.instance import instance
-from weft.plan.milp import emptiest_bin, fewest_bins
-from weft.plan.pack import pack_padded
-from weft.plan.swap import emptiest
+from weftune.plan.bound import bound_of
+from weftune.plan.instance import instance
+from weftune.plan.milp import emptiest_bin, fewest_bins
+from weftune.plan.pack import pack_padded
+from weftune.plan.swap import emptiest
 
 pytest.importorskip("highspy")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.nnls import by_active_set
+from weftune.plan.nnls import by_active_set
 
 
 def least(matrix: np.ndarray, wanted: np.ndarray) -> float:

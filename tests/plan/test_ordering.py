@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
-from weft.plan.ordering import least_seconds
-from weft.plan.pipeline import alternating_passes, assemble, gpipe_passes, multi_job_passes
-from weft.plan.price import Link, PassPrice, PricedCluster, Prices, free_cluster
-from weft.plan.simulate import simulate
+from weftune.plan.ordering import least_seconds
+from weftune.plan.pipeline import alternating_passes, assemble, gpipe_passes, multi_job_passes
+from weftune.plan.price import Link, PassPrice, PricedCluster, Prices, free_cluster
+from weftune.plan.simulate import simulate
 
 TIMES = st.floats(0.1, 5.0)
 

@@ -7,21 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.outlooks import PARAMETERS, SHAPE, ground, outline, outlines
-from weft.errors import PlanError
-from weft.plan.ablate import ablate
-from weft.plan.candidate import candidates
-from weft.plan.check import check
-from weft.plan.cluster import parse_cluster
-from weft.plan.estimate import sheet_speed
-from weft.plan.explain import explain
-from weft.plan.fit import frugal, full_rows, lay_out, make_ground, why_not
-from weft.plan.forecast import run_scheme
-from weft.plan.memory import NOTHING
-from weft.plan.outlook import outlook
-from weft.plan.places import ALIKE, places
-from weft.plan.rivals import rivals
-from weft.plan.scheme import Order
-from weft.plan.search import PIPELINE_ORDERS
+from weftune.errors import PlanError
+from weftune.plan.ablate import ablate
+from weftune.plan.candidate import candidates
+from weftune.plan.check import check
+from weftune.plan.cluster import parse_cluster
+from weftune.plan.estimate import sheet_speed
+from weftune.plan.explain import explain
+from weftune.plan.fit import frugal, full_rows, lay_out, make_ground, why_not
+from weftune.plan.forecast import run_scheme
+from weftune.plan.memory import NOTHING
+from weftune.plan.outlook import outlook
+from weftune.plan.places import ALIKE, places
+from weftune.plan.rivals import rivals
+from weftune.plan.scheme import Order
+from weftune.plan.search import PIPELINE_ORDERS
 
 FOUR = "4xA100-80G:pcie"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.plan.overlap import Kind, Operator, overlap, subgraphs
+from weftune.plan.overlap import Kind, Operator, overlap, subgraphs
 
 COMPUTE, COMMUNICATION, ADAPTER = Kind.compute, Kind.communication, Kind.adapter
 

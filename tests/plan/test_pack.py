@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.packings import assert_legal, instances
-from weft.plan.instance import instance
-from weft.plan.pack import pack, pack_padded
+from weftune.plan.instance import instance
+from weftune.plan.pack import pack, pack_padded
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.streams import layer
-from weft.errors import PlanError
-from weft.plan.partition import LayerCost, StageCost, StageLimit, balance, stage_bytes, stage_cost
+from weftune.errors import PlanError
+from weftune.plan.partition import LayerCost, StageCost, StageLimit, balance, stage_bytes, stage_cost
 
 LIMITS = st.lists(
     st.builds(

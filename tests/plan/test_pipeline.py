@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
-from weft.plan.check import check
-from weft.plan.pipeline import Work, gpipe, multi_job, one_forward_one_backward, rounds
-from weft.plan.price import even_prices, free_cluster, stage_prices
-from weft.plan.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
-from weft.plan.simulate import simulate
+from weftune.plan.check import check
+from weftune.plan.pipeline import Work, gpipe, multi_job, one_forward_one_backward, rounds
+from weftune.plan.price import even_prices, free_cluster, stage_prices
+from weftune.plan.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.simulate import simulate
 
 STEPS = 10
 STEADY = (4, 9)

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.test_check import course
-from weft.plan.check import check
-from weft.plan.cost import Line
-from weft.plan.pipeline_window import PipelineOrder, PipelineRules, StagePace, plan_pipeline
-from weft.plan.price import free_cluster, stage_prices
-from weft.plan.program import Evaluate, Forward, Save, Step
-from weft.plan.simulate import simulate
+from weftune.plan.check import check
+from weftune.plan.cost import Line
+from weftune.plan.pipeline_window import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.plan.price import free_cluster, stage_prices
+from weftune.plan.program import Evaluate, Forward, Save, Step
+from weftune.plan.simulate import simulate
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.plan.costs import CONFIG, SHAPE, TRUTH, work
 from tests.plan.profiles import KINDS, LAYER, PER_TOKEN, profile
-from weft.plan.architecture import model_shape
-from weft.plan.memory import MemoryModel
-from weft.plan.prior import counted
-from weft.plan.profile import (
+from weftune.plan.architecture import model_shape
+from weftune.plan.memory import MemoryModel
+from weftune.plan.prior import counted
+from weftune.plan.profile import (
     VERSION,
     cpu_threads,
     file_of,
@@ -22,7 +22,7 @@ from weft.plan.profile import (
     to_json,
     write_profile,
 )
-from weft.plan.profile_cost import cost_of, directions, memory_of, speed_of
+from weftune.plan.profile_cost import cost_of, directions, memory_of, speed_of
 
 
 def test_what_was_written_is_read(tmp_path) -> None:
@@ -53,7 +53,7 @@ def test_a_file_that_is_no_profile_is_as_good_as_none(tmp_path, damage) -> None:
 
 
 def test_a_profile_holds_for_its_device_torch_dtype_and_shape_only(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
     key = profile().key
     write_profile(file_of(profile_folder(), key), profile())
     assert find_profile(key) == profile()
@@ -71,7 +71,7 @@ def test_a_profile_holds_for_its_device_torch_dtype_and_shape_only(tmp_path, mon
 
 
 def test_the_profile_of_this_machine_is_found_without_torch(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert cpu_threads() == 3
     assert profile_here(SHAPE) is None

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.plan.works import work
-from weft.plan.check import check
-from weft.plan.pipeline import one_forward_one_backward
-from weft.plan.program import Forward, Load, Step
+from weftune.plan.check import check
+from weftune.plan.pipeline import one_forward_one_backward
+from weftune.plan.program import Forward, Load, Step
 
 
 def test_only_a_program_of_one_device_has_a_single_order():

@@ -11,15 +11,15 @@ from tests.plan.stream_cases import ENDS, JOBS, LAYER, NEVER, TOKENS, base, gpu,
 from tests.plan.test_check import course
 from tests.plan.test_rank_window import cuts
 from tests.plan.test_stream_memory import CAPACITIES, COMPANIES
-from weft.errors import HostTooSmall, PlanError
-from weft.plan.memory import longest
-from weft.plan.rank_choice import choose_ranks
-from weft.plan.rank_memory import RanksMemory
-from weft.plan.rank_need import RanksCase
-from weft.plan.rank_search import ranks_cut
-from weft.plan.rank_window import plan_ranks
-from weft.plan.stream_choice import capacities
-from weft.plan.stream_need import StreamCase
+from weftune.errors import HostTooSmall, PlanError
+from weftune.plan.memory import longest
+from weftune.plan.rank_choice import choose_ranks
+from weftune.plan.rank_memory import RanksMemory
+from weftune.plan.rank_need import RanksCase
+from weftune.plan.rank_search import ranks_cut
+from weftune.plan.rank_window import plan_ranks
+from weftune.plan.stream_choice import capacities
+from weftune.plan.stream_need import StreamCase
 
 LAYERS = 6
 PARTED = 1 << 30

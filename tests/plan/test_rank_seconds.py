@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from tests.plan.test_check import course
 from tests.plan.test_rank_window import cut, cuts
-from weft.plan.cost import Line
-from weft.plan.pipeline_window import LoadPace, StagePace, timeline_foreseen
-from weft.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
-from weft.plan.program import Step
-from weft.plan.rank_seconds import Hops, StagePasses, round_ends, round_seconds
-from weft.plan.rank_window import plan_ranks
-from weft.plan.simulate import simulate
+from weftune.plan.cost import Line
+from weftune.plan.pipeline_window import LoadPace, StagePace, timeline_foreseen
+from weftune.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
+from weftune.plan.program import Step
+from weftune.plan.rank_seconds import Hops, StagePasses, round_ends, round_seconds
+from weftune.plan.rank_window import plan_ranks
+from weftune.plan.simulate import simulate
 
 SECONDS = st.integers(1, 30).map(lambda tenths: tenths / 10)
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.plan.test_check import course
 from tests.plan.test_stream_window import companies, done
-from weft.plan.check import check
-from weft.plan.check_slots import check_slots
-from weft.plan.planner import plan_window
-from weft.plan.price import PassPrice, Prices, free_cluster
-from weft.plan.program import (
+from weftune.plan.check import check
+from weftune.plan.check_slots import check_slots
+from weftune.plan.planner import plan_window
+from weftune.plan.price import PassPrice, Prices, free_cluster
+from weftune.plan.program import (
     Backward,
     Evaluate,
     Evict,
@@ -29,10 +29,10 @@ from weft.plan.program import (
     Send,
     Step,
 )
-from weft.plan.rank_cut import RanksCut
-from weft.plan.rank_window import plan_ranks
-from weft.plan.simulate import simulate
-from weft.plan.stream_step import StreamStage
+from weftune.plan.rank_cut import RanksCut
+from weftune.plan.rank_window import plan_ranks
+from weftune.plan.simulate import simulate
+from weftune.plan.stream_step import StreamStage
 
 
 def cut(*layers: int, ranks: int, resident: set[int] = frozenset(), slots: int = 1) -> RanksCut:

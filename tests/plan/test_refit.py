@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.costs import SHAPE, TRUTH, draw, measured, step, work
-from weft.plan.cost import PassTime, Terms
-from weft.plan.prior import arithmetic
-from weft.plan.refit import REMEMBERED, Times, WindowTime, refit
+from weftune.plan.cost import PassTime, Terms
+from weftune.plan.prior import arithmetic
+from weftune.plan.refit import REMEMBERED, Times, WindowTime, refit
 
 
 def error(model, one) -> float:

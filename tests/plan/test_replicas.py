@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.test_check import course
-from weft.plan.check import check
-from weft.plan.cost import Line
-from weft.plan.merge import BatchSample
-from weft.plan.pipeline_window import PipelineRules, StagePace, plan_pipeline, timeline_foreseen
-from weft.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices, free_cluster
-from weft.plan.program import Backward, Evaluate, Forward, IllegalProgram, Reduce, Save, Step
-from weft.plan.replicas import deal
-from weft.plan.simulate import simulate
+from weftune.plan.check import check
+from weftune.plan.cost import Line
+from weftune.plan.merge import BatchSample
+from weftune.plan.pipeline_window import PipelineRules, StagePace, plan_pipeline, timeline_foreseen
+from weftune.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices, free_cluster
+from weftune.plan.program import Backward, Evaluate, Forward, IllegalProgram, Reduce, Save, Step
+from weftune.plan.replicas import deal
+from weftune.plan.simulate import simulate
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan.program import Placed, SegmentPlan
-from weft.plan.segments import pack_segments, rung
+from weftune.plan.program import Placed, SegmentPlan
+from weftune.plan.segments import pack_segments, rung
 
 
 def test_rungs_are_never_far_above_and_never_below() -> None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.outlooks import SHAPE, outlines
-from weft.plan.cluster import parse_cluster
-from weft.plan.fit import Ground, make_ground
-from weft.plan.price import Link
-from weft.plan.scheme import Scheme
-from weft.plan.sharded import make_shards, sharded_forecast
+from weftune.plan.cluster import parse_cluster
+from weftune.plan.fit import Ground, make_ground
+from weftune.plan.price import Link
+from weftune.plan.scheme import Scheme
+from weftune.plan.sharded import make_shards, sharded_forecast
 
 JOBS = outlines(4)
-SCHEME = Scheme("weft", (tuple(job.name for job in JOBS),))
+SCHEME = Scheme("weftune", (tuple(job.name for job in JOBS),))
 
 
 def pipe(bandwidth: float) -> Ground:

@@ -1,10 +1,10 @@
-"""`weft plan` where the base fits each device: shares, and more tokens a second than any cut of the base."""
+"""`weftune plan` where the base fits each device: shares, and more tokens a second than any cut."""
 
 import pytest
 
 from tests.plan.outlooks import ground, outline, outlines
-from weft.plan.outlook import outlook
-from weft.plan.share_outlook import share_outlook
+from weftune.plan.outlook import outlook
+from weftune.plan.share_outlook import share_outlook
 
 
 def steps(jobs, each=100):

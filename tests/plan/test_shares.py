@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.plan.estimate import Speed
-from weft.plan.memory import SLACK_BYTES, MemoryModel
-from weft.plan.prior import arithmetic
-from weft.plan.program import GlobalBatch, Placed
-from weft.plan.shares import JobWork, job_seconds, share_jobs, sheet_cost, too_large
-from weft.shapes import JobShape, ModelShape, SiteShape
+from weftune.plan.estimate import Speed
+from weftune.plan.memory import SLACK_BYTES, MemoryModel
+from weftune.plan.prior import arithmetic
+from weftune.plan.program import GlobalBatch, Placed
+from weftune.plan.shares import JobWork, job_seconds, share_jobs, sheet_cost, too_large
+from weftune.shapes import JobShape, ModelShape, SiteShape
 
 HIDDEN, LAYERS, VOCABULARY = 256, 4, 1000
 SITES = tuple(

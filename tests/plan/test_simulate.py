@@ -6,8 +6,8 @@ from time import perf_counter
 import pytest
 
 from tests.plan.works import work
-from weft.plan.pipeline import multi_job, one_forward_one_backward
-from weft.plan.price import (
+from weftune.plan.pipeline import multi_job, one_forward_one_backward
+from weftune.plan.price import (
     Link,
     PairLink,
     PassPrice,
@@ -17,9 +17,9 @@ from weft.plan.price import (
     even_prices,
     free_cluster,
 )
-from weft.plan.program import Backward, Evict, Forward, Load, Program, Recv, Reduce, Send, Step
-from weft.plan.simulate import simulate
-from weft.plan.timeline import Lane, Level, Span
+from weftune.plan.program import Backward, Evict, Forward, Load, Program, Recv, Reduce, Send, Step
+from weftune.plan.simulate import simulate
+from weftune.plan.timeline import Lane, Level, Span
 
 ROOM = PricedDevice(1 << 40)
 

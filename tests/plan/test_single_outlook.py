@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.outlooks import SHAPE, ground, outline
-from weft.plan.check import check
-from weft.plan.program import Load
-from weft.plan.single_outlook import (
+from weftune.plan.check import check
+from weftune.plan.program import Load
+from weftune.plan.single_outlook import (
     SingleOutlook,
     ablate_single,
     first_window,
     single_memory,
     single_outlook,
 )
-from weft.plan.stream_explain import explain_single
-from weft.plan.stream_need import StreamDevice
-from weft.plan.stream_run import choose_company, gpu_place
+from weftune.plan.stream_explain import explain_single
+from weftune.plan.stream_need import StreamDevice
+from weftune.plan.stream_run import choose_company, gpu_place
 
 GIB = 1 << 30
 
@@ -110,7 +110,7 @@ def test_all_that_the_choice_was_made_for_come_aboard_and_no_more_than_fit():
 
 def test_the_explanation_says_that_the_run_finds_the_same(found):
     text = "\n".join(explain_single(found))
-    assert "`weft train` finds the same cut for the same 2 of the jobs" in text
+    assert "`weftune train` finds the same cut for the same 2 of the jobs" in text
     assert f"Token capacity {found.choice.capacity:,}" in text
     assert "Adapters stay on the device. Inputs of stages stay there." in text
     assert "Uploads: " in text

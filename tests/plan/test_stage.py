@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.pipelines import load, loads, pipelines, stage
-from weft.plan.cost import Line
-from weft.plan.stage import Load, Pass, Pipeline, one_adapter
+from weftune.plan.cost import Line
+from weftune.plan.stage import Load, Pass, Pipeline, one_adapter
 
 
 def test_a_pass_is_the_line_over_summed_tokens_plus_attentions_squares_over_the_shards():

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import PlanError
-from weft.plan.cut import PartCosts, cut_layers, stage_shape
-from weft.plan.memory import SLACK_BYTES
-from weft.plan.stage_count import Devices, choose_stages
-from weft.shapes import ModelShape, SiteShape
+from weftune.errors import PlanError
+from weftune.plan.cut import PartCosts, cut_layers, stage_shape
+from weftune.plan.memory import SLACK_BYTES
+from weftune.plan.stage_count import Devices, choose_stages
+from weftune.shapes import ModelShape, SiteShape
 
 HIDDEN, LAYERS, VOCABULARY = 1024, 12, 1000
 SITES = tuple(

@@ -28,14 +28,14 @@ from tests.plan.stream_cases import (
     sized,
 )
 from tests.plan.test_check import course
-from weft.errors import HostTooSmall, PlanError
-from weft.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
-from weft.plan.stream_choice import WAYS, Way, capacities, choose_stream
-from weft.plan.stream_need import Draft, StreamCase, StreamDevice, hungriest
-from weft.plan.stream_ring import PIECE, PIECES, ROUNDS
-from weft.plan.stream_search import plain_drafts
-from weft.plan.stream_window import plan_streamed
-from weft.shapes import JobShape, ModelShape, SiteShape
+from weftune.errors import HostTooSmall, PlanError
+from weftune.plan.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
+from weftune.plan.stream_choice import WAYS, Way, capacities, choose_stream
+from weftune.plan.stream_need import Draft, StreamCase, StreamDevice, hungriest
+from weftune.plan.stream_ring import PIECE, PIECES, ROUNDS
+from weftune.plan.stream_search import plain_drafts
+from weftune.plan.stream_window import plan_streamed
+from weftune.shapes import JobShape, ModelShape, SiteShape
 
 
 @settings(max_examples=80, deadline=None)

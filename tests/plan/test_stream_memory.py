@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.stream_cases import NEVER, base, every_draft, gpu
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_memory import StreamedMemory
-from weft.plan.stream_need import StreamCase
-from weft.shapes import JobShape
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_memory import StreamedMemory
+from weftune.plan.stream_need import StreamCase
+from weftune.shapes import JobShape
 
 LAYERS = 5
 DRAFTS = st.sampled_from(list(every_draft(LAYERS)))

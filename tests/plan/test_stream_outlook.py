@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.outlooks import SHAPE, ground, outline, outlines
-from weft.errors import PlanError
-from weft.plan.check import check
-from weft.plan.cluster import Cluster, cluster_from, parse_cluster
-from weft.plan.fit import make_ground
-from weft.plan.program import Load
-from weft.plan.stream_explain import explain_streams
-from weft.plan.stream_outlook import ablate_streams, must_stream, stream_outlook, why_not_streamed
+from weftune.errors import PlanError
+from weftune.plan.check import check
+from weftune.plan.cluster import Cluster, cluster_from, parse_cluster
+from weftune.plan.fit import make_ground
+from weftune.plan.program import Load
+from weftune.plan.stream_explain import explain_streams
+from weftune.plan.stream_outlook import ablate_streams, must_stream, stream_outlook, why_not_streamed
 
 
 def cards(roots: list[int], host: float = 8.0, memory: float = 6.0) -> Cluster:
@@ -102,5 +102,5 @@ def test_a_line_may_tell_root_complexes():
 
 def test_over_several_devices_it_says_what_runs_it_and_that_the_cut_will_be_another():
     found = stream_outlook(make_ground(SHAPE, cards([2])), outlines(2))
-    said = "`weft train --pipeline 2 --gpu-memory` chooses a cut of its own"
+    said = "`weftune train --pipeline 2 --gpu-memory` chooses a cut of its own"
     assert said in " ".join(explain_streams(found))

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.streams import HOSTS, bases, every_partition, partitions
-from weft.errors import PlanError
-from weft.plan.partition import LayerCost
-from weft.plan.stream_bound import Bounds
-from weft.plan.stream_partition import largest_stages, smallest_stages, stream
-from weft.plan.stream_step import Host, step_seconds
+from weftune.errors import PlanError
+from weftune.plan.partition import LayerCost
+from weftune.plan.stream_bound import Bounds
+from weftune.plan.stream_partition import largest_stages, smallest_stages, stream
+from weftune.plan.stream_step import Host, step_seconds
 
 BLOCK = LayerCost("block", 0.03, 0.06, 400, 8, 8, 4, 60)
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
-from weft.plan.partition import StageCost
-from weft.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
-from weft.plan.program import Evict, Forward, Load, Reduce, Step
-from weft.plan.simulate import simulate
-from weft.plan.stream_program import Streams, stream_program
+from weftune.plan.partition import StageCost
+from weftune.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
+from weftune.plan.program import Evict, Forward, Load, Reduce, Step
+from weftune.plan.simulate import simulate
+from weftune.plan.stream_program import Streams, stream_program
 
 
 def streams(count: int, gpus: int, resident: set[int] = frozenset(), room: int = 20, **keys) -> Streams:

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from tests.plan.outlooks import SHAPE, outline
 from tests.plan.stream_cases import DEVICES, base, gpu, job, sized
-from weft.errors import PlanError
-from weft.plan.cluster import Device, make_cluster
-from weft.plan.fit import make_ground
-from weft.plan.single_outlook import draft_of
-from weft.plan.stream_choice import choose_stream, fits_streamed
-from weft.plan.stream_need import StreamCase
-from weft.plan.stream_outlook import must_stream
-from weft.plan.stream_run import choose_company, fits_whole
+from weftune.errors import PlanError
+from weftune.plan.cluster import Device, make_cluster
+from weftune.plan.fit import make_ground
+from weftune.plan.single_outlook import draft_of
+from weftune.plan.stream_choice import choose_stream, fits_streamed
+from weftune.plan.stream_need import StreamCase
+from weftune.plan.stream_outlook import must_stream
+from weftune.plan.stream_run import choose_company, fits_whole
 
 COMPANIES = st.lists(
     st.tuples(st.sampled_from([5000, 80_000, 300_000]), st.integers(1, 60), st.integers(0, 2)),

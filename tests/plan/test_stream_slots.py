@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.plan.test_check import course
 from tests.plan.test_stream_window import cut
-from weft.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
-from weft.plan.simulate import simulate
-from weft.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
-from weft.plan.stream_window import plan_streamed
+from weftune.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
+from weftune.plan.simulate import simulate
+from weftune.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
+from weftune.plan.stream_window import plan_streamed
 
 SECONDS = st.integers(0, 30).map(lambda tenths: tenths / 10)
 STAGES = st.lists(st.builds(StageRound, SECONDS, SECONDS, st.integers(1, 40)), min_size=1, max_size=8)

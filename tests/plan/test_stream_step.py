@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.streams import HOSTS, bases, partition, partitions
-from weft.plan.partition import LayerCost, StageCost
-from weft.plan.stream_step import Host, StreamPartition, free_bytes, step_seconds, visits
+from weftune.plan.partition import LayerCost, StageCost
+from weftune.plan.stream_step import Host, StreamPartition, free_bytes, step_seconds, visits
 
 
 def direction_seconds(

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 
 from tests.plan.packings import assert_legal, fewest, instances
-from weft.plan.bound import bound_of
-from weft.plan.instance import instance
-from weft.plan.pack import pack_padded
-from weft.plan.swap import emptiest, least_possible, shake, swap
+from weftune.plan.bound import bound_of
+from weftune.plan.instance import instance
+from weftune.plan.pack import pack_padded
+from weftune.plan.swap import emptiest, least_possible, shake, swap
 
 
 @settings(max_examples=200, deadline=None)

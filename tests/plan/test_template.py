@@ -5,11 +5,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import batch, work
-from weft.plan.pipeline import Work
-from weft.plan.price import PassPrice, free_cluster
-from weft.plan.program import Forward
-from weft.plan.simulate import simulate
-from weft.plan.template import Queue, queue_prices, template
+from weftune.plan.pipeline import Work
+from weftune.plan.price import PassPrice, free_cluster
+from weftune.plan.program import Forward
+from weftune.plan.simulate import simulate
+from weftune.plan.template import Queue, queue_prices, template
 
 
 def bucket_work(counts):

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
-from weft.plan.cost import Line
-from weft.plan.pipeline import multi_job, one_forward_one_backward
-from weft.plan.pipeline_window import StagePace, pace_prices, timeline_foreseen
-from weft.plan.program import Backward, Forward
-from weft.plan.timeline import Lane
-from weft.plan.varied import timelines_varied
+from weftune.plan.cost import Line
+from weftune.plan.pipeline import multi_job, one_forward_one_backward
+from weftune.plan.pipeline_window import StagePace, pace_prices, timeline_foreseen
+from weftune.plan.program import Backward, Forward
+from weftune.plan.timeline import Lane
+from weftune.plan.varied import timelines_varied
 
 FORWARD, BACKWARD = Line(1.0, 0.0), Line(2.0, 0.0)
 

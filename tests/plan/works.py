@@ -1,7 +1,7 @@
 """Work for pipelines: jobs whose microbatches each hold one sample."""
 
-from weft.plan.pipeline import Work
-from weft.plan.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.pipeline import Work
+from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
 
 
 def batch(job: str, step: int, microbatches: int) -> tuple[GlobalBatch, tuple[MicrobatchPlan, ...]]:

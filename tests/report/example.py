@@ -116,7 +116,7 @@ def write_job_file(output: Path, job: Job) -> None:
         "job": spec,
         "base": {"model": "demo", "dtype": "float32", "revision": None},
         "data": {"fingerprint": "00ff", "samples": 960, "evaluation_samples": 96, "notes": []},
-        "versions": {"weft": "0.1.0"},
+        "versions": {"weftune": "0.1.0"},
     }
     (output / job.name).mkdir(exist_ok=True)
     (output / job.name / "job.yaml").write_text(yaml.safe_dump(record), encoding="utf-8")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.report.example import write_example
 from tests.report.hostile import hostile_run
-from weft.report.page import write_report
+from weftune.report.page import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -68,7 +68,7 @@ def without_policy(page: Path) -> Path:
 def test_a_page_full_of_hostile_text_runs_none_of_it_and_draws_every_chart(tmp_path: Path) -> None:
     seen = load(write_report(hostile_run(tmp_path)), tmp_path / "profile")
     assert seen.console == ()
-    assert seen.title == "<svg onload=document.title='owned'> · Weft"
+    assert seen.title == "<svg onload=document.title='owned'> · Weftune"
     assert seen.charts == 5
     assert not re.search(r'<[^<>]* (xlink:)?href="javascript', seen.document)
 
@@ -77,7 +77,7 @@ def test_a_page_full_of_hostile_text_runs_none_of_it_and_draws_every_chart(tmp_p
 def test_the_policy_stops_a_script_that_is_not_the_pages_own(tmp_path: Path) -> None:
     page = with_script(write_report(write_example(tmp_path / "run")), "document.title = 'owned'")
     seen = load(page, tmp_path / "first")
-    assert seen.title == "run · Weft"
+    assert seen.title == "run · Weftune"
     assert any("Content Security Policy" in line for line in seen.console)
     assert load(without_policy(page), tmp_path / "second").title == "owned"
 

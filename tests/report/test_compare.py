@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.report.example import SWEEP, Job, write_example
-from weft.report.compare import best_jobs, by_result, differing_keys, kept_validation, validation_key
-from weft.report.read import JobRecord, read_run
+from weftune.report.compare import best_jobs, by_result, differing_keys, kept_validation, validation_key
+from weftune.report.read import JobRecord, read_run
 
 
 def jobs_of(folder: Path, *jobs: Job) -> tuple[JobRecord, ...]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from weft.report.curves import Point, smooth, thin
+from weftune.report.curves import Point, smooth, thin
 
 
 def test_smoothing_leaves_a_constant_and_its_gaps_alone() -> None:

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from tests.report.example import write_example
-from weft.report.ending import final_table
-from weft.report.read import read_run
+from weftune.report.ending import final_table
+from weftune.report.read import read_run
 
 
 def printed(output: Path, width: int) -> str:

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from tests.plan.outlooks import ground, outlines
-from weft.plan.outlook import outlook
-from weft.plan.timeline import Lane
-from weft.report.gantt import gantt, gantt_page
+from weftune.plan.outlook import outlook
+from weftune.plan.timeline import Lane
+from weftune.report.gantt import gantt, gantt_page
 
 
 def drawn():

@@ -7,9 +7,9 @@ import io
 import pytest
 
 from tests.plan.outlooks import ground, outlines
-from weft.plan.outlook import outlook
-from weft.report.gantt import COLOURS, rows
-from weft.report.gantt_png import LEFT, RIGHT, ROW, TOP, WIDTH, gantt_png, require_pillow, ticks
+from weftune.plan.outlook import outlook
+from weftune.report.gantt import COLOURS, rows
+from weftune.report.gantt_png import LEFT, RIGHT, ROW, TOP, WIDTH, gantt_png, require_pillow, ticks
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from weft.errors import MissingPackage, SpecError
-from weft.report.loggers import Loggers, open_loggers
+from weftune.errors import MissingPackage, SpecError
+from weftune.report.loggers import Loggers, open_loggers
 
 JOBS: Mapping[str, Mapping[str, Any]] = {"a": {"learning_rate": 1e-3}, "b": {"learning_rate": 1e-4}}
 
@@ -30,8 +30,8 @@ def test_an_unknown_logger_is_a_sentence(tmp_path: Path) -> None:
 def test_a_missing_package_names_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.report.loggers.find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r"pip install weft\[tensorboard\]"):
+    monkeypatch.setattr("weftune.report.loggers.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r"pip install weftune\[tensorboard\]"):
         open_loggers(["tensorboard"], tmp_path, JOBS)
 
 
@@ -95,7 +95,7 @@ def scalars(output: Path, lines: list[dict[str, Any]]) -> dict[str, list[tuple[i
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from weft.report.loggers import open_loggers
+from weftune.report.loggers import open_loggers
 jobs, lines = json.loads(sys.argv[3])
 loggers = open_loggers([sys.argv[1]], Path(sys.argv[2]), jobs)
 for line in lines:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.report.example import SWEEP, Job, write_example
 from tests.report.hostile import HOSTILE, hostile_run
-from weft.report.page import write_report
+from weftune.report.page import write_report
 
 
 @dataclass
@@ -107,7 +107,7 @@ def test_every_finished_job_has_a_snippet_and_a_command(sweep: Page) -> None:
     assert sweep.text.count("PeftModel.from_pretrained(model") == 4
     for name in ("r64-best", "r16", "r8-slow", "no-validation"):
         assert f"PeftModel.from_pretrained(model, '{folder / name}')" in sweep.text
-        assert f'weft generate {folder / name} "your prompt"' in sweep.text
+        assert f'weftune generate {folder / name} "your prompt"' in sweep.text
 
 
 def test_failures_and_notes_are_told(sweep: Page) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from weft.report.promises import COLUMNS, off_text, peak_off, rows, seconds_off, sentences, tally
-from weft.report.read import WindowLine
+from weftune.report.promises import COLUMNS, off_text, peak_off, rows, seconds_off, sentences, tally
+from weftune.report.read import WindowLine
 
 
 def window(predicted: float | None, seconds: float, **keys) -> WindowLine:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.report.example import Job, write_example, write_lines
-from weft.errors import OutputError
-from weft.report.read import read_run
+from weftune.errors import OutputError
+from weftune.report.read import read_run
 
 
 def step_line(step: int, loss: float | None) -> dict[str, object]:
@@ -105,8 +105,8 @@ def test_a_folder_without_metrics_is_a_sentence(tmp_path: Path, folder: str, wor
 def test_the_report_never_imports_torch(tmp_path: Path) -> None:
     write_example(tmp_path)
     program = (
-        "import sys; from pathlib import Path; import weft.report.ending, weft.report.loggers\n"
-        "from weft.report.page import write_report; write_report(Path(sys.argv[1]))\n"
+        "import sys; from pathlib import Path; import weftune.report.ending, weftune.report.loggers\n"
+        "from weftune.report.page import write_report; write_report(Path(sys.argv[1]))\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)

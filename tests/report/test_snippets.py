@@ -4,7 +4,7 @@ import ast
 import shlex
 from pathlib import Path
 
-from weft.report.snippets import generate_command, load_snippet
+from weftune.report.snippets import generate_command, load_snippet
 
 
 def calls(snippet: str) -> dict[str, list[object]]:

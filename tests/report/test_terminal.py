@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from rich.console import Console
 
-from weft.report.terminal import JobRow, LiveView, Moment, Pace
+from weftune.report.terminal import JobRow, LiveView, Moment, Pace
 
 
 @dataclass

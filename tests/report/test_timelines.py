@@ -9,11 +9,11 @@ import pytest
 
 from tests.plan.outlooks import ground, outlines
 from tests.report.example import write_example
-from weft.plan.outlook import outlook
-from weft.plan.timeline import Lane
-from weft.report import timelines as module
-from weft.report.page import write_report
-from weft.report.timelines import (
+from weftune.plan.outlook import outlook
+from weftune.plan.timeline import Lane
+from weftune.report import timelines as module
+from weftune.report.page import write_report
+from weftune.report.timelines import (
     Timelines,
     bubble_rows,
     drawn,

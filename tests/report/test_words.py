@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.report.words import bytes_text, change_text, duration_text, loss_text, minutes_text, printable
+from weftune.report.words import bytes_text, change_text, duration_text, loss_text, minutes_text, printable
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05"), (59.6, "1:00")])

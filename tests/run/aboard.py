@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests import bench
-from weft import JobSpec
-from weft.adapters.kind import Member
-from weft.base.model import Base
-from weft.ops.lora import Route
-from weft.paths import cache_folder
-from weft.plan.planner import plan_window
-from weft.plan.program import Program
-from weft.ready import Ready, lay_out, make_ready
-from weft.run.events import Event
-from weft.run.executor import Executor
-from weft.run.training import Training, new_training
+from weftune import JobSpec
+from weftune.adapters.kind import Member
+from weftune.base.model import Base
+from weftune.ops.lora import Route
+from weftune.paths import cache_folder
+from weftune.plan.planner import plan_window
+from weftune.plan.program import Program
+from weftune.ready import Ready, lay_out, make_ready
+from weftune.run.events import Event
+from weftune.run.executor import Executor
+from weftune.run.training import Training, new_training
 
 
 def ready(base: Base, name: str, **keys: Any) -> Ready:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weft.processes import PRELOADED
+from weftune.processes import PRELOADED
 
 MODULES = [*PRELOADED, "tests.bench", "tests.run.aboard", "transformers.models.opt.modeling_opt"]
 
@@ -42,7 +42,7 @@ def run_ranks(
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
-            "WEFT_CACHE": os.environ.get("WEFT_CACHE", ""),
+            "WEFTUNE_CACHE": os.environ.get("WEFTUNE_CACHE", ""),
         }
         process = made.Process(target=_be_rank, args=(environment, theirs, replicas, ring, target, arguments))
         process.start()
@@ -83,7 +83,7 @@ def _be_rank(
     import torch
     import torch.distributed as dist
 
-    from weft.run.wires import connect, place_here
+    from weftune.run.wires import connect, place_here
 
     torch.set_num_threads(1)
     try:

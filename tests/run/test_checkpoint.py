@@ -8,9 +8,9 @@ import torch
 
 from tests import bench
 from tests.run import aboard
-from weft.run import checkpoint
-from weft.run.steps import Due, take_steps
-from weft.run.training import OpenBatch
+from weftune.run import checkpoint
+from weftune.run.steps import Due, take_steps
+from weftune.run.training import OpenBatch
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import torch
 from tests import bench
 from tests.families import tiny
 from tests.run import aboard
-from weft.errors import PlanError
-from weft.ops.lora import Route
-from weft.plan.program import Load
-from weft.ready import lay_out
-from weft.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
+from weftune.errors import PlanError
+from weftune.ops.lora import Route
+from weftune.plan.program import Load
+from weftune.ready import lay_out
+from weftune.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-import weft.run.heartbeat
+import weftune.run.heartbeat
 from tests.run.ranks import context
-from weft.run.heartbeat import LOST_AFTER, Heartbeat
-from weft.run.wires import Place
+from weftune.run.heartbeat import LOST_AFTER, Heartbeat
+from weftune.run.wires import Place
 
 NOTICED = 10.0
 
@@ -47,11 +47,11 @@ def test_a_store_that_does_not_answer_is_a_loss_in_ten_seconds():
 
 def test_a_rank_that_never_appears_is_a_loss(monkeypatch):
     """The launcher sees one that ends before it has left a mark; nobody else sees one that hangs there."""
-    monkeypatch.setattr(weft.run.heartbeat, "ABSENT_AFTER", 2.0)
+    monkeypatch.setattr(weftune.run.heartbeat, "ABSENT_AFTER", 2.0)
     told: queue.Queue[str] = queue.Queue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     heartbeat = Heartbeat(Place(0, 3), store, told.put)
-    store.set("weft/beat/0/1", "done")
+    store.set("weftune/beat/0/1", "done")
     heartbeat.start()
     assert told.get(timeout=NOTICED) == "rank 2 has not appeared in 2 seconds"
     heartbeat.stop()

@@ -23,14 +23,14 @@ from tests.run.test_stream_executor import (
     travelling,
     windows,
 )
-from weft.base.spec import BaseSpec
-from weft.base.streamed import stream_model
-from weft.plan.planner import plan_window
-from weft.plan.stream_window import plan_streamed
-from weft.run.events import OutOfMemory
-from weft.run.executor import Executor
-from weft.run.inputs import KeptInputs, OffloadedInputs, Visitor, rows_at_once
-from weft.run.streamer import Waited
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.plan.planner import plan_window
+from weftune.plan.stream_window import plan_streamed
+from weftune.run.events import OutOfMemory
+from weftune.run.executor import Executor
+from weftune.run.inputs import KeptInputs, OffloadedInputs, Visitor, rows_at_once
+from weftune.run.streamer import Waited
 
 ROUND = 200
 """Rows; no round of the jobs here has more."""

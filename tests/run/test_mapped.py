@@ -16,18 +16,18 @@ from tests.run.test_stream_executor import (
     travelling,
     windows,
 )
-from weft.base.load import load_base
-from weft.base.mapped import MappedFile
-from weft.base.source import MappedStage
-from weft.base.spec import BaseSpec
-from weft.base.streamed import load_streamed
-from weft.errors import BaseModelError
-from weft.plan.planner import plan_window
-from weft.plan.stream_window import plan_streamed
-from weft.run.events import Stepped
-from weft.run.executor import Executor
-from weft.run.link import SAMPLE_BYTES, measure_files
-from weft.run.stream_executor import StreamExecutor
+from weftune.base.load import load_base
+from weftune.base.mapped import MappedFile
+from weftune.base.source import MappedStage
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import load_streamed
+from weftune.errors import BaseModelError
+from weftune.plan.planner import plan_window
+from weftune.plan.stream_window import plan_streamed
+from weftune.run.events import Stepped
+from weftune.run.executor import Executor
+from weftune.run.link import SAMPLE_BYTES, measure_files
+from weftune.run.stream_executor import StreamExecutor
 
 
 def saved(folder, family):

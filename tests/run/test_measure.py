@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.bench import CPU
-from weft.run.measure import Stopwatch, begin_peak, is_out_of_memory, peak_bytes, release, resident_bytes
+from weftune.run.measure import Stopwatch, begin_peak, is_out_of_memory, peak_bytes, release, resident_bytes
 
 
 def test_a_stopwatch_counts_from_each_mark_to_the_next() -> None:

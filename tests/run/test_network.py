@@ -6,8 +6,8 @@ import socket
 import psutil
 import pytest
 
-from weft.run.network import LIBRARIES, bind_interface, interface_towards
-from weft.run.wires import Place
+from weftune.run.network import LIBRARIES, bind_interface, interface_towards
+from weftune.run.wires import Place
 
 
 @pytest.fixture(autouse=True)

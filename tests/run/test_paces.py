@@ -3,11 +3,11 @@
 import pytest
 
 from tests.plan.works import work
-from weft.plan.cost import Line
-from weft.plan.pipeline import one_forward_one_backward
-from weft.plan.program import Backward, Forward, Step
-from weft.run.paces import BACKWARD_GUESS, Measured, Paces, line_through
-from weft.run.stage_executor import RankReport, Timed
+from weftune.plan.cost import Line
+from weftune.plan.pipeline import one_forward_one_backward
+from weftune.plan.program import Backward, Forward, Step
+from weftune.run.paces import BACKWARD_GUESS, Measured, Paces, line_through
+from weftune.run.stage_executor import RankReport, Timed
 
 
 def test_a_line_is_found_and_never_goes_below_zero():

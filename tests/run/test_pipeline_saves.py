@@ -9,18 +9,18 @@ from tests.run import aboard
 from tests.run.models import deep
 from tests.run.ranks import run_ranks
 from tests.run.test_stage_executor import CAPACITY, PACE, whole_base
-from weft.adapters.kind import Member
-from weft.base.load import inspect
-from weft.base.spec import BaseSpec
-from weft.plan.cut import cut_layers
-from weft.plan.pipeline_window import PipelineRules, plan_pipeline
-from weft.ready import lay_out
-from weft.run import checkpoint
-from weft.run.commands import Staff
-from weft.run.events import Failed, SaveDue
-from weft.run.pipeline import open_pipeline
-from weft.run.training import new_training
-from weft.run.worker import serve
+from weftune.adapters.kind import Member
+from weftune.base.load import inspect
+from weftune.base.spec import BaseSpec
+from weftune.plan.cut import cut_layers
+from weftune.plan.pipeline_window import PipelineRules, plan_pipeline
+from weftune.ready import lay_out
+from weftune.run import checkpoint
+from weftune.run.commands import Staff
+from weftune.run.events import Failed, SaveDue
+from weftune.run.pipeline import open_pipeline
+from weftune.run.training import new_training
+from weftune.run.worker import serve
 
 STEPS = 3
 

@@ -5,10 +5,10 @@ import torch
 
 from tests.bench import CPU
 from tests.families import tiny
-from weft.base.shape import model_shape
-from weft.plan.profile import cpu_threads
-from weft.plan.profile_cost import cost_of
-from weft.run.profile import CASES, DEPTHS, measure_profile
+from weftune.base.shape import model_shape
+from weftune.plan.profile import cpu_threads
+from weftune.plan.profile_cost import cost_of
+from weftune.run.profile import CASES, DEPTHS, measure_profile
 
 
 @pytest.fixture(scope="module")

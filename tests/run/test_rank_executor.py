@@ -13,16 +13,16 @@ from tests.run import aboard
 from tests.run.models import LAYERS, deep
 from tests.run.ranks import run_ranks
 from tests.run.test_stage_executor import CAPACITY, assert_equal, losses_of, make_jobs, views, whole_base
-from weft.base.spec import BaseSpec
-from weft.base.streamed_rank import stream_rank
-from weft.plan.program import Evaluate, Forward
-from weft.plan.rank_cut import RanksCut
-from weft.plan.rank_window import plan_ranks
-from weft.plan.stream_step import StreamStage
-from weft.ready import lay_out
-from weft.run.events import Evaluated, Failed, SaveDue, Stepped
-from weft.run.rank_executor import RankExecutor
-from weft.run.transport import Lanes, Transport
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed_rank import stream_rank
+from weftune.plan.program import Evaluate, Forward
+from weftune.plan.rank_cut import RanksCut
+from weftune.plan.rank_window import plan_ranks
+from weftune.plan.stream_step import StreamStage
+from weftune.ready import lay_out
+from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
+from weftune.run.rank_executor import RankExecutor
+from weftune.run.transport import Lanes, Transport
 
 ONE_EACH = tuple(StreamStage(n, n + 1) for n in range(LAYERS))
 CUTS = {

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.outlooks import ground, outline, outlines
-from weft.errors import PlanError
-from weft.plan.chunked import chunked
-from weft.plan.fit import lay_out
-from weft.plan.outlook import outlook
-from weft.plan.stream_outlook import stream_outlook
-from weft.run.executor import refuse_what_is_not_run
+from weftune.errors import PlanError
+from weftune.plan.chunked import chunked
+from weftune.plan.fit import lay_out
+from weftune.plan.outlook import outlook
+from weftune.plan.stream_outlook import stream_outlook
+from weftune.run.executor import refuse_what_is_not_run
 
 
 def test_a_pipeline_is_refused():

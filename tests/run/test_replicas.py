@@ -19,11 +19,11 @@ from tests.run.test_stage_executor import (
     pipeline_program,
     whole_base,
 )
-from weft.plan.program import Forward
-from weft.ready import lay_out
-from weft.run.events import Failed, Stepped
-from weft.run.stage_executor import StageExecutor
-from weft.run.transport import Transport
+from weftune.plan.program import Forward
+from weftune.ready import lay_out
+from weftune.run.events import Failed, Stepped
+from weftune.run.stage_executor import StageExecutor
+from weftune.run.transport import Transport
 
 CUT = {1: [0, 4], 2: CUTS[2]}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from weft.run.schedule import Recipe, learning_rate
+from weftune.run.schedule import Recipe, learning_rate
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])

@@ -6,14 +6,14 @@ import torch
 from tests.run import aboard
 from tests.run.models import deep
 from tests.run.test_stage_executor import whole_base
-from weft.adapters.kind import Member
-from weft.base.spec import BaseSpec
-from weft.base.stages import cut_base
-from weft.run import checkpoint
-from weft.run.checkpoint import partial_folder
-from weft.run.slices import drop_partial, finish, write_slice
-from weft.run.training import Progress, new_training
-from weft.shapes import LayerRange
+from weftune.adapters.kind import Member
+from weftune.base.spec import BaseSpec
+from weftune.base.stages import cut_base
+from weftune.run import checkpoint
+from weftune.run.checkpoint import partial_folder
+from weftune.run.slices import drop_partial, finish, write_slice
+from weftune.run.training import Progress, new_training
+from weftune.shapes import LayerRange
 
 CPU = torch.device("cpu")
 

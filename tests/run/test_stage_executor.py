@@ -10,16 +10,16 @@ from tests import bench
 from tests.run import aboard
 from tests.run.models import deep
 from tests.run.ranks import run_ranks
-from weft.base.model import Base
-from weft.base.spec import BaseSpec
-from weft.base.stages import cut_base
-from weft.plan.cost import Line
-from weft.plan.pipeline_window import PipelineOrder, PipelineRules, StagePace, plan_pipeline
-from weft.ready import lay_out
-from weft.run.events import Failed, Stepped
-from weft.run.stage_executor import StageExecutor
-from weft.run.transport import Transport
-from weft.shapes import LayerRange
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.base.stages import cut_base
+from weftune.plan.cost import Line
+from weftune.plan.pipeline_window import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.ready import lay_out
+from weftune.run.events import Failed, Stepped
+from weftune.run.stage_executor import StageExecutor
+from weftune.run.transport import Transport
+from weftune.shapes import LayerRange
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 STEPS = {"a": 5, "b": 3, "c": 4}

@@ -9,20 +9,20 @@ from tests import bench
 from tests.families import config, randomised
 from tests.interpreter import interpret
 from tests.run import aboard
-from weft.adapters import banks
-from weft.adapters.banks import Banks
-from weft.base.spec import BaseSpec
-from weft.base.streamed import stream_model
-from weft.ops.lora import Route
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_step import StreamStage
-from weft.plan.stream_window import plan_streamed
-from weft.ready import lay_out
-from weft.run.events import Stepped
-from weft.run.lay import lay
-from weft.run.stage_graphs import MOST_KEYS, StageGraphs, Visit, Way
-from weft.run.stream_executor import StreamExecutor
-from weft.run.training import new_training
+from weftune.adapters import banks
+from weftune.adapters.banks import Banks
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.ops.lora import Route
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_window import plan_streamed
+from weftune.ready import lay_out
+from weftune.run.events import Stepped
+from weftune.run.lay import lay
+from weftune.run.stage_graphs import MOST_KEYS, StageGraphs, Visit, Way
+from weftune.run.stream_executor import StreamExecutor
+from weftune.run.training import new_training
 
 STAGES = 3
 LENGTH = 7

@@ -7,20 +7,20 @@ from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
 from tests.run.test_stage_executor import PACE, make_jobs, whole_base
-from weft.base.spec import BaseSpec
-from weft.base.streamed import stream_model
-from weft.errors import PlanError
-from weft.plan.pipeline_window import PipelineRules, plan_pipeline
-from weft.plan.planner import plan_window
-from weft.plan.program import Load
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_step import StreamStage
-from weft.plan.stream_window import plan_streamed
-from weft.ready import lay_out
-from weft.run.events import Evaluated, Failed, OutOfMemory, Stepped
-from weft.run.executor import Executor
-from weft.run.stream_executor import StreamExecutor
-from weft.run.training import new_training
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.errors import PlanError
+from weftune.plan.pipeline_window import PipelineRules, plan_pipeline
+from weftune.plan.planner import plan_window
+from weftune.plan.program import Load
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_window import plan_streamed
+from weftune.ready import lay_out
+from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
+from weftune.run.executor import Executor
+from weftune.run.stream_executor import StreamExecutor
+from weftune.run.training import new_training
 
 CAPACITY = 40
 CUTS = {

@@ -23,18 +23,18 @@ from tests.run.test_stream_executor import (
     windows,
 )
 from tests.run.travellers import Short, buffer_bytes, promised_bytes
-from weft.base.spec import BaseSpec
-from weft.base.streamed import stream_model
-from weft.ops.adamw import update
-from weft.plan import stream_ring
-from weft.plan.program import Backward, Forward, Step
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_step import StreamStage
-from weft.plan.stream_window import plan_streamed
-from weft.run import travel_steps
-from weft.run.events import Evaluated, Failed, OutOfMemory, Stepped
-from weft.run.stream_executor import StreamExecutor
-from weft.run.travel import OUTSIDE
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.ops.adamw import update
+from weftune.plan import stream_ring
+from weftune.plan.program import Backward, Forward, Step
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_window import plan_streamed
+from weftune.run import travel_steps
+from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
+from weftune.run.stream_executor import StreamExecutor
+from weftune.run.travel import OUTSIDE
 
 ALL_CUTS = CUTS | {"in one piece": StreamCut((StreamStage(0, LAYERS, True),), slots=0)}
 

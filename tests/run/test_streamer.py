@@ -11,11 +11,11 @@ import torch
 from tests import bench
 from tests.run.models import deep
 from tests.run.test_stream_executor import CUTS
-from weft.base.spec import BaseSpec
-from weft.base.streamed import load_streamed
-from weft.errors import BaseModelError
-from weft.run import streamer as module
-from weft.run.streamer import Streamer
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import load_streamed
+from weftune.errors import BaseModelError
+from weftune.run import streamer as module
+from weftune.run.streamer import Streamer
 
 
 class NotedEvent:

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from weft.plan.mapping import Topology, contention
-from weft.run.topology import cross_mapped, root_of
+from weftune.plan.mapping import Topology, contention
+from weftune.run.topology import cross_mapped, root_of
 
 
 def test_the_root_complex_is_read_from_the_kernels_tree(tmp_path):

@@ -9,8 +9,8 @@ from transformers import get_scheduler
 from tests import bench
 from tests.interpreter import interpret
 from tests.run import aboard
-from weft.run.steps import Due, NoStep, begin_steps, take_steps
-from weft.run.training import OpenBatch
+from weftune.run.steps import Due, NoStep, begin_steps, take_steps
+from weftune.run.training import OpenBatch
 
 
 @pytest.fixture(scope="module")

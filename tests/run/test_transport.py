@@ -10,13 +10,13 @@ from tests import bench
 from tests.run import aboard
 from tests.run.ranks import run_ranks
 from tests.run.test_stage_executor import CAPACITY, CUTS, PACE, cut, make_jobs, whole_base
-from weft.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline
-from weft.plan.program import Forward, Send
-from weft.ready import lay_out
-from weft.run.boxes import Inbox
-from weft.run.stage_executor import StageExecutor
-from weft.run.transport import Transport
-from weft.run.wires import lay_wires
+from weftune.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline
+from weftune.plan.program import Forward, Send
+from weftune.ready import lay_out
+from weftune.run.boxes import Inbox
+from weftune.run.stage_executor import StageExecutor
+from weftune.run.transport import Transport
+from weftune.run.wires import lay_wires
 
 COMPUTE = 0.03
 """Seconds of a forward, slept through: a device that is busy without taking a core from the other rank."""

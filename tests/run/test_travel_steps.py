@@ -25,16 +25,16 @@ from tests.run.travellers import (
     promised_bytes,
     steps_for,
 )
-from weft.ops.adamw import update
-from weft.ops.triton.at_hand import kernels_run
-from weft.plan import stream_ring
-from weft.plan.stream_ring import PIECES
-from weft.run import travel_steps
-from weft.run.ring import Lanes
-from weft.run.steps import NoStep
-from weft.run.streamer import Gone
-from weft.run.travel import OUTSIDE, Part
-from weft.run.travel_steps import ALIGNMENT, pieces
+from weftune.ops.adamw import update
+from weftune.ops.triton.at_hand import kernels_run
+from weftune.plan import stream_ring
+from weftune.plan.stream_ring import PIECES
+from weftune.run import travel_steps
+from weftune.run.ring import Lanes
+from weftune.run.steps import NoStep
+from weftune.run.streamer import Gone
+from weftune.run.travel import OUTSIDE, Part
+from weftune.run.travel_steps import ALIGNMENT, pieces
 
 
 def assert_told(outcomes, wanted):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from weft.errors import UserError
-from weft.run.wires import Place, place_here
+from weftune.errors import UserError
+from weftune.run.wires import Place, place_here
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -5,18 +5,18 @@ from dataclasses import fields
 import torch
 
 from tests.bench import CPU
-from weft.adapters.kind import Member
-from weft.adapters.layout import Layout, ParameterShape
-from weft.ops.adamw import State, update
-from weft.plan.stream_cut import StreamCut
-from weft.plan.stream_ring import ring_bytes
-from weft.plan.stream_step import StreamStage
-from weft.run.schedule import Recipe
-from weft.run.steps import Due, take_steps
-from weft.run.streamer import Gone
-from weft.run.training import OpenBatch, Training
-from weft.run.travel import Travel
-from weft.run.travel_steps import TravelBegun, TravelSteps
+from weftune.adapters.kind import Member
+from weftune.adapters.layout import Layout, ParameterShape
+from weftune.ops.adamw import State, update
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_ring import ring_bytes
+from weftune.plan.stream_step import StreamStage
+from weftune.run.schedule import Recipe
+from weftune.run.steps import Due, take_steps
+from weftune.run.streamer import Gone
+from weftune.run.training import OpenBatch, Training
+from weftune.run.travel import Travel
+from weftune.run.travel_steps import TravelBegun, TravelSteps
 
 WEIGHTS = {torch.float32: torch.bfloat16, torch.float64: torch.float64}
 """Dtype of masters → that of what passes read."""

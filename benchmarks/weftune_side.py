@@ -1,0 +1,148 @@
+"""Weftune's own row in a benchmark: jobs on random samples in one executor, without files, store or loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from weftune.adapters.kind import Member
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.batch import Microbatch
+from weftune.data.cache import Store
+from weftune.data.collate import Part, collate
+from weftune.data.samples import Samples, Share
+from weftune.data.tally import Tally
+from weftune.plan.memory import NOTHING
+from weftune.plan.planner import Course, plan_window
+from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program
+from weftune.run.events import Failed, Passed, Stepped
+from weftune.run.executor import Executor
+from weftune.run.schedule import Recipe
+from weftune.run.training import new_training
+
+Lengths = Sequence[Sequence[int]]
+"""The lengths of the samples of each global batch of a job; after the last, the first comes again."""
+
+RECIPE = Recipe(steps=10**9, learning_rate=1e-4, schedule="constant")
+
+
+@dataclass(slots=True)
+class Stock:
+    """A job's samples, the first of each of its batches, and its last executed step."""
+
+    samples: Samples
+    firsts: tuple[int, ...]
+    step: int = 0
+
+    def batch(self, job: str, step: int) -> GlobalBatch:
+        first, end = list(pairwise(self.firsts))[(step - 1) % (len(self.firsts) - 1)]
+        lengths = self.samples.lengths[first:end].tolist()
+        offsets = np.cumsum([0, *lengths[:-1]]).tolist()
+        placed = tuple(Placed(*item) for item in zip(range(first, end), lengths, offsets, strict=True))
+        return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
+
+
+class Company:
+    """Jobs aboard one executor."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.base = executor.base
+        self.executor = executor
+        self.stocks: dict[str, Stock] = {}
+        self.losses: dict[str, list[float]] = {}
+        self.recompute = NOTHING
+
+    def join(self, job: str, adapter: LoraSpec, batches: Lengths, seed: int) -> None:
+        lengths = [length for batch in batches for length in batch]
+        firsts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
+        samples = random_samples(lengths, self.base.shape.vocabulary, seed)
+        self.stocks[job] = Stock(samples, tuple(firsts))
+        self.losses[job] = []
+        member = Member(job, adapter, seed)
+        sites = self.base.shape.sites
+        self.executor.attach(new_training(member, RECIPE, sites, self.base.dtype, self.executor.home))
+
+    def leave(self, job: str) -> None:
+        self.executor.detach(job)
+        del self.stocks[job]
+
+    def plan(self, rounds: int, capacity: int) -> Program:
+        """The next rounds of every job aboard."""
+        courses = []
+        for job, stock in self.stocks.items():
+            steps = range(stock.step + 1, stock.step + rounds + 1)
+            batches = tuple(stock.batch(job, step) for step in steps)
+            courses.append(Course(job, stock.step, batches, (), frozenset(), frozenset()))
+        return self._window(courses, capacity)
+
+    def _window(self, courses: Sequence[Course], capacity: int) -> Program:
+        return plan_window(courses, capacity, self.executor.captures is not None, self.recompute)
+
+    def run(self, program: Program) -> list[Passed]:
+        """Execute the program; every pass over the base that it made."""
+        passes = []
+        for event in self.executor.run(program, self._fetch, lambda: False):
+            assert not isinstance(event, Failed), event
+            if isinstance(event, Passed):
+                passes.append(event)
+            if isinstance(event, Stepped):
+                self.losses[event.job].append(event.outcome.loss)
+        for batch in program.batches:
+            self.stocks[batch.job].step = batch.step
+        return passes
+
+    def block(self, capacity: int) -> Callable[[int], Callable[[], list[Passed]]]:
+        """For `timing.measure`: planned outside the clock, as the loop plans while the device computes."""
+
+        def prepared(rounds: int) -> Callable[[], list[Passed]]:
+            program = self.plan(rounds, capacity)
+            return lambda: self.run(program)
+
+        return prepared
+
+    def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
+        assert not held_out
+        return collate(
+            [
+                Part(
+                    segment.job, segment.step, self.stocks[segment.job].samples, placed.sample, placed.offset
+                )
+                for segment in plan.segments
+                for placed in segment.samples
+            ]
+        )
+
+
+def resident(model: PreTrainedModel, device: torch.device) -> Company:
+    """All of the base on the device."""
+    return Company(Executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
+
+
+def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:
+    """Samples of random tokens, all supervised."""
+    total = sum(lengths)
+    store = Store(
+        tokens=np.random.default_rng(seed).integers(vocabulary, size=total, dtype=np.int32),
+        mask=np.ones(total, dtype=np.bool_),
+        lengths=np.array(lengths, dtype=np.int32),
+        supervised=np.array(lengths, dtype=np.int32) - 1,
+        rows=np.arange(len(lengths), dtype=np.uint64),
+        tally=Tally(),
+    )
+    return Samples([Share(store, np.arange(len(lengths)))], f"random {seed}")
+
+
+def rows_computed(passes: Sequence[Passed]) -> int:
+    """The rows that went through the base, padding included."""
+    return sum(passed.microbatch.rows for passed in passes)
+
+
+def rows_useful(passes: Sequence[Passed]) -> int:
+    return sum(passed.microbatch.tokens for passed in passes)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.llama import SIZES, build
+from benchmarks.timing import here
+from benchmarks.weftune_side import Company, random_samples, resident, rows_useful
+from weftune.adapters.lora.spec import LoraSpec
+
+
+@pytest.fixture
+def company() -> Company:
+    place = here(toy=True)
+    assert place is not None
+    return resident(build(SIZES["toy"], place), place.device)
+
+
+def test_jobs_train_on_the_lengths_they_were_given_and_begin_anew_after_the_last(company: Company) -> None:
+    company.join("a", LoraSpec(rank=2), [[5, 7], [9]], seed=0)
+    company.join("b", LoraSpec(rank=3), [[4]], seed=1)
+    before = company.executor.aboard["a"].master.clone()
+    program = company.plan(3, capacity=64)
+    batches = {(batch.job, batch.step): batch for batch in program.batches}
+    assert [batches["a", step].tokens for step in (1, 2, 3)] == [12, 9, 12]
+    assert batches["a", 3].samples == batches["a", 1].samples
+    assert batches["a", 1].supervised == 10
+    passes = company.run(program)
+    assert rows_useful(passes) == 12 + 9 + 12 + 3 * 4
+    assert company.executor.aboard["a"].progress.step == 3
+    assert not company.executor.aboard["a"].master.equal(before)
+    assert company.plan(1, capacity=64).batches[0].step == 4
+
+
+def test_one_leaves_and_the_others_go_on(company: Company) -> None:
+    for seed, job in enumerate("abc"):
+        company.join(job, LoraSpec(rank=2), [[6]], seed)
+    company.run(company.plan(1, capacity=64))
+    company.leave("b")
+    company.run(company.plan(1, capacity=64))
+    assert {job: training.progress.step for job, training in company.executor.aboard.items()} == {
+        "a": 2,
+        "c": 2,
+    }
+
+
+def test_random_samples_are_all_supervised_and_hang_on_their_seed() -> None:
+    first, again, other = (random_samples([3, 200], 256, seed) for seed in (0, 0, 1))
+    assert first.mask(1).all()
+    assert first.supervised.tolist() == [2, 199]
+    assert (first.tokens(1) == again.tokens(1)).all()
+    assert not (first.tokens(1) == other.tokens(1)).all()

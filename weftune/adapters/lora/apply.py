@@ -1,0 +1,185 @@
+"""LoRA in a bank: every job's A and B at a group of sites, in the job's own flat vector.
+
+Shapes: T rows, K inputs, N outputs, r ranks of a job. B is held transposed, [r, N], so that rows of either
+matrix belong to one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from weftune.adapters.kind import Frozen, Member, Parameters, Pass
+from weftune.adapters.layout import Layout, ParameterShape
+from weftune.adapters.lora.export import merge, write_portable
+from weftune.adapters.lora.files import read_start, write_adapter
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.batch import Segment
+from weftune.ops.draw import fill_uniform, parameter_key
+from weftune.ops.dropout import key
+from weftune.ops.lora import Block, Blocks, Factors, add_lora
+from weftune.ops.table import Entry, Group, Table
+from weftune.ops.tiled import woven_linear
+from weftune.shapes import SiteShape
+
+A, B = "a_rK", "b_rN"
+LEAST_RANK = 16
+"""Kernels multiply at least so many ranks at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A job in its slot: its A and B at each site that it adapts."""
+
+    member: Member
+    slot: int
+    weights: Mapping[str, Factors]
+    totals: Mapping[str, Factors]
+
+    def entry(self, site: str) -> Entry | None:
+        """The job as the tiled kernels find it at a site; None if it does not adapt that one."""
+        if site not in self.weights:
+            return None
+        weights, totals, spec = self.weights[site], self.totals[site], self.member.spec
+        return Entry(weights.a_rK, weights.b_rN, totals.a_rK, totals.b_rN, spec.scale_at(site), spec.dropout)
+
+
+class LoraBank:
+    def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
+        self.sites = tuple(sites)
+        self._slots = slots
+        self._seats: dict[str, _Seat] = {}
+        self._table: Table | None = None
+        self._rank, self._drops = LEAST_RANK, False
+        stops = list(accumulate(site.out_features for site in sites))
+        self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
+        names = [site.name for site in self.sites if (site.name, A) in weights]
+        seat = _Seat(member, slot, _factors(weights, names), _factors(totals, names))
+        self._seats[member.job] = seat
+        # They only grow, so that who leaves does not change what a captured graph was made for.
+        ranks = (1 << (member.spec.rank_at(name) - 1).bit_length() for name in names)
+        self._rank = max(self._rank, *ranks)
+        self._drops = self._drops or member.spec.dropout > 0.0
+        if self._table is not None:
+            self._write(self._table, seat)
+
+    def detach(self, job: str) -> None:
+        seat = self._seats.pop(job)
+        if self._table is not None:
+            self._table.clear(seat.slot)
+
+    def resize(self, slots: int) -> None:
+        self._slots, self._table = slots, None
+
+    def limits(self) -> tuple[int, bool]:
+        return self._rank, self._drops
+
+    def add(self, site: str, x_TK: Tensor, y_TN: Tensor, bound: Pass) -> Tensor:
+        blocks = tuple(
+            self._block(seat, site, segment, bound)
+            for segment in bound.microbatch.segments
+            if (seat := self._seats.get(segment.job)) is not None and site in seat.weights
+        )
+        if not blocks:
+            return y_TN
+        together = Blocks(blocks, bound.microbatch.token_index_T, bound.anchor)
+        return add_lora(x_TK, y_TN, together, bound.route)
+
+    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
+        assert bound.rows is not None, "the rows were not dealt out"
+        if self._table is None:
+            self._table = self._new_table(x_TK)
+        group = Group(self._columns, self._table, self._rank, self._drops)
+        return woven_linear(
+            x_TK,
+            frozen.weight_NK,
+            frozen.bias_N,
+            residual_TN,
+            bound.anchor,
+            group,
+            bound.rows,
+            bound.training,
+            bound.choices,
+        )
+
+    def _block(self, seat: _Seat, site: str, segment: Segment, bound: Pass) -> Block:
+        spec: LoraSpec = seat.member.spec
+        drops = bound.training and spec.dropout > 0.0
+        totals = bound.totals[segment.job]
+        return Block(
+            start=segment.start,
+            stop=segment.stop,
+            weights=seat.weights[site],
+            gradient=Factors(totals[site, A], totals[site, B]),
+            scale=spec.scale_at(site),
+            dropout=spec.dropout if drops else 0.0,
+            key=key(seat.member.seed, segment.step, site) if drops else 0,
+        )
+
+    def _new_table(self, like: Tensor) -> Table:
+        # A flat vector holds its parameters end to end: one odd width moves all that come after it.
+        widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
+        aligned = all(width % 8 == 0 for width in widths)
+        table = Table.empty([site.name for site in self.sites], self._slots, like.device, aligned)
+        for seat in self._seats.values():
+            self._write(table, seat)
+        return table
+
+    def _write(self, table: Table, seat: _Seat) -> None:
+        table.write(seat.slot, [seat.entry(site.name) for site in self.sites])
+
+
+def _factors(parameters: Parameters, sites: Sequence[str]) -> dict[str, Factors]:
+    return {site: Factors(parameters[site, A], parameters[site, B]) for site in sites}
+
+
+class Lora:
+    name = "lora"
+
+    def layout(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> Layout:
+        shapes: list[ParameterShape] = []
+        for site in sites:
+            if spec.targets_site(site.name):
+                rank = spec.rank_at(site.name)
+                shapes.append(ParameterShape(site.name, A, (rank, site.in_features)))
+                shapes.append(ParameterShape(site.name, B, (rank, site.out_features)))
+        return Layout(tuple(shapes))
+
+    def check_start(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> None:
+        if spec.init_from is not None:
+            read_start(spec, sites)
+
+    def initialise(self, member: Member, sites: Sequence[SiteShape], parameters: Parameters) -> None:
+        """A uniform within ±1/√K as PEFT draws it, B zero; or both from the member's `init_from` folder."""
+        start = None if member.spec.init_from is None else read_start(member.spec, sites)
+        for (site, name), value in parameters.items():
+            if start is not None:
+                a_rK, b_Nr = start[site]
+                value.copy_(a_rK if name == A else b_Nr.T)
+            elif name == A:
+                fill_uniform(value, parameter_key(member.seed, site, A), bound=value.shape[1] ** -0.5)
+            else:
+                value.zero_()
+
+    def bank(self, sites: Sequence[SiteShape], slots: int) -> LoraBank:
+        return LoraBank(sites, slots)
+
+    def save(
+        self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
+    ) -> None:
+        weights = {
+            site: (value, parameters[site, B].T) for (site, name), value in parameters.items() if name == A
+        }
+        write_adapter(folder, spec, weights, sites, base)
+
+    def portable(self, folder: Path, target: Path) -> int:
+        return write_portable(folder, target)
+
+    def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
+        merge(folder, modules, sites)

@@ -1,0 +1,63 @@
+"""What a PEFT config of LoRA means as a spec of ours. No torch here: `jobs` looks at it too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weftune.adapters.folder import CONFIG, read_config
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.errors import AdapterError
+
+BEYOND = (
+    "modules_to_save",
+    "lora_bias",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Keys that make an adapter compute something else than y = xWᵀ + scale · xAᵀBᵀ at the linears it names."""
+
+
+def read_spec(folder: Path) -> LoraSpec:
+    """The spec that the folder's adapter was trained with; whatever is not plain LoRA is refused."""
+    config = read_config(folder)
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{folder} holds a {config.get('peft_type')} adapter, not LoRA")
+    if config.get("use_dora"):
+        raise AdapterError(f"{folder} is a DoRA adapter; only plain LoRA can be used")
+    beyond = [key for key in BEYOND if config.get(key)]
+    if config.get("bias", "none") != "none":
+        beyond.append("bias")
+    if beyond:
+        raise AdapterError(f"{folder} is more than plain LoRA: its {CONFIG} sets {beyond[0]}")
+    try:
+        return _spec(config)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
+        raise AdapterError(f"{folder / CONFIG} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _spec(config: Mapping[str, Any]) -> LoraSpec:
+    targets = config["target_modules"]
+    spec = LoraSpec(
+        rank=int(config["r"]),
+        alpha=float(config["lora_alpha"]),
+        dropout=float(config.get("lora_dropout", 0.0)),
+        targets=targets if isinstance(targets, str) else tuple(str(target) for target in targets),
+        rslora=bool(config.get("use_rslora")),
+        rank_pattern={key: int(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
+        alpha_pattern={key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()},
+    )
+    if min((spec.rank, *spec.rank_pattern.values())) < 1:
+        raise ValueError("a rank is below 1")
+    for pattern in (*spec.rank_pattern, *spec.alpha_pattern):
+        re.compile(pattern)
+    return spec

@@ -1,0 +1,62 @@
+"""Two ways out of an adapter folder: one that every server scales right, and into the base's own weights.
+
+Shapes: r rank at a site, R the largest rank, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from weftune.adapters.folder import read_config
+from weftune.adapters.lora.files import read_adapter, refuse_misfit, write_adapter
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.errors import AdapterError
+from weftune.shapes import SiteShape
+
+
+def write_portable(folder: Path, target: Path) -> int:
+    """Write the adapter of `folder` with one rank, which is returned, and the scale 1 everywhere."""
+    spec, weights = read_adapter(folder)
+    config = read_config(folder)
+    rank = max(a_rK.shape[0] for a_rK, _ in weights.values())
+    folded = {
+        site: (_padded(a_rK, rank), _padded((b_Nr.double() * spec.scale_at(site)).to(b_Nr.dtype).T, rank).T)
+        for site, (a_rK, b_Nr) in weights.items()
+    }
+    transposed = bool(config.get("fan_in_fan_out"))
+    sites = [SiteShape(site, a.shape[1], b.shape[0], transposed) for site, (a, b) in weights.items()]
+    portable = LoraSpec(rank=rank, alpha=float(rank), targets=_names(spec, list(weights)))
+    write_adapter(target, portable, folded, sites, config.get("base_model_name_or_path"))
+    return rank
+
+
+def _padded(value_rM: Tensor, rank: int) -> Tensor:
+    """Zero rows up to `rank`: they add nothing to what A and B compute together."""
+    missing = rank - value_rM.shape[0]
+    return torch.cat([value_rM, value_rM.new_zeros(missing, value_rM.shape[1])]) if missing else value_rM
+
+
+def _names(spec: LoraSpec, targeted: Sequence[str]) -> tuple[str, ...]:
+    """A list, since SGLang reads no regular expression: the spec's own, or else every module path."""
+    return tuple(sorted(targeted)) if isinstance(spec.targets, str) else spec.targets
+
+
+def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
+    """Add the adapter of `folder` to the weights of the base's linears, rounding once."""
+    spec, weights = read_adapter(folder)
+    shapes = {site.name: site for site in sites}
+    for site, (a_rK, b_Nr) in weights.items():
+        if site not in shapes:
+            raise AdapterError(f"{folder} is for another base: this one has no linear {site}")
+        refuse_misfit(folder, shapes[site], a_rK, b_Nr)
+        module = modules[site]
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        change_NK = spec.scale_at(site) * (b_Nr.double() @ a_rK.double())
+        change = change_NK.T if shapes[site].fan_in_fan_out else change_NK
+        # A parameter of its own: written in place, the change would reach whatever is tied to this weight.
+        module.weight = nn.Parameter((weight.double() + change).to(weight.dtype), requires_grad=False)

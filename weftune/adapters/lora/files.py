@@ -1,0 +1,155 @@
+"""PEFT adapter folders of LoRA: `adapter_config.json` and `adapter_model.safetensors`, read and written.
+
+Shapes: r rank, K inputs, N outputs of a site.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from weftune.adapters.folder import WEIGHTS
+from weftune.adapters.lora.config import read_spec
+from weftune.adapters.lora.spec import ALL_LINEAR, LoraSpec, site_of, weight_names
+from weftune.errors import AdapterError, MissingPackage
+from weftune.shapes import SiteShape
+
+Weights = Mapping[str, tuple[Tensor, Tensor]]
+"""Site → (A [r, K], B [N, r])."""
+
+
+def write_adapter(
+    folder: Path, spec: LoraSpec, weights: Weights, sites: Sequence[SiteShape], base: str | None
+) -> None:
+    """Write the folder so that PEFT and vLLM load it as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for site, (a_rK, b_Nr) in weights.items():
+        a_name, b_name = weight_names(site)
+        tensors[a_name] = a_rK.detach().cpu().contiguous()
+        tensors[b_name] = b_Nr.detach().cpu().contiguous()
+    partial = folder / f".{WEIGHTS}.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / WEIGHTS)
+    _peft_config(spec, list(weights), sites, base).save_pretrained(str(folder))
+
+
+def _peft_config(
+    spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str | None
+) -> Any:
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
+    transposed = any(site.fan_in_fan_out for site in sites if site.name in set(targeted))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LoraConfig(
+            r=spec.rank,
+            lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]
+            lora_dropout=spec.dropout,
+            target_modules=target_modules(spec, targeted, sites),
+            use_rslora=spec.rslora,
+            rank_pattern=dict(spec.rank_pattern),
+            alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
+            fan_in_fan_out=transposed,
+            bias="none",
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+            base_model_name_or_path=base,
+        )
+    return config
+
+
+def _whole(alpha: float) -> float:
+    """PEFT and vLLM declare alpha an integer, and some readers take no other; a fraction stays one."""
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def target_modules(spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
+    """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same."""
+    if not isinstance(spec.targets, str):
+        return list(spec.targets)
+    if spec.targets.lower() != ALL_LINEAR:
+        return spec.targets
+    endings = sorted({name.rsplit(".", 1)[-1] for name in targeted})
+    short = replace(spec, targets=tuple(endings))
+    meant = [site.name for site in sites if short.targets_site(site.name)]
+    return endings if sorted(meant) == sorted(targeted) else sorted(targeted)
+
+
+def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor]]]:
+    """The spec and the weights of a PEFT LoRA folder, checked against each other."""
+    spec = read_spec(folder)
+    weights = read_weights(folder)
+    for site, (a_rK, b_Nr) in weights.items():
+        rank = spec.rank_at(site)
+        if a_rK.ndim != 2 or b_Nr.ndim != 2 or not a_rK.shape[0] == b_Nr.shape[1] == rank:
+            raise AdapterError(
+                f"{folder} is damaged: at {site} A is {list(a_rK.shape)} and B {list(b_Nr.shape)}, "
+                f"but its config says rank {rank}"
+            )
+        for name, value in zip(weight_names(site), (a_rK, b_Nr), strict=True):
+            if not value.is_floating_point() or not bool(value.isfinite().all()):
+                raise AdapterError(f"{folder} is damaged: {name} holds values that are no finite numbers")
+    return spec, weights
+
+
+def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    path = folder / WEIGHTS
+    if not path.exists():
+        raise AdapterError(f"{folder} has no {WEIGHTS}; convert .bin files to safetensors first")
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise AdapterError(f"{path} is damaged: {error}") from error
+    sites = list(dict.fromkeys(site for name in tensors if (site := site_of(name)) is not None))
+    wanted = {name for site in sites for name in weight_names(site)}
+    if odd := sorted(tensors.keys() ^ wanted):
+        what = "is no LoRA weight of a linear" if odd[0] in tensors else "is missing"
+        raise AdapterError(f"{path} is not what plain LoRA has: {odd[0]} {what}")
+    if not sites:
+        raise AdapterError(f"{path} holds no weights")
+    return {site: (tensors[weight_names(site)[0]], tensors[weight_names(site)[1]]) for site in sites}
+
+
+def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
+    """The weights of the folder that a job starts from: exactly its sites, each with its rank."""
+    assert spec.init_from is not None
+    folder = Path(spec.init_from)
+    _, weights = read_adapter(folder)
+    targeted = {site.name: site for site in sites if spec.targets_site(site.name)}
+    if odd := sorted(weights.keys() ^ targeted.keys()):
+        where = "only in the folder" if odd[0] in weights else "not in the folder"
+        more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
+        raise AdapterError(
+            f"{folder} and the job's targets do not name the same sites: {odd[0]} is {where}{more}; "
+            "set adapter.targets as the folder has it"
+        )
+    for name, site in targeted.items():
+        a_rK, b_Nr = weights[name]
+        if a_rK.shape[0] != spec.rank_at(name):
+            raise AdapterError(
+                f"{folder} has rank {a_rK.shape[0]} at {name}, the job asks for {spec.rank_at(name)}; "
+                "set adapter.rank and adapter.rank_pattern as the folder has them"
+            )
+        refuse_misfit(folder, site, a_rK, b_Nr)
+    return weights
+
+
+def refuse_misfit(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor) -> None:
+    has, wants = (a_rK.shape[1], b_Nr.shape[0]), (site.in_features, site.out_features)
+    if has != wants:
+        raise AdapterError(
+            f"{folder} is for another base: at {site.name} it goes from {has[0]} to {has[1]} features, "
+            f"the base from {wants[0]} to {wants[1]}"
+        )

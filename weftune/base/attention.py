@@ -1,0 +1,212 @@
+"""The attention of a packed forward: every row sees the earlier rows of its own sample and nothing else.
+
+Transformers calls `attend` in place of its own attention; the samples' boundaries arrive as one keyword.
+Shapes: T rows of the pack, L rows of one sample, H query heads, G key and value heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from weftune.batch import to_device
+from weftune.errors import BaseModelError
+
+NAME = "weftune"
+
+HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
+"""Keywords that reach an attention but have done their work before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Where the samples of a pack lie: sample i is the rows from boundaries[i] to boundaries[i + 1]."""
+
+    lengths: tuple[int, ...]
+    boundaries: Tensor
+    longest: int
+    even: bool = False
+    """Whether all samples are equally long: then they are a plain batch, which has faster kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a layer weighs the rows of one sample."""
+
+    scale: float | None
+    window: int | None
+    """A row sees itself and the `window - 1` rows before it; None: all before it."""
+    softcap: float | None
+
+
+def pack(lengths: Sequence[int], device: torch.device) -> Pack:
+    boundaries = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+    return Pack(tuple(lengths), boundaries, max(lengths), len(set(lengths)) == 1)
+
+
+def register() -> None:
+    """Make `weftune` a name that transformers knows; saying it twice does no harm.
+
+    Samples are kept apart by `attend`. Of an attention that has no way to make masks transformers makes none;
+    where it has one, every pass first asks the device whether positions begin anew, and waits for the answer.
+    """
+    AttentionInterface.register(NAME, attend)
+
+
+def attend(
+    module: nn.Module,
+    q_1HTD: Tensor,
+    k_1GTD: Tensor,
+    v_1GTD: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    weftune_pack: Pack | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The signature is transformers'; the result is [1, T, H, D]."""
+    if weftune_pack is None:
+        raise BaseModelError(
+            f"{type(module).__name__} does not hand the samples' boundaries to its attention."
+        )
+    if attention_mask is not None:
+        raise BaseModelError(f"{type(module).__name__} brings an attention mask of its own.")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise BaseModelError(f"{type(module).__name__} lets rows see the rows after them; it is not causal.")
+    refuse_others(type(module).__name__, others)
+    assert dropout == 0.0, "the base runs in eval mode"
+    assert q_1HTD.shape[2] == sum(weftune_pack.lengths), "samples and rows disagree"
+
+    rule = Rule(scaling, sliding_window, softcap)
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
+    return attend_packed(q_THD, k_TGD, v_TGD, weftune_pack, rule)[None], None
+
+
+def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
+    """The result is [T, H, D]."""
+    if kernel_fits(q_THD, v_TGD, rule):
+        if pack.even and (rule.window is None or rule.window >= pack.longest):
+            return attend_as_batch(q_THD, k_TGD, v_TGD, pack, rule)
+        return attend_with_kernel(q_THD, k_TGD, v_TGD, pack, rule)
+    q_1HTD, k_1GTD, v_1GTD = (x.transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
+    return attend_by_sample(q_1HTD, k_1GTD, v_1GTD, pack, rule)[0]
+
+
+def refuse_others(module: str, others: dict[str, Any]) -> None:
+    """Attention sinks, position biases and the like change the result: what we do not know we refuse."""
+    asked = [name for name, value in others.items() if value is not None and value is not False]
+    unknown = [name for name in asked if name not in HARMLESS]
+    if unknown:
+        raise BaseModelError(
+            f"{module} asks its attention for {', '.join(unknown)}, which Weftune does not know."
+        )
+
+
+def attend_by_sample(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, pack: Pack, rule: Rule) -> Tensor:
+    """One sample after the other. `split` and not slices: its backward writes each gradient once."""
+    samples = zip(*(x.split(pack.lengths, dim=2) for x in (q_1HTD, k_1GTD, v_1GTD)), strict=True)
+    sample_attention = attend_within if rule.softcap is None else attend_within_capped
+    return torch.cat([sample_attention(q, k, v, rule).transpose(1, 2) for q, k, v in samples], dim=1)
+
+
+def attend_within(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
+    length = q_1HLD.shape[2]
+    windowed = rule.window is not None and rule.window < length
+    return scaled_dot_product_attention(
+        q_1HLD,
+        k_1GLD,
+        v_1GLD,
+        attn_mask=visible(length, rule.window, q_1HLD.device) if windowed else None,
+        is_causal=not windowed,
+        scale=rule.scale,
+        enable_gqa=q_1HLD.shape[1] != k_1GLD.shape[1],
+    )
+
+
+def attend_within_capped(q_1HLD: Tensor, k_1GLD: Tensor, v_1GLD: Tensor, rule: Rule) -> Tensor:
+    """Written out, because no fused kernel caps the scores: cap · tanh(score / cap)."""
+    assert rule.softcap is not None
+    groups, width = k_1GLD.shape[1], q_1HLD.shape[-1]
+    scale = width**-0.5 if rule.scale is None else rule.scale
+    q_1GRLD = q_1HLD.unflatten(1, (groups, -1))
+    scores_1GRLL = q_1GRLD @ k_1GLD.unsqueeze(2).mT * scale
+    scores_1GRLL = rule.softcap * torch.tanh(scores_1GRLL / rule.softcap)
+    hidden_LL = ~visible(q_1HLD.shape[2], rule.window, q_1HLD.device)
+    precise = torch.promote_types(scores_1GRLL.dtype, torch.float32)
+    weights_1GRLL = scores_1GRLL.masked_fill(hidden_LL, -torch.inf).softmax(dim=-1, dtype=precise)
+    return (weights_1GRLL.to(v_1GLD.dtype) @ v_1GLD.unsqueeze(2)).flatten(1, 2)
+
+
+def visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Which rows (second index) each row (first index) of one sample sees."""
+    row_L = torch.arange(length, device=device)
+    distance_LL = row_L[:, None] - row_L
+    return (distance_LL >= 0) & (distance_LL < (length if window is None else window))
+
+
+def kernel_fits(q_THD: Tensor, v_TGD: Tensor, rule: Rule) -> bool:
+    """Whether torch's variable-length kernel can do it: half precision, a recent GPU, no soft-cap."""
+    width = q_THD.shape[-1]
+    same = width == v_TGD.shape[-1]
+    return rule.softcap is None and same and kernel_serves(q_THD.device, q_THD.dtype, width)
+
+
+def kernel_serves(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernel takes heads of this width. It reads boundaries on the device, as graphs need it."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and half and width <= 256 and width % 8 == 0 and has_kernel(device.index)
+
+
+@cache
+def has_kernel(device_index: int | None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device_index) >= (8, 0)
+
+
+def attend_as_batch(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
+    """S samples of L rows each."""
+    q_SHLD, k_SGLD, v_SGLD = (
+        x.unflatten(0, (-1, pack.longest)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD)
+    )
+    out_SHLD = attend_within(q_SHLD, k_SGLD, v_SGLD, rule)
+    return out_SHLD.transpose(1, 2).flatten(0, 1)
+
+
+def attend_with_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # The kernel's left window leaves out the row itself. (-1, 0) is torch's word for plain causal.
+    left = -1 if rule.window is None or rule.window >= pack.longest else rule.window - 1
+    # torch 2.11 takes grouped heads without being told; later versions want the word.
+    kernel = partial(varlen_attn, enable_gqa=True) if names_grouped_heads() else varlen_attn
+    out_THD = kernel(
+        q_THD,
+        k_TGD,
+        v_TGD,
+        pack.boundaries,
+        pack.boundaries,
+        pack.longest,
+        pack.longest,
+        scale=rule.scale,
+        window_size=(left, 0),
+    )
+    assert isinstance(out_THD, Tensor)
+    return out_THD
+
+
+@cache
+def names_grouped_heads() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,0 +1,82 @@
+"""A base's config.json and tokenizer without torch and without weights, for verbs that only count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weftune.base.spec import DEMO, BaseSpec
+from weftune.errors import BaseModelError
+from weftune.paths import cache_folder
+
+CONFIG = "config.json"
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def read_config(spec: BaseSpec) -> dict[str, Any]:
+    """What config.json says; a text model inside one of several senses is refused when it is loaded."""
+    folder = model_folder(spec)
+    file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetched(spec)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BaseModelError(f"The {CONFIG} of {spec.model} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise BaseModelError(f"The {CONFIG} of {spec.model} holds no mapping.")
+    if values.get("quantization_config") is not None:
+        raise BaseModelError(
+            f"{spec.model} has quantised weights; name the unquantised model as the base instead."
+        )
+    return values
+
+
+def read_tokenizer(spec: BaseSpec) -> Any:
+    """The fast tokenizer, by its own class: the automatic one imports torch."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(model_folder(spec), revision=spec.revision or "main")
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise BaseModelError(f"The tokenizer of {spec.model} cannot be read: {first_line}") from None
+
+
+def bytes_per_value(spec: BaseSpec, gpu: bool) -> int:
+    return BYTES[spec.dtype or ("bfloat16" if gpu else "float32")]
+
+
+def model_folder(spec: BaseSpec) -> str:
+    """A folder that is here, or a Hub id. What would have to be converted first is asked for."""
+    if spec.model == DEMO:
+        return _converted(cache_folder() / "demo", "*", spec)
+    path = Path(spec.model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        return _converted(cache_folder() / "gguf", f"{path.stem}-*", spec)
+    if path.is_dir() and not (path / CONFIG).is_file():
+        raise BaseModelError(f"The folder {spec.model} holds no {CONFIG}, so it is no model folder.")
+    return str(path) if path.is_dir() else spec.model
+
+
+def _converted(folder: Path, pattern: str, spec: BaseSpec) -> str:
+    """The newest conversion; making one needs torch."""
+    made = [
+        file.parent for file in folder.glob(f"{pattern}/{CONFIG}") if not file.parent.name.startswith(".")
+    ]
+    if not made:
+        raise BaseModelError(
+            f"{spec.model} is not yet converted to a model folder; run `weftune preview` once to do so."
+        )
+    return str(max(made, key=lambda one: one.stat().st_mtime_ns))
+
+
+def _fetched(spec: BaseSpec) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(spec.model, CONFIG, revision=spec.revision))
+    except (OSError, HfHubHTTPError, HFValidationError):
+        raise BaseModelError(
+            f"There is no folder {spec.model} here, and its {CONFIG} cannot be fetched from the Hub."
+        ) from None

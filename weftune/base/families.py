@@ -1,0 +1,46 @@
+"""Which models Weftune trains: the families it knows, and the kinds that it names and refuses."""
+
+from __future__ import annotations
+
+import re
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weftune.errors import BaseModelError
+
+KNOWN = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "opt", "gpt2"})
+"""Model types tested with packed samples; any other must pass the check at load to be accepted."""
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_MODULES = re.compile(r"Experts|MoE|Moe")
+OTHER_SENSES = {"vision_config": "vision", "audio_config": "audio"}
+
+
+def refuse_config(config: PretrainedConfig, name: str) -> None:
+    """Raise a sentence if the config alone says that this model cannot be a base."""
+    kind = kind_refused(config)
+    if kind is not None:
+        raise BaseModelError(f"{name} is {kind}; Weftune trains dense text-only causal language models.")
+    if getattr(config, "quantization_config", None) is not None:
+        raise BaseModelError(f"{name} has quantised weights; name the unquantised model as the base instead.")
+
+
+def refuse_modules(model: PreTrainedModel, name: str) -> None:
+    """Mixtures of experts whose config does not say so are known by the names of their modules."""
+    if any(EXPERT_MODULES.search(type(module).__name__) for module in model.modules()):
+        raise BaseModelError(
+            f"{name} is a mixture of experts; Weftune trains dense text-only causal language models."
+        )
+
+
+def kind_refused(config: PretrainedConfig) -> str | None:
+    for key, sense in OTHER_SENSES.items():
+        if getattr(config, key, None) is not None:
+            return f"a {sense} model ({config.model_type})"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"an encoder-decoder model ({config.model_type})"
+    if any((getattr(config, key, None) or 0) > 1 for key in EXPERT_COUNTS):
+        return f"a mixture of experts ({config.model_type})"
+    if getattr(config, "use_bidirectional_attention", False):
+        return f"a bidirectional model ({config.model_type})"
+    return None

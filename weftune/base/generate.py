@@ -1,0 +1,124 @@
+"""Try a base and its adapters on one prompt, decoded greedily by transformers and PEFT themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from weftune.base.load import best_device, load_plain, load_tokenizer
+from weftune.base.spec import BaseSpec
+from weftune.errors import AdapterError, BaseModelError
+
+BASE = "base"
+"""The key of the base's own answer."""
+
+
+def answers(
+    base: BaseSpec,
+    adapters: Mapping[str, Path],
+    prompt: str,
+    *,
+    system: str | None = None,
+    max_tokens: int = 128,
+    device: torch.device | None = None,
+    with_base: bool = True,
+) -> dict[str, str]:
+    """What the base says (unless not asked), and what it says with each adapter. It is loaded once."""
+    assert BASE not in adapters, "that key is the base's own"
+    for folder in adapters.values():
+        refuse_no_adapter(folder)
+    model: Any = load_plain(base, device or best_device())
+    base_tokenizer = load_tokenizer(base)
+    said = {BASE: answer(model, base_tokenizer, prompt, system, max_tokens)} if with_base else {}
+    for index, (name, folder) in enumerate(adapters.items()):
+        # PEFT makes module names of adapter names, and those cannot hold every character that a job's can.
+        model = with_adapter(model, f"adapter{index}", folder)
+        tokenizer = adapter_tokenizer(folder, base_tokenizer)
+        said[name] = answer(model, tokenizer, prompt, system, max_tokens)
+    return said
+
+
+def refuse_no_adapter(folder: Path) -> None:
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise AdapterError(f"{folder} is no adapter folder: it holds no {file}.")
+
+
+def with_adapter(model: Any, name: str, folder: Path) -> Any:
+    """`model` with the adapter of `folder` active. PEFT wraps it for the first one; later ones join.
+
+    (Any, here and below: a PeftModel passes every attribute on to the model inside, which no type says.)
+    """
+    from peft import PeftModel
+
+    try:
+        if not isinstance(model, PeftModel):
+            model = PeftModel.from_pretrained(model, folder, adapter_name=name)
+        else:
+            model.load_adapter(folder, adapter_name=name)
+        model.set_adapter(name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise AdapterError(f"The adapter in {folder} does not fit this base: {first_line}") from error
+    return model.eval()
+
+
+def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The one saved with the adapter, whose chat template is the one it was trained with."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return base_tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"The tokenizer in {folder} cannot be read: {error}") from error
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    system: str | None,
+    max_tokens: int,
+) -> str:
+    tokens_1T = prompt_tokens(tokenizer, prompt, system).to(model.device)
+    ends = end_tokens(model, tokenizer)
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    written_1T = model.generate(
+        input_ids=tokens_1T, attention_mask=torch.ones_like(tokens_1T), generation_config=settings
+    )
+    return str(tokenizer.decode(written_1T[0, tokens_1T.shape[1] :], skip_special_tokens=True)).strip()
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> torch.Tensor:
+    """The prompt as the tokenizer's chat template asks for an answer; without a template, as plain text."""
+    if tokenizer.chat_template is None:
+        if system is not None:
+            raise BaseModelError("This base has no chat template, so it takes no system message.")
+        tokens = tokenizer(prompt)["input_ids"]
+    else:
+        turns = [{"role": "system", "content": system}] if system is not None else []
+        turns.append({"role": "user", "content": prompt})
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        # As in training: exactly one BOS where the tokenizer opens every text with one.
+        opening = tokenizer(prompt)["input_ids"][:1]
+        if opening == [tokenizer.bos_token_id] and tokens[:1] != opening:
+            tokens = opening + tokens
+    return torch.tensor([tokens])
+
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Whatever the model or the tokenizer calls an end."""
+    own = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+    return sorted(end for end in ends if end is not None)

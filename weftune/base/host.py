@@ -1,0 +1,76 @@
+"""Host memory that a GPU reads and writes by itself, taken in one piece.
+
+Torch's own pinned allocator rounds up to powers of two, which a base of many gigabytes cannot afford; so
+pages are mapped here and registered by hand.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from weftune.errors import BaseModelError
+
+ALIGNMENT = 256
+ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
+"""Large pages are taken and locked many times as fast; and a fork must not copy what a GPU writes to."""
+
+
+class Pages(mmap.mmap):
+    """Memory of this process alone. What is to be undone before it is unmapped, `leaving` does: by the time
+    that a weak reference hears of it, its addresses may be somebody else's."""
+
+    leaving: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.leaving is not None:
+            self.leaving()
+
+
+def host_bytes(size: int, device: torch.device) -> Tensor:
+    """So many bytes, page-locked if `device` is a GPU; given back when the tensor and its views are gone."""
+    try:
+        pages = Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE)
+    except OSError as error:
+        raise BaseModelError(
+            f"The host has no {size / 2**30:.1f} GiB of memory left ({error.strerror}); use a smaller base "
+            "or fewer jobs."
+        ) from None
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    if device.type == "cuda":
+        _lock(pages, buffer)
+    return buffer
+
+
+def _lock(pages: Pages, buffer: Tensor) -> None:
+    for name in ADVICE:
+        # Not every system knows each, and none needs it.
+        with suppress(OSError, AttributeError):
+            pages.madvise(getattr(mmap, name))
+    # By all threads at once; locked untouched, a single one would fetch page after page.
+    buffer[:: mmap.PAGESIZE].zero_()
+    library, address = torch.cuda.cudart(), buffer.data_ptr()
+    status = library.cudaHostRegister(address, len(pages), 0)
+    if int(status) != 0:
+        raise BaseModelError(
+            f"The system does not let Weftune lock {len(pages) / 2**30:.1f} GiB of host memory for the GPU "
+            f"({status}); raise the limit (ulimit -l, or the container's), or use a smaller base."
+        )
+    pages.leaving = partial(library.cudaHostUnregister, address)
+
+
+def host_vectors(shapes: list[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
+    """Vectors of so many values each, zero, in one such piece."""
+    sizes = [-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in shapes]
+    buffer = host_bytes(sum(sizes), device)
+    starts = [0, *accumulate(sizes)]
+    return [
+        buffer[start : start + count * dtype.itemsize].view(dtype)
+        for start, (count, dtype) in zip(starts, shapes, strict=False)
+    ]

@@ -1,0 +1,105 @@
+"""From what a user calls a base to its tokenizer, its shape, or the base itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from weftune.base.families import refuse_config
+from weftune.base.model import Base
+from weftune.base.place import at_hand, explained, place
+from weftune.base.shape import model_shape
+from weftune.base.spec import BaseSpec
+from weftune.errors import BaseModelError, UserError
+from weftune.shapes import ModelShape
+
+
+def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
+    with explained(spec):
+        return AutoTokenizer.from_pretrained(place(spec), revision=spec.revision)
+
+
+def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
+    """The shape the base would have on `device` (None: the best one here), from its config alone."""
+    config = load_config(spec, place(spec))
+    dtype = base_dtype(spec, device or best_device())
+    with explained(spec), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model_shape(model, dtype)
+
+
+def shape_at_hand(spec: BaseSpec) -> ModelShape | None:
+    """Its shape, if that can be said at once: without fetching or converting anything."""
+    return inspect(spec) if at_hand(spec) else None
+
+
+def load_base(spec: BaseSpec, device: torch.device) -> Base:
+    return Base.from_model(load_plain(spec, device), spec, device)
+
+
+def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
+    """The model as transformers runs it, read straight to the device."""
+    where = place(spec)
+    config = load_config(spec, where)
+    transformers_logging.disable_progress_bar()
+    with explained(spec):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            where,
+            config=config,
+            revision=spec.revision,
+            dtype=base_dtype(spec, device),
+            device_map={"": device},
+            output_loading_info=True,
+        )
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise BaseModelError(
+            f"The files of {spec.model} lack {len(missing)} weights of a {config.model_type} model, "
+            f"{missing[0]} for one."
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def load_config(spec: BaseSpec, where: str) -> PretrainedConfig:
+    with explained(spec):
+        config = AutoConfig.from_pretrained(where, revision=spec.revision)
+    refuse_config(config, spec.model)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BaseModelError(f"{spec.model} ({config.model_type}) is no causal language model.")
+    return config
+
+
+def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
+    if spec.dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def best_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device a user asked for; None: the best one here."""
+    if name is None:
+        return best_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device: {name} is no device; write cuda or cpu.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: this machine has no CUDA device that torch can use; see weftune doctor.")
+    return device

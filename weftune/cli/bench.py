@@ -1,0 +1,176 @@
+"""`weftune bench`: Weftune against the other ways to do the same work, on this machine's own GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weftune.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+CHECKOUT = Path(__file__).parents[2]
+WEFTUNE, FROZEN = "Weftune, together", "frozen base"
+"""What the benchmarks call the two rows that every other one is compared with."""
+
+
+class Shape(StrEnum):
+    SMALL = "1b"
+    LARGE = "8b"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One benchmark of the checkout, and how to run it."""
+
+    title: str
+    module: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a part found; a part that compares no times has only a verdict."""
+
+    title: str
+    milliseconds: float | None = None
+    over_frozen: float | None = None
+    rival: str = ""
+    speedup: float | None = None
+    """How many times longer the strongest other way takes."""
+    verdict: str = ""
+
+
+def bench(
+    shape: Annotated[Shape, typer.Option(help="The base: the shape of Llama 8B or of TinyLlama 1.1B.")] = (
+        Shape.LARGE
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Only the first part, in a minute or two.")] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A folder with a small model, to compare quality on.", show_default=False),
+    ] = None,
+    toy: Annotated[bool, typer.Option("--toy", help="Tiny, on the CPU: does it run at all.")] = False,
+) -> None:
+    """Measure Weftune and the strongest other ways on this machine's GPU."""
+    if not (CHECKOUT / "benchmarks" / "gpu_step.py").is_file():
+        raise UserError(f"The benchmarks come with a checkout of Weftune, and {CHECKOUT} is none.")
+    if not toy:
+        check_device()
+    lines, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, part in enumerate(parts(shape, quick, model)):
+            found = run_part(part, Path(folder) / f"{number}.json", toy)
+            if found is None:
+                failed.append(part.title)
+            else:
+                lines.append(line_of(part, found))
+    draw(lines, failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def check_device() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("This machine has no CUDA device that torch can use, so there is nothing to measure.")
+
+
+def parts(shape: Shape, quick: bool, model: Path | None) -> list[Part]:
+    base = ("--shape", shape.value)
+    first = Part("8 jobs, 1×1024 tokens each", "gpu_step", (*base, "--batch", "1x1024"))
+    if quick:
+        few = ("--baselines", "frozen,peft,peft-bf16", "--blocks", "3")
+        return [Part(first.title, first.module, (*first.options, *few))]
+    alone = ("--jobs", "1", "--batch", "8x1024", "--baselines", "frozen,peft,peft-bf16,liger")
+    quality = [] if model is None else [Part("quality", "gpu_quality", ("--model", str(model.absolute())))]
+    return [
+        first,
+        Part("8 jobs, 4×64 tokens each", "gpu_step", (*base, "--batch", "4x64")),
+        Part("1 job, 8×1024 tokens", "gpu_step", (*base, *alone)),
+        Part("32 jobs, real lengths", "gpu_lengths", base),
+        Part("joins and leaves", "gpu_churn"),
+        *quality,
+    ]
+
+
+def run_part(part: Part, file: Path, toy: bool) -> Mapping[str, Any] | None:
+    """Its numbers, or None if it failed; what it prints goes straight to the terminal."""
+    typer.echo(f"\n{part.title}")
+    words = [*part.options, *(["--toy"] if toy else []), "--json", str(file)]
+    module = f"benchmarks.{part.module}"
+    done = subprocess.run([sys.executable, "-m", module, *words], cwd=CHECKOUT, check=False)
+    if done.returncode != 0 or not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def line_of(part: Part, found: Mapping[str, Any]) -> Line:
+    if "rows" not in found:
+        return Line(part.title, verdict=found["verdict"])
+    rows: Sequence[Mapping[str, Any]] = found["rows"]
+    seconds = {row["name"]: row["seconds"] for row in rows if row["seconds"] is not None}
+    if WEFTUNE not in seconds:
+        return Line(part.title, verdict=next(row["note"] for row in rows if row["name"] == WEFTUNE))
+    rival = found["strongest"] or ""
+    return Line(
+        part.title,
+        milliseconds=seconds[WEFTUNE] * 1e3,
+        over_frozen=seconds[WEFTUNE] / seconds[FROZEN] if FROZEN in seconds else None,
+        rival=rival,
+        speedup=seconds[rival] / seconds[WEFTUNE] if rival else None,
+    )
+
+
+def draw(lines: Sequence[Line], failed: Sequence[str]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print()
+    console.print(table(lines))
+    compared = [line for line in lines if line.speedup is not None]
+    if compared:
+        least = min(compared, key=lambda line: line.speedup or 0.0)
+        console.print(
+            f"\nOf the other ways, the strongest against Weftune is {least.rival} with {least.title}: "
+            f"it takes {least.speedup:.2f} × Weftune's time.",
+            highlight=False,
+        )
+    for title in failed:
+        console.print(f"Failed: {title}; what it printed above says why.", highlight=False)
+
+
+def table(lines: Sequence[Line]) -> Table:
+    from rich.table import Table
+
+    drawn = Table(box=None, pad_edge=False)
+    drawn.add_column("")
+    for title in ("ms", "× frozen base"):
+        drawn.add_column(title, justify="right")
+    drawn.add_column("strongest other way")
+    drawn.add_column("× Weftune", justify="right")
+    for line in lines:
+        drawn.add_row(
+            line.title,
+            shown(line.milliseconds, ",.1f"),
+            shown(line.over_frozen, ".2f"),
+            line.rival or line.verdict,
+            shown(line.speedup, ".2f"),
+        )
+    return drawn
+
+
+def shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,72 @@
+"""`weftune export`: a finished adapter in a form that servers read right, or merged into its base."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from weftune.base.spec import Dtype
+from weftune.cli.generate import base_of
+from weftune.errors import UserError
+
+VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's --max-lora-rank can be; the first is its default."""
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="JOB", help="The folder of a finished job: output/JOB.")],
+    target: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DIR", help="A new folder; else JOB/portable or JOB/merged.", show_default=False
+        ),
+    ] = None,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="An adapter that vLLM and SGLang scale right.")
+    ] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="A whole model: the base with the adapter in it.")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="With --merged: the model's dtype, such as bfloat16.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a finished adapter as a portable adapter, or merged into its base."""
+    if portable == merged:
+        raise UserError("Say what to export: either --portable or --merged.")
+    if dtype is not None and (portable or dtype not in get_args(Dtype)):
+        raise UserError(f"--dtype goes with --merged and is one of {', '.join(get_args(Dtype))}.")
+    target = target or folder / ("portable" if portable else "merged")
+    if portable:
+        _export_portable(folder, target)
+    else:
+        _export_merged(folder, target, dtype)
+
+
+def _export_portable(folder: Path, target: Path) -> None:
+    from weftune.export import write_portable
+
+    rank = write_portable(folder, target)
+    typer.echo(f"Wrote {target}: a PEFT adapter of rank {rank}, its scale folded in.")
+    if rank > VLLM_RANKS[0]:
+        typer.echo(vllm_advice(rank))
+
+
+def vllm_advice(rank: int) -> str:
+    allowed = next((most for most in VLLM_RANKS if most >= rank), None)
+    if allowed is None:
+        return f"vLLM takes no rank over {VLLM_RANKS[-1]}: serve it merged, with weftune export --merged."
+    return f"vLLM takes ranks up to {VLLM_RANKS[0]} unless told: start it with --max-lora-rank {allowed}."
+
+
+def _export_merged(folder: Path, target: Path, dtype: str | None) -> None:
+    from weftune.export import write_merged
+
+    base = base_of(folder)
+    typer.echo(f"Merging {folder} into {base.published_name}.")
+    kept = write_merged(folder, replace(base, dtype=cast(Dtype | None, dtype) or base.dtype), target)
+    typer.echo(f"Wrote {target}: a whole model in {str(kept).removeprefix('torch.')}, with its tokenizer.")

@@ -1,0 +1,82 @@
+"""`weftune generate`: try a finished adapter, alone or beside its base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weftune.errors import AdapterError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from weftune.base.spec import BaseSpec
+
+
+def generate(
+    folder: Annotated[Path, typer.Argument(help="The folder of a finished job: output/JOB.")],
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    against_base: Annotated[bool, typer.Option(help="Show the base's answer beside the adapter's.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 128,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")] = None,
+) -> None:
+    """Ask a finished adapter something."""
+    from rich.console import Console
+
+    from weftune.base.generate import BASE, answers
+    from weftune.base.load import device_named
+
+    spec = base_of(folder)
+    said = answers(
+        spec,
+        {"adapter": folder},
+        prompt,
+        system=system,
+        max_tokens=max_tokens,
+        device=device_named(device),
+        with_base=against_base,
+    )
+    titles = {BASE: f"{BASE} ({spec.model})", "adapter": folder.resolve().name}
+    Console().print(side_by_side({titles[who]: text for who, text in said.items()}))
+
+
+def base_of(folder: Path) -> BaseSpec:
+    """The base that the job in `folder` was trained on, as its job.yaml says."""
+    import yaml
+
+    from weftune.base.spec import BaseSpec
+
+    path = folder / "job.yaml"
+    if not path.is_file():
+        raise AdapterError(f"{folder} is no folder of a finished job: it holds no job.yaml.")
+    try:
+        record: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        base = record["base"]
+        return BaseSpec(
+            model=str(base["model"]),
+            dtype=base.get("dtype"),
+            revision=base.get("revision"),
+            written=base.get("written"),
+        )
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise AdapterError(f"{path} does not say which base the adapter was trained on.") from error
+
+
+def side_by_side(answers: dict[str, str]) -> RenderableType:
+    """One panel an answer, two side by side, more below. `Text`: brackets are not read as markup."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    panels = [Panel(Text(text), title=Text(name), title_align="left") for name, text in answers.items()]
+    if len(panels) > 2:
+        return Group(*panels)
+    table = Table.grid(expand=True, padding=(0, 1))
+    for _ in panels:
+        table.add_column(ratio=1)
+    table.add_row(*panels)
+    return table

@@ -1,0 +1,62 @@
+"""The command `weftune`: one file a verb, and every user's mistake as sentences with exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from weftune.cli.bench import bench
+from weftune.cli.doctor import doctor
+from weftune.cli.export import export
+from weftune.cli.generate import generate
+from weftune.cli.plan import plan
+from weftune.cli.preview import preview
+from weftune.cli.report import report
+from weftune.cli.train import train
+from weftune.errors import UserError
+
+MISTAKE = 2
+"""The exit code of a user's mistake, as typer's own for a wrong option."""
+
+VERBS = (train, preview, plan, generate, export, report, doctor, bench)
+
+app = typer.Typer(
+    name="weftune",
+    help="Fine-tune many adapters at once on one frozen base model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for verb in VERBS:
+    app.command()(verb)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"weftune {version('weftune')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Fine-tune many adapters at once on one frozen base model."""
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        if os.environ.get("WEFTUNE_DEBUG", "0") not in ("", "0"):
+            raise
+        for mistake in error.mistakes:
+            typer.echo(str(mistake), err=True)
+        sys.exit(MISTAKE)

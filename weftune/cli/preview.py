@@ -1,0 +1,155 @@
+"""`weftune preview`: the rows as the model sees them, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+    from weftune.data.prepare import Prepared
+    from weftune.data.samples import Samples
+    from weftune.jobs.spec import JobSpec, RunSpec
+
+SUPERVISED = "bold green"
+GIVEN = "dim"
+BARS = 10
+BAR_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Jobs that train on the very same samples."""
+
+    jobs: tuple[str, ...]
+    prepared: Prepared
+
+
+def preview(
+    file: Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")],
+    job: Annotated[str | None, typer.Option(help="Only this job's data.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="How many samples to show of each dataset.")] = 3,
+) -> None:
+    """Show rows as the model sees them, supervised tokens coloured. No weights are loaded."""
+    from rich.console import Console
+
+    from weftune.base.load import load_config, load_tokenizer
+    from weftune.base.place import place
+    from weftune.base.shape import context
+    from weftune.jobs.read import read_run
+
+    run = read_run(file)
+    chosen = chosen_jobs(run, job)
+    tokenizer = load_tokenizer(run.base)
+    longest = context(load_config(run.base, place(run.base)))
+    console = Console()
+    for shown in prepare_all(chosen, tokenizer, longest):
+        for part in drawing(shown, tokenizer, rows):
+            console.print(part)
+
+
+def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
+    from weftune.errors import UserError
+
+    if name is None:
+        return run.jobs
+    chosen = tuple(job for job in run.jobs if job.name == name)
+    if not chosen:
+        known = ", ".join(job.name for job in run.jobs)
+        raise UserError(f"--job: there is no job {name}; the file has {known}.")
+    return chosen
+
+
+def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[Shown]:
+    """Every job's samples, those of identical data once; the mistakes of all of them at once."""
+    from weftune.data.prepare import prepare
+    from weftune.errors import DataError, Mistake
+    from weftune.paths import cache_folder
+
+    found: dict[tuple[str, str], Shown] = {}
+    mistakes: dict[Mistake, None] = {}
+    for job in jobs:
+        try:
+            prepared = prepare(job.data, job.eval, tokenizer, cache_folder() / "tokens", context=context)
+        except DataError as problem:
+            mistakes.update(dict.fromkeys(problem.mistakes))
+            continue
+        held_out = prepared.evaluation.fingerprint if prepared.evaluation is not None else ""
+        key = (prepared.train.fingerprint, held_out)
+        others = found[key].jobs if key in found else ()
+        found[key] = Shown((*others, job.name), prepared)
+    if mistakes:
+        raise DataError(mistakes)
+    return list(found.values())
+
+
+def drawing(shown: Shown, tokenizer: Any, rows: int) -> list[RenderableType]:
+    """What one dataset looks like, from top to bottom. All of a user's words are `Text`, never markup."""
+    from rich.panel import Panel
+    from rich.rule import Rule
+    from rich.text import Text
+
+    train = shown.prepared.train
+    parts: list[RenderableType] = [Rule(Text(", ".join(shown.jobs)))]
+    for i in range(min(rows, len(train))):
+        counts = f"sample {i + 1}: {train.lengths[i]} tokens, {train.supervised[i]} supervised"
+        parts.append(Panel(coloured(train, i, tokenizer), title=Text(counts), title_align="left"))
+    parts.append(Text(summary("training", train)))
+    if shown.prepared.evaluation is not None:
+        parts.append(Text(summary("evaluation", shown.prepared.evaluation)))
+    parts.append(Text(histogram(train.lengths.tolist())))
+    parts += [Text(f"note: {note}") for note in shown.prepared.notes]
+    return parts
+
+
+def coloured(samples: Samples, i: int, tokenizer: Any) -> Text:
+    from rich.text import Text
+
+    text = Text()
+    tokens, mask = samples.tokens(i).tolist(), samples.mask(i).tolist()
+    start, printed = 0, ""
+    for stop in range(1, len(tokens) + 1):
+        if stop < len(tokens) and mask[stop] == mask[start]:
+            continue
+        # Decoded from the beginning each time: a run by itself may lose the space it starts with.
+        so_far = tokenizer.decode(tokens[:stop], clean_up_tokenization_spaces=False)
+        text.append(visible(so_far[len(printed) :]), style=SUPERVISED if mask[start] else GIVEN)
+        start, printed = stop, so_far
+    return text
+
+
+def visible(text: str) -> str:
+    """Control characters could move the terminal's cursor or change its colours."""
+    return "".join(
+        mark if mark in "\n\t" or mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in text
+    )
+
+
+def summary(name: str, samples: Samples) -> str:
+    tokens, taught = int(samples.lengths.sum()), int(samples.supervised.sum())
+    return (
+        f"{name}: {len(samples):,} samples, {tokens:,} tokens, {taught:,} supervised "
+        f"({taught / tokens:.0%}), longest {int(samples.lengths.max()):,}"
+    )
+
+
+def histogram(lengths: Sequence[int]) -> str:
+    """Samples by their number of tokens, a bar a line."""
+    shortest, longest = min(lengths), max(lengths)
+    width = max(1, -(-(longest - shortest + 1) // BARS))
+    counts = [0] * -(-(longest - shortest + 1) // width)
+    for length in lengths:
+        counts[(length - shortest) // width] += 1
+    most = max(counts)
+    lines = []
+    for at, count in enumerate(counts):
+        low = shortest + at * width
+        bar = "█" * -(-count * BAR_WIDTH // most)
+        lines.append(f"{low:>7}–{low + width - 1:<7} {bar} {count}".rstrip())
+    return "\n".join(["tokens          samples", *lines])

@@ -1,0 +1,341 @@
+"""`weftune train jobs.yaml`: train every job of the file together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weftune.plan.stage_count import StageCount
+    from weftune.run.commands import Staff
+    from weftune.run.wires import Place
+    from weftune.trainer import Result
+
+SOME_FAILED, INTERRUPTED = 1, 130
+AUTO = 0
+"""The number of stages that stands for the planner's choice."""
+
+
+def train(
+    jobs: Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")],
+    output: Annotated[Path | None, typer.Option(help="Where results go; else the file's `output`.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; else the best there is.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="End every job after so many steps.")] = None,
+    memory: Annotated[str | None, typer.Option(help="What the run may take, such as 8GiB.")] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="What the run may take of each GPU; a larger base is streamed from host memory."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the output holds.")] = False,
+    restart: Annotated[
+        list[str] | None, typer.Option(metavar="JOB", help="With --resume: train this job anew.")
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(metavar="N|auto", help="Cut the base into so many stages, a process for each."),
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="So many copies of the base, or of its stages, share every batch.")
+    ] = 1,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|all", help="The whole base on each of so many GPUs, and a share of the jobs."
+        ),
+    ] = None,
+) -> None:
+    """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
+    from weftune.errors import UserError
+    from weftune.run.devices import devices_asked
+    from weftune.run.wires import attempt, place_here
+
+    if restart and not resume:
+        raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
+    asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory)
+    place, stages = place_here(), 1 if pipeline is None else stages_of(pipeline)
+    if gpu_memory is not None:
+        refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas)
+    if gpus is not None:
+        refuse_beside_gpus(gpus, pipeline, replicas, place)
+        _train_on(asked, devices_asked(gpus_of(gpus), device))
+        return
+    if place is None:
+        _train_here(asked, stages)
+        return
+    place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.ranks > 1)
+    if pipeline is not None and stages not in (AUTO, place.stages):
+        raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
+    if attempt() > 0:
+        # torchrun has started all ranks again, with the words of the first time.
+        asked = replace(asked, resume=True, restart=())
+    _join(asked, place)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says."""
+
+    jobs: Path
+    output: Path | None
+    device: str | None
+    max_steps: int | None
+    memory: str | None
+    resume: bool
+    restart: tuple[str, ...]
+    replicas: int = 1
+    gpu_memory: str | None = None
+
+    def words(self) -> list[str]:
+        """The same as a command line, which ranks of a pipeline are started with."""
+        options = {
+            "--output": self.output,
+            "--device": self.device,
+            "--max-steps": self.max_steps,
+            "--memory": self.memory,
+            "--gpu-memory": self.gpu_memory,
+        }
+        words = ["train", str(self.jobs)]
+        words += [word for key, value in options.items() if value is not None for word in (key, str(value))]
+        words += ["--replicas", str(self.replicas)] if self.replicas > 1 else []
+        words += ["--resume"] if self.resume else []
+        return [*words, *(word for job in self.restart for word in ("--restart", job))]
+
+
+def _train_here(asked: Asked, stages: int) -> None:
+    """On this machine, in the processes that were asked for or that the planner finds right."""
+    from weftune.run.devices import devices_asked
+
+    shares = 1
+    if stages == AUTO:
+        choice = _chosen(asked)
+        stages, shares = choice.stages, choice.shares
+    if shares > 1:
+        _train_on(asked, devices_asked(shares, asked.device))
+    elif stages * asked.replicas > 1:
+        raise typer.Exit(_launch(asked, stages))
+    else:
+        _train(asked, None)
+
+
+def _chosen(asked: Asked) -> StageCount:
+    """Stages or shares, as the planner finds right for this machine; says why."""
+    from rich.console import Console
+
+    from weftune.base.load import device_named, inspect
+    from weftune.engine import costs_here
+    from weftune.jobs.read import read_run
+    from weftune.pipelined import SPARE
+    from weftune.plan.stage_count import choose_stages
+    from weftune.run.devices import devices_here
+
+    device = device_named(asked.device)
+    budget = bytes_of(asked.memory) if asked.memory else None
+    run = read_run(asked.jobs)
+    shape = inspect(run.base, device)
+    devices = devices_here(device, budget).shared_by(asked.replicas)
+    # Whoever asks for replicas wants every job on all of them: no shares then.
+    jobs = len(run.jobs) if asked.replicas == 1 else 1
+    choice = choose_stages(shape, devices, SPARE, jobs, costs_here(shape, device))
+    Console().print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
+    return choice
+
+
+def _launch(asked: Asked, stages: int) -> int:
+    """Start a process for every stage of every replica and wait for them."""
+    from weftune.base.load import inspect
+    from weftune.cli.main import main
+    from weftune.jobs.read import read_run
+    from weftune.launch import launch
+    from weftune.plan.cut import cut_layers
+
+    run = read_run(asked.jobs)
+    shape = inspect(run.base)
+    if stages > 1:
+        cut_layers(shape, stages)
+    again = replace(asked, resume=True, restart=())
+    ranks = stages * asked.replicas
+    return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
+
+
+def _join(asked: Asked, place: Place) -> None:
+    """Be one rank of a pipeline: the first trains, the others obey."""
+    from weftune.launch import joined
+
+    with joined(place, asked.device) as staff:
+        if staff is not None:
+            _train(asked, staff)
+
+
+def _train(asked: Asked, staff: Staff | None) -> None:
+    from rich.console import Console
+
+    from weftune.base.load import shape_at_hand
+    from weftune.jobs.read import read_run
+    from weftune.report.terminal import LiveView
+    from weftune.report.words import plural
+    from weftune.trainer import Options, trainer_for
+
+    run = read_run(asked.jobs, shape_at_hand)
+    console = Console()
+    ranks = f", in {_named(staff.wires.place)}" if staff else ""
+    console.print(f"Weftune: {plural(len(run.jobs), 'job')} on {run.base.model}{ranks}", highlight=False)
+    most = bytes_of(asked.memory) if asked.memory else None
+    options = Options(
+        device=asked.device,
+        resume=asked.resume,
+        restart=asked.restart,
+        memory=most,
+        gpu_memory=bytes_of(asked.gpu_memory, "--gpu-memory") if asked.gpu_memory else None,
+        staff=staff,
+    )
+    with LiveView(console, []) as view:
+        trainer = trainer_for(run, output=asked.output, max_steps=asked.max_steps, options=options, view=view)
+        results = trainer.run()
+    _finish(console, trainer.output, results, trainer.interrupted)
+
+
+def _train_on(asked: Asked, devices: tuple[str, ...]) -> None:
+    """A share of the jobs on each of these devices; one device is an ordinary run."""
+    from rich.console import Console
+
+    from weftune.base.load import shape_at_hand
+    from weftune.jobs.read import read_run
+    from weftune.report.terminal import LiveView
+    from weftune.report.words import plural
+    from weftune.shares import train_shares
+    from weftune.trainer import Options
+
+    if len(devices) == 1:
+        _train(asked, None)
+        return
+    run = read_run(asked.jobs, shape_at_hand)
+    console = Console()
+    count = plural(len(run.jobs), "job")
+    console.print(f"Weftune: {count} on {run.base.model}, shared by {len(devices)} devices", highlight=False)
+    most = bytes_of(asked.memory) if asked.memory else None
+    options = Options(resume=asked.resume, restart=asked.restart, memory=most)
+    with LiveView(console, []) as view:
+        shared = train_shares(
+            run, devices, output=asked.output, max_steps=asked.max_steps, options=options, view=view
+        )
+    _finish(console, shared.output, shared.results, shared.interrupted, shared.mistaken)
+
+
+def _finish(
+    console: Console, folder: Path, results: Mapping[str, Result], interrupted: bool, mistaken: bool = False
+) -> None:
+    """The table of all jobs, and the exit code."""
+    from weftune.cli.main import MISTAKE
+    from weftune.jobs.states import State
+    from weftune.report.ending import final_table
+    from weftune.report.read import read_run as read_records
+
+    console.print(final_table(read_records(folder), console.width))
+    console.print(f"Report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    if mistaken:
+        raise typer.Exit(MISTAKE)
+    if interrupted:
+        console.print("Interrupted. Go on with --resume.")
+        raise typer.Exit(INTERRUPTED)
+    if any(result.state is not State.SUCCEEDED for result in results.values()):
+        raise typer.Exit(SOME_FAILED)
+
+
+def _named(place: Place) -> str:
+    """`2 stages`, `2 replicas`, or `2 replicas of 2 stages`; `2 ranks` where stages may take turns."""
+    stages = f"{place.stages} {'ranks' if place.ring else 'stages'}"
+    replicas = f"{place.replicas} replicas"
+    if place.replicas == 1:
+        return stages
+    return replicas if place.stages == 1 else f"{replicas} of {stages}"
+
+
+def with_replicas(place: Place, replicas: int) -> Place:
+    from weftune.errors import UserError
+
+    if place.ranks % replicas:
+        raise UserError(
+            f"--replicas {replicas}: {place.ranks} ranks cannot be divided into {replicas} equal pipelines; "
+            f"start a multiple of {replicas}"
+        )
+    return replace(place, replicas=replicas)
+
+
+def gpus_of(text: str) -> int | None:
+    """The number that follows --gpus; None for all."""
+    from weftune.errors import UserError
+
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--gpus {text}: write all, or how many: 1 or more")
+    return int(text)
+
+
+def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: Place | None) -> None:
+    from weftune.errors import UserError
+
+    if place is not None:
+        raise UserError(
+            f"--gpus {gpus}: torchrun has started {place.ranks} ranks, stages of one pipeline, and --gpus "
+            "starts processes by itself; start weftune without torchrun, or leave --gpus out"
+        )
+    if replicas > 1:
+        raise UserError(
+            f"--gpus {gpus} gives every GPU jobs of its own, --replicas {replicas} a part of every batch; "
+            "choose one: with several jobs, --gpus is the faster"
+        )
+    if pipeline == "auto":
+        raise UserError(f"--pipeline auto looks at every GPU by itself; leave it or --gpus {gpus} out")
+    if pipeline is not None:
+        raise UserError(
+            f"--gpus {gpus} puts the whole base on each GPU, --pipeline {pipeline} a stage; choose one: "
+            "where the base fits one GPU, --gpus is the faster"
+        )
+
+
+def refuse_beside_gpu_memory(memory: str, pipeline: str | None, gpus: str | None, replicas: int) -> None:
+    from weftune.errors import UserError
+
+    if gpus is not None or replicas > 1:
+        raise UserError(
+            f"--gpu-memory {memory} streams a base that is larger than the GPU; --gpus and --replicas want "
+            "all of it on each: leave it out, or stream over several GPUs with --pipeline"
+        )
+    if pipeline == "auto":
+        raise UserError(
+            f"--gpu-memory {memory}: --pipeline auto counts the GPUs that hold the base without streaming; "
+            "write how many to stream it over, such as --pipeline 2"
+        )
+
+
+def stages_of(text: str) -> int:
+    """The number that follows --pipeline, or `AUTO`."""
+    from weftune.errors import UserError
+
+    if text == "auto":
+        return AUTO
+    if not text.isdecimal() or int(text) < 2:
+        raise UserError(f"--pipeline {text}: write auto, or how many stages: 2 or more")
+    return int(text)
+
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def bytes_of(text: str, option: str = "--memory") -> int:
+    """`8GiB` in bytes."""
+    from weftune.errors import UserError
+
+    number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text.strip().lower()[len(number) :].strip()
+    try:
+        return int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise UserError(f"{option} {text}: write a number and a unit, such as 8GiB") from None

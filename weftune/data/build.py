@@ -1,0 +1,215 @@
+"""One table to one store: the format found, every row checked, then tokenised into the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from weftune.data.cache import Store, StoreWriter, open_store
+from weftune.data.encode import Encoder
+from weftune.data.formats import Content, detect, normalise, refuse_untrainable, renamed
+from weftune.data.row import BadRow, Row, Table, row_hash
+from weftune.data.spec import DataSpec, Format
+from weftune.data.tally import Tally
+from weftune.data.template import Template
+from weftune.data.tokenise import Tokeniser
+from weftune.errors import DataError, Mistake
+
+VERSION = 1
+"""Raise it when the same rows become other samples, so that older caches are not taken for these."""
+SHOWN = 20
+ROWS_AT_ONCE = 512
+CHARACTERS_AT_ONCE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What, besides the rows, decides what the samples are."""
+
+    spec: DataSpec
+    encoder: Encoder
+    encoder_fingerprint: str
+    template: Template | None
+    template_source: str | None
+    longest: int
+
+    def key(self, table: Table, format: Format) -> str:
+        spec = self.spec
+        choices = [
+            VERSION,
+            table.digest,
+            self.encoder_fingerprint,
+            self.template_source,
+            self.longest,
+            format,
+            sorted(spec.columns.items()),
+            spec.limit,
+            spec.train_on,
+            spec.skip_bad_rows,
+        ]
+        return hashlib.blake2b(json.dumps(choices).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    key: str
+    store: Store
+
+
+def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> Built:
+    """The table's store, from the cache if it is there and whole."""
+    format = find_format(table, rules.spec)
+    key = rules.key(table, format)
+    store = open_store(cache / key)
+    if store is None:
+        if not rules.spec.skip_bad_rows:
+            check(table, format, rules.spec)
+        _write(table, format, rules, cache / key, progress)
+        store = open_store(cache / key)
+        if store is None:
+            raise DataError(
+                Mistake(table.label, f"the cache in {cache} cannot be read back; is the disk sound?")
+            )
+    if len(store.lengths) == 0:
+        reasons = "; ".join(store.tally.reasons)
+        raise DataError(Mistake(table.label, f"none of its {store.tally.rows} rows can be used: {reasons}"))
+    return Built(key, store)
+
+
+def find_format(table: Table, spec: DataSpec) -> Format:
+    """As told, or what the first row that has the columns of any format is."""
+    if spec.format != "auto":
+        refuse_untrainable(spec.format, table.label)
+        return spec.format
+    seen = Row(table.label, {})
+    bad = _BadRows()
+    for row in _limited(table, spec):
+        if row.problem is not None:
+            bad.add(row.place, row.problem)
+            continue
+        format = detect(renamed(row.value, spec.columns))
+        if format is not None:
+            refuse_untrainable(format, table.label)
+            return format
+        seen = seen if seen.value else row
+    if seen.value:
+        found = ", ".join(seen.value)[:300]
+        hint = "say which is which, as in `columns: {prompt: question}`"
+        sentence = f"no row format has these columns: {found}; {hint}"
+        raise DataError(Mistake(seen.place, sentence))
+    bad.refuse()
+    raise DataError(Mistake(table.label, "the dataset is empty"))
+
+
+def check(table: Table, format: Format, spec: DataSpec) -> None:
+    """Finds every row that is wrong in itself before any is tokenised: reading is the fast part."""
+    bad = _BadRows()
+    for row in _limited(table, spec):
+        try:
+            _content(row, format, spec)
+        except BadRow as problem:
+            bad.add(row.place, str(problem))
+    bad.refuse()
+
+
+def _limited(table: Table, spec: DataSpec) -> Iterator[Row]:
+    return islice(table.rows(), spec.limit)
+
+
+def _content(row: Row, format: Format, spec: DataSpec) -> Content:
+    if row.problem is not None:
+        raise BadRow(row.problem)
+    return normalise(row.value, format, spec)
+
+
+class _BadRows:
+    """The first bad rows with their sentences, and a count of the rest."""
+
+    def __init__(self) -> None:
+        self.mistakes: list[Mistake] = []
+        self.more = 0
+
+    def add(self, place: str, sentence: str) -> None:
+        if len(self.mistakes) < SHOWN:
+            self.mistakes.append(Mistake(place, sentence))
+        else:
+            self.more += 1
+
+    def refuse(self, rest: str = "") -> None:
+        """Raises if there is anything to refuse."""
+        if not self.mistakes:
+            return
+        rest = f"and {self.more} more" if self.more else rest
+        raise DataError([*self.mistakes, *([Mistake("", rest)] if rest else [])])
+
+
+def _write(
+    table: Table, format: Format, rules: Rules, folder: Path, progress: Callable[[int], None] | None
+) -> None:
+    tally = Tally()
+    bad = _BadRows()
+    spec = rules.spec
+    tokeniser = Tokeniser(rules.encoder, rules.template, spec.train_on, rules.longest, tally)
+    with StoreWriter(folder) as writer:
+        for rows in _chunks(_limited(table, spec)):
+            for row, problem in _write_chunk(rows, format, spec, tokeniser, writer):
+                bad.add(row.place, str(problem))
+                tally.skipped += 1
+            if not spec.skip_bad_rows and len(bad.mistakes) == SHOWN:
+                bad.refuse("reading stopped here; there may be more")
+            tally.rows += len(rows)
+            if progress is not None:
+                progress(tally.rows)
+        if not spec.skip_bad_rows:
+            bad.refuse()
+        tally.reasons = [str(mistake) for mistake in bad.mistakes[:5]]
+        writer.commit(tally)
+
+
+def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Bounded in rows and, roughly, in characters, so that memory stays small whatever the rows are."""
+    chunk: list[Row] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += _size(row.value)
+        if len(chunk) == ROWS_AT_ONCE or size > CHARACTERS_AT_ONCE:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_size(inner) for inner in value.values())
+    if isinstance(value, list):
+        return sum(_size(inner) for inner in value)
+    return 8
+
+
+def _write_chunk(
+    rows: list[Row], format: Format, spec: DataSpec, tokeniser: Tokeniser, writer: StoreWriter
+) -> list[tuple[Row, BadRow]]:
+    good: list[tuple[Row, Content]] = []
+    bad: list[tuple[Row, BadRow]] = []
+    for row in rows:
+        try:
+            good.append((row, _content(row, format, spec)))
+        except BadRow as problem:
+            bad.append((row, problem))
+    outcomes = tokeniser.outcomes([content for _, content in good])
+    for (row, _), outcome in zip(good, outcomes, strict=True):
+        if isinstance(outcome, BadRow):
+            bad.append((row, outcome))
+            continue
+        fate = row_hash(row.value)
+        for sample in outcome:
+            writer.add(sample.tokens, sample.mask, fate)
+    return bad

@@ -1,0 +1,223 @@
+"""Text to tokens through the base's own tokenizer, where control tokens in a user's text stay text.
+
+Special tokens are parsed only in what a chat template prints; a text that a user wrote is tokenised with
+special-token parsing off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weftune.data.row import BadRow
+from weftune.errors import DataError
+
+SPACE_MARKS = ("Ġ", "▁", " ")
+"""How vocabularies write a token that begins with a space."""
+PRIVATE = range(0xE000, 0xF900)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens, and the characters that each came from: [start, stop)."""
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+
+def _join(parts: Sequence[Encoded]) -> Encoded:
+    return Encoded(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.starts for part in parts]),
+        np.concatenate([part.stops for part in parts]),
+    )
+
+
+class Encoder:
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError("the base's tokenizer gives no character offsets; Weftune needs a fast tokenizer")
+        self.tokenizer = tokenizer
+        self.size = len(tokenizer)
+        self.eos: int | None = tokenizer.eos_token_id
+        self.bos: int | None = tokenizer.bos_token_id
+        self.lead = self._find_lead()
+        """What the tokenizer itself puts before a text: usually BOS, for some bases nothing."""
+        self._prefixes = self._adds_prefix()
+        added = tokenizer.added_tokens_decoder.values()
+        self.added = frozenset(str(token) for token in added)
+        special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        longest_first = sorted(filter(None, special), key=lambda text: (-len(text), text))
+        self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        """Finds the text of a control token."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Made once, since a large vocabulary takes a good part of a second."""
+        state = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        # Truncation and padding are how the tokenizer was last called, not what it is.
+        state["truncation"] = state["padding"] = None
+        identity = [state, sorted(map(str, self.tokenizer.special_tokens_map.items())), self.lead, self.eos]
+        return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Users' texts, each from its beginning."""
+        # Straight from the backend and without offsets: they would take longer than the tokens.
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        parts = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(part.ids, dtype=np.int32) for part in parts]
+
+    def continuations(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Users' texts, each as it goes on after another: without the space that some put first."""
+        if not self._prefixes:
+            return self.texts(texts)
+        return [part.tokens for part in self._continue(texts, parse=False)]
+
+    def rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        """What a chat template printed."""
+        return self._encode(texts, parse=True)
+
+    def pieces(self, text: str, cuts: Sequence[int], stand_ins: Mapping[str, str]) -> Encoded:
+        """What a template printed, tokenised apart on both sides of every cut and of every stand-in.
+
+        A stand-in is a private-use character that holds the place of a control token in a user's text; it
+        becomes the tokens of that text.
+        """
+        borders = {0, len(text), *cuts}
+        for at, character in enumerate(text):
+            if character in stand_ins:
+                borders |= {at, at + 1}
+        edges = sorted(borders)
+        parts = []
+        for start, stop in pairwise(edges):
+            piece = text[start:stop]
+            parts.append(self._piece(piece, start, stop, stand_ins.get(piece)))
+        return _join(parts)
+
+    def _piece(self, piece: str, start: int, stop: int, hidden: str | None) -> Encoded:
+        if hidden is not None:
+            tokens = self._continue([hidden], parse=False)[0].tokens
+            return Encoded(tokens, np.full(len(tokens), start), np.full(len(tokens), stop))
+        encode = self._encode if start == 0 else self._continue
+        part = encode([piece], parse=True)[0]
+        return Encoded(part.tokens, part.starts + start, part.stops + start)
+
+    def begins_inside(self, encoded: Encoded, cut: int) -> bool:
+        """Whether a token holds characters of both sides of the cut."""
+        after = int(np.searchsorted(encoded.starts, cut, side="left"))
+        if after > 0 and encoded.stops[after - 1] > cut:
+            return True
+        if after == len(encoded.starts) or encoded.starts[after] != cut:
+            return False
+        # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
+        gap = after > 0 and encoded.stops[after - 1] < cut
+        return gap and self.tokenizer.convert_ids_to_tokens(int(encoded.tokens[after])).startswith(
+            SPACE_MARKS
+        )
+
+    def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
+        if not texts:
+            return []
+        batch = self.tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=not parse,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [
+            _encoded(tokens, offsets)
+            for tokens, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True)
+        ]
+
+    def _continue(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
+        if not self._prefixes:
+            return self._encode(texts, parse=parse)
+        # Neither anchor melts into what follows it: a letter before space, a line break before anything else.
+        anchors = ["x" if text[:1].isspace() else "\n" for text in texts]
+        anchored = self._encode(
+            [anchor + text for anchor, text in zip(anchors, texts, strict=True)], parse=parse
+        )
+        parts = []
+        for text, part in zip(texts, anchored, strict=True):
+            if np.any((part.starts < 1) & (part.stops > 1)):
+                parts.append(self._encode([text], parse=parse)[0])
+                continue
+            kept = part.starts >= 1
+            parts.append(Encoded(part.tokens[kept], part.starts[kept] - 1, part.stops[kept] - 1))
+        return parts
+
+    def _find_lead(self) -> tuple[int, ...]:
+        bare = self.tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+        full = self.tokenizer("a", verbose=False)["input_ids"]
+        for at in range(len(full) - len(bare) + 1):
+            if full[at : at + len(bare)] == bare:
+                return tuple(full[:at])
+        return ()
+
+    def _adds_prefix(self) -> bool:
+        alone, line, after = (part.tokens.tolist() for part in self._encode(["x", "\n", "\nx"], parse=True))
+        return after[len(line) :] != alone
+
+
+def _encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+    spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    return Encoded(np.array(tokens, dtype=np.int32), spans[:, 0], spans[:, 1])
+
+
+def hide_control(value: Any, control: re.Pattern[str]) -> tuple[Any, dict[str, str]]:
+    """The same value with a private-use character for every control token, and what each stands for."""
+    free = _free_characters(value)
+    stand_ins: dict[str, str] = {}
+    chosen: dict[str, str] = {}
+
+    def hidden(match: re.Match[str]) -> str:
+        found = match.group()
+        if found not in chosen:
+            character = next(free, None)
+            if character is None:
+                raise BadRow("the row holds control tokens and every private-use character")
+            chosen[found] = character
+            stand_ins[character] = found
+        return chosen[found]
+
+    def walk(inner: Any) -> Any:
+        if isinstance(inner, str):
+            return control.sub(hidden, inner)
+        if isinstance(inner, Mapping):
+            return {walk(key): walk(item) for key, item in inner.items()}
+        if isinstance(inner, list | tuple):
+            return [walk(item) for item in inner]
+        return inner
+
+    return walk(value), stand_ins
+
+
+def _free_characters(value: Any) -> Iterator[str]:
+    used = set(json.dumps(value, ensure_ascii=False, default=str))
+    return (chr(code) for code in PRIVATE if chr(code) not in used)
+
+
+def holds_control(value: Any, control: re.Pattern[str]) -> bool:
+    if isinstance(value, str):
+        return control.search(value) is not None
+    if isinstance(value, Mapping):
+        return any(holds_control(key, control) or holds_control(item, control) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(holds_control(item, control) for item in value)
+    return False

@@ -1,0 +1,171 @@
+"""Rows from JSON, strictly: JSON Lines, and one large array read piece by piece.
+
+`json.loads` alone would accept NaN, 1e400 and duplicate keys; a training set should not hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TextIO
+
+from weftune.data.row import Row, as_row
+from weftune.errors import DataError, Mistake
+
+LONGEST_ROW = 64 * 2**20
+PIECE = 2**20
+SPACE = " \t\r\n"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number that JSON knows")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return value
+
+
+DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, strict=True
+)
+
+
+def read_lines(path: Path, label: str) -> Iterator[Row]:
+    """One JSON object a line; blank lines are passed over but counted."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(LONGEST_ROW):
+            number += 1
+            place = f"{label}:{number}"
+            if len(line) == LONGEST_ROW and not line.endswith(b"\n"):
+                _skip_line(file)
+                yield Row(place, {}, f"the row is longer than {LONGEST_ROW // 2**20} MiB")
+            elif line.strip():
+                yield _parse_line(line, place, first=number == 1)
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
+        pass
+
+
+def _parse_line(line: bytes, place: str, first: bool) -> Row:
+    try:
+        text = line.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError:
+        return Row(place, {}, "the line is not valid UTF-8")
+    try:
+        value = DECODER.decode(text)
+    except (ValueError, RecursionError) as problem:
+        return Row(place, {}, explain(problem))
+    return Row(place, value) if type(value) is dict else as_row(place, value)
+
+
+def explain(problem: Exception) -> str:
+    if isinstance(problem, json.JSONDecodeError):
+        return f"not valid JSON: {problem.msg.lower()} at column {problem.colno}"
+    if isinstance(problem, RecursionError):
+        return "not usable JSON: nested too deeply"
+    return f"not valid JSON: {problem}"
+
+
+def read_json(path: Path, label: str) -> Iterator[Row]:
+    """An array of objects; a `.json` file that starts with an object is read as JSON Lines."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        head = file.read(PIECE).lstrip()
+    return read_array(path, label) if head.startswith("[") else read_lines(path, label)
+
+
+def read_array(path: Path, label: str) -> Iterator[Row]:
+    # Undecodable bytes become lone surrogates, which the check of every text refuses by row.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        window = _Window(file, label)
+        window.expect("[")
+        if window.peek() == "]":
+            return
+        while True:
+            window.peek()
+            line = window.line
+            yield as_row(f"{label}:{line}", window.value())
+            if window.peek() == "]":
+                break
+            window.expect(",")
+        window.expect("]")
+        if window.peek():
+            window.fail("something stands after the end of the array")
+
+
+class _Window:
+    """The part of a large JSON text that is in memory: never more than a few rows."""
+
+    def __init__(self, file: TextIO, label: str) -> None:
+        self._file = file
+        self._label = label
+        self._text = ""
+        self._at = 0
+        self.line = 1
+
+    def fail(self, sentence: str) -> NoReturn:
+        raise DataError(Mistake(f"{self._label}:{self.line}", sentence))
+
+    def _more(self) -> bool:
+        piece = self._file.read(max(PIECE, len(self._text) - self._at))
+        self._text = self._text[self._at :] + piece
+        self._at = 0
+        return bool(piece)
+
+    def _move(self, stop: int) -> None:
+        self.line += self._text.count("\n", self._at, stop)
+        self._at = stop
+
+    def peek(self) -> str:
+        """The next character that is not space, or nothing at the end."""
+        while True:
+            stop = self._at
+            while stop < len(self._text) and self._text[stop] in SPACE:
+                stop += 1
+            self._move(stop)
+            if stop < len(self._text):
+                return self._text[stop]
+            if not self._more():
+                return ""
+
+    def expect(self, character: str) -> None:
+        found = self.peek()
+        if found != character:
+            self.fail(f"not valid JSON: expected {character!r}, found {found or 'the end of the file'!r}")
+        self._move(self._at + 1)
+
+    def value(self) -> Any:
+        while True:
+            try:
+                value, stop = DECODER.raw_decode(self._text, self._at)
+                # A number at the very end of the window may go on in the next piece.
+                if stop < len(self._text) or not self._more():
+                    self._move(stop)
+                    return value
+            except json.JSONDecodeError as problem:
+                self._grow_or_fail(problem)
+            except (ValueError, RecursionError) as problem:
+                self.fail(explain(problem))
+
+    def _grow_or_fail(self, problem: json.JSONDecodeError) -> None:
+        cut_short = problem.msg.startswith("Unterminated") or problem.pos >= len(self._text) - 16
+        if len(self._text) - self._at > LONGEST_ROW:
+            self.fail(f"the row is longer than {LONGEST_ROW // 2**20} MiB")
+        if not cut_short or not self._more():
+            self.fail(f"not valid JSON: {problem.msg.lower()}")

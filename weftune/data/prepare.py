@@ -1,0 +1,216 @@
+"""The one public entry: what a job says about its data, to samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weftune.data.build import Built, Rules, build, find_format
+from weftune.data.cache import META
+from weftune.data.encode import Encoder
+from weftune.data.formats import check_columns
+from weftune.data.read import open_path, open_rows
+from weftune.data.row import Table
+from weftune.data.samples import Samples, Share
+from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.data.template import Template, template_source
+from weftune.errors import DataError, Mistake
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    train: Samples
+    evaluation: Samples | None
+    notes: tuple[str, ...]
+    """Plain sentences for the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    table: Table
+    weight: float
+
+
+def prepare(
+    data: DataSpec,
+    evaluation: EvalSpec | None,
+    tokenizer: Any,
+    cache: Path,
+    *,
+    context: int | None = None,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Tokenised once: a second call with the same rows, tokenizer and spec reads what the first one wrote.
+
+    `tokenizer` may be an `Encoder` around one, which many calls share.
+    """
+    _check(data, evaluation)
+    rules = _rules(data, tokenizer, context)
+    parts = _open_training(data)
+    held_out = _open_evaluation(data, evaluation)
+    built = _build_all([*parts, *held_out], rules, cache, progress)
+    trained, held = built[: len(parts)], built[len(parts) :]
+    notes = tuple(
+        note
+        for part, made in zip([*parts, *held_out], built, strict=True)
+        for note in made.store.tally.notes(part.table.label if len(built) > 1 else None, rules.longest)
+    )
+    weights = [part.weight for part in parts]
+    if evaluation is not None and evaluation.fraction is not None:
+        train, measure = _split(trained, weights, evaluation.fraction)
+        return Prepared(train, measure, notes)
+    measured = _everything(held, [1.0] * len(held)) if held else None
+    return Prepared(_everything(trained, weights), measured, notes)
+
+
+def is_prepared(
+    data: DataSpec, evaluation: EvalSpec | None, tokenizer: Any, cache: Path, *, context: int | None = None
+) -> bool:
+    """Whether `prepare` would find everything in the cache."""
+    _check(data, evaluation)
+    rules = _rules(data, tokenizer, context)
+    tables = [part.table for part in [*_open_training(data), *_open_evaluation(data, evaluation)]]
+    return all((cache / rules.key(table, find_format(table, data)) / META).is_file() for table in tables)
+
+
+def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:
+    check_columns(data.columns)
+    if (data.rows is None) == (not data.path):
+        raise DataError(Mistake("data", "give either a path or rows"))
+    if data.limit is not None and data.limit < 1:
+        raise DataError(Mistake("data.limit", f"must be at least 1, got {data.limit}"))
+    if data.max_length < 2:
+        raise DataError(Mistake("data.max_length", f"must be at least 2, got {data.max_length}"))
+    for source in data.sources if data.rows is None else ():
+        if not (math.isfinite(source.weight) and source.weight > 0):
+            raise DataError(
+                Mistake(source.path, f"its weight must be above 0 and finite, got {source.weight}")
+            )
+    _check_split(data)
+    if evaluation is None:
+        return
+    if (evaluation.path is None) == (evaluation.fraction is None):
+        raise DataError(Mistake("eval", "give either a path or a fraction"))
+    if evaluation.fraction is not None and not 0 < evaluation.fraction < 1:
+        raise DataError(Mistake("eval.fraction", f"must lie between 0 and 1, got {evaluation.fraction}"))
+
+
+def _check_split(data: DataSpec) -> None:
+    if data.split is None:
+        return
+    single = data.rows is not None or all(Path(source.path).is_file() for source in data.sources)
+    if single:
+        raise DataError(
+            Mistake("data.split", "a single file or rows from Python have no splits; leave it out")
+        )
+
+
+def _rules(data: DataSpec, tokenizer: Any, context: int | None) -> Rules:
+    encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
+    source = template_source(encoder.tokenizer, data.chat_template)
+    special = json.dumps(encoder.tokenizer.special_tokens_map, default=str)
+    template = _template(source, special) if source is not None else None
+    longest = data.max_length if context is None else min(data.max_length, context)
+    return Rules(data, encoder, encoder.fingerprint, template, source, longest)
+
+
+@lru_cache(maxsize=8)
+def _template(source: str, special: str) -> Template:
+    """Compiled once for all jobs that use it; `special` are the tokenizer's special tokens as JSON."""
+    return Template(source, json.loads(special))
+
+
+def _open_training(data: DataSpec) -> list[_Part]:
+    if data.rows is not None:
+        return [_Part(open_rows(data.rows), 1.0)]
+    names = Counter(Path(source.path).name for source in data.sources)
+    return [
+        _Part(open_path(source.path, data.split, _label(source, names)), source.weight)
+        for source in data.sources
+    ]
+
+
+def _label(source: Source, names: Counter[str]) -> str:
+    """A file's name says enough unless another one has the same."""
+    path = Path(source.path)
+    return path.name if path.exists() and names[path.name] == 1 else source.path
+
+
+def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[_Part]:
+    if evaluation is None or evaluation.path is None:
+        return []
+    source = Source(path=evaluation.path)
+    taken = [] if data.rows is not None else [Path(other.path).name for other in data.sources]
+    names = Counter([*taken, Path(source.path).name])
+    return [_Part(open_path(source.path, data.split, _label(source, names)), 1.0)]
+
+
+def _build_all(parts: Sequence[_Part], rules: Rules, cache: Path, progress: Progress | None) -> list[Built]:
+    """Every table, or the mistakes of all of them at once."""
+    built: list[Built] = []
+    mistakes: list[Mistake] = []
+    done = 0
+    for part in parts:
+        before = done
+        counted = None if progress is None else (lambda rows, before=before: progress(before + rows))
+        try:
+            made = build(part.table, rules, cache, counted)
+        except DataError as problem:
+            mistakes += problem.mistakes
+            continue
+        done += made.store.tally.rows
+        built.append(made)
+    if mistakes:
+        raise DataError(dict.fromkeys(mistakes))
+    return built
+
+
+def _fingerprint(*identity: object) -> str:
+    return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+
+
+def _everything(built: Sequence[Built], weights: Sequence[float]) -> Samples:
+    shares = [
+        Share(made.store, np.arange(len(made.store.lengths)), weight)
+        for made, weight in zip(built, weights, strict=True)
+    ]
+    return Samples(shares, _fingerprint([made.key for made in built], list(weights)))
+
+
+def _split(built: Sequence[Built], weights: Sequence[float], fraction: float) -> tuple[Samples, Samples]:
+    """By the hash of the row: the same rows for every job on a file, whatever its seed."""
+    rows = np.concatenate([made.store.rows for made in built])
+    border = _border(rows, fraction)
+    identity = [[made.key for made in built], list(weights), fraction]
+
+    def side(held: bool, name: str) -> Samples:
+        shares = []
+        for made, weight in zip(built, weights, strict=True):
+            chosen = np.flatnonzero((made.store.rows <= border) == held)
+            shares.append(Share(made.store, chosen, 1.0 if held else weight))
+        return Samples(shares, _fingerprint(*identity, name))
+
+    return side(False, "train"), side(True, "evaluation")
+
+
+def _border(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
+    """Rows with a hash up to the border are held out; at least one row, and never all of them."""
+    distinct = np.unique(rows)
+    if len(distinct) < 2:
+        raise DataError(
+            Mistake("eval.fraction", "one row cannot be split; at least two different rows are needed")
+        )
+    border = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    return np.clip(border, distinct[0], distinct[-2])

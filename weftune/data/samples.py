@@ -1,0 +1,63 @@
+"""Tokenised samples behind one index, memory-mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weftune.data.cache import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Those samples of a store that belong here, and how often an epoch shows them."""
+
+    store: Store
+    chosen: NDArray[np.int64]
+    weight: float = 1.0
+
+
+class Samples:
+    """The samples of one job's training or evaluation; several stores where the data is a mixture."""
+
+    def __init__(self, shares: Sequence[Share], fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self.lengths = np.concatenate([share.store.lengths[share.chosen] for share in shares])
+        self.supervised = np.concatenate([share.store.supervised[share.chosen] for share in shares])
+        self.weights: NDArray[np.float64] | None = None
+        if any(share.weight != 1 for share in shares):
+            self.weights = np.concatenate([np.full(len(share.chosen), share.weight) for share in shares])
+        self._shares = tuple(shares)
+        # Where each share's samples begin behind the one index, and each sample's tokens in its store.
+        self._firsts = np.cumsum([0, *(len(share.chosen) for share in shares)])
+        self._begins = [
+            np.concatenate([[0], np.cumsum(share.store.lengths, dtype=np.int64)])[share.chosen]
+            for share in shares
+        ]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def largest_batch(self, size: int) -> int:
+        """Tokens of a batch in which the longest samples met, each as often as it can."""
+        lengths = np.sort(self.lengths)[::-1]
+        return int(size * lengths[0]) if self.weights is not None else int(lengths[:size].sum())
+
+    def tokens(self, i: int) -> NDArray[np.int32]:
+        share, rows = self._find(i)
+        return self._shares[share].store.tokens[rows]
+
+    def mask(self, i: int) -> NDArray[np.bool_]:
+        """Which tokens are supervised."""
+        share, rows = self._find(i)
+        return self._shares[share].store.mask[rows]
+
+    def _find(self, i: int) -> tuple[int, slice]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        share = int(np.searchsorted(self._firsts, i, side="right")) - 1
+        begin = int(self._begins[share][i - self._firsts[share]])
+        return share, slice(begin, begin + int(self.lengths[i]))

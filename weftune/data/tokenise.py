@@ -1,0 +1,196 @@
+"""Normalised rows to samples: tokens, and which of them are supervised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
+from weftune.data.formats import Chat, Content, Pair, Text, Tokens
+from weftune.data.row import BadRow
+from weftune.data.spec import TrainOn
+from weftune.data.tally import Tally
+from weftune.data.template import Template
+from weftune.data.turns import Rendered, Rendering, render_everything, render_turns
+from weftune.errors import DataError
+
+NO_TEMPLATE = (
+    "the base's tokenizer has no chat template, and these rows are chats; "
+    "write `data.chat_template: chatml`, or name a Jinja file"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+
+
+Outcome = tuple[Sample, ...] | BadRow
+"""The samples of one row, or why it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A chat sample as text, before its tokens are known."""
+
+    rendered: Rendered
+    stand_ins: Mapping[str, str]
+
+
+class Tokeniser:
+    def __init__(
+        self, encoder: Encoder, template: Template | None, train_on: TrainOn, longest: int, tally: Tally
+    ) -> None:
+        self._encoder = encoder
+        self._template = template
+        self._train_on = train_on
+        self._longest = longest
+        self._tally = tally
+
+    def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
+        """One outcome for each row, in order; all rows have one form, or chats and pairs mixed."""
+        whole = self._chats(contents)
+        plain = self._plain([content for content in contents if isinstance(content, Pair | Text)])
+        for content, chat in zip(contents, whole, strict=True):
+            if isinstance(content, Chat):
+                yield self._finish(chat)
+            elif isinstance(content, Tokens):
+                yield self._finish(self._given(content))
+            else:
+                yield self._finish((next(plain),))
+
+    def _finish(self, made: Outcome) -> Outcome:
+        if isinstance(made, BadRow):
+            return made
+        kept = []
+        for sample in made:
+            cut = Sample(sample.tokens[: self._longest], sample.mask[: self._longest])
+            if cut.mask[1:].any():
+                kept.append(cut)
+        shortened = any(len(sample.tokens) > self._longest for sample in made)
+        if not kept and shortened:
+            return BadRow(f"the row has no supervised token within its first {self._longest} tokens")
+        if not kept:
+            return BadRow("the row has no supervised token")
+        self._tally.truncated += shortened
+        return tuple(kept)
+
+    def _given(self, content: Tokens) -> Outcome:
+        tokens = content.tokens
+        outside = np.flatnonzero((tokens < 0) | (tokens >= self._encoder.size))
+        if len(outside):
+            at = int(outside[0])
+            return BadRow(
+                f"`input_ids[{at}]` is {tokens[at]}, but the vocabulary has {self._encoder.size} tokens"
+            )
+        return (Sample(tokens.astype(np.int32), content.mask),)
+
+    def _plain(self, contents: Sequence[Pair | Text]) -> Iterator[Sample]:
+        """Texts and pairs of texts. A pair's prompt is tokenised by itself, exactly as at inference, and its
+        completion as what goes on after it: so the border between them never depends on what stands there."""
+        encoder = self._encoder
+        if contents and encoder.eos is None:
+            raise DataError(
+                "the base's tokenizer has no end-of-text token, which text and completion rows end with"
+            )
+        heads = encoder.texts(
+            [content.prompt if isinstance(content, Pair) else content.text for content in contents]
+        )
+        tails = iter(encoder.continuations([item.completion for item in contents if isinstance(item, Pair)]))
+        lead = np.array(encoder.lead, dtype=np.int32)
+        end = np.array([encoder.eos], dtype=np.int32)
+        for content, head in zip(contents, heads, strict=True):
+            unsupervised = len(lead)
+            parts = [lead, head, end]
+            if isinstance(content, Pair):
+                parts = [lead, head, next(tails), end]
+                unsupervised += len(head) if self._train_on != "all" else 0
+                self._tally.control += holds_control([content.prompt, content.completion], encoder.control)
+            else:
+                self._tally.control += holds_control(content.text, encoder.control)
+            tokens = np.concatenate(parts)
+            yield Sample(tokens, np.arange(len(tokens)) >= unsupervised)
+
+    def _chats(self, contents: Sequence[Content]) -> list[Outcome]:
+        """One outcome for each row that is a chat; for the others an empty place."""
+        drafts: list[list[_Draft] | BadRow] = []
+        for content in contents:
+            try:
+                drafts.append(self._draft(content) if isinstance(content, Chat) else [])
+            except BadRow as problem:
+                drafts.append(problem)
+        simple = [
+            draft.rendered.text
+            for row in drafts
+            if not isinstance(row, BadRow)
+            for draft in row
+            if not draft.stand_ins
+        ]
+        encoded = iter(self._encoder.rendered(simple))
+        return [
+            row if isinstance(row, BadRow) else tuple(self._supervise(draft, encoded) for draft in row)
+            for row in drafts
+        ]
+
+    def _draft(self, chat: Chat) -> list[_Draft]:
+        if self._template is None:
+            raise DataError(NO_TEMPLATE)
+        stand_ins: Mapping[str, str] = {}
+        if holds_control([chat.messages, chat.tools], self._encoder.control):
+            (messages, tools), stand_ins = hide_control([chat.messages, chat.tools], self._encoder.control)
+            chat = replace(chat, messages=tuple(messages), tools=tools)
+        if not self._template.knows_developer:
+            chat = replace(chat, messages=tuple(_without_developer(message) for message in chat.messages))
+        if self._train_on == "all":
+            rendering = render_everything(chat, self._template)
+        else:
+            rendering = render_turns(chat, self._template, self._encoder.added)
+        self._count(rendering, chat, control=bool(stand_ins))
+        return [_Draft(rendered, stand_ins) for rendered in rendering.samples]
+
+    def _count(self, rendering: Rendering, chat: Chat, control: bool) -> None:
+        assert self._template is not None
+        self._tally.split += rendering.split
+        self._tally.parted += rendering.parted
+        self._tally.endless += rendering.endless
+        self._tally.control += control
+        self._tally.untold += chat.tools is not None and not self._template.prints_tools
+
+    def _supervise(self, draft: _Draft, simple: Iterator[Encoded]) -> Sample:
+        text, spans = draft.rendered.text, draft.rendered.spans
+        cuts = [start for start, _ in spans or ()]
+        if draft.stand_ins:
+            encoded = self._encoder.pieces(text, cuts, draft.stand_ins)
+        else:
+            encoded = next(simple)
+            if any(self._encoder.begins_inside(encoded, cut) for cut in cuts):
+                encoded = self._encoder.pieces(text, cuts, {})
+        mask = np.full(len(encoded.tokens), spans is None)
+        for start, stop in spans or ():
+            mask |= (encoded.starts >= start) & (encoded.starts < stop)
+        return self._with_lead(encoded.tokens, mask)
+
+    def _with_lead(self, tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> Sample:
+        """Exactly one BOS: the template's if it printed one, else what the tokenizer puts before a text."""
+        encoder = self._encoder
+        while len(tokens) > 1 and tokens[0] == tokens[1] == encoder.bos:
+            tokens, mask = tokens[1:], mask[1:]
+        lead = np.array(encoder.lead, dtype=np.int32)
+        if not np.array_equal(tokens[: len(lead)], lead):
+            tokens = np.concatenate([lead, tokens])
+            mask = np.concatenate([np.zeros(len(lead), dtype=np.bool_), mask])
+        mask = mask.copy()
+        mask[: len(lead)] = False
+        if len(tokens) and tokens[0] == encoder.bos:
+            mask[0] = False
+        return Sample(tokens, mask)
+
+
+def _without_developer(message: Mapping[str, Any]) -> dict[str, Any]:
+    """To a template that does not know the role, a developer's message is a system message."""
+    return {**message, "role": "system" if message["role"] == "developer" else message["role"]}

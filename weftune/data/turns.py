@@ -1,0 +1,107 @@
+"""Which characters of a rendered chat are supervised, found by rendering its prefixes.
+
+What the template prints for the messages before a turn, with the generation prompt, is what the model is
+given at inference; what it prints on top of that for the turn is what the model must say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from weftune.data.formats import Chat
+from weftune.data.row import BadRow
+from weftune.data.template import Template
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    text: str
+    spans: tuple[tuple[int, int], ...] | None
+    """Supervised characters, [start, stop) each; None: all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The samples of one row, as text, and what is worth telling about how they came to be."""
+
+    samples: tuple[Rendered, ...]
+    split: bool = False
+    """Each turn became its own sample."""
+    parted: bool = False
+    """The generation prompt is not what the template prints before an assistant's turn."""
+    endless: bool = False
+    """A turn ends without an end-of-turn token."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    text: str
+    """The chat up to and with this turn."""
+    start: int
+    stop: int
+    parted: bool
+    endless: bool
+
+
+def render_everything(chat: Chat, template: Template) -> Rendering:
+    return Rendering((Rendered(template.render(chat.messages, chat.tools, prompt=False), None),))
+
+
+def render_turns(chat: Chat, template: Template, ends: Collection[str]) -> Rendering:
+    """`ends` are the texts of the tokens at which a turn can end."""
+    turns = [_render_turn(chat, at, template, ends) for at in chat.turns]
+    last = turns[-1].text
+    spans = [_span_within(last, turn, ends) for turn in turns]
+    whole = all(span is not None for span in spans)
+    if whole:
+        samples: tuple[Rendered, ...] = (Rendered(last, tuple(span for span in spans if span is not None)),)
+    else:
+        samples = tuple(Rendered(turn.text, ((turn.start, turn.stop),)) for turn in turns)
+    return Rendering(
+        samples,
+        split=not whole,
+        parted=any(turn.parted for turn in turns),
+        endless=any(turn.endless for turn in turns),
+    )
+
+
+def _render_turn(chat: Chat, at: int, template: Template, ends: Collection[str]) -> _Turn:
+    text = template.render(chat.messages[: at + 1], chat.tools, prompt=False)
+    given = template.render(chat.messages[:at], chat.tools, prompt=True)
+    start = len(given)
+    parted = not text.startswith(given)
+    if parted:
+        start = _common(given, text)
+        before = template.render(chat.messages[:at], chat.tools, prompt=False)
+        if not text.startswith(before) or start < len(before):
+            raise BadRow(
+                f"the chat template does not print message {at + 1} after what it prints for those before "
+                "it, so what the assistant says cannot be told from what it is given"
+            )
+    bare = text.rstrip()
+    ended = bare.endswith(tuple(ends)) and len(bare) > start
+    return _Turn(text, start, len(bare) if ended else len(text), parted, not ended)
+
+
+def _span_within(text: str, turn: _Turn, ends: Collection[str]) -> tuple[int, int] | None:
+    """Where a turn stands in a longer chat, or None if the template prints it differently there."""
+    if text.startswith(turn.text):
+        return turn.start, turn.stop
+    # Phi-3 prints EOS after the last message only: the turn is the same up to its own end-of-turn token.
+    said = turn.text[: turn.stop]
+    for end in ends:
+        closed = said.removesuffix(end)
+        if closed != said and text.startswith(closed) and closed[turn.start :].rstrip().endswith(tuple(ends)):
+            return turn.start, len(closed.rstrip())
+    return None
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts share from their beginning."""
+    shared = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        shared += 1
+    return shared

@@ -1,0 +1,86 @@
+"""A finished job's adapter made into something else: an adapter for servers, or a whole model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from weftune.adapters.folder import CONFIG, WEIGHTS
+from weftune.adapters.kind import Kind, kind_of
+from weftune.base.load import load_plain, load_tokenizer
+from weftune.base.shape import linears, model_shape
+from weftune.base.spec import BaseSpec
+from weftune.errors import AdapterError, OutputError
+from weftune.results import JOB_FILE
+
+
+def write_portable(folder: Path, target: Path) -> int:
+    """The adapter of `folder` with its scale folded in and one rank for all sites, which is returned."""
+    kind = finished_kind(folder)
+    with new_folder(target):
+        rank = kind.portable(folder, target)
+        copy_tokenizer(folder, target)
+    return rank
+
+
+def write_merged(folder: Path, base: BaseSpec, target: Path) -> torch.dtype:
+    """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype."""
+    kind = finished_kind(folder)
+    with new_folder(target):
+        model = load_plain(base, torch.device("cpu"))
+        kind.merge(folder, linears(model), model_shape(model, model.dtype).sites)
+        if not copy_tokenizer(folder, target):
+            load_tokenizer(base).save_pretrained(target)
+        mend_generation(model)
+        model.save_pretrained(target)
+    return model.dtype
+
+
+def finished_kind(folder: Path) -> Kind:
+    if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
+        raise AdapterError(f"The job in {folder} has not finished: there is no adapter to export yet.")
+    return kind_of(folder)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[None]:
+    """`target`, new or empty, for what is written inside; left empty if that fails."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        what = "is not empty" if target.is_dir() else "is a file"
+        raise OutputError(f"{target} {what}; name a folder that is new or empty.")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for path in target.iterdir() if target.is_dir() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if isinstance(error, OSError):
+            raise OutputError(f"{target} cannot be written: {error}") from error
+        raise
+
+
+def copy_tokenizer(folder: Path, target: Path) -> bool:
+    """Copy the tokenizer that lies beside the adapter, with its chat template; False if there is none.
+
+    Tokenizers have files of many names, so everything is copied that is not the adapter's or ours.
+    """
+    for path in folder.iterdir():
+        if path.is_file() and path.name not in {CONFIG, WEIGHTS, JOB_FILE} and not path.name.startswith("."):
+            shutil.copyfile(path, target / path.name)
+    return (target / "tokenizer_config.json").is_file()
+
+
+def mend_generation(model: PreTrainedModel) -> None:
+    """Some bases come with sampling settings but without the switch; transformers refuses to save those."""
+    settings = model.generation_config
+    if settings is None:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        settings.do_sample = True

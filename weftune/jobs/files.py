@@ -1,0 +1,122 @@
+"""Files that survive a kill: replaced whole or not at all, and lines that are complete or gone."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weftune.errors import OutputError
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Always valid JSON: a number that is not finite is written as null."""
+    return json.dumps(_clean(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _clean(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _clean(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    raise TypeError(f"{type(value).__name__} has no place in a JSON file")
+
+
+def temporary(path: Path) -> Path:
+    """Where the next version of `path` is written before it takes its name."""
+    return path.with_name(f".{path.name}.new")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, or a restart, sees the old content or the new and nothing between."""
+    fresh = temporary(path)
+    try:
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename last; where folders cannot be synced (Windows) the rename alone must do."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class LineFile:
+    """A file of JSON lines that is appended to, one write a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        content = (json_text(line) + "\n").encode()
+        try:
+            if self._handle is None:
+                self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            size = os.fstat(self._handle).st_size
+            try:
+                written = os.write(self._handle, content)
+                if written < len(content):
+                    os.write(self._handle, content[written:])
+            except OSError:
+                # Half a line would swallow the next one.
+                os.ftruncate(self._handle, size)
+                raise
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Drop every line that is torn or not `wanted`, replacing the file only if that changes it."""
+        self.close()
+        if not self.path.exists():
+            return
+        kept = kept_lines(self.path, wanted)
+        if kept != self.path.read_bytes():
+            replace_file(self.path, kept)
+
+    def sync(self) -> None:
+        if self._handle is not None:
+            os.fsync(self._handle)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def kept_lines(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> bytes:
+    """The lines of a file that are whole and `wanted`; nothing where there is no file."""
+    if not path.exists():
+        return b""
+    return b"".join(line for line in path.read_bytes().splitlines(keepends=True) if _is_kept(line, wanted))
+
+
+def _is_kept(line: bytes, wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and wanted(value)

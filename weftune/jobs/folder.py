@@ -1,0 +1,62 @@
+"""The files of an output folder: their names, the lock, the status."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from weftune.errors import OutputError
+from weftune.jobs.files import json_text, replace_file, temporary
+from weftune.jobs.states import State, move
+from weftune.jobs.status import RunStatus, from_json, to_json
+
+STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
+LEARNED = "learned.json"
+"""The models that plans are made by, as the run has learned them."""
+RANKS = "ranks"
+"""The folder of the logs of other processes than the one that prints, which begin before the run does."""
+
+
+def lock_folder(folder: Path, named: Path) -> int:
+    """Held until the process ends, however it ends; the file itself stays. A user knows it as `named`."""
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        import fcntl
+    except ImportError:
+        return handle
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise OutputError(
+            f"another weftune train is writing to {named}; wait for it, or choose another --output"
+        ) from None
+    return handle
+
+
+def read_status(folder: Path) -> RunStatus:
+    """status.json, or where a disk has damaged it, the next version of it that never took its name."""
+    complaint = ""
+    for path in (folder / STATUS, temporary(folder / STATUS)):
+        try:
+            return from_json(json.loads(path.read_bytes()))
+        except (OSError, ValueError) as error:
+            complaint = complaint or str(error).splitlines()[0]
+    raise OutputError(
+        f"{folder / STATUS} cannot be used ({complaint}); put back a copy of it, or choose another --output"
+    )
+
+
+def write_status(folder: Path, status: RunStatus) -> None:
+    replace_file(folder / STATUS, (json_text(to_json(status), indent=2) + "\n").encode())
+
+
+def waiting_again(status: RunStatus) -> RunStatus:
+    """A job that was running when its process was killed waits for its turn again."""
+    jobs = {
+        name: replace(job, state=move(job.state, State.QUEUED)) if job.state is State.RUNNING else job
+        for name, job in status.jobs.items()
+    }
+    return replace(status, jobs=jobs)

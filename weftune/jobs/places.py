@@ -1,0 +1,112 @@
+"""Where each key of a job was written, so that a mistake can point at it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weftune.errors import Mistake
+
+Loc = tuple[str | int, ...]
+"""The way to a value: `("jobs", 2, "adapter", "rank")`."""
+
+ROWS = "rows"
+"""The key under which rows given from Python travel; never looked into, for they may be millions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a file and the dotted name of what stands there; no file when the spec was made in Python."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}" if self.line else self.file
+        return " ".join(part for part in (where, self.name) if part)
+
+
+Places = dict[Loc, Place]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A mistake before its place is known: the way to the value, and the sentence."""
+
+    loc: Loc
+    sentence: str
+
+
+ABSENT: Any = object()
+
+
+def step_into(value: Any, part: str | int) -> Any:
+    """What lies at `part` of a mapping or list, or ABSENT."""
+    if isinstance(value, Mapping):
+        return value.get(part, ABSENT)
+    if isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+        return value[part]
+    return ABSENT
+
+
+def dotted(loc: Loc) -> str:
+    """`("jobs", 2, "adapter")` as `jobs[2].adapter`."""
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def places_of(tree: Any, root: Loc = (), file: str = "", lines: Mapping[Loc, int] | None = None) -> Places:
+    """The place of every value below `root`, keyed by the way from there; without a line, its parent's."""
+    places: Places = {}
+    known = lines or {}
+
+    def visit(value: Any, loc: Loc, line: int) -> None:
+        line = known.get(root + loc, line)
+        places[loc] = Place(file, line, dotted(root + loc))
+        if loc and loc[-1] == ROWS:
+            return
+        if isinstance(value, Mapping):
+            for key, below in value.items():
+                visit(below, (*loc, key), line)
+        elif isinstance(value, list | tuple):
+            for index, below in enumerate(value):
+                visit(below, (*loc, index), line)
+
+    visit(tree, (), known.get(root, 0))
+    return places
+
+
+def place_of(places: Places, loc: Loc) -> Place:
+    """The place of `loc`, or of the nearest thing around it that was written."""
+    while loc and loc not in places:
+        loc = loc[:-1]
+    return places[loc]
+
+
+def wrap(places: Places, at: Loc, key: str) -> None:
+    """Follow a shorthand: what was written at `at` now lives one level deeper, under `key`."""
+    for loc, place in list(places.items()):
+        if loc[: len(at)] == at:
+            places[(*at, key, *loc[len(at) :])] = place
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A mistake with its place still as a record, so that a list of them can be sorted by line."""
+
+    place: Place
+    sentence: str
+
+    @property
+    def mistake(self) -> Mistake:
+        return Mistake(str(self.place), self.sentence)
+
+
+def in_file_order(found: list[Placed]) -> list[Mistake]:
+    """Mistakes by line, each once: one in `defaults` would otherwise be repeated for every job."""
+    once = dict.fromkeys(sorted(found, key=lambda placed: placed.place.line))
+    return [placed.mistake for placed in once]

@@ -1,0 +1,177 @@
+"""AdamW for many jobs at once, each with its own learning rate, decay, step and clipping.
+
+All of a job's parameters are one flat vector. On a GPU one launch updates every job: moments, master weights,
+the copy that passes read, and a zero for the next gradient.
+
+Shapes: J jobs, B blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from weftune.ops.triton.at_hand import kernels_at_hand
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A job's flat vectors: fp32 (or float64) but for the weights, which have the base's dtype."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    gradient: Tensor
+    weights: Tensor
+
+    def within(self, start: int, stop: int) -> State:
+        """Of the parameters from `start` to `stop`."""
+        return State(
+            master=self.master[start:stop],
+            exp_avg=self.exp_avg[start:stop],
+            exp_avg_sq=self.exp_avg_sq[start:stop],
+            gradient=self.gradient[start:stop],
+            weights=self.weights[start:stop],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step of a job does."""
+
+    state: State
+    step: int
+    """Counted from 1."""
+    learning_rate: float
+    weight_decay: float
+    factor: float
+    """What the gradient is multiplied by: below 1 where it is clipped."""
+
+
+def gradient_norms(states: Sequence[State]) -> Tensor:
+    """The norm of each job's gradient, in float64 [J]."""
+    if not kernels_at_hand(states[0].gradient):
+        return torch.stack([state.gradient.norm().double() for state in states])
+    return square_sums([state.gradient for state in states]).sqrt()
+
+
+def square_sums(vectors: Sequence[Tensor]) -> Tensor:
+    """Of each vector, in float64 [J]: with so many digits to spare that the norm of a gradient whose parts
+    were summed apart is that of the whole. Only where kernels are at hand."""
+    from weftune.ops.triton import adamw as kernels
+
+    device, blocks = vectors[0].device, max(-(-vector.numel() // BLOCK) for vector in vectors)
+    rows = [[_address(vector), vector.numel()] for vector in vectors]
+    even = all(vector.numel() % 16 == 0 for vector in vectors)
+    squares_JB = torch.empty(len(vectors), blocks, dtype=torch.float64, device=device)
+    with torch.cuda.device_of(squares_JB):
+        kernels.squares[(blocks, len(vectors))](
+            _to_device(torch.tensor(rows, dtype=torch.int64), device),
+            squares_JB,
+            EVEN=even,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+    return squares_JB.sum(dim=1)
+
+
+def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
+    """Make every step; which jobs' weights are finite after it, bool [J].
+
+    On a GPU the factors may stay on the device: `factor_J` stands for those of the updates, and a job whose
+    factor is below 0 makes no step; only its gradient is zeroed.
+    """
+    if not kernels_at_hand(updates[0].state.gradient):
+        assert factor_J is None
+        return torch.stack([_update_by_torch(one) for one in updates])
+    from weftune.ops.triton import adamw as kernels
+
+    states = [one.state for one in updates]
+    device, blocks = states[0].gradient.device, _blocks(states)
+    finite_JB = torch.empty(len(states), blocks, dtype=torch.bool, device=device)
+    numbers_J4 = _to_device(torch.tensor([_numbers(one) for one in updates], dtype=torch.float32), device)
+    if factor_J is not None:
+        numbers_J4[:, 0] = factor_J
+    with torch.cuda.device_of(finite_JB):
+        kernels.update[(blocks, len(states))](
+            _table(states), numbers_J4, finite_JB, 1.0 - BETA1, BETA2, 1.0 - BETA2, EPS,
+            WEIGHT=_triton_dtype(states[0].weights.dtype), EVEN=_even(states), BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return finite_JB.all(dim=1)
+
+
+def _update_by_torch(one: Update) -> Tensor:
+    state = one.state
+    if one.factor != 1.0:
+        state.gradient.mul_(one.factor)
+    adamw(
+        [state.master],
+        [state.gradient],
+        [state.exp_avg],
+        [state.exp_avg_sq],
+        [],
+        [torch.tensor(float(one.step - 1))],
+        foreach=False,
+        # One pass over the vectors instead of a dozen: seven times as fast.
+        fused=state.master.device.type == "cpu",
+        amsgrad=False,
+        beta1=BETA1,
+        beta2=BETA2,
+        lr=one.learning_rate,
+        weight_decay=one.weight_decay,
+        eps=EPS,
+        maximize=False,
+    )
+    state.weights.copy_(state.master)
+    state.gradient.zero_()
+    return state.master.isfinite().all()
+
+
+def _numbers(one: Update) -> tuple[float, float, float, float]:
+    """In the order of the kernel's table."""
+    return (
+        one.factor,
+        1.0 - one.learning_rate * one.weight_decay,
+        one.learning_rate / (1.0 - BETA1**one.step),
+        math.sqrt(1.0 - BETA2**one.step),
+    )
+
+
+def _blocks(states: Sequence[State]) -> int:
+    return max(-(-state.master.numel() // BLOCK) for state in states)
+
+
+def _even(states: Sequence[State]) -> bool:
+    return all(state.master.numel() % 16 == 0 for state in states)
+
+
+def _table(states: Sequence[State]) -> Tensor:
+    rows = []
+    for state in states:
+        vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
+        rows.append([*map(_address, vectors), state.master.numel()])
+    return _to_device(torch.tensor(rows, dtype=torch.int64), states[0].master.device)
+
+
+def _address(vector: Tensor) -> int:
+    address = vector.data_ptr()
+    assert address % 16 == 0, "a flat vector starts a tensor of its own"
+    return address
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _triton_dtype(dtype: torch.dtype) -> object:
+    import triton.language as tl
+
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]

@@ -1,0 +1,96 @@
+"""Log-probabilities of the target tokens without ever holding the logits of all rows.
+
+Rows are independent and the head is frozen, so the gradient of each row's log-probability with respect to
+its hidden state is made in the forward pass, chunk by chunk; the backward only scales it row by row.
+
+Shapes: S supervised rows, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from weftune.head import Head
+from weftune.ops.triton.at_hand import kernels_at_hand
+
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Size of the logits held at a time: in a CPU's reach of caches, or enough rows to fill a GPU."""
+
+
+def target_logprobs(h_SD: Tensor, targets_S: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """(log-probability of each row's target, whether no token is more probable)."""
+    return _TargetLogprobs.apply(h_SD, targets_S, head)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_SD: Tensor, targets_S: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+        wants_gradient = ctx.needs_input_grad[0]
+        rows = max(1, CHUNK_BYTES.get(h_SD.device.type, 64 << 20) // (4 * head.weight_VD.shape[0]))
+        by_chunk = _by_kernel if kernels_at_hand(h_SD) else _by_torch
+        logprobs, hits, gradients = [], [], []
+        for h, targets in zip(h_SD.split(rows), targets_S.split(rows), strict=True):
+            logprob, hit, gradient = by_chunk(h, targets, head, wants_gradient)
+            logprobs.append(logprob)
+            hits.append(hit)
+            gradients.append(gradient)
+        if wants_gradient:
+            ctx.save_for_backward(torch.cat(gradients))
+        hits_S = torch.cat(hits)
+        ctx.mark_non_differentiable(hits_S)
+        return torch.cat(logprobs), hits_S
+
+    @staticmethod
+    def backward(ctx: Any, d_S: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        (gradient_SD,) = ctx.saved_tensors
+        return (gradient_SD * d_S[:, None]).to(gradient_SD.dtype), None, None
+
+
+def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    logits = head.logits(h)
+    normalised = torch.log_softmax(logits, dim=-1)
+    logprobs = normalised.gather(1, targets[:, None]).squeeze(1)
+    hits = logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=-1)
+    if not wants_gradient:
+        return logprobs, hits, h
+    return logprobs, hits, _hidden_gradient(normalised, logits, targets, head).to(h.dtype)
+
+
+def _hidden_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """d log p(target) / d h = (onehot − softmax) through soft-cap and multiplier, times W."""
+    gradient = normalised.exp_().neg_()
+    gradient[torch.arange(len(targets), device=targets.device), targets] += 1.0
+    if head.softcap is not None:
+        gradient *= 1.0 - (logits / head.softcap) ** 2
+    if head.multiplier != 1.0:
+        gradient *= head.multiplier
+    return gradient.to(head.weight_VD.dtype) @ head.weight_VD
+
+
+def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    from weftune.ops.triton import logprobs as kernels
+
+    z = linear(h, head.weight_VD, head.bias_V)
+    logprobs = torch.empty(len(h), dtype=torch.float32, device=h.device)
+    hits = torch.empty(len(h), dtype=torch.bool, device=h.device)
+    if not len(h):
+        return logprobs, hits, h
+    with torch.cuda.device_of(h):
+        kernels.target_logprobs[(len(h),)](
+            z,
+            targets,
+            logprobs,
+            hits,
+            z.shape[1],
+            head.multiplier,
+            head.softcap or 1.0,
+            CAPS=head.softcap is not None,
+            GRADIENT=wants_gradient,
+            BLOCK=4096,
+            num_warps=8,
+        )
+    return logprobs, hits, z @ head.weight_VD if wants_gradient else h

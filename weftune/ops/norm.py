@@ -1,0 +1,143 @@
+"""RMSNorm of packed rows, alone or beside what goes around it.
+
+The weight is frozen. A fused node keeps its input and one float a row.
+
+Shapes: T rows, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
+
+TILE = 4096
+"""Values that a program holds at least. Rows narrower than this share one: a head norm has millions of
+rows of 64 or 128, and a program for each would cost more to start than to run."""
+VALUES_A_THREAD = 16
+"""Two 16-byte accesses a tensor in half precision: enough in flight to cover the wait for the row's mean."""
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x · rsqrt(mean x² + eps) · (weight + offset). Gemma's offset is 1."""
+    if not kernels_at_hand(x_TD):
+        return rms_norm_reference(x_TD, weight_D, eps, offset)
+    return _RmsNorm.apply(x_TD, weight_D, eps, offset)
+
+
+def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """(h, its RMSNorm): what goes around a branch and what goes into it; one backward for both."""
+    if not kernels_at_hand(h_TD):
+        return h_TD, rms_norm_reference(h_TD, weight_D, eps, offset)
+    return _SkipRmsNorm.apply(h_TD, weight_D, eps, offset)
+
+
+def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    x = x_TD.to(wide)
+    rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return (x * rstd * (weight_D.to(wide) + offset)).to(x_TD.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
+        x_TD = with_whole_rows(x_TD)
+        n_TD, rstd_T = _forward(x_TD, weight_D, eps, offset)
+        ctx.offset = offset
+        ctx.save_for_backward(x_TD, weight_D, rstd_T)
+        return n_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dn_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_D, rstd_T = ctx.saved_tensors
+        return _backward(dn_TD, None, x_TD, weight_D, rstd_T, ctx.offset), None, None, None
+
+
+class _SkipRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        h_TD = with_whole_rows(h_TD)
+        n_TD, rstd_T = _forward(h_TD, weight_D, eps, offset)
+        ctx.offset = offset
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(h_TD, weight_D, rstd_T)
+        return h_TD.view_as(h_TD), n_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dskip_TD: Tensor | None, dn_TD: Tensor | None) -> tuple[Tensor | None, ...]:
+        h_TD, weight_D, rstd_T = ctx.saved_tensors
+        if dn_TD is None:
+            return dskip_TD, None, None, None
+        return _backward(dn_TD, dskip_TD, h_TD, weight_D, rstd_T, ctx.offset), None, None, None
+
+
+def _forward(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    from weftune.ops.triton.norm import norm_forward
+
+    rows, width = x_TD.shape
+    assert weight_D.shape == (width,)
+    assert weight_D.is_contiguous()
+    n_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
+    rstd_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
+    tile_rows, block, warps = _tile(width)
+    with torch.cuda.device_of(x_TD):
+        norm_forward[(-(-rows // tile_rows),)](
+            x_TD,
+            weight_D,
+            n_TD,
+            rstd_T,
+            x_TD.stride(0),
+            rows,
+            eps,
+            offset,
+            WIDTH=width,
+            ROWS=tile_rows,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return n_TD, rstd_T
+
+
+def _backward(
+    dn_TD: Tensor, dskip_TD: Tensor | None, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor, offset: float
+) -> Tensor:
+    from weftune.ops.triton.norm import norm_backward
+
+    rows, width = x_TD.shape
+    dn_TD = with_whole_rows(dn_TD)
+    dskip_TD = None if dskip_TD is None else with_whole_rows(dskip_TD)
+    dx_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
+    tile_rows, block, warps = _tile(width)
+    with torch.cuda.device_of(x_TD):
+        norm_backward[(-(-rows // tile_rows),)](
+            dn_TD,
+            dskip_TD,
+            x_TD,
+            weight_D,
+            rstd_T,
+            dx_TD,
+            dn_TD.stride(0),
+            0 if dskip_TD is None else dskip_TD.stride(0),
+            x_TD.stride(0),
+            rows,
+            offset,
+            WIDTH=width,
+            ROWS=tile_rows,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return dx_TD
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """(rows a program, columns rounded up to a power of two, warps)."""
+    block = 1 << (width - 1).bit_length()
+    rows = max(1, TILE // block)
+    return rows, block, min(16, rows * block // (32 * VALUES_A_THREAD))

@@ -1,0 +1,154 @@
+"""Queries, keys and values parted from their stacked linear, with the rotary embedding on the first two.
+
+Rotation is undone by its transpose, so a fused node keeps nothing but the cosines and sines.
+
+Shapes: T rows, H heads of queries, G groups (heads of keys and of values), D width of a head,
+N = (H + 2G)·D, E rotary width (the first E columns of a head turn, the rest passes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
+
+TILE = 1024
+"""Values of each half that a program holds."""
+WARPS = 4
+"""Eight values of each half a thread: one 16-byte access in half precision."""
+
+
+def rotary_split(
+    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q_THD, k_TGD, v_TGD), q and k rotated as Llama does: column i turns with column i + E/2."""
+    rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
+    assert qkv_TN.shape[1] == (heads + 2 * groups) * width
+    assert cos_TE.shape == sin_TE.shape == (rows, cos_TE.shape[1])
+    assert cos_TE.shape[1] <= width
+    assert cos_TE.shape[1] % 2 == 0
+    if not kernels_at_hand(qkv_TN):
+        return rotary_split_reference(qkv_TN, cos_TE, sin_TE, heads, groups)
+    return _RotarySplit.apply(qkv_TN, cos_TE, sin_TE, heads, groups)
+
+
+def rotary_split_reference(
+    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv_TLD = qkv_TN.unflatten(1, (heads + 2 * groups, -1))
+    q_THD, k_TGD, v_TGD = qkv_TLD.split((heads, groups, groups), dim=1)
+    return (
+        _rotated(q_THD, cos_TE, sin_TE),
+        _rotated(k_TGD, cos_TE, sin_TE),
+        v_TGD.contiguous(),
+    )
+
+
+def _rotated(x_THD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    wide = torch.promote_types(x_THD.dtype, torch.float32)
+    width = cos_TE.shape[1]
+    turning, rest = x_THD[..., :width].to(wide), x_THD[..., width:]
+    near, far = turning.chunk(2, dim=-1)
+    cos_T1E, sin_T1E = cos_TE.to(wide)[:, None], sin_TE.to(wide)[:, None]
+    turned = turning * cos_T1E + torch.cat((-far, near), dim=-1) * sin_T1E
+    return torch.cat((turned.to(x_THD.dtype), rest), dim=-1)
+
+
+class _RotarySplit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cos_TE, sin_TE = with_whole_rows(cos_TE), with_whole_rows(sin_TE)
+        ctx.heads, ctx.groups = heads, groups
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos_TE, sin_TE)
+        return _forward(with_whole_rows(qkv_TN), cos_TE, sin_TE, heads, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
+        cos_TE, sin_TE = ctx.saved_tensors
+        if all(part is None for part in parts):
+            return None, None, None, None, None
+        whole = [None if part is None else with_whole_rows(part) for part in parts]
+        return _backward(whole, cos_TE, sin_TE, ctx.heads, ctx.groups), None, None, None, None
+
+
+def _forward(
+    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from weftune.ops.triton.rotary import rotary_forward
+
+    rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
+    q_THD = torch.empty((rows, heads, width), dtype=qkv_TN.dtype, device=qkv_TN.device)
+    k_TGD = torch.empty((rows, groups, width), dtype=qkv_TN.dtype, device=qkv_TN.device)
+    v_TGD = torch.empty_like(k_TGD)
+    half = cos_TE.shape[1] // 2
+    chunk, half_block, rest_block = _tile(heads + 2 * groups, width, half)
+    with torch.cuda.device_of(qkv_TN):
+        rotary_forward[(rows * -(-(heads + 2 * groups) // chunk),)](
+            qkv_TN,
+            cos_TE,
+            sin_TE,
+            q_THD,
+            k_TGD,
+            v_TGD,
+            qkv_TN.stride(0),
+            cos_TE.stride(0),
+            sin_TE.stride(0),
+            HEADS=heads,
+            GROUPS=groups,
+            WIDTH=width,
+            HALF=half,
+            CHUNK=chunk,
+            HALF_BLOCK=half_block,
+            REST_BLOCK=rest_block,
+            num_warps=WARPS,
+        )
+    return q_THD, k_TGD, v_TGD
+
+
+def _backward(parts: list[Tensor | None], cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int) -> Tensor:
+    from weftune.ops.triton.rotary import rotary_backward
+
+    some = next(part for part in parts if part is not None)
+    rows, width = some.shape[0], some.shape[2]
+    dqkv_TN = torch.empty((rows, (heads + 2 * groups) * width), dtype=some.dtype, device=some.device)
+    half = cos_TE.shape[1] // 2
+    chunk, half_block, rest_block = _tile(heads + 2 * groups, width, half)
+    strides = [stride for part in parts for stride in ((0, 0) if part is None else part.stride()[:2])]
+    with torch.cuda.device_of(some):
+        rotary_backward[(rows * -(-(heads + 2 * groups) // chunk),)](
+            *parts,
+            cos_TE,
+            sin_TE,
+            dqkv_TN,
+            *strides,
+            cos_TE.stride(0),
+            sin_TE.stride(0),
+            HEADS=heads,
+            GROUPS=groups,
+            WIDTH=width,
+            HALF=half,
+            CHUNK=chunk,
+            HALF_BLOCK=half_block,
+            REST_BLOCK=rest_block,
+            num_warps=WARPS,
+        )
+    return dqkv_TN
+
+
+def _tile(heads: int, width: int, half: int) -> tuple[int, int, int]:
+    """(heads a program, columns of a half and of the rest, each rounded up to a power of two)."""
+    half_block = _power_of_two(half)
+    chunk = max(1, min(TILE // half_block, _power_of_two(heads)))
+    return chunk, half_block, _power_of_two(max(1, width - 2 * half))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,83 @@
+"""The gated activation of a feed-forward block, gate and up side by side as their stacked linears give them.
+
+Shapes: T rows, I width of the activation, F = 2I.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
+
+BLOCK = 1024
+WARPS = 4
+"""Eight values a thread: one 16-byte access a tensor in half precision. Up to five tensors are live at once;
+more values of each would cost the occupancy that keeps the memory busy."""
+
+
+def swiglu(gate_up_TF: Tensor) -> Tensor:
+    """silu(gate) · up, where gate is the first half of the columns."""
+    assert gate_up_TF.shape[1] % 2 == 0
+    if not kernels_at_hand(gate_up_TF):
+        return swiglu_reference(gate_up_TF)
+    return _Swiglu.apply(gate_up_TF)
+
+
+def swiglu_reference(gate_up_TF: Tensor) -> Tensor:
+    wide = torch.promote_types(gate_up_TF.dtype, torch.float32)
+    gate_TI, up_TI = gate_up_TF.to(wide).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate_TI) * up_TI).to(gate_up_TF.dtype)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_TF: Tensor) -> Tensor:
+        gate_up_TF = with_whole_rows(gate_up_TF)
+        ctx.save_for_backward(gate_up_TF)
+        return _forward(gate_up_TF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dact_TI: Tensor) -> Tensor:
+        (gate_up_TF,) = ctx.saved_tensors
+        return _backward(with_whole_rows(dact_TI), gate_up_TF)
+
+
+def _forward(gate_up_TF: Tensor) -> Tensor:
+    from weftune.ops.triton.swiglu import swiglu_forward
+
+    rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+    act_TI = torch.empty((rows, width), dtype=gate_up_TF.dtype, device=gate_up_TF.device)
+    with torch.cuda.device_of(gate_up_TF):
+        swiglu_forward[(rows * -(-width // BLOCK),)](
+            gate_up_TF,
+            act_TI,
+            gate_up_TF.stride(0),
+            WIDTH=width,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    return act_TI
+
+
+def _backward(dact_TI: Tensor, gate_up_TF: Tensor) -> Tensor:
+    from weftune.ops.triton.swiglu import swiglu_backward
+
+    rows, width = dact_TI.shape
+    dgate_up_TF = torch.empty((rows, 2 * width), dtype=gate_up_TF.dtype, device=gate_up_TF.device)
+    with torch.cuda.device_of(gate_up_TF):
+        swiglu_backward[(rows * -(-width // BLOCK),)](
+            dact_TI,
+            gate_up_TF,
+            dgate_up_TF,
+            dact_TI.stride(0),
+            gate_up_TF.stride(0),
+            WIDTH=width,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    return dgate_up_TF

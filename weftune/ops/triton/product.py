@@ -1,0 +1,230 @@
+"""The frozen product of a site with all adapters in its last touch: what a program has summed up over the
+frozen weight meets the rank-sized products of its rows' jobs before it is written.
+
+A program may hold rows of several jobs. A job's product is taken for all rows of the program, and added by
+selection where the rows are its own: so a NaN in one job's weights or rows cannot reach another's.
+
+Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
+R the ranks of one part up to a power of two, P parts, S slots, W warps.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weftune.ops.triton.slots import column_factor, kept, matrix, row_factor, site_key
+
+
+@triton.jit
+def place(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
+    """(row block, column block) of the tile-th program: GROUP row blocks share their columns in the cache."""
+    width = GROUP * column_blocks
+    first = tile // width * GROUP
+    height = tl.minimum(row_blocks - first, GROUP)
+    return first + tile % width % height, tile % width // height
+
+
+@triton.jit
+def part_of(column, N, COLUMNS: tl.constexpr, P: tl.constexpr):
+    """(part, its first column, its end) of a column; of one part only the width is known."""
+    part = 0
+    low = 0
+    high = N if P == 1 else COLUMNS[1]
+    for p in tl.static_range(1, P):
+        here = column >= COLUMNS[2 * p]
+        part = tl.where(here, p, part)
+        low = tl.where(here, COLUMNS[2 * p], low)
+        high = tl.where(here, COLUMNS[2 * p + 1], high)
+    return part, low, high
+
+
+@triton.jit
+def halves(sum_MC):
+    """The left and the right columns; each thread has some of both, so nothing moves."""
+    M: tl.constexpr = sum_MC.shape[0]
+    C: tl.constexpr = sum_MC.shape[1]
+    return tl.split(tl.permute(tl.reshape(sum_MC, (M, 2, C // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def product_by_warps(s_MR, weight_RH, PRECISION: tl.constexpr):
+    """s · weight as one small product for the 16 rows that each warp has of the frozen product.
+
+    As one large product it would use the instructions of the warp group, and the compiler would then wait
+    after each of those of the frozen product.
+    """
+    M: tl.constexpr = s_MR.shape[0]
+    R: tl.constexpr = s_MR.shape[1]
+    H: tl.constexpr = weight_RH.shape[1]
+    s_WMR = tl.reshape(s_MR, (M // 16, 16, R))
+    weight_WRH = tl.broadcast_to(weight_RH[None, :, :], (M // 16, R, H))
+    return tl.reshape(tl.dot(s_WMR, weight_WRH, input_precision=PRECISION), (M, H))
+
+
+@triton.jit
+def added_by(
+    s,
+    key,
+    token_index,
+    weight,
+    ranks,
+    threshold,
+    crc,
+    slot,
+    part,
+    row_M,
+    column_H,
+    low,
+    high,
+    T,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`added` for a slot that has at most OWN ranks."""
+    r_R = tl.arange(0, OWN)
+    weight_RH = tl.load(
+        weight + r_R[:, None] * (high - low) + (column_H - low)[None, :],
+        mask=(r_R < ranks)[:, None] & (column_H < high)[None, :],
+        other=0.0,
+    )
+    s_at_MR = row_M.to(tl.int64)[:, None] * (P * R) + part * R + r_R[None, :]
+    s_MR = tl.load(s + s_at_MR, mask=(row_M < T)[:, None], other=0.0)
+    added_MH = product_by_warps(s_MR, weight_RH, PRECISION)
+    if DROPS:
+        token_M = tl.load(token_index + row_M, mask=row_M < T, other=0)
+        drawn = site_key(key, crc, slot, part)
+        row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(column_H, drawn)[None, :]
+        kept_MH = kept(row_M1, column_1H, tl.load(threshold + part * S + slot))
+        added_MH = tl.where(kept_MH, added_MH, 0.0)
+    return added_MH
+
+
+@triton.jit
+def added(
+    s,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    slot,
+    part,
+    row_M,
+    column_H,
+    low,
+    high,
+    T,
+    WHICH: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What a slot's B (WHICH 1) or A (WHICH 0) of a part adds, as if all rows were the slot's.
+
+    Beside much larger neighbours the small ranks have a way of their own.
+    """
+    ranks = tl.load(rank + part * S + slot)
+    weight = matrix(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
+    if R > 32 and ranks <= 16:
+        added_MH = added_by(
+            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, column_H, low, high,
+            T, S, P, 16, R, DROPS, PRECISION,
+        )  # fmt: skip
+    else:
+        added_MH = added_by(
+            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, column_H, low, high,
+            T, S, P, R, R, DROPS, PRECISION,
+        )  # fmt: skip
+    return added_MH
+
+
+@triton.jit(do_not_specialize=["T"])
+def product(
+    left,
+    right,
+    residual,
+    target,
+    bias,
+    s,
+    runs,
+    edges,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    T,
+    N,
+    K,
+    COLUMNS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """target [T, N] = left [T, K] · right + residual + bias + the adapters' products.
+
+    Forward: right is W [N, K], the adapters add sB of the part that the columns belong to. Backward: right is
+    W as [K, N], and the adapters add the dropped ds · A of all parts.
+    """
+    H: tl.constexpr = C // 2
+    PARTS: tl.constexpr = P if BACKWARD else 1
+    PARTED: tl.constexpr = 1 if BACKWARD else P
+    row_blocks = tl.cdiv(T, M)
+    column_blocks = tl.cdiv(N, C)
+    tl.assume(K > 0)
+    for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=True):
+        row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
+        sum_MC = tl.zeros((M, C), tl.float32)
+        for k in range(0, K, D):
+            left_MD = left.load([row_block * M, k])
+            right_DC = right.load([k, column_block * C]) if BACKWARD else right.load([column_block * C, k]).T
+            sum_MC = tl.dot(left_MD, right_DC, sum_MC, input_precision=PRECISION)
+        row_M = row_block * M + tl.arange(0, M)
+        first = tl.load(edges + row_block) * PARTS
+        end = tl.load(edges + row_block + 1) * PARTS
+        sums = halves(sum_MC)
+        # One after the other, so that the adapters' products find registers.
+        for half in tl.static_range(2):
+            column = column_block * C + half * H
+            n_H = column + tl.arange(0, H)
+            y_MH = sums[half]
+            if residual is not None:
+                y_MH += residual.load([row_block * M, column]).to(tl.float32)
+            if bias is not None:
+                y_MH += tl.load(bias + n_H, mask=n_H < N, other=0.0).to(tl.float32)[None, :]
+            part, low, high = part_of(column, N, COLUMNS, PARTED)
+            turn = first
+            # Not a for loop: that would be made one with the outer loop.
+            while turn < end:
+                run = runs + turn // PARTS * 3
+                mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
+                if BACKWARD:
+                    part = turn % PARTS
+                added_MH = added(
+                    s, key, token_index, address, rank, threshold, crc,
+                    tl.load(run + 2), part, row_M, n_H, low, high, T,
+                    0 if BACKWARD else 1, S, P, R, DROPS, ALIGNMENT, PRECISION,
+                )  # fmt: skip
+                y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
+                turn += 1
+            target.store([row_block * M, column], y_MH.to(target.dtype))

@@ -1,0 +1,215 @@
+"""Forward kernels of the tiled LoRA route. A program works on rows of one slot only, and what lies outside of
+its rows, of its job's rank or of a width is loaded as zero: so no reduction can meet a neighbour's NaN.
+
+Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
+up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weftune.ops.triton.slots import (
+    column_block,
+    column_factor,
+    in_eights,
+    kept,
+    matrix,
+    row_factor,
+    site_key,
+)
+
+
+@triton.jit(do_not_specialize=["evaluating", "T"])
+def down(
+    x,
+    s,
+    partial,
+    tiles,
+    key,
+    token_index,
+    address,
+    factor,
+    rank,
+    threshold,
+    crc,
+    evaluating,
+    T,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, x read once; with SPLIT a share of the sum."""
+    tile = tl.program_id(0)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    first = tl.program_id(2) * TOGETHER
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    row_M = start + tl.arange(0, M)
+    inside_M = row_M < stop
+    r_R = tl.arange(0, R)
+    zero_MR = tl.full((M, R), 0.0, tl.float32)
+    if slot < 0:
+        if not SPLIT:
+            for i in tl.static_range(TOGETHER):
+                at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
+                tl.store(s + at_MR, zero_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
+        return
+    weights = ()
+    owned = ()
+    keys = ()
+    row_factors = ()
+    thresholds = ()
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
+        weights = weights + (a + r_R[:, None] * K,)  # noqa: RUF005
+        owned = owned + (r_R < tl.load(rank + entry),)  # noqa: RUF005
+        if DROPS:
+            token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+            keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
+            row_factors = row_factors + (row_factor(token_M, keys[i]),)  # noqa: RUF005
+            thresholds = thresholds + (tl.load(threshold + entry),)  # noqa: RUF005
+    share = (K + splits * C - 1) // (splits * C) * C
+    low = split * share
+    x_M = x + row_M.to(tl.int64) * K
+    sums = (zero_MR,) * TOGETHER
+    for k in range(low, tl.minimum(low + share, K), C):
+        k_C = k + tl.arange(0, C)
+        inside_C = k_C < K
+        x_MC = tl.load(x_M[:, None] + k_C[None, :], mask=inside_M[:, None] & inside_C[None, :], other=0.0)
+        longer = ()
+        for i in tl.static_range(TOGETHER):
+            a_RC = tl.load(weights[i] + k_C[None, :], mask=owned[i][:, None] & inside_C[None, :], other=0.0)
+            dropped_MC = x_MC
+            if DROPS:
+                column_C = column_factor(k_C, keys[i])
+                kept_MC = kept(row_factors[i][:, None], column_C[None, :], thresholds[i])
+                dropped_MC = tl.where(kept_MC, x_MC, 0.0)
+            sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)
+            longer = longer + (sum_MR,)  # noqa: RUF005
+        sums = longer
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        if not SPLIT:
+            s_MR = tl.where(owned[i][None, :], sums[i] * tl.load(factor + entry * 2 + evaluating), 0.0)
+            at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
+            tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
+        else:
+            share_M = ((first + i) * splits + split).to(tl.int64) * T + row_M
+            stored_MR = inside_M[:, None] & in_eights(r_R, tl.load(rank + entry))[None, :]
+            tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
+
+
+@triton.jit(do_not_specialize=["evaluating", "T"])
+def sum_rows(
+    partial,
+    s,
+    tiles,
+    factor,
+    rank,
+    evaluating,
+    T,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """s (or ds) of some rows = factor · the sum of its shares: part p has SHARES[p] up to SHARES[p + 1]."""
+    tile = tl.program_id(0)
+    start = tl.load(tiles + tile * 3) + tl.program_id(1) * M
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start >= stop:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    inside_M1 = (row_M < stop)[:, None]
+    r_R = tl.arange(0, R)
+    for p in tl.static_range(P):
+        s_MR = tl.full((M, R), 0.0, tl.float32)
+        if slot >= 0:
+            entry = p * S + slot
+            ranks = tl.load(rank + entry)
+            stored_MR = inside_M1 & in_eights(r_R, ranks)[None, :]
+            first: tl.constexpr = SHARES[p]
+            end: tl.constexpr = SHARES[p + 1]
+            for share in tl.static_range(first, end):
+                at_MR = (row_M + share * T)[:, None] * R + r_R[None, :]
+                s_MR += tl.load(partial + at_MR, mask=stored_MR, other=0.0)
+            owned_R = r_R < ranks
+            s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
+        at_MR = row_M[:, None] * (P * R) + p * R + r_R[None, :]
+        tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M1)
+
+
+@triton.jit(do_not_specialize=["first"])
+def up(
+    s,
+    frozen,
+    bias,
+    residual,
+    y,
+    tiles,
+    address,
+    rank,
+    first,
+    begin,
+    N,
+    W,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y = frozen + sB + bias + residual in the columns of one part, rounded once.
+
+    `frozen` is float32 and has W columns, those of y from `begin` on, where its `first` block begins. What is
+    small is added first: the last digit of a residual can be larger than all that a young adapter adds.
+    """
+    part, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, P, C)
+    tile = tl.program_id(1)
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    n_C = low + tl.arange(0, C)
+    inside_C = n_C < high
+    inside_MC = (row_M < stop)[:, None] & inside_C[None, :]
+    y_MC = tl.load(frozen + row_M[:, None] * W + (n_C - begin)[None, :], mask=inside_MC, other=0.0)
+    if slot >= 0:
+        entry = part * S + slot
+        r_R = tl.arange(0, R)
+        owned_R = r_R < tl.load(rank + entry)
+        s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+        s_MR = tl.load(s + s_at_MR, mask=(row_M < stop)[:, None], other=0.0)
+        b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
+        b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
+        b_RC = tl.load(b + b_at_RC, mask=owned_R[:, None] & inside_C[None, :], other=0.0)
+        y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)
+    if bias is not None:
+        y_MC += tl.load(bias + n_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    at_MC = row_M[:, None] * N + n_C[None, :]
+    if residual is not None:
+        y_MC += tl.load(residual + at_MC, mask=inside_MC, other=0.0).to(tl.float32)
+    tl.store(y + at_MC, y_MC.to(y.dtype.element_ty), mask=inside_MC)

@@ -1,0 +1,396 @@
+"""Backward kernels of the tiled LoRA route. No atomics: each piece is one program's, and a slot's pieces are
+added in their order. What lies outside of a program's rows, rank or width is zero to it, as in the forward.
+
+Shapes: M rows of a program, C columns of a program (of the input or of the output), R the ranks of one part
+up to a power of two, P parts, S slots, T rows of the microbatch, K inputs, N outputs of all parts.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weftune.ops.triton.slots import (
+    column_block,
+    column_factor,
+    in_eights,
+    kept,
+    matrix,
+    row_factor,
+    site_key,
+)
+
+
+@triton.jit
+def ds_db_of_piece(
+    dy,
+    s,
+    partial_ds,
+    partial_db,
+    pieces,
+    address,
+    slot,
+    ranks,
+    T,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`ds_db` for a slot that has at most OWN ranks: no more of them are multiplied, though R have room."""
+    block, piece = tl.program_id(0), tl.program_id(1)
+    part, low, high, origin = column_block(block, COLUMNS, P, C)
+    start = tl.load(pieces + piece * 4)
+    stop = tl.load(pieces + piece * 4 + 1)
+    alone = tl.load(pieces + piece * 4 + 3)
+    entry = part * S + slot
+    r_R = tl.arange(0, OWN)
+    stored_1R = in_eights(r_R, ranks)[None, :]
+    n_C = low + tl.arange(0, C)
+    owned_RC = (r_R < ranks)[:, None] & (n_C < high)[None, :]
+    b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
+    b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
+    if DS:
+        b_RC = tl.load(b + b_at_RC, mask=owned_RC, other=0.0)
+    db_CR = tl.full((C, OWN), 0.0, tl.float32)
+    for m in range(start, stop, M):
+        row_M = (m + tl.arange(0, M)).to(tl.int64)
+        inside_M = row_M < stop
+        dy_MC = tl.load(
+            dy + row_M[:, None] * N + n_C[None, :],
+            mask=inside_M[:, None] & (n_C < high)[None, :],
+            other=0.0,
+        )
+        s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+        s_MR = tl.load(s + s_at_MR, mask=inside_M[:, None] & stored_1R, other=0.0)
+        db_CR = tl.dot(tl.trans(dy_MC), s_MR, db_CR, input_precision=PRECISION)
+        if DS:
+            ds_MR = tl.dot(dy_MC, tl.trans(b_RC), input_precision=PRECISION)
+            share_M = block.to(tl.int64) * T + row_M
+            ds_at_MR = share_M[:, None] * R + r_R[None, :]
+            tl.store(partial_ds + ds_at_MR, ds_MR, mask=inside_M[:, None] & stored_1R)
+    db_RC = tl.trans(db_CR)
+    if alone:
+        db_at = matrix(address, entry, 3, tl.float32, ALIGNMENT) + b_at_RC
+        tl.store(db_at, tl.load(db_at, mask=owned_RC, other=0.0) + db_RC, mask=owned_RC)
+    else:
+        at_RC = (piece.to(tl.int64) * R + r_R)[:, None] * N + n_C[None, :]
+        tl.store(partial_db + at_RC, db_RC, mask=owned_RC)
+
+
+@triton.jit(do_not_specialize=["T"])
+def ds_db(
+    dy,
+    s,
+    partial_ds,
+    partial_db,
+    pieces,
+    address,
+    rank,
+    T,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dB of some columns over a piece, and these columns' share of ds, from one read of dy.
+
+    dB is summed up on its side, columns by ranks: so the tensor cores take both products from the same copy
+    of dy in shared memory, whatever the rank. Beside larger neighbours the small ranks have a way of their
+    own, which needs neither registers nor shared memory that the large ones do not have already.
+    """
+    slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
+    if slot < 0:
+        return
+    part, _, _, _ = column_block(tl.program_id(0), COLUMNS, P, C)
+    ranks = tl.load(rank + part * S + slot)
+    if R > 16 and ranks <= 16:
+        ds_db_of_piece(
+            dy, s, partial_ds, partial_db, pieces, address, slot, ranks, T, N,
+            COLUMNS, S, P, 16, R, M, C, DS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+    else:
+        ds_db_of_piece(
+            dy, s, partial_ds, partial_db, pieces, address, slot, ranks, T, N,
+            COLUMNS, S, P, R, R, M, C, DS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["evaluating", "T"])
+def ds_alone(
+    dy,
+    ds,
+    partial,
+    tiles,
+    address,
+    factor,
+    rank,
+    evaluating,
+    T,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """ds = factor · dyBᵀ of a tile and a part, without dB; with SPLIT a share of the sum."""
+    tile = tl.program_id(0)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    part = tl.program_id(2)
+    low = 0
+    high = 0
+    for p in tl.static_range(P):
+        low = tl.where(part == p, COLUMNS[2 * p], low)
+        high = tl.where(part == p, COLUMNS[2 * p + 1], high)
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    inside_M = row_M < stop
+    r_R = tl.arange(0, R)
+    at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+    ds_MR = tl.full((M, R), 0.0, tl.float32)
+    if slot < 0:
+        if not SPLIT:
+            tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
+        return
+    entry = part * S + slot
+    ranks = tl.load(rank + entry)
+    owned_R = r_R < ranks
+    b_R = matrix(address, entry, 1, dy.dtype.element_ty, ALIGNMENT) + r_R * (high - low)
+    share = (high - low + splits * C - 1) // (splits * C) * C
+    for n in range(split * share, tl.minimum((split + 1) * share, high - low), C):
+        n_C = n + tl.arange(0, C)
+        inside_C = n_C < high - low
+        dy_MC = tl.load(
+            dy + row_M[:, None] * N + (low + n_C)[None, :],
+            mask=inside_M[:, None] & inside_C[None, :],
+            other=0.0,
+        )
+        b_RC = tl.load(b_R[:, None] + n_C[None, :], mask=owned_R[:, None] & inside_C[None, :], other=0.0)
+        ds_MR = tl.dot(dy_MC, tl.trans(b_RC), ds_MR, input_precision=PRECISION)
+    if SPLIT:
+        share_M = (part * splits + split).to(tl.int64) * T + row_M
+        stored_MR = inside_M[:, None] & in_eights(r_R, ranks)[None, :]
+        tl.store(partial + share_M[:, None] * R + r_R[None, :], ds_MR, mask=stored_MR)
+    else:
+        ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
+        tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
+
+
+@triton.jit
+def da(
+    x,
+    ds,
+    partial_da,
+    pieces,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dA of some columns over a piece for TOGETHER parts, x read once.
+
+    The tile stands on its side, columns by rows: so the tensor cores take it whatever the rank.
+    """
+    piece = tl.program_id(1)
+    first = tl.program_id(2) * TOGETHER
+    start = tl.load(pieces + piece * 4)
+    stop = tl.load(pieces + piece * 4 + 1)
+    slot = tl.load(pieces + piece * 4 + 2)
+    alone = tl.load(pieces + piece * 4 + 3)
+    if slot < 0:
+        return
+    k_C = tl.program_id(0) * C + tl.arange(0, C)
+    inside_C = k_C < K
+    r_R = tl.arange(0, R)
+    a_at_RC = r_R[:, None] * K + k_C[None, :]
+    keys = ()
+    thresholds = ()
+    if DROPS:
+        for i in tl.static_range(TOGETHER):
+            keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
+            thresholds = thresholds + (tl.load(threshold + (first + i) * S + slot),)  # noqa: RUF005
+    sums = (tl.full((C, R), 0.0, tl.float32),) * TOGETHER
+    for m in range(start, stop, M):
+        row_M = (m + tl.arange(0, M)).to(tl.int64)
+        inside_M = row_M < stop
+        at_CM = k_C[:, None] + row_M[None, :] * K
+        x_CM = tl.load(x + at_CM, mask=inside_C[:, None] & inside_M[None, :], other=0.0)
+        if DROPS:
+            token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+        longer = ()
+        for i in tl.static_range(TOGETHER):
+            ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
+            ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
+            dropped_CM = x_CM
+            if DROPS:
+                drawn_M = row_factor(token_M, keys[i])
+                # Made anew for every M rows, since registers are short.
+                column_C = column_factor(k_C, keys[i])
+                kept_CM = kept(drawn_M[None, :], column_C[:, None], thresholds[i])
+                dropped_CM = tl.where(kept_CM, x_CM, 0.0)
+            longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
+        sums = longer
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
+        sum_RC = tl.trans(sums[i])
+        if alone:
+            da_at = matrix(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
+            tl.store(da_at, tl.load(da_at, mask=owned_RC, other=0.0) + sum_RC, mask=owned_RC)
+        else:
+            at_RC = ((piece.to(tl.int64) * P + first + i) * R + r_R)[:, None] * K + k_C[None, :]
+            tl.store(partial_da + at_RC, sum_RC, mask=owned_RC)
+
+
+@triton.jit
+def add_dx(
+    ds,
+    frozen,
+    dx,
+    tiles,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    begin,
+    K,
+    W,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dx = frozen + the dropped ds · A of all parts, rounded once.
+
+    `frozen` is float32 and has W columns, those of dx from `begin` on.
+    """
+    tile = tl.program_id(1)
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    inside_M = row_M < stop
+    c_C = tl.program_id(0) * C + tl.arange(0, C)
+    k_C = begin + c_C
+    inside_C = k_C < K
+    inside_MC = inside_M[:, None] & inside_C[None, :]
+    dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0)
+    if slot >= 0:
+        r_R = tl.arange(0, R)
+        token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+        # One part after the other: the masks of several do not fit the registers beside each other.
+        for part in range(P):
+            entry = part * S + slot
+            ds_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+            ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
+            owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
+            a = matrix(address, entry, 0, ds.dtype.element_ty, ALIGNMENT)
+            a_RC = tl.load(a + r_R[:, None] * K + k_C[None, :], mask=owned_RC, other=0.0)
+            if DROPS:
+                drawn = site_key(key, crc, slot, part)
+                row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(k_C, drawn)[None, :]
+                kept_MC = kept(row_M1, column_1C, tl.load(threshold + entry))
+                part_MC = tl.dot(ds_MR, a_RC, input_precision=PRECISION)
+                dx_MC += tl.where(kept_MC, part_MC, 0.0)
+            else:
+                dx_MC = tl.dot(ds_MR, a_RC, dx_MC, input_precision=PRECISION)
+    tl.store(dx + row_M[:, None] * K + k_C[None, :], dx_MC.to(dx.dtype.element_ty), mask=inside_MC)
+
+
+@triton.jit
+def add_gradients(
+    partial_da,
+    partial_db,
+    sums,
+    address,
+    rank,
+    K,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Add the pieces of a slot that has several to its accumulators, in their order."""
+    slot = tl.load(sums + tl.program_id(1) * 3)
+    first = tl.load(sums + tl.program_id(1) * 3 + 1)
+    end = tl.load(sums + tl.program_id(1) * 3 + 2)
+    if slot < 0:
+        return
+    block = tl.program_id(0)
+    r_R = tl.arange(0, R)
+    c_C = tl.arange(0, C)
+    blocks = P * ((K + C - 1) // C)
+    if block < blocks:
+        part = block // ((K + C - 1) // C)
+        k_C = (block - part * ((K + C - 1) // C)) * C + c_C
+        entry = part * S + slot
+        owned_RC = (r_R < tl.load(rank + entry))[:, None] & (k_C < K)[None, :]
+        gradient = matrix(address, entry, 2, tl.float32, ALIGNMENT) + r_R[:, None] * K + k_C[None, :]
+        at_RC = (part * R + r_R)[:, None] * K + k_C[None, :]
+        share = partial_da + first.to(tl.int64) * (P * R * K)
+        total_RC = tl.full((R, C), 0.0, tl.float32)
+        for _ in range(first, end):
+            total_RC += tl.load(share + at_RC, mask=owned_RC, other=0.0)
+            share += P * R * K
+        tl.store(gradient, tl.load(gradient, mask=owned_RC, other=0.0) + total_RC, mask=owned_RC)
+    else:
+        part, low, high, origin = column_block(block - blocks, COLUMNS, P, C)
+        n_C = low + c_C
+        entry = part * S + slot
+        owned_RC = (r_R < tl.load(rank + entry))[:, None] & (n_C < high)[None, :]
+        gradient = matrix(address, entry, 3, tl.float32, ALIGNMENT)
+        gradient += r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
+        at_RC = r_R[:, None] * N + n_C[None, :]
+        share = partial_db + first.to(tl.int64) * (R * N)
+        total_RC = tl.full((R, C), 0.0, tl.float32)
+        for _ in range(first, end):
+            total_RC += tl.load(share + at_RC, mask=owned_RC, other=0.0)
+            share += R * N
+        tl.store(gradient, tl.load(gradient, mask=owned_RC, other=0.0) + total_RC, mask=owned_RC)

@@ -1,0 +1,72 @@
+"""The table that `weftune train` and the quickstart end with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from weftune.report.compare import (
+    best_jobs,
+    by_result,
+    first_loss,
+    first_validation,
+    kept_validation,
+    last_loss,
+)
+from weftune.report.promises import sentences
+from weftune.report.read import JobRecord, Run
+from weftune.report.terminal import STATE_STYLES
+from weftune.report.words import NOTHING, change_text, loss_text, printable
+
+
+def final_table(run: Run, width: int = 80) -> Group:
+    """Every job, best result first: what it reached and where it lies; below, why some did not, and how far
+    the time and memory of windows were from what was predicted.
+
+    Paths that would not fit beside the numbers in `width` columns stand in lines of their own.
+    """
+    jobs = by_result(run.jobs)
+    reasons = [Text(printable(f"{job.name}: {job.reason}")) for job in jobs if job.reason]
+    promises = [Text(printable(sentence), style="dim") for sentence in sentences(run.windows)]
+    whole = _table(run, jobs, with_paths=True)
+    if Console(width=10_000).measure(whole).maximum <= width:
+        return Group(whole, *reasons, *promises)
+    paths = [Text(_place(run.output, job)) for job in jobs if job.spec]
+    return Group(_table(run, jobs, with_paths=False), *reasons, *paths, *promises)
+
+
+def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("job", overflow="ellipsis", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for heading in ("steps", "loss", "validation", "change"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if with_paths:
+        table.add_column("path", no_wrap=True)
+    best = best_jobs(jobs)
+    for job in jobs:
+        losses, validation = (first_loss(job), last_loss(job)), (first_validation(job), kept_validation(job))
+        table.add_row(
+            Text(printable(job.name), style="bold" if job.name in best else ""),
+            Text(job.state, style=STATE_STYLES.get(job.state, "")),
+            f"{job.step}/{job.steps}",
+            _way(*losses),
+            _way(*validation),
+            change_text(*(losses if validation[1] is None else validation)),
+            *([Text(_place(run.output, job) if job.spec else NOTHING)] if with_paths else []),
+        )
+    return table
+
+
+def _way(first: float | None, last: float | None) -> str:
+    return NOTHING if last is None else f"{loss_text(first, 3)} → {loss_text(last, 3)}"
+
+
+def _place(output: Path, job: JobRecord) -> str:
+    """The job's folder as one would type it here."""
+    folder = output / printable(job.name)
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)

@@ -1,0 +1,107 @@
+"""The same Gantt chart as a PNG picture, drawn bar by bar: it needs Pillow and no browser."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from weftune.errors import UserError
+from weftune.plan.timeline import Event, Timeline
+from weftune.report.gantt import COLOURS, kind_of, row, rows
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+
+WIDTH = 1800
+LEFT, RIGHT, TOP, BOTTOM = 190, 30, 90, 60
+ROW, GAP = 34, 6
+TICKS = 8
+INK, PALE, PAPER = "#1c2430", "#d5dae1", "#ffffff"
+
+
+def require_pillow() -> None:
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "--gantt out.png: pictures are drawn with Pillow, which is not installed; run "
+            "`pip install weftune[png]`, or write out.html"
+        ) from None
+
+
+def gantt_png(timeline: Timeline, title: str) -> bytes:
+    """One picture; lanes in which nothing happens are left out."""
+    from PIL import Image, ImageDraw
+
+    lanes = rows(timeline)
+    height = TOP + len(lanes) * ROW + BOTTOM
+    image = Image.new("RGB", (WIDTH, height), PAPER)
+    pen = ImageDraw.Draw(image)
+    _title(pen, timeline, title)
+    _axis(pen, timeline.makespan, height)
+    places = {lane: TOP + number * ROW for number, lane in enumerate(lanes)}
+    for lane, top in places.items():
+        pen.text((LEFT - 12, top + ROW // 2), lane, fill=INK, font=_font(14), anchor="rm")
+    for event in timeline.events:
+        if event.stop > event.start:
+            _bar(pen, event, timeline.makespan, places[row(event.device, event.lane)])
+    stream = io.BytesIO()
+    image.save(stream, "PNG", optimize=True)
+    return stream.getvalue()
+
+
+def _title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
+    bubbles = ", ".join(f"{share:.1%}" for share in timeline.bubbles())
+    text = f"{title}: {timeline.makespan:.3g} s, bubbles {bubbles}"
+    pen.text((LEFT, 18), text, fill=INK, font=_font(20))
+    across = LEFT
+    kinds = {kind_of(event.action) for event in timeline.events if event.stop > event.start}
+    for kind, colour in COLOURS.items():
+        if kind in kinds:
+            pen.rectangle((across, 55, across + 14, 69), fill=colour)
+            pen.text((across + 20, 62), kind, fill=INK, font=_font(14), anchor="lm")
+            across += 40 + int(pen.textlength(kind, font=_font(14)))
+
+
+def _axis(pen: ImageDraw, makespan: float, height: int) -> None:
+    bottom = height - BOTTOM + 6
+    for tick in ticks(makespan):
+        across = _across(tick, makespan)
+        pen.line((across, TOP - 6, across, bottom), fill=PALE)
+        pen.text((across, bottom + 6), f"{tick:g}", fill=INK, font=_font(14), anchor="mt")
+    pen.text((WIDTH - RIGHT, height - 8), "seconds", fill=INK, font=_font(14), anchor="rb")
+
+
+def ticks(makespan: float) -> Iterator[float]:
+    """Round numbers from 0 on: 1, 2 or 5 times a power of ten apart."""
+    if makespan <= 0:
+        return
+    rough = makespan / TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    for number in range(int(makespan / step) + 1):
+        yield float(f"{number * step:.6g}")
+
+
+def _bar(pen: ImageDraw, event: Event, makespan: float, top: int) -> None:
+    left, right = _across(event.start, makespan), _across(event.stop, makespan)
+    # A bar of no width would vanish, and a rim would be all that is seen of a narrow one.
+    rim = PAPER if right - left >= 4 else None
+    box = (left, top + GAP // 2, max(right, left + 1), top + ROW - GAP // 2)
+    pen.rectangle(box, fill=COLOURS[kind_of(event.action)], outline=rim)
+    label = str(getattr(event.action, "microbatch", ""))
+    if label and pen.textlength(label, font=_font(12)) + 4 < right - left:
+        middle = (left + right) / 2, top + ROW / 2
+        pen.text(middle, label, fill=PAPER, font=_font(12), anchor="mm")
+
+
+def _across(seconds: float, makespan: float) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * seconds / max(makespan, 1e-12)
+
+
+def _font(size: int) -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)

@@ -1,0 +1,188 @@
+"""Metrics to TensorBoard, Weights & Biases or MLflow: one run a job, grouped by the output folder's name."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weftune.errors import MissingPackage, SpecError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+Spec = Mapping[str, Any]
+
+_NOT_METRICS = ("job", "step", "time")
+_LONGEST_PARAMETER = 500
+"""What MLflow takes."""
+
+
+class JobLogger(Protocol):
+    """Where the lines of one job go."""
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Loggers:
+    """All loggers of a run. One that breaks is dropped with a note: training goes on without it."""
+
+    def __init__(
+        self, openers: Mapping[str, Callable[[str, Spec], JobLogger]], jobs: Mapping[str, Spec]
+    ) -> None:
+        self._openers = dict(openers)
+        self._jobs = jobs
+        self._open: dict[tuple[str, str], JobLogger] = {}
+        self.notes: list[str] = []
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Take one line of metrics.jsonl; values that are not finite numbers are left out."""
+        values = {
+            key: float(value)
+            for key, value in line.items()
+            if key not in _NOT_METRICS and isinstance(value, int | float) and math.isfinite(value)
+        }
+        job = str(line["job"])
+        for name in tuple(self._openers):
+            self._guarded(name, partial(self._log_one, name, job, line["step"], line["time"], values))
+
+    def close(self) -> None:
+        for (name, _), logger in self._open.items():
+            self._guarded(name, logger.close)
+        self._open.clear()
+
+    def _log_one(self, name: str, job: str, step: int, time: float, values: Mapping[str, float]) -> None:
+        if (name, job) not in self._open:
+            self._open[name, job] = self._openers[name](job, self._jobs.get(job, {}))
+        self._open[name, job].log(step, time, values)
+
+    def _guarded(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            # A tracker is a spectator: whatever goes wrong there must not cost a job its training.
+            if self._openers.pop(name, None) is not None:
+                self.notes.append(f"{name} was given up: {type(error).__name__}: {error}")
+
+
+def open_loggers(names: Sequence[str], output: Path, jobs: Mapping[str, Spec]) -> Loggers:
+    """Loggers by their names in `report_to`. `jobs` are the resolved specs by job name."""
+    makers: Mapping[str, tuple[str, Callable[[Path], Callable[[str, Spec], JobLogger]]]] = {
+        "tensorboard": ("tensorboard", _tensorboard),
+        "wandb": ("wandb", _wandb),
+        "mlflow": ("mlflow", _mlflow),
+    }
+    openers = {}
+    for name in names:
+        if name not in makers:
+            raise SpecError(f"report_to: {name!r} is not known; write tensorboard, wandb or mlflow.")
+        package, make = makers[name]
+        if find_spec(package) is None:
+            raise MissingPackage(f"report_to: {name} is not installed; run `pip install weftune[{name}]`.")
+        openers[name] = make(output)
+    return Loggers(openers, jobs)
+
+
+def _tensorboard(output: Path) -> Callable[[str, Spec], JobLogger]:
+    return lambda job, spec: TensorboardLogger(output / "tensorboard" / job)
+
+
+class TensorboardLogger:
+    """Event files written with tensorboard's own writer, since torch's would bring torch in here."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._session, self._summary = Event, SessionLog, Summary
+        self._writer = EventFileWriter(str(folder))
+        self._fresh = True
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        if self._fresh:
+            # Steps that a killed run had logged beyond its checkpoint come again: the old ones are void.
+            start = self._session(status=self._session.START)
+            self._writer.add_event(self._event(wall_time=time, step=step, session_log=start))
+            self._fresh = False
+        points = [self._summary.Value(tag=key, simple_value=value) for key, value in values.items()]
+        self._writer.add_event(self._event(wall_time=time, step=step, summary=self._summary(value=points)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _wandb(output: Path) -> Callable[[str, Spec], JobLogger]:
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") == "online":
+        # Here, and not at the first line: wandb may want to ask for a key, and a mistake is told at once.
+        try:
+            wandb.login()
+        except wandb.errors.Error as error:
+            sentence = f"report_to: wandb: {error} For runs without an account set WANDB_MODE=offline."
+            raise SpecError(sentence) from error
+    return lambda job, spec: WandbLogger(output.resolve(), job, spec)
+
+
+class WandbLogger:
+    """A run whose id follows from folder and job, so that a resumed job continues its run."""
+
+    def __init__(self, output: Path, job: str, spec: Spec) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "weftune"),
+            group=output.name,
+            name=job,
+            id=hashlib.sha256(f"{output}\n{job}".encode()).hexdigest()[:16],
+            dir=str(output),
+            config=dict(spec),
+            resume="allow",
+            reinit="create_new",
+        )
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _mlflow(output: Path) -> Callable[[str, Spec], JobLogger]:
+    from mlflow import MlflowClient
+
+    folder = output.resolve()
+    elsewhere = bool(os.environ.get("MLFLOW_TRACKING_URI"))
+    client = MlflowClient(tracking_uri=None if elsewhere else f"sqlite:///{folder / 'mlflow.db'}")
+    found = client.get_experiment_by_name(folder.name)
+    artifacts = None if elsewhere else (folder / "mlartifacts").as_uri()
+    experiment = found.experiment_id if found else client.create_experiment(folder.name, artifacts)
+    return lambda job, spec: MlflowLogger(client, experiment, job, spec)
+
+
+class MlflowLogger:
+    """A run in the experiment named after the output folder; without a tracking server, in its mlflow.db."""
+
+    def __init__(self, client: MlflowClient, experiment: str, job: str, spec: Spec) -> None:
+        self._client = client
+        self._run_id = client.create_run(experiment, run_name=job).info.run_id
+        for key, value in spec.items():
+            client.log_param(self._run_id, key, str(value)[:_LONGEST_PARAMETER])
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        moment = round(1000 * time)
+        metrics = [Metric(key, value, moment, step) for key, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)

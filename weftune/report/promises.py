@@ -1,0 +1,135 @@
+"""What was predicted beside what was measured, window by window, and how far apart they were.
+
+Counted are windows whose company or lengths differ from the window before: the others repeat what was just
+seen. Windows with a first pass of its kind, which may compile kernels or capture a graph, are counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from weftune.report.read import WindowLine
+from weftune.report.words import NOTHING, bytes_text, plural
+
+COLUMNS = (
+    "window",
+    "jobs",
+    "passes",
+    "predicted",
+    "measured",
+    "off",
+    "predicted peak",
+    "peak",
+    "off",
+    "",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Mean distances from what was measured, as shares of it."""
+
+    windows: int
+    seconds: float | None
+    peak: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promises:
+    changed: Errors
+    unsettled: Errors
+    """Of those that changed, the windows in which something was compiled or captured."""
+    first: WindowLine | None
+    """Predicted before this run had measured anything."""
+
+
+def tally(windows: Sequence[WindowLine]) -> Promises:
+    changed = [window for window in windows if window.changed]
+    return Promises(
+        changed=_errors([window for window in changed if not window.unsettled]),
+        unsettled=_errors([window for window in changed if window.unsettled]),
+        first=windows[0] if windows else None,
+    )
+
+
+def seconds_off(window: WindowLine) -> float | None:
+    """Below 0 where the window took longer than predicted."""
+    return _off(window.predicted_seconds, window.seconds)
+
+
+def peak_off(window: WindowLine) -> float | None:
+    return _off(window.predicted_peak_bytes, window.peak_bytes)
+
+
+def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
+    """One for each window, under `COLUMNS`."""
+    return [
+        (
+            str(number),
+            str(window.jobs),
+            str(window.microbatches),
+            _seconds_text(window.predicted_seconds),
+            _seconds_text(window.seconds),
+            off_text(seconds_off(window)),
+            bytes_text(window.predicted_peak_bytes),
+            bytes_text(window.peak_bytes),
+            off_text(peak_off(window)),
+            _remark(window),
+        )
+        for number, window in enumerate(windows, start=1)
+    ]
+
+
+def sentences(windows: Sequence[WindowLine]) -> list[str]:
+    """For the reader: how far predictions were off, and what the first was made from."""
+    found = tally(windows)
+    told = []
+    if found.changed.seconds is not None:
+        peak = found.changed.peak
+        memory = "" if peak is None else f" and peak memory by {peak:.1%}"
+        told.append(
+            f"Time was predicted to within {found.changed.seconds:.1%}{memory} on average, over "
+            f"{plural(found.changed.windows, 'window')} whose jobs or lengths changed."
+        )
+    if found.unsettled.windows and found.unsettled.seconds is not None:
+        told.append(
+            f"Counted apart: {plural(found.unsettled.windows, 'window')} with a first pass of its kind, or "
+            f"with one that was compiled or captured, {found.unsettled.seconds:.1%}."
+        )
+    first = found.first
+    if first is not None and (off := seconds_off(first)) is not None:
+        told.append(
+            f"The first window, {first.source}: {_seconds_text(first.predicted_seconds)} predicted, "
+            f"{_seconds_text(first.seconds)} measured ({off_text(off)})."
+        )
+    return told
+
+
+def off_text(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:+.1%}".replace("-", "−")
+
+
+def _seconds_text(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{seconds:.3g} s"
+
+
+def _errors(windows: Sequence[WindowLine]) -> Errors:
+    seconds = [abs(off) for window in windows if (off := seconds_off(window)) is not None]
+    peaks = [abs(off) for window in windows if (off := peak_off(window)) is not None]
+    return Errors(
+        windows=len(seconds),
+        seconds=fmean(seconds) if seconds else None,
+        peak=fmean(peaks) if peaks else None,
+    )
+
+
+def _off(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or not measured else predicted / measured - 1.0
+
+
+def _remark(window: WindowLine) -> str:
+    if window.unsettled:
+        return f"first, compiled or captured: {plural(window.unsettled, 'time')}"
+    return "" if window.changed else "as the one before"

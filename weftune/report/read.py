@@ -1,0 +1,294 @@
+"""The files of an output folder -> records. What a killed run left torn is skipped, never fatal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weftune.errors import OutputError
+from weftune.jobs.folder import METRICS, STATUS, WINDOWS
+from weftune.jobs.shares import combined, read_shares, share_folders
+from weftune.jobs.status import RunStatus, from_json, to_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """One optimizer step of one job."""
+
+    step: int
+    loss: float | None
+    """None where it was not finite."""
+    tokens: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalLine:
+    """One evaluation of one job; step 0 is the base before any training."""
+
+    step: int
+    loss: float | None
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowLine:
+    """One executed window: what was measured beside what was predicted."""
+
+    tokens: int
+    microbatches: int
+    shared: int
+    """Microbatches that hold two jobs or more."""
+    seconds: float
+    predicted_seconds: float | None
+    peak_bytes: float | None
+    predicted_peak_bytes: float | None
+    jobs: int = 0
+    changed: bool = True
+    """Whether its company or the lengths of its samples differ from the window before."""
+    unsettled: int = 0
+    """Passes in which kernels were compiled or a graph captured."""
+    source: str = ""
+    """Where the predicted time comes from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """All that the output folder says about one job."""
+
+    name: str
+    state: str
+    reason: str
+    step: int
+    steps: int
+    trained_tokens: int
+    best_step: int | None
+    eval_loss: float | None
+    notes: tuple[str, ...]
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved spec; empty for a job that never started."""
+    base: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    losses: tuple[StepLine, ...] = ()
+    evaluations: tuple[EvalLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """An output folder as read."""
+
+    output: Path
+    base: str
+    device: str
+    dtype: str
+    started: float | None
+    seconds: float | None
+    solo_seconds: float | None
+    """Predicted time of the same jobs one after another."""
+    peak_bytes: float | None
+    notes: tuple[str, ...]
+    jobs: tuple[JobRecord, ...]
+    windows: tuple[WindowLine, ...]
+
+
+@dataclass(slots=True)
+class _Curves:
+    """The lines of one job while they are read, by step."""
+
+    losses: dict[int, StepLine] = field(default_factory=dict)
+    evaluations: dict[int, EvalLine] = field(default_factory=dict)
+
+    def add_step(self, line: StepLine) -> None:
+        # A resumed or restarted job writes its steps again: what it wrote beyond that point no longer holds.
+        if self.losses and line.step <= max(self.losses):
+            self.losses = {step: kept for step, kept in self.losses.items() if step < line.step}
+            self.evaluations = {step: kept for step, kept in self.evaluations.items() if step < line.step}
+        self.losses[line.step] = line
+
+    def add_evaluation(self, line: EvalLine) -> None:
+        self.evaluations = {step: kept for step, kept in self.evaluations.items() if step < line.step}
+        self.evaluations[line.step] = line
+
+
+def read_run(output: Path) -> Run:
+    """Read an output folder; one that holds neither metrics nor a status is a user's mistake."""
+    metrics, status = output / METRICS, output / STATUS
+    if not metrics.exists() and not status.exists():
+        what = "holds no metrics.jsonl" if output.is_dir() else "is not a folder"
+        raise OutputError(f"{output} {what}: name a folder that `weftune train` has written to.")
+    notes: list[str] = []
+    shares = read_shares(output)
+    curves = _read_curves(_metrics(output, shares, notes))
+    folders = (output, *share_folders(output))
+    windows = tuple(_window(line) for folder in folders for line in _read_lines(folder / WINDOWS, notes))
+    record = _with_shares(output, _read_status(status, notes), shares)
+    states = {str(name): _mapping(state) for name, state in _mapping(record.get("jobs")).items()}
+    names = [*states, *(name for name in curves if name not in states)]
+    jobs = tuple(
+        _job(output, name, states.get(name, {}), curves.get(name, _Curves()), notes) for name in names
+    )
+    seconds = _number(record.get("seconds"))
+    return Run(
+        output=output,
+        base=_text(record.get("base"))
+        or next((_text(job.base.get("model")) for job in jobs if job.base), ""),
+        device=_text(record.get("device")),
+        dtype=_text(record.get("dtype")),
+        started=_number(record.get("started")),
+        seconds=seconds if seconds else (sum(window.seconds for window in windows) or None),
+        solo_seconds=_number(record.get("solo_seconds")),
+        peak_bytes=_number(record.get("peak_bytes"))
+        or max((window.peak_bytes for window in windows if window.peak_bytes), default=None),
+        notes=(*_texts(record.get("notes")), *notes),
+        jobs=jobs,
+        windows=windows,
+    )
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+    """The JSON objects of a file; lines that a kill left torn are counted in `notes`, but for the last."""
+    if not path.exists():
+        return []
+    texts = [text for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if text.strip()]
+    lines: list[Mapping[str, Any]] = []
+    torn = 0
+    for position, text in enumerate(texts):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict):
+            lines.append(line)
+        else:
+            torn += position < len(texts) - 1
+    if torn:
+        notes.append(
+            f"{torn} torn line{'s' * (torn > 1)} of {path.name} left out: a killed run broke off there."
+        )
+    return lines
+
+
+def _metrics(output: Path, shares: Sequence[RunStatus], notes: list[str]) -> list[Mapping[str, Any]]:
+    """Of a job that a share trains only what the share says: that holds what came before it too."""
+    owned = frozenset(name for share in shares for name in share.jobs)
+    own = [line for line in _read_lines(output / METRICS, notes) if str(line.get("job")) not in owned]
+    return [
+        *own,
+        *(line for folder in share_folders(output) for line in _read_lines(folder / METRICS, notes)),
+    ]
+
+
+def _with_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunStatus]) -> Mapping[str, Any]:
+    if not shares:
+        return record
+    try:
+        whole = from_json(record)
+    except ValueError:
+        whole = RunStatus()
+    return to_json(combined(output, whole, shares))
+
+
+def _read_curves(lines: list[Mapping[str, Any]]) -> dict[str, _Curves]:
+    curves: dict[str, _Curves] = {}
+    for line in lines:
+        if "job" not in line or "step" not in line:
+            continue
+        job = curves.setdefault(str(line["job"]), _Curves())
+        step, moment = _count(line["step"]), _number(line.get("time")) or 0.0
+        if "eval_loss" in line:
+            job.add_evaluation(EvalLine(step=step, loss=_number(line["eval_loss"]), time=moment))
+        else:
+            tokens = _count(line.get("tokens"))
+            job.add_step(StepLine(step=step, loss=_number(line.get("loss")), tokens=tokens, time=moment))
+    return curves
+
+
+def _read_status(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return _mapping(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError:
+        notes.append("status.json could not be read, so states and reasons are missing.")
+        return {}
+
+
+def _job(output: Path, name: str, state: Mapping[str, Any], curves: _Curves, notes: list[str]) -> JobRecord:
+    saved = _read_job_file(output, name, notes)
+    losses = tuple(curves.losses[step] for step in sorted(curves.losses))
+    data = _mapping(saved.get("data"))
+    best_step = _number(state.get("best_step"))
+    last_step = losses[-1].step if losses else 0
+    return JobRecord(
+        name=name,
+        state=_text(state.get("state")) or "unknown",
+        reason=_text(state.get("reason")),
+        step=_count(state.get("step")) or last_step,
+        steps=_count(state.get("steps")) or last_step,
+        trained_tokens=_count(state.get("trained_tokens")) or sum(line.tokens for line in losses),
+        best_step=None if best_step is None else int(best_step),
+        eval_loss=_number(state.get("eval_loss")),
+        notes=(*_texts(state.get("notes")), *_texts(data.get("notes"))),
+        spec=_mapping(saved.get("job")),
+        base=_mapping(saved.get("base")),
+        data=data,
+        losses=losses,
+        evaluations=tuple(curves.evaluations[step] for step in sorted(curves.evaluations)),
+    )
+
+
+def _read_job_file(output: Path, name: str, notes: list[str]) -> Mapping[str, Any]:
+    import yaml
+
+    path = output / name / "job.yaml"
+    # Names come from files: one that climbs out of the folder reads nothing.
+    if path.parent.parent != output or name in ("", ".", "..") or not path.is_file():
+        return {}
+    try:
+        return _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        notes.append(f"{name}/job.yaml could not be read, so the settings of {name} are missing.")
+        return {}
+
+
+def _window(line: Mapping[str, Any]) -> WindowLine:
+    return WindowLine(
+        tokens=_count(line.get("tokens")),
+        microbatches=_count(line.get("microbatches")),
+        shared=_count(line.get("shared")),
+        seconds=_number(line.get("seconds")) or 0.0,
+        predicted_seconds=_number(line.get("predicted_seconds")),
+        peak_bytes=_number(line.get("peak_bytes")),
+        predicted_peak_bytes=_number(line.get("predicted_peak_bytes")),
+        jobs=_count(line.get("jobs")),
+        changed=line.get("changed") is not False,
+        unsettled=_count(line.get("unsettled")),
+        source=_text(line.get("source")),
+    )
+
+
+def _number(value: Any) -> float | None:
+    """A finite number or None: `json` reads NaN and 1e400 without complaint."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    return int(_number(value) or 0)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(str(item) for item in value) if isinstance(value, list | tuple) else ()
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,234 @@
+"""What training shows in the terminal: a live table, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from weftune.report.words import duration_text, loss_text, plural, printable, rate_text
+
+STATE_STYLES = {
+    "queued": "dim",
+    "running": "cyan",
+    "succeeded": "green",
+    "failed": "bold red",
+    "cancelled": "yellow",
+}
+
+_REMEMBERED_SECONDS = 60.0
+"""A pace is measured over this: long enough to span windows, short enough to follow who comes and goes."""
+_APART_SECONDS = 0.25
+_REDRAW_SECONDS = 0.1
+_REASONS = 4
+_FRAME_LINES = _REASONS + 4
+"""Lines of the live view that are not rows of jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """Where a job stands."""
+
+    name: str
+    state: str = "queued"
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens: int = 0
+    """Trained since the job began."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    time: float
+    step: int
+    tokens: int
+
+
+class Pace:
+    """How fast something goes, from what happened in the last minute."""
+
+    def __init__(self) -> None:
+        self._moments: deque[Moment] = deque()
+        self._burst = float("-inf")
+        """When the burst began whose end is the last moment."""
+
+    def add(self, moment: Moment) -> None:
+        # Jobs report in bursts, and a burst is not speed: of each only its end is remembered.
+        if moment.time - self._burst < _APART_SECONDS:
+            self._moments.pop()
+        else:
+            self._burst = moment.time
+        self._moments.append(moment)
+        while len(self._moments) > 2 and self._moments[1].time < moment.time - _REMEMBERED_SECONDS:
+            self._moments.popleft()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self._rate(lambda moment: moment.tokens)
+
+    def seconds_left(self, steps: int) -> float | None:
+        rate = self._rate(lambda moment: moment.step)
+        return steps / rate if rate else None
+
+    def _rate(self, count: Callable[[Moment], int]) -> float | None:
+        if len(self._moments) < 2:
+            return None
+        first, last = self._moments[0], self._moments[-1]
+        return (count(last) - count(first)) / (last.time - first.time) if last.time > first.time else None
+
+
+class LiveView:
+    """Follows the jobs of a run; the trainer calls `update` whenever a job has moved."""
+
+    def __init__(
+        self, console: Console, jobs: Sequence[JobRow], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._clock = clock
+        self._rows = {row.name: row for row in jobs}
+        self._started = self._drawn = clock()
+        self._paces = {row.name: Pace() for row in jobs}
+        self._overall = Pace()
+        self._live = Live(console=console, refresh_per_second=8) if _can_redraw(console) else None
+
+    def __enter__(self) -> LiveView:
+        for row in self._rows.values():
+            self._paces[row.name].add(Moment(self._started, row.step, row.tokens))
+        self._overall.add(self._moment())
+        if self._live is not None:
+            self._live.start()
+            self._draw()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._draw()
+            self._live.stop()
+
+    def update(self, row: JobRow) -> None:
+        """A job has moved; one that is not known yet has joined."""
+        before = self._rows.get(row.name, JobRow(name=row.name))
+        pace = self._paces.setdefault(row.name, Pace())
+        self._rows[row.name] = row
+        if row.step != before.step or row.tokens != before.tokens:
+            pace.add(Moment(self._clock(), row.step, row.tokens))
+            self._overall.add(self._moment())
+        if self._live is None:
+            if _worth_a_line(before, row):
+                self._print(_line(row, pace))
+        elif row.state != before.state or self._clock() - self._drawn >= _REDRAW_SECONDS:
+            self._draw()
+
+    def note(self, text: str) -> None:
+        """A sentence for the user, above the table."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(printable(text)), soft_wrap=True, highlight=False)
+
+    def _moment(self) -> Moment:
+        rows = self._rows.values()
+        return Moment(self._clock(), sum(row.step for row in rows), sum(row.tokens for row in rows))
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        self._drawn = self._clock()
+        rows = list(self._rows.values())
+        shown = _most_telling(rows, self._console.height - _FRAME_LINES)
+        table = _live_table(shown, self._paces)
+        hidden = len(rows) - len(shown)
+        more = [Text(f"… and {plural(hidden, 'job')} more", style="dim")] if hidden else []
+        self._live.update(Group(table, *more, *_reasons(shown), self._overall_line(rows)))
+
+    def _overall_line(self, rows: Sequence[JobRow]) -> Text:
+        counts = {state: sum(row.state == state for row in rows) for state in STATE_STYLES}
+        parts = [
+            Text(f"{count} {state}", style=STATE_STYLES[state]) for state, count in counts.items() if count
+        ]
+        left = sum(row.steps - row.step for row in rows if row.state in ("queued", "running"))
+        parts += [
+            Text(f"{rate_text(self._overall.tokens_per_second)} tokens/s"),
+            Text(f"{duration_text(self._clock() - self._started)} elapsed"),
+        ]
+        if left:
+            parts.append(Text(f"{duration_text(self._overall.seconds_left(left))} left"))
+        return Text(" · ").join(parts)
+
+
+def _can_redraw(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def _most_telling(rows: Sequence[JobRow], room: int) -> list[JobRow]:
+    """The rows that fit, running jobs before queued and ended ones, in the order of the jobs file."""
+    if len(rows) <= max(room, 3):
+        return list(rows)
+    importance = {"running": 0, "failed": 1, "queued": 2}
+    chosen = sorted(rows, key=lambda row: importance.get(row.state, 3))[: max(room, 3)]
+    names = {row.name for row in chosen}
+    return [row for row in rows if row.name in names]
+
+
+def _live_table(rows: Sequence[JobRow], paces: dict[str, Pace]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("job", overflow="ellipsis", no_wrap=True, max_width=28)
+    table.add_column("state", no_wrap=True)
+    table.add_column("", min_width=8)
+    for heading in ("step", "loss", "validation", "tokens/s", "left"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        pace, running, style = paces[row.name], row.state == "running", STATE_STYLES.get(row.state, "")
+        left = pace.seconds_left(row.steps - row.step) if running else None
+        table.add_row(
+            Text(printable(row.name)),
+            Text(row.state, style=style),
+            ProgressBar(total=max(row.steps, 1), completed=row.step, width=18, complete_style=style),
+            f"{row.step}/{row.steps}",
+            loss_text(row.loss),
+            loss_text(row.eval_loss),
+            rate_text(pace.tokens_per_second if running else None),
+            duration_text(left),
+        )
+    return table
+
+
+def _reasons(rows: Sequence[JobRow]) -> list[Text]:
+    """Why jobs failed or wait, failures first, one line each."""
+    told = sorted((row for row in rows if row.reason), key=lambda row: row.state != "failed")[:_REASONS]
+    return [
+        Text(printable(f"{row.name}: {row.reason}"), style="dim", no_wrap=True, overflow="ellipsis")
+        for row in told
+    ]
+
+
+def _worth_a_line(before: JobRow, row: JobRow) -> bool:
+    """A change of state, an evaluation, or another tenth of the run."""
+    tenths = 10 * row.step // max(row.steps, 1), 10 * before.step // max(row.steps, 1)
+    return row.state != before.state or row.eval_loss != before.eval_loss or tenths[0] > tenths[1]
+
+
+def _line(row: JobRow, pace: Pace) -> str:
+    parts = [row.name, row.state, f"step {row.step}/{row.steps}"]
+    if row.loss is not None:
+        parts.append(f"loss {loss_text(row.loss)}")
+    if row.eval_loss is not None:
+        parts.append(f"validation {loss_text(row.eval_loss)}")
+    if row.state == "running" and pace.tokens_per_second:
+        parts.append(f"{rate_text(pace.tokens_per_second)} tokens/s")
+        parts.append(f"{duration_text(pace.seconds_left(row.steps - row.step))} left")
+    if row.reason:
+        parts.append(row.reason)
+    return "  ".join(parts)

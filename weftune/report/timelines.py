@@ -1,0 +1,149 @@
+"""A pipeline's last window as foreseen and as measured: kept in the output, drawn one above the other."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weftune.plan.program import Program
+from weftune.plan.timeline import Lane, Timeline
+from weftune.report.charts import Chart
+from weftune.report.gantt import COLOURS, Bar, about, bar_traces, kind_of
+
+TIMELINES = "timelines.json"
+MOST_BARS = 4000
+"""Of a longer window the first are kept."""
+COLUMNS = ("rank", "bubbles foreseen", "measured", "in the steady part foreseen", "measured")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """One timeline, as far as the page shows it."""
+
+    seconds: float
+    bubbles: tuple[float, ...]
+    """For each rank, the share of the window in which it does not compute."""
+    steady: tuple[float, ...]
+    """The same from when all ranks have begun until one has no Forward left."""
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timelines:
+    foreseen: Drawn
+    measured: Drawn
+
+
+def drawn(timeline: Timeline, program: Program) -> Drawn:
+    """What ranks compute; what they exchange runs beside it, and is in the trace."""
+    computed = sorted(
+        (one for one in timeline.events if one.lane is Lane.compute and one.stop > one.start),
+        key=lambda one: one.start,
+    )
+    bars = [
+        Bar(rank_row(one.device), kind_of(one.action), one.start, one.stop, about(one.action, program))
+        for one in computed[:MOST_BARS]
+    ]
+    return Drawn(
+        seconds=timeline.makespan,
+        bubbles=timeline.bubbles(),
+        steady=timeline.bubbles(timeline.steady()),
+        bars=tuple(bars),
+    )
+
+
+def rank_row(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def write_timelines(output: Path, timelines: Timelines) -> None:
+    (output / TIMELINES).write_text(json.dumps(asdict(timelines)))
+
+
+# -- read -----------------------------------------------------------------------------------------------
+
+
+def read_timelines(output: Path) -> Timelines | None:
+    """None where there is none, or where it cannot be read: a page without the charts is better than none."""
+    try:
+        found = json.loads((output / TIMELINES).read_text(encoding="utf-8"))
+        return Timelines(foreseen=_read(found["foreseen"]), measured=_read(found["measured"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(record: Mapping[str, Any]) -> Drawn:
+    return Drawn(
+        seconds=_finite(record["seconds"]),
+        bubbles=tuple(map(_finite, record["bubbles"])),
+        steady=tuple(map(_finite, record["steady"])),
+        bars=tuple(_bar(one) for one in record["bars"]),
+    )
+
+
+def _bar(record: Mapping[str, Any]) -> Bar:
+    if record["kind"] not in COLOURS:
+        raise ValueError(f"no action is a {record['kind']}")
+    start, stop = _finite(record["start"]), _finite(record["stop"])
+    return Bar(str(record["row"]), record["kind"], start, stop, str(record["text"]))
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is no number of seconds")
+    return number
+
+
+# -- draw -----------------------------------------------------------------------------------------------
+
+
+def timeline_charts(timelines: Timelines) -> tuple[Chart, ...]:
+    """Foreseen above, measured below, on one scale."""
+    both = (timelines.foreseen, timelines.measured)
+    longest = max(one.seconds for one in both)
+    ranks = len(timelines.measured.bubbles)
+    return (
+        _chart("foreseen", "Foreseen", timelines.foreseen, longest, ranks),
+        _chart("measured", "Measured", timelines.measured, longest, ranks),
+    )
+
+
+def _chart(name: str, title: str, shown: Drawn, longest: float, ranks: int) -> Chart:
+    rows = [rank_row(rank) for rank in range(ranks)]
+    layout = {
+        "barmode": "overlay",
+        "xaxis": {"title": {"text": "seconds", "standoff": 8}, "range": [0.0, longest], "zeroline": False},
+        "yaxis": {
+            "autorange": "reversed",
+            "categoryorder": "array",
+            "categoryarray": rows,
+            "automargin": True,
+        },
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"},
+        "margin": {"l": 48, "r": 12, "t": 12, "b": 44},
+    }
+    cut = f" Drawn are its first {MOST_BARS:,} actions." if len(shown.bars) == MOST_BARS else ""
+    words = f"The last window in which jobs trained: {shown.seconds:.3g} s.{cut}"
+    figure = {"data": bar_traces(shown.bars), "layout": layout}
+    return Chart(name=name, title=title, words=words, figure=figure)
+
+
+def bubble_rows(timelines: Timelines) -> list[tuple[str, ...]]:
+    """One for each rank, under `COLUMNS`."""
+    foreseen, measured = timelines.foreseen, timelines.measured
+    columns: Sequence[Sequence[float]] = (
+        foreseen.bubbles,
+        measured.bubbles,
+        foreseen.steady,
+        measured.steady,
+    )
+    return [
+        (str(rank), *(f"{share:.1%}" for share in shares))
+        for rank, shares in enumerate(zip(*columns, strict=False))
+    ]

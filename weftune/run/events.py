@@ -1,0 +1,67 @@
+"""What the executor reports while it runs a Program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weftune.plan.cost import PassTime, StateTime
+from weftune.plan.program import MicrobatchPlan
+from weftune.run.training import StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A job made an optimizer step."""
+
+    job: str
+    step: int
+    outcome: StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A job's held-out samples were looked at after `step`."""
+
+    job: str
+    step: int
+    loss: float
+    tokens: int
+    token_accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDue:
+    """The Program asks for a checkpoint of this job now."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A job is dead for the reason given; the others go on."""
+
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """One pass over the base: what it held and how long it took."""
+
+    microbatch: MicrobatchPlan
+    time: PassTime
+
+
+@dataclass(frozen=True, slots=True)
+class StepsMade:
+    """Steps that were made together: of how many jobs and parameters, and how long they took."""
+
+    time: StateTime
+
+
+Event = Stepped | Evaluated | SaveDue | Failed | Passed | StepsMade
+
+
+class OutOfMemory(RuntimeError):
+    """A pass did not fit. Nothing of the unfinished global batches has been kept."""

@@ -1,0 +1,252 @@
+"""Measures what the device at hand takes for passes over a base of few layers, for Steps, and their peaks.
+
+The passes are the executor's own, so what is measured is what training does: routes, captured graphs and all.
+Two bases of the same widths and different depths tell a layer from what surrounds it; weights are random.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from weftune.adapters.kind import Member
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.batch import IGNORED, Microbatch, Segment
+from weftune.plan.cost import PassTime, StateTime
+from weftune.plan.profile import LayeredPass, Profile, ProfileKey, cpu_threads, key_of
+from weftune.plan.program import (
+    Backward,
+    Evaluate,
+    Forward,
+    GlobalBatch,
+    MicrobatchPlan,
+    Placed,
+    Program,
+    SegmentPlan,
+    Step,
+)
+from weftune.run.events import OutOfMemory, Passed, StepsMade
+from weftune.run.executor import Executor
+from weftune.run.measure import begin_peak, peak_bytes, release, resident_bytes
+from weftune.run.schedule import Recipe
+from weftune.run.training import new_training
+from weftune.shapes import ModelShape
+
+DEPTHS = (1, 4)
+RANKS = (8, 64)
+REPEATS = {"cpu": 3, "cuda": 5}
+"""Settled passes of each case. On a GPU two more come before them: one compiles, one captures."""
+RECIPE = Recipe(steps=10**9, learning_rate=1e-6, schedule="constant")
+
+Watch = Callable[[int, int], None]
+"""Hears how many cases are done, of how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A pass to measure: every job has samples of one length, the same number of them."""
+
+    jobs: int = 1
+    samples: int
+    length: int
+    rank: int = RANKS[0]
+    supervised: float = 1.0
+    """The share of a sample's tokens that the head sees."""
+    training: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.jobs * self.samples * self.length
+
+
+CASES = (
+    Case(samples=1, length=64),
+    Case(samples=4, length=64),
+    Case(samples=1, length=256),
+    Case(samples=4, length=64, supervised=0.1),
+    Case(samples=16, length=32, supervised=0.5),
+    Case(samples=1, length=512, supervised=0.1),
+    Case(samples=8, length=128, supervised=0.25),
+    Case(jobs=4, samples=1, length=64, supervised=0.5),
+    Case(jobs=4, samples=4, length=32, supervised=0.1),
+    Case(samples=4, length=64, rank=RANKS[1], supervised=0.5),
+    Case(jobs=2, samples=4, length=64, rank=RANKS[1], supervised=0.1),
+    Case(samples=1, length=64, training=False),
+    Case(samples=8, length=64, supervised=0.25, training=False),
+    Case(samples=1, length=512, supervised=0.25, training=False),
+    Case(jobs=4, samples=1, length=64, supervised=0.1, training=False),
+    Case(samples=4, length=64, rank=RANKS[1], training=False),
+)
+"""For a CPU. A GPU's passes are `GPU_SCALE` times as large: below that it waits for the host."""
+GPU_SCALE = 4
+
+
+def measure_profile(
+    config: PretrainedConfig, shape: ModelShape, model: str, device: torch.device, watch: Watch
+) -> Profile:
+    """`shape` is that of the whole base, which is never built."""
+    began = time.monotonic()
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_value]
+    cases = [case for case in _cases(device) if case.length <= shape.context]
+    passes: list[LayeredPass] = []
+    steps: list[StateTime] = []
+    for number, depth in enumerate(DEPTHS):
+        with _Bench(_shallow(config, depth, dtype, device), device) as bench:
+            for done, case in enumerate(cases):
+                watch(number * len(cases) + done, len(DEPTHS) * len(cases))
+                found = bench.measure(case)
+                passes += [LayeredPass(depth, *one) for one in found.passes]
+                steps += found.steps
+    watch(len(DEPTHS) * len(cases), len(DEPTHS) * len(cases))
+    return Profile(
+        key=key_here(shape, device),
+        model=model,
+        passes=tuple(passes),
+        steps=tuple(steps),
+        seconds=time.monotonic() - began,
+    )
+
+
+def key_here(shape: ModelShape, device: torch.device) -> ProfileKey:
+    if device.type == "cuda":
+        return key_of(shape, torch.cuda.get_device_name(device), 0)
+    return key_of(shape, "cpu", cpu_threads())
+
+
+def _cases(device: torch.device) -> Sequence[Case]:
+    if device.type == "cpu":
+        return CASES
+    return [replace(case, samples=GPU_SCALE * case.samples) for case in CASES]
+
+
+def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
+    """A base as `config` says, but for its depth."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = depth
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:depth]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return Base.from_model(model, BaseSpec(model="random weights"), device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    passes: Sequence[tuple[PassTime, int]]
+    """Each with the bytes that it held at most."""
+    steps: Sequence[StateTime]
+
+
+class _Bench:
+    """One shallow base and its executor."""
+
+    def __init__(self, base: Base, device: torch.device) -> None:
+        self.base = base
+        self.executor = Executor(base)
+        self.repeats = REPEATS[device.type]
+        self.warmup = 1 if self.executor.captures is None else 2
+
+    def __enter__(self) -> _Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.executor.unweave()
+
+    def measure(self, case: Case) -> _Found:
+        """The median of its settled passes; nothing where it does not fit."""
+        names = [f"job{number}" for number in range(case.jobs)]
+        spec = LoraSpec(rank=case.rank, alpha=float(case.rank))
+        for name in names:
+            member = Member(name, spec, seed=0)
+            training = new_training(member, RECIPE, self.base.shape.sites, self.base.dtype, self.base.device)
+            self.executor.attach(training)
+        try:
+            return self._run(case, names)
+        except OutOfMemory:
+            return _Found((), ())
+        finally:
+            for name in names:
+                self.executor.detach(name)
+
+    def _run(self, case: Case, names: Sequence[str]) -> _Found:
+        release(self.base.device)
+        own_peak = begin_peak(self.base.device)
+        before = resident_bytes(self.base.device)
+        rounds = self.warmup + self.repeats
+        times, steps = [], []
+        for event in self.executor.run(_program(case, names, rounds), self._fetch, lambda: False):
+            if isinstance(event, Passed):
+                times.append(event.time)
+            elif isinstance(event, StepsMade):
+                steps.append(event.time)
+        peak = peak_bytes(self.base.device) - before if own_peak else 0
+        settled = [one for one in times[self.warmup :] if one.settled] or times[-1:]
+        middle = replace(
+            settled[0],
+            forward=median(one.forward for one in settled),
+            backward=median(one.backward for one in settled),
+            settled=True,
+        )
+        return _Found([(middle, max(0, peak))], steps[self.warmup :])
+
+    def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
+        return _microbatch(plan, self.base.shape.vocabulary)
+
+
+def _program(case: Case, names: Sequence[str], rounds: int) -> Program:
+    actions: list[Forward | Backward | Evaluate | Step] = []
+    batches, microbatches = [], []
+    for number in range(rounds):
+        made = [_batch(case, name, number + 1) for name in names]
+        segments = tuple(SegmentPlan(batch.job, batch.step, batch.samples) for batch in made)
+        microbatches.append(MicrobatchPlan(segments, rung=case.tokens))
+        if case.training:
+            batches += made
+            actions += [Forward(number), Backward(number), *(Step(batch.job, batch.step) for batch in made)]
+        else:
+            actions.append(Evaluate(number))
+    return Program(case.tokens, tuple(microbatches), tuple(batches), (tuple(actions),))
+
+
+def _batch(case: Case, name: str, step: int) -> GlobalBatch:
+    supervised = max(1, int(case.supervised * (case.length - 1)))
+    samples = tuple(
+        Placed(number, case.length, number * case.length, supervised) for number in range(case.samples)
+    )
+    return GlobalBatch(name, step, samples, supervised * case.samples)
+
+
+def _microbatch(plan: MicrobatchPlan, vocabulary: int) -> Microbatch:
+    """Random tokens; of each sample the last rows are supervised."""
+    placed = [one for segment in plan.segments for one in segment.samples]
+    tokens_T = torch.randint(vocabulary, (plan.tokens,))
+    return Microbatch(
+        tokens_T=tokens_T,
+        positions_T=torch.cat([torch.arange(one.length) for one in placed]),
+        targets_T=torch.cat([_targets(one, vocabulary) for one in placed]),
+        token_index_T=torch.cat([one.offset + torch.arange(one.length) for one in placed]),
+        sample_lengths=tuple(one.length for one in placed),
+        segments=tuple(_segments(plan)),
+    )
+
+
+def _targets(placed: Placed, vocabulary: int) -> Tensor:
+    targets_L = torch.full((placed.length,), IGNORED)
+    targets_L[-placed.supervised :] = torch.randint(vocabulary, (placed.supervised,))
+    return targets_L
+
+
+def _segments(plan: MicrobatchPlan) -> Iterator[Segment]:
+    start = 0
+    for segment in plan.segments:
+        yield Segment(segment.job, segment.step, start, start + segment.tokens)
+        start += segment.tokens
