@@ -39,7 +39,6 @@ pytestmark = [
 ]
 
 LAYERS = 6
-PAGES = "expandable_segments:True"
 SPEC = BaseSpec(model=str(bench.STORIES), dtype="bfloat16")
 CAPACITY = 256
 
@@ -50,8 +49,16 @@ def a_layer_each(slots, travels, resident=()):
 
 def test_memory_is_taken_page_by_page():
     cut = a_layer_each(2, travels=False)
-    load_streamed(SPEC, torch.device("cuda", 0), cut)
-    assert PAGES in torch._C._accelerator_getAllocatorSettings().replace(" ", "")
+    streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
+    torch.cuda.empty_cache()
+    large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    (segment,) = [one for one in torch.cuda.memory_snapshot() if holds(one, large)]
+    assert segment["is_expandable"]
+    del streamed
+
+
+def holds(segment, tensor):
+    return segment["address"] <= tensor.data_ptr() < segment["address"] + segment["total_size"]
 
 
 def trained(executor, base, plan, jobs=None):
