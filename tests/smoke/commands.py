@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 from benchmarks.folder import read_lines
 
-STEPS = 6
+STEPS = 20
+"""Of stories15M's jobs: more than a window of a pipeline has."""
 SHARE_OF_NOISE = 0.03
 """How far losses of two ways of running in bfloat16 may be apart, of themselves."""
 
@@ -32,10 +34,16 @@ def weftune(*words: str | Path, code: int = 0, cwd: Path | None = None) -> Ended
     ended = subprocess.run(
         asked, capture_output=True, text=True, cwd=cwd, env=surroundings(), timeout=200, check=False
     )
-    said = ended.stdout + ended.stderr
+    said = ended.stdout + ended.stderr + rank_logs(words)
     assert ended.returncode == code, f"{' '.join(map(str, words))} ended with {ended.returncode}:\n{said}"
     assert "Traceback" not in said, said
     return Ended(ended.returncode, said)
+
+
+def rank_logs(words: tuple[str | Path, ...]) -> str:
+    """What the processes of a run have written, which says why one of them ended."""
+    output = next((Path(after) for word, after in pairwise(words) if word == "--output"), None)
+    return "" if output is None else "".join(path.read_text() for path in output.glob("ranks/*.log"))
 
 
 def surroundings() -> dict[str, str]:

@@ -17,6 +17,7 @@ from tests.smoke.commands import jobs_file, weftune
 
 TALL = replace(SIZES["1b"], layers=16, vocabulary=4096)
 """A base of 1.4 GB."""
+TALL_STEPS = 6
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +41,7 @@ def tall(tmp_path_factory) -> Path:
     write_base(folder / "base", TALL, place)
     torch.cuda.empty_cache()
     write_rows(folder / "rows.jsonl", TALL, Rows(samples=32, shortest=32, longest=128))
-    return jobs_file(folder, folder / "base", folder / "rows.jsonl")
+    return jobs_file(folder, folder / "base", folder / "rows.jsonl", steps=TALL_STEPS)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ Run with `make smoke-gpu`. Each command is a process of its own, as a user start
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,10 @@ def test_train_teaches_both_jobs(plain):
 
 def test_generate_answers_beside_the_base(plain):
     asked = ("There were 7 cats.", "--against-base", "--max-tokens", "12", "--device", "cuda")
-    assert "cat" in weftune("generate", plain / "large", *asked).said
+    said = weftune("generate", plain / "large", *asked).said
+    assert "base (" in said
+    # Of twelve tokens in each of two columns, with their titles.
+    assert len(re.findall("[A-Za-z]{2,}", said)) > 10, said
 
 
 def test_export_portable_and_merged(plain, tmp_path):

@@ -12,6 +12,7 @@ import torch
 
 from tests import bench
 from tests.smoke.commands import assert_trained, notes, weftune
+from tests.smoke.conftest import TALL_STEPS
 
 pytestmark = [
     pytest.mark.smoke,
@@ -29,7 +30,7 @@ def test_under_a_cap_the_base_is_streamed(tall, plain_tall, tmp_path):
     said = weftune("train", tall, "--output", output, "--gpu-memory", CAP).said
     assert "The base is streamed in" in said
     assert "came from the host" in notes(output)
-    assert_trained(output, plain_tall)
+    assert_trained(output, plain_tall, TALL_STEPS)
     peak = json.loads((output / "status.json").read_text())["peak_bytes"]
     assert peak <= 3 << 30
 
@@ -42,5 +43,5 @@ def test_a_plan_under_a_cap_is_the_cut_of_the_run(tall, tmp_path):
 def test_a_pipeline_under_a_cap_streams_over_its_ranks(tall, plain_tall, tmp_path):
     output = tmp_path / "output"
     weftune("train", tall, "--output", output, "--pipeline", "2", "--gpu-memory", "5GiB")
-    assert_trained(output, plain_tall)
+    assert_trained(output, plain_tall, TALL_STEPS)
     assert "streamed" in notes(output)
