@@ -100,7 +100,7 @@ def read_once(gguf: ModuleType) -> Iterator[None]:
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
     class PlainReader(reader):  # type: ignore[misc, valid-type]
-        """Slices a plain array: a million slices of a memory map take five times as long."""
+        """Slices a plain array: of a memory map each of a million slices is a slow object of its own."""
 
         def __setattr__(self, key: str, value: Any) -> None:
             super().__setattr__(key, np.asarray(value) if key == "data" else value)
