@@ -74,7 +74,7 @@ def _loss_chart(jobs: Sequence[JobRecord]) -> Chart:
     faint = [_job_trace(jobs, index, curve) | _FAINT for index, curve in enumerate(curves)]
     bold = [_job_trace(jobs, index, smooth(curve)) for index, curve in enumerate(curves)]
     layout = _layout("step", "loss") | _healthy_range(jobs, curves)
-    words = "Faint: the loss of each global batch. Bold: smoothed over about a twentieth of the run."
+    words = "Faint: the loss of each global batch. Bold: smoothed."
     return Chart(name="loss", title=title, words=words, figure={"data": faint + bold, "layout": layout})
 
 
