@@ -19,6 +19,8 @@ from weftune.report.words import duration_text, loss_text, plural, printable, ra
 STATE_STYLES = {
     "queued": "dim",
     "running": "cyan",
+    "paused": "yellow",
+    "interrupted": "yellow",
     "succeeded": "green",
     "failed": "bold red",
     "cancelled": "yellow",
@@ -154,9 +156,12 @@ class LiveView:
         self._live.update(Group(table, *more, *_reasons(shown), self._overall_line(rows)))
 
     def _overall_line(self, rows: Sequence[JobRow]) -> Text:
-        counts = {state: sum(row.state == state for row in rows) for state in STATE_STYLES}
+        known = dict.fromkeys((*STATE_STYLES, *(row.state for row in rows)))
+        counts = {state: sum(row.state == state for row in rows) for state in known}
         parts = [
-            Text(f"{count} {state}", style=STATE_STYLES[state]) for state, count in counts.items() if count
+            Text(f"{count} {printable(state)}", style=STATE_STYLES.get(state, ""))
+            for state, count in counts.items()
+            if count
         ]
         left = sum(row.steps - row.step for row in rows if row.state in ("queued", "running"))
         parts += [
