@@ -95,9 +95,10 @@ def test_an_assistants_message_of_weight_0_is_not_supervised(smollm2, samples_of
     assert supervised_runs(samples, 0, smollm2) == ["yes<|im_end|>"]
 
 
-def test_messages_after_the_last_assistant_are_left_out(smollm2, samples_of):
+def test_messages_after_the_last_assistant_are_not_supervised(smollm2, samples_of):
     samples = samples_of([{"messages": [*CHAT, {"role": "user", "content": "there"}]}], smollm2)
-    assert whole_text(samples, 0, smollm2) == HEAD + "yes<|im_end|>\n"
+    assert whole_text(samples, 0, smollm2) == HEAD + "yes<|im_end|>\n<|im_start|>user\nthere<|im_end|>\n"
+    assert supervised_runs(samples, 0, smollm2) == ["yes<|im_end|>"]
 
 
 def test_pretokenised_rows_are_taken_as_they_are_without_their_padding(smollm2, samples_of):

@@ -19,7 +19,7 @@ from weftune.data.template import Template
 from weftune.data.tokenise import Tokeniser
 from weftune.errors import DataError, Mistake
 
-VERSION = 1
+VERSION = 2
 """Raise it when the same rows become other samples, so that older caches are not taken for these."""
 SHOWN = 20
 ROWS_AT_ONCE = 512

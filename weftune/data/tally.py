@@ -13,6 +13,7 @@ class Tally:
     split: int = 0
     parted: int = 0
     endless: int = 0
+    merged: int = 0
     control: int = 0
     untold: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -43,6 +44,11 @@ class Tally:
             told.append(
                 f"In {self.endless} {count} the chat template ends an assistant turn without an end-of-turn "
                 "token, so the model does not learn to stop with one."
+            )
+        if self.merged:
+            told.append(
+                f"In {self.merged} {count} one token holds the end of the prompt and the beginning of an "
+                "answer; it is supervised, but at inference the prompt ends with other tokens."
             )
         if self.control:
             told.append(f"{self.control} {count} contain the text of a control token, which stays text.")

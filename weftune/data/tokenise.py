@@ -132,10 +132,7 @@ class Tokeniser:
             if not draft.stand_ins
         ]
         encoded = iter(self._encoder.rendered(simple))
-        return [
-            row if isinstance(row, BadRow) else tuple(self._supervise(draft, encoded) for draft in row)
-            for row in drafts
-        ]
+        return [row if isinstance(row, BadRow) else self._samples(row, encoded) for row in drafts]
 
     def _draft(self, chat: Chat) -> list[_Draft]:
         if self._template is None:
@@ -161,34 +158,28 @@ class Tokeniser:
         self._tally.control += control
         self._tally.untold += chat.tools is not None and not self._template.prints_tools
 
-    def _supervise(self, draft: _Draft, simple: Iterator[Encoded]) -> Sample:
-        text, spans = draft.rendered.text, draft.rendered.spans
-        cuts = [start for start, _ in spans or ()]
-        if draft.stand_ins:
-            encoded = self._encoder.pieces(text, cuts, draft.stand_ins)
-        else:
-            encoded = next(simple)
-            if any(self._encoder.begins_inside(encoded, cut) for cut in cuts):
-                encoded = self._encoder.pieces(text, cuts, {})
+    def _samples(self, drafts: Sequence[_Draft], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
+        """The tokens that `apply_chat_template` gives and no others: BOS if the template prints it."""
+        encoded = [
+            self._encoder.pieces(draft.rendered.text, draft.stand_ins) if draft.stand_ins else next(simple)
+            for draft in drafts
+        ]
+        rows = list(zip(drafts, encoded, strict=True))
+        self._tally.merged += any(self._merges(draft, part) for draft, part in rows)
+        return tuple(self._supervise(draft, part) for draft, part in rows)
+
+    def _merges(self, draft: _Draft, encoded: Encoded) -> bool:
+        return any(self._encoder.begins_inside(encoded, start) for start, _ in draft.rendered.spans or ())
+
+    def _supervise(self, draft: _Draft, encoded: Encoded) -> Sample:
+        spans = draft.rendered.spans
         mask = np.full(len(encoded.tokens), spans is None)
         for start, stop in spans or ():
-            mask |= (encoded.starts >= start) & (encoded.starts < stop)
-        return self._with_lead(encoded.tokens, mask)
-
-    def _with_lead(self, tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> Sample:
-        """Exactly one BOS: the template's if it printed one, else what the tokenizer puts before a text."""
-        encoder = self._encoder
-        while len(tokens) > 1 and tokens[0] == tokens[1] == encoder.bos:
-            tokens, mask = tokens[1:], mask[1:]
-        lead = np.array(encoder.lead, dtype=np.int32)
-        if not np.array_equal(tokens[: len(lead)], lead):
-            tokens = np.concatenate([lead, tokens])
-            mask = np.concatenate([np.zeros(len(lead), dtype=np.bool_), mask])
-        mask = mask.copy()
-        mask[: len(lead)] = False
-        if len(tokens) and tokens[0] == encoder.bos:
+            # A token that begins in the prompt and goes on in the answer counts too: nothing else begins it.
+            mask |= ((encoded.starts >= start) | (encoded.stops > start)) & (encoded.starts < stop)
+        if len(mask) and encoded.tokens[0] == self._encoder.bos:
             mask[0] = False
-        return Sample(tokens, mask)
+        return Sample(encoded.tokens, mask)
 
 
 def _without_developer(message: Mapping[str, Any]) -> dict[str, Any]:
