@@ -18,15 +18,15 @@ class Tally:
     untold: int = 0
     reasons: list[str] = field(default_factory=list)
     """Places and sentences of the first skipped rows."""
+    explained: int = 0
+    """Skipped rows of which the reasons speak."""
 
     def notes(self, label: str | None, longest: int) -> list[str]:
         """Plain sentences for the report about what did happen; a label where there are several tables."""
         count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
         told = []
         if self.skipped:
-            more = (
-                f"; and {self.skipped - len(self.reasons)} more" if self.skipped > len(self.reasons) else ""
-            )
+            more = f"; and {self.skipped - self.explained} more" if self.skipped > self.explained else ""
             told.append(f"{self.skipped} {count} were skipped: {'; '.join(self.reasons)}{more}.")
         if self.truncated:
             told.append(f"{self.truncated} {count} were truncated to {longest} tokens.")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
 from weftune.data.formats import Chat, Content, Pair, Text, Tokens
-from weftune.data.row import BadRow
+from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.spec import TrainOn
 from weftune.data.tally import Tally
 from weftune.data.template import Template
@@ -22,6 +22,10 @@ NO_TEMPLATE = (
     "the base's tokenizer has no chat template, and these rows are chats; "
     "write `data.chat_template: chatml`, or name a Jinja file"
 )
+
+SKIP = "leave such rows out with `data.skip_bad_rows: true`"
+RAISE_OR_SKIP = f"raise `data.max_length` to {{needed_tokens}} or more, or {SKIP}"
+SHORTEN_OR_SKIP = f"`data.max_length` cannot be raised beyond that; shorten such rows, or {SKIP}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,21 @@ class _Draft:
 
 class Tokeniser:
     def __init__(
-        self, encoder: Encoder, template: Template | None, train_on: TrainOn, longest: int, tally: Tally
+        self,
+        encoder: Encoder,
+        template: Template | None,
+        train_on: TrainOn,
+        longest: int,
+        tally: Tally,
+        *,
+        context: int | None,
     ) -> None:
         self._encoder = encoder
         self._template = template
         self._train_on = train_on
         self._longest = longest
         self._tally = tally
+        self._context = context
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """One outcome for each row, in order; all rows have one form, or chats and pairs mixed."""
@@ -73,12 +85,26 @@ class Tokeniser:
             if cut.mask[1:].any():
                 kept.append(cut)
         shortened = any(len(sample.tokens) > self._longest for sample in made)
-        if not kept and shortened:
-            return BadRow(f"the row has no supervised token within its first {self._longest} tokens")
         if not kept:
-            return BadRow("the row has no supervised token")
+            return self._unsupervised(made)
         self._tally.truncated += shortened
         return tuple(kept)
+
+    def _unsupervised(self, samples: Sequence[Sample]) -> BadRow:
+        """Why nothing of a row would be learned: it is cut before its first supervised token, or has none."""
+        reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
+        if not reached:
+            return BadRow("the row has no supervised token")
+        sentence = "the row has no supervised token within its first {} tokens"
+        if self._context is not None and min(reached) > self._context:
+            whole = sentence.format(self._context) + ", which is all that the base reads"
+            return CommonBadRow(whole, kind="longer than the context", remedy=SHORTEN_OR_SKIP)
+        return CommonBadRow(
+            sentence.format(self._longest),
+            kind="longer than max_length",
+            remedy=RAISE_OR_SKIP,
+            needed_tokens=min(reached),
+        )
 
     def _given(self, content: Tokens) -> Outcome:
         tokens = content.tokens
