@@ -28,12 +28,14 @@ def generate(
 
     from weftune.base.generate import BASE, answers
     from weftune.base.load import device_named
+    from weftune.data.prompt import prompt_tokens
 
     spec = base_of(folder)
     said = answers(
         spec,
         {"adapter": folder},
         prompt,
+        tokenise=prompt_tokens,
         system=system,
         max_tokens=max_tokens,
         device=device_named(device),
