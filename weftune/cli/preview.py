@@ -37,15 +37,18 @@ def preview(
     rows: Annotated[int, typer.Option(min=0, help="How many samples to show of each dataset.")] = 3,
 ) -> None:
     """Show rows as the model sees them, supervised tokens coloured. No weights are loaded."""
+    from weftune.cli.early import read_early, refuse_rows
+
+    run = read_early(file)
+    chosen = chosen_jobs(run, job)
+    refuse_rows(chosen, named=False)
+
     from rich.console import Console
 
     from weftune.base.load import load_config, load_tokenizer
     from weftune.base.place import place
     from weftune.base.shape import context
-    from weftune.jobs.read import read_run
 
-    run = read_run(file)
-    chosen = chosen_jobs(run, job)
     tokenizer = load_tokenizer(run.base)
     longest = context(load_config(run.base, place(run.base)))
     console = Console()
