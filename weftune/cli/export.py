@@ -9,7 +9,7 @@ from typing import Annotated, cast, get_args
 import typer
 
 from weftune.adapters.folder import refuse_no_adapter
-from weftune.base.spec import Dtype
+from weftune.base.spec import BaseSpec, Dtype
 from weftune.cli.early import refuse_base
 from weftune.cli.generate import base_of
 from weftune.errors import UserError
@@ -44,12 +44,14 @@ def export(
     if dtype is not None and (portable or dtype not in get_args(Dtype)):
         raise UserError(f"--dtype goes with --merged and is one of {', '.join(get_args(Dtype))}.")
     target = target or folder / ("portable" if portable else "merged")
+    base = base_of(folder) if merged else None
     refuse_no_adapter(folder)
     refuse_full_folder(target)
-    if portable:
+    if base is None:
         _export_portable(folder, target)
     else:
-        _export_merged(folder, target, dtype)
+        refuse_base(base)
+        _export_merged(folder, base, target, dtype)
 
 
 def _export_portable(folder: Path, target: Path) -> None:
@@ -68,10 +70,7 @@ def vllm_advice(rank: int) -> str:
     return f"vLLM takes ranks up to {VLLM_RANKS[0]} unless told: start it with --max-lora-rank {allowed}."
 
 
-def _export_merged(folder: Path, target: Path, dtype: str | None) -> None:
-    base = base_of(folder)
-    refuse_base(base)
-
+def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: str | None) -> None:
     from weftune.export import write_merged
 
     typer.echo(f"Merging {folder} into {base.published_name}.")

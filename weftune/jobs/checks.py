@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
 from weftune.errors import AdapterError, Mistake
+from weftune.jobs.near import nearest
 from weftune.jobs.show import show
 from weftune.jobs.spec import JobSpec, place_in_job
 from weftune.shapes import ModelShape, SiteShape
@@ -46,8 +46,8 @@ def _no_match(expression: str, shape: ModelShape) -> str:
 
 def _offer(target: str, shape: ModelShape) -> str:
     endings = _endings(shape)
-    near = difflib.get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}? " if near else ""
+    near = nearest(target.rpartition(".")[2], endings)
+    hint = f"did you mean {near}? " if near else ""
     return f"{hint}its modules end in {', '.join(endings)}"
 
 

@@ -54,6 +54,9 @@ class JobSpec:
     schedule: Schedule = "linear"
     warmup: float = 0.0
     weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    """Of Adam, as its betas."""
     clip: float | None = 1.0
     """None: gradients are not clipped."""
     seed: int = 0
@@ -113,6 +116,7 @@ def _exact(value: float) -> Fraction:
 def resolved(job: JobSpec) -> dict[str, Any]:
     """The job with every default written out, under the keys of jobs.yaml and in values that YAML has."""
     whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
+    whole["betas"] = list(job.betas)
     whole["adapter"] = _plain(job.adapter)
     whole["data"] = _data(job.data)
     whole["eval"] = None if job.eval is None else _plain(job.eval)
@@ -142,9 +146,13 @@ def _plain(record: Any) -> dict[str, Any]:
     return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
 
 
+ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
+"""Keys that resolved jobs of earlier versions lack, with what those trained by."""
+
+
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The dotted names of the keys in which two resolved jobs differ; a list is compared as a whole."""
-    return sorted(_changed(old, new, ()))
+    return sorted(_changed({**ADDED, **old}, {**ADDED, **new}, ()))
 
 
 def _changed(old: Any, new: Any, loc: Loc) -> list[str]:
