@@ -17,7 +17,7 @@ from weftune.base.spec import BaseSpec
 from weftune.engine import Engine, Setup, open_engine
 from weftune.errors import Mistake, OutputError, SpecError, UserError
 from weftune.interrupt import interrupts
-from weftune.jobs.checks import check_targets, warnings
+from weftune.jobs.checks import check_targets, data_warnings, told_once, warnings
 from weftune.jobs.read import read_run
 from weftune.jobs.spec import JobSpec, RunSpec, place_in_job, resolved
 from weftune.jobs.states import State
@@ -170,8 +170,7 @@ class Trainer:
         jobs = list(self.jobs.values())
         if mistakes := check_targets(jobs, shape, self._place):
             raise SpecError(mistakes)
-        for sentence in warnings(jobs, shape):
-            self.view.note(f"warning: {sentence}")
+        self._tell_of_jobs("warning", warnings(jobs, shape))
         if unknown := [name for name in self.options.restart if name not in self.jobs]:
             raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(self.jobs)}")
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
@@ -186,9 +185,26 @@ class Trainer:
         """The jobs that have not ended, and those to train anew, made ready."""
         self._sweep(store)
         again = self.options.restart
-        return self._ready_all(
+        ready = self._ready_all(
             [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)], shape
         )
+        self._tell_of_data(ready)
+        return ready
+
+    def _tell_of_data(self, ready: Sequence[Ready]) -> None:
+        """What `weftune preview` says of the same jobs."""
+        found = [
+            (job.name, sentence)
+            for job in ready
+            for sentence in data_warnings(job.spec, len(job.data.train), job.recipe.steps)
+        ]
+        self._tell_of_jobs("warning", told_once(found))
+        self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
+
+    def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:
+        """Once: who has divided the jobs into shares has told it before."""
+        for sentence in sentences if self.options.share is None else ():
+            self.view.note(f"{kind}: {sentence}")
 
     def _sweep(self, store: Store) -> None:
         """A kill may have come between a job's success and the end of its checkpoints."""

@@ -125,7 +125,8 @@ def test_one_wrong_key_is_one_mistake_at_its_place(
 ) -> None:
     lines = written.split("\n")
     text = JOB + "".join(f"    {line}\n" for line in lines)
-    line = next(number for number, said in enumerate(lines, 5) if said.startswith(re.split(r"[.\[]", place)[0]))
+    key = re.split(r"[.\[]", place)[0]
+    line = next(number for number, said in enumerate(lines, 5) if said.startswith(key))
     ((found_place, found_sentence),) = mistakes_in(folder, text)
     assert found_place == f"jobs.yaml:{line} jobs[0].{place}"
     assert sentence in found_sentence
