@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
@@ -18,7 +19,8 @@ from weftune.engine import Engine, Setup, open_engine
 from weftune.errors import Mistake, OutputError, SpecError, UserError
 from weftune.interrupt import interrupts
 from weftune.jobs.checks import check_targets, data_warnings, told_once, warnings
-from weftune.jobs.read import read_run
+from weftune.jobs.layer import plain_values
+from weftune.jobs.read import parse_run, read_run
 from weftune.jobs.spec import JobSpec, RunSpec, place_in_job, resolved
 from weftune.jobs.states import State
 from weftune.jobs.store import Store, open_share, open_store
@@ -31,7 +33,7 @@ from weftune.report.loggers import open_loggers
 from weftune.report.page import write_report
 from weftune.report.read import JobRecord
 from weftune.report.read import read_run as read_records
-from weftune.report.terminal import JobRow
+from weftune.report.terminal import JobRow, LiveView
 from weftune.results import CHECKPOINTS, describe, refuse_changes
 from weftune.run import checkpoint
 from weftune.run.commands import Staff
@@ -326,17 +328,39 @@ class Trainer:
 
 
 def train(
-    jobs: str | Path | RunSpec,
+    jobs: str | Path | Mapping[str, Any] | RunSpec,
     *,
     output: str | Path | None = None,
     max_steps: int | None = None,
+    resume: bool = False,
+    progress: bool = True,
     options: Options | None = None,
     view: View | None = None,
     callback: Callback | None = None,
 ) -> dict[str, Result]:
-    """Train every job of a jobs file."""
-    run = jobs if isinstance(jobs, RunSpec) else read_run(jobs)
-    return trainer_for(run, output=output, max_steps=max_steps, options=options, view=view).run(callback)
+    """Train every job of a jobs file, or of a dict that holds what such a file holds.
+
+    Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
+    an output that was begun goes on. Progress is shown in terminals and notebooks, unless `progress` is False
+    or a `view` is told of it instead.
+    """
+    run = _run_of(jobs)
+    options = options or Options()
+    options = replace(options, resume=True) if resume else options
+
+    def trained(shown: View | None) -> dict[str, Result]:
+        return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)
+
+    if view is not None or not progress:
+        return trained(view)
+    with LiveView(Console(), []) as live:
+        return trained(live)
+
+
+def _run_of(jobs: str | Path | Mapping[str, Any] | RunSpec) -> RunSpec:
+    if isinstance(jobs, RunSpec):
+        return jobs
+    return parse_run(plain_values(jobs), Path.cwd()) if isinstance(jobs, Mapping) else read_run(jobs)
 
 
 def trainer_for(

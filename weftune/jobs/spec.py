@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack
 
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
@@ -32,6 +32,31 @@ class EarlyStop:
 
     patience: int
     min_delta: float = 0.0
+
+
+class JobKeys(TypedDict, total=False):
+    """What a JobSpec is made of in Python: the keys of jobs.yaml, and rows or records where it has paths."""
+
+    name: Required[str]
+    data: Required[str | Path | DataSpec | Mapping[str, Any] | Sequence[Any]]
+    adapter: AdapterSpec | Mapping[str, Any]
+    objective: Objective
+    eval: EvalSpec | Mapping[str, Any] | None
+    epochs: float | None
+    steps: int | None
+    batch_size: int
+    learning_rate: float
+    schedule: Schedule
+    warmup: float
+    weight_decay: float
+    betas: Sequence[float]
+    eps: float
+    clip: float | None
+    seed: int
+    priority: int
+    early_stop: EarlyStop | Mapping[str, Any] | int | None
+    save_every: float | None
+    keep: Keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
@@ -65,7 +90,7 @@ class JobSpec:
     save_every: float | None = None
     keep: Keep = "last"
 
-    def __init__(self, **keys: Any) -> None:
+    def __init__(self, **keys: Unpack[JobKeys]) -> None:
         job, found = settle(JobSpec, from_python(keys), Path.cwd())
         if job is None:
             raise SpecError(in_file_order(found))

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from threading import RLock
 from types import TracebackType
 
@@ -182,6 +183,9 @@ class LiveView:
 
 
 def _can_redraw(console: Console) -> bool:
+    """In a terminal, or in a notebook that has the widgets which rich draws in; elsewhere there are lines."""
+    if console.is_jupyter:
+        return find_spec("ipywidgets") is not None
     return console.is_terminal and not console.is_dumb_terminal
 
 
