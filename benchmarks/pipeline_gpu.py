@@ -23,10 +23,10 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.llama import SIZES, Size, build
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
-from benchmarks.timing import Place, fresh, here
+from weftune.bench.llama import SIZES, Size, build
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
+from weftune.bench.timing import Place, fresh, here
 from weftune.engine import MOST_TOKENS
 from weftune.trainer import Options, train
 
