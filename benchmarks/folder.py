@@ -13,8 +13,8 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.llama import Size, build
-from benchmarks.timing import Place
+from weftune.bench.llama import Size, build
+from weftune.bench.timing import Place
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 

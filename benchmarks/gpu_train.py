@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_rows
-from benchmarks.llama import SIZES
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
-from benchmarks.timing import fresh, here
+from weftune.bench.llama import SIZES
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
+from weftune.bench.timing import fresh, here
 
 RANK = 16
 SAMPLES = 64

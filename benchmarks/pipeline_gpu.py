@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_rows
-from benchmarks.llama import SIZES, Size
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
-from benchmarks.timing import Place, fresh, here
+from weftune.bench.llama import SIZES, Size
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
+from weftune.bench.timing import Place, fresh, here
 from weftune.engine import MOST_TOKENS
 from weftune.trainer import Options, train
 

@@ -98,6 +98,8 @@ def make_ready(
             schedule=spec.schedule,
             warmup=in_steps(spec.warmup, steps),
             weight_decay=spec.weight_decay,
+            betas=spec.betas,
+            eps=spec.eps,
             clip=spec.clip,
             seed=spec.seed,
         ),

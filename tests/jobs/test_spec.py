@@ -177,3 +177,11 @@ def test_changed_keys_are_named_by_their_way() -> None:
     assert changed_keys(old, new) == ["adapter.rank", "epochs", "eval", "steps"]
     assert changed_keys(old, old) == []
     assert changed_keys({}, {"seed": 1}) == ["seed"]
+
+
+def test_a_job_that_began_before_adam_had_keys_goes_on_with_torchs_own() -> None:
+    new = resolved(JobSpec(name="a", data="owner/rows"))
+    old = {key: value for key, value in new.items() if key not in ("betas", "eps")}
+    assert changed_keys(old, new) == []
+    other = resolved(JobSpec(name="a", data="owner/rows", betas=[0.9, 0.95]))
+    assert changed_keys(old, other) == ["betas"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.folder import Rows, write_base, write_rows
-from benchmarks.llama import SIZES
-from benchmarks.timing import here
 from tests import bench
 from tests.smoke.commands import jobs_file, weftune
+from weftune.bench.llama import SIZES
+from weftune.bench.timing import here
 
 TALL = replace(SIZES["1b"], layers=16, vocabulary=4096)
 """A base of 1.4 GB."""

@@ -87,6 +87,8 @@ class Training:
             learning_rate=learning_rate(self.recipe, step),
             weight_decay=self.recipe.weight_decay,
             factor=min(1.0, clip / (norm + LITTLE)) if clip else 1.0,
+            betas=self.recipe.betas,
+            eps=self.recipe.eps,
         )
 
     def collect(self, segment: Segment, loss: Tensor, hits: Tensor) -> None:
