@@ -15,7 +15,7 @@ from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.spec import TrainOn
 from weftune.data.tally import Tally
 from weftune.data.template import Template
-from weftune.data.turns import Rendered, Rendering, render_everything, render_turns
+from weftune.data.turns import Rendered, Rendering
 from weftune.errors import DataError
 
 NO_TEMPLATE = (
@@ -43,6 +43,14 @@ class _Draft:
     """A chat sample as text, before its tokens are known."""
 
     rendered: Rendered
+    stand_ins: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A chat whose control tokens are hidden behind stand-ins."""
+
+    chat: Chat
     stand_ins: Mapping[str, str]
 
 
@@ -144,12 +152,8 @@ class Tokeniser:
 
     def _chats(self, contents: Sequence[Content]) -> list[Outcome]:
         """One outcome for each row that is a chat; for the others an empty place."""
-        drafts: list[list[_Draft] | BadRow] = []
-        for content in contents:
-            try:
-                drafts.append(self._draft(content) if isinstance(content, Chat) else [])
-            except BadRow as problem:
-                drafts.append(problem)
+        chats = iter(self._drafts([content for content in contents if isinstance(content, Chat)]))
+        drafts = [next(chats) if isinstance(content, Chat) else [] for content in contents]
         simple = [
             draft.rendered.text
             for row in drafts
@@ -160,21 +164,39 @@ class Tokeniser:
         encoded = iter(self._encoder.rendered(simple))
         return [row if isinstance(row, BadRow) else self._samples(row, encoded) for row in drafts]
 
-    def _draft(self, chat: Chat) -> list[_Draft]:
+    def _drafts(self, chats: Sequence[Chat]) -> list[list[_Draft] | BadRow]:
+        """All rows are rendered at once, for it is done in another process."""
+        if not chats:
+            return []
         if self._template is None:
             raise DataError(NO_TEMPLATE)
+        hidden = [self._hidden(chat) for chat in chats]
+        ends = None if self._train_on == "all" else sorted(self._encoder.added)
+        renderings = iter(
+            self._template.renderings([row.chat for row in hidden if isinstance(row, _Hidden)], ends)
+        )
+        return [row if isinstance(row, BadRow) else self._draft(row, next(renderings)) for row in hidden]
+
+    def _hidden(self, chat: Chat) -> _Hidden | BadRow:
+        assert self._template is not None
         stand_ins: Mapping[str, str] = {}
         if holds_control([chat.messages, chat.tools], self._encoder.control):
-            (messages, tools), stand_ins = hide_control([chat.messages, chat.tools], self._encoder.control)
+            try:
+                (messages, tools), stand_ins = hide_control(
+                    [chat.messages, chat.tools], self._encoder.control
+                )
+            except BadRow as problem:
+                return problem
             chat = replace(chat, messages=tuple(messages), tools=tools)
         if not self._template.knows_developer:
             chat = replace(chat, messages=tuple(_without_developer(message) for message in chat.messages))
-        if self._train_on == "all":
-            rendering = render_everything(chat, self._template)
-        else:
-            rendering = render_turns(chat, self._template, self._encoder.added)
-        self._count(rendering, chat, control=bool(stand_ins))
-        return [_Draft(rendered, stand_ins) for rendered in rendering.samples]
+        return _Hidden(chat, stand_ins)
+
+    def _draft(self, row: _Hidden, rendering: Rendering | BadRow) -> list[_Draft] | BadRow:
+        if isinstance(rendering, BadRow):
+            return rendering
+        self._count(rendering, row.chat, control=bool(row.stand_ins))
+        return [_Draft(rendered, row.stand_ins) for rendered in rendering.samples]
 
     def _count(self, rendering: Rendering, chat: Chat, control: bool) -> None:
         assert self._template is not None
