@@ -174,6 +174,12 @@ def test_a_microbatch_in_two_replicas_is_found():
         check(broken(program, 1, lambda actions: [*actions, look]))
 
 
+def test_replicas_with_another_number_of_devices_are_found():
+    program = even_window(2, stages=1)
+    with pytest.raises(IllegalProgram, match="replicas differ in their devices"):
+        check(replace(program, devices=(*program.devices, ())))
+
+
 def crossing(first, second):
     """One microbatch of each of two jobs on both of two replicas; each device adds up as it is told."""
     courses = [course("a", [[9, 9]]), course("b", [[8, 8]])]
