@@ -425,3 +425,75 @@ def test_chunks_out_of_order_are_refused(actions, sentence):
     with pytest.raises(IllegalProgram, match=sentence):
         check(in_chunks(*actions))
     check(replace(in_chunks(*actions), chunk=0))
+
+
+def on_one_device(*actions):
+    """One microbatch through three stages of one device."""
+    sample = (Placed(0, 4, 0),)
+    microbatches = (MicrobatchPlan((SegmentPlan("a", 1, sample),)),)
+    batches = (GlobalBatch("a", 1, sample, 4),)
+    return Program(4, microbatches, batches, ((*actions, Step("a", 1)),), stages=(0, 0, 0))
+
+
+def test_several_stages_of_one_device_hand_on_to_each_other_without_a_message():
+    there = [Forward(0, stage) for stage in range(3)]
+    back = [Backward(0, stage) for stage in (2, 1, 0)]
+    check(on_one_device(*there, *back))
+    with pytest.raises(IllegalProgram, match=r"Forward\(microbatch=0, stage=2\) comes before its activation"):
+        check(on_one_device(there[0], there[2], there[1], *back))
+    with pytest.raises(IllegalProgram, match=r"Backward\(microbatch=0, stage=0\) comes before its gradient"):
+        check(on_one_device(*there, back[0], back[2], back[1]))
+    with pytest.raises(IllegalProgram, match="goes to its own device"):
+        check(on_one_device(there[0], Send(0, 1, "activation", 0), *there[1:], *back))
+
+
+def test_of_several_jobs_evaluated_together_each_must_be_at_its_step():
+    courses = [course(job, [], evaluation=[3], evaluate_at={0}, begins=True) for job in ("a", "b")]
+    program = plan_window(courses, 10)
+    assert [one.jobs for one in program.microbatches] == [("a", "b")]
+    check(program, {"a": 0, "b": 0})
+    with pytest.raises(IllegalProgram, match=r"Evaluate\(microbatch=0, stage=0\): b is at step 1"):
+        check(program, {"a": 0, "b": 1})
+
+
+def replaced(program, device, one, *others):
+    actions = list(program.devices[device])
+    place = actions.index(one)
+    actions[place : place + 1] = others
+    return with_list(program, device, actions)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "sentence"),
+    [
+        (
+            lambda p: replaced(p, 0, Send(*ACTIVATION, 1), Send(*ACTIVATION, 2)),
+            r"Send\(.* peer=2\) goes to a device without that stage",
+        ),
+        (
+            lambda p: replaced(p, 0, Send(*ACTIVATION, 1), Send(0, 3, "activation", 1)),
+            r"Send\(.* stage=3, .*\) comes before what it sends is computed",
+        ),
+        (
+            lambda p: replaced(p, 1, Recv(*ACTIVATION, 0), Recv(*ACTIVATION, 2)),
+            r"Recv\(.* peer=2\) comes from a device without the stage before it",
+        ),
+        (
+            lambda p: replaced(p, 1, Recv(*ACTIVATION, 0), Recv(0, 2, "activation", 1)),
+            r"Recv\(.* stage=2, .*\) is of a stage that does not live on device 1",
+        ),
+        (
+            lambda p: replaced(p, 1, Recv(*ACTIVATION, 0), *[Recv(*ACTIVATION, 0)] * 2),
+            r"Recv\(.*\) is received a second time",
+        ),
+        (
+            lambda p: replaced(p, 1, Reduce("job0", 1), Reduce("job0", 1, "gradient"), Reduce("job0", 1)),
+            r"Reduce\(.* what='gradient'\) has nobody to hand its gradient to",
+        ),
+    ],
+)
+def test_the_checker_refuses_messages_that_go_astray(break_it, sentence):
+    program = one_forward_one_backward(work(jobs=2, steps=2, microbatches=2), 3)
+    check(program)
+    with pytest.raises(IllegalProgram, match=sentence):
+        check(break_it(program))
