@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from weftune.base.generate import answers
 from weftune.cli.generate import side_by_side
+from weftune.data.prompt import prompt_tokens
 from weftune.errors import UserError
 from weftune.jobs.read import read_run
 from weftune.report.ending import final_table
@@ -36,7 +37,8 @@ def main() -> int:
     console.print(f"[dim]Expected: {escape(answer)}[/dim]")
     finished = {name: result.path for name, result in results.items() if result.state == "succeeded"}
     science = {name: path for name, path in finished.items() if name.startswith("science")}
-    console.print(side_by_side(answers(run.base, science, question, max_tokens=40)))
+    said = answers(run.base, science, question, tokenise=prompt_tokens, max_tokens=40)
+    console.print(side_by_side(said))
     console.print(f"Report: {run.output / 'report.html'}", highlight=False, soft_wrap=True)
     return 0 if len(finished) == len(results) else 1
 
