@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,7 @@ def write_folder(file: Path, folder: Path) -> None:
 
 
 @contextmanager
-def read_once(gguf: ModuleType) -> Iterator[None]:
+def read_once(gguf: Any) -> Iterator[None]:
     """Parse a GGUF file once while this lasts, and list the names of a model's tensors once.
 
     transformers parses the file for the tokenizer, the config and the weights, which takes seconds each time,
@@ -99,7 +98,7 @@ def read_once(gguf: ModuleType) -> Iterator[None]:
     """
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
-    class PlainReader(reader):  # type: ignore[misc, valid-type]
+    class PlainReader(reader):  # type: ignore[misc]
         """Slices a plain array: of a memory map each of a million slices is a slow object of its own."""
 
         def __setattr__(self, key: str, value: Any) -> None:
