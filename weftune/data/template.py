@@ -69,7 +69,6 @@ class Template:
             sentence = f"the chat template does not compile: {problem.message} (its line {problem.lineno})"
             raise DataError(Mistake(PLACE, sentence)) from problem
         self.prints_tools = "tools" in used
-        self.knows_developer = "developer" in source
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
         """The text that these messages make; with `prompt`, up to where the assistant begins to speak."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
 from weftune.data.formats import Chat, Content, Pair, Text, Tokens
+from weftune.data.forms import forms
+from weftune.data.printed import PrintCheck
 from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.spec import TrainOn
 from weftune.data.tally import Tally
@@ -63,6 +64,7 @@ class Tokeniser:
         self._longest = longest
         self._tally = tally
         self._context = context
+        self._print_check = PrintCheck(template) if template is not None else None
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """One outcome for each row, in order; all rows have one form, or chats and pairs mixed."""
@@ -167,14 +169,30 @@ class Tokeniser:
         if holds_control([chat.messages, chat.tools], self._encoder.control):
             (messages, tools), stand_ins = hide_control([chat.messages, chat.tools], self._encoder.control)
             chat = replace(chat, messages=tuple(messages), tools=tools)
-        if not self._template.knows_developer:
-            chat = replace(chat, messages=tuple(_without_developer(message) for message in chat.messages))
+        rendering = self._render(chat)
+        self._count(rendering, chat, control=bool(stand_ins))
+        return [_Draft(rendered, stand_ins) for rendered in rendering.samples]
+
+    def _render(self, chat: Chat) -> Rendering:
+        """In the first of its forms that the template can print, all of it."""
+        problems: list[BadRow] = []
+        for form in forms(chat):
+            try:
+                return self._render_form(form)
+            except BadRow as problem:
+                problems.append(problem)
+        # That a part is dropped says more than that another form of the row is refused.
+        raise next((problem for problem in problems if isinstance(problem, CommonBadRow)), problems[0])
+
+    def _render_form(self, chat: Chat) -> Rendering:
+        assert self._template is not None
+        assert self._print_check is not None
         if self._train_on == "all":
             rendering = render_everything(chat, self._template)
         else:
             rendering = render_turns(chat, self._template, self._encoder.added)
-        self._count(rendering, chat, control=bool(stand_ins))
-        return [_Draft(rendered, stand_ins) for rendered in rendering.samples]
+        self._print_check.check(chat, rendering.samples[-1].text)
+        return rendering
 
     def _count(self, rendering: Rendering, chat: Chat, control: bool) -> None:
         assert self._template is not None
@@ -206,8 +224,3 @@ class Tokeniser:
         if len(mask) and encoded.tokens[0] == self._encoder.bos:
             mask[0] = False
         return Sample(encoded.tokens, mask)
-
-
-def _without_developer(message: Mapping[str, Any]) -> dict[str, Any]:
-    """To a template that does not know the role, a developer's message is a system message."""
-    return {**message, "role": "system" if message["role"] == "developer" else message["role"]}
