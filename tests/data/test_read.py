@@ -8,6 +8,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import constants
 
 from weftune.data.json_rows import PIECE, read_json, read_lines
 from weftune.data.prepare import prepare
@@ -151,10 +152,8 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path):
 
 
 def test_a_hub_id_that_cannot_be_had_is_a_sentence(monkeypatch, tmp_path):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="nobody/nothing: is neither a file here nor a dataset"):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="There is no file or folder nobody/nothing here, and the Hub cannot"):
         open_path("nobody/nothing", None, "nobody/nothing")
 
 

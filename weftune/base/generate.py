@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from weftune.base.load import best_device, load_plain, load_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.errors import AdapterError
+from weftune.patterns import ending, slow_sentence
 
 BASE = "base"
 """The key of the base's own answer."""
@@ -62,6 +64,7 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
     """
     from peft import PeftModel
 
+    refuse_slow_patterns(model, folder)
     try:
         if not isinstance(model, PeftModel):
             model = PeftModel.from_pretrained(model, folder, adapter_name=name)
@@ -72,6 +75,21 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
         first_line = str(error).strip().partition("\n")[0]
         raise AdapterError(f"The adapter in {folder} does not fit this base: {first_line}") from error
     return model.eval()
+
+
+def refuse_slow_patterns(model: Any, folder: Path) -> None:
+    """PEFT matches what an adapter's config says against the name of every module."""
+    file = folder / "adapter_config.json"
+    try:
+        config: Any = json.loads(file.read_bytes())
+        targets = [config.get(key) for key in ("target_modules", "exclude_modules")]
+        expressions = [target for target in targets if isinstance(target, str)]
+        for key in ("rank_pattern", "alpha_pattern"):
+            expressions += [ending(pattern) for pattern in config.get(key) or {}]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from None
+    if slow := slow_sentence(expressions, [name for name, _ in model.named_modules()]):
+        raise AdapterError(f"{file}: one of its patterns {slow}.")
 
 
 def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weftune.data.formats import Chat
-from weftune.data.messages import Message
+if TYPE_CHECKING:
+    from weftune.data.formats import Chat
+    from weftune.data.messages import Message
 
 
 def forms(chat: Chat) -> Iterator[Chat]:

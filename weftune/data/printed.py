@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weftune.data.formats import Chat
-from weftune.data.messages import Message
 from weftune.data.row import BadRow, CommonBadRow
-from weftune.data.template import Template
+from weftune.data.turns import Template
+
+if TYPE_CHECKING:
+    from weftune.data.formats import Chat
+    from weftune.data.messages import Message
 
 PROBE = "zq"
 """What a changed part has more than before; any letters would do."""
@@ -46,7 +48,7 @@ class PrintCheck:
         self._sound: set[tuple[object, ...]] = set()
         """Shapes of chats of which every part is printed."""
 
-    def check(self, chat: Chat, text: str) -> None:
+    def refuse_dropped(self, chat: Chat, text: str) -> None:
         """`text` is what the template printed for this chat."""
         start = 0
         for stop in _stops(chat.messages):

@@ -10,13 +10,11 @@ from numpy.typing import NDArray
 
 from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
 from weftune.data.formats import Chat, Content, Pair, Text, Tokens
-from weftune.data.forms import forms
-from weftune.data.printed import PrintCheck
 from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.spec import TrainOn
 from weftune.data.tally import Tally
 from weftune.data.template import Template
-from weftune.data.turns import Rendered, Rendering, render_everything, render_turns
+from weftune.data.turns import Rendered, Rendering
 from weftune.errors import DataError
 
 NO_TEMPLATE = (
@@ -47,6 +45,14 @@ class _Draft:
     stand_ins: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A chat whose control tokens are hidden behind stand-ins."""
+
+    chat: Chat
+    stand_ins: Mapping[str, str]
+
+
 class Tokeniser:
     def __init__(
         self,
@@ -64,7 +70,6 @@ class Tokeniser:
         self._longest = longest
         self._tally = tally
         self._context = context
-        self._print_check = PrintCheck(template) if template is not None else None
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """One outcome for each row, in order; all rows have one form, or chats and pairs mixed."""
@@ -146,12 +151,8 @@ class Tokeniser:
 
     def _chats(self, contents: Sequence[Content]) -> list[Outcome]:
         """One outcome for each row that is a chat; for the others an empty place."""
-        drafts: list[list[_Draft] | BadRow] = []
-        for content in contents:
-            try:
-                drafts.append(self._draft(content) if isinstance(content, Chat) else [])
-            except BadRow as problem:
-                drafts.append(problem)
+        chats = iter(self._drafts([content for content in contents if isinstance(content, Chat)]))
+        drafts = [next(chats) if isinstance(content, Chat) else [] for content in contents]
         simple = [
             draft.rendered.text
             for row in drafts
@@ -162,37 +163,36 @@ class Tokeniser:
         encoded = iter(self._encoder.rendered(simple))
         return [row if isinstance(row, BadRow) else self._samples(row, encoded) for row in drafts]
 
-    def _draft(self, chat: Chat) -> list[_Draft]:
+    def _drafts(self, chats: Sequence[Chat]) -> list[list[_Draft] | BadRow]:
+        """All rows are rendered at once, for it is done in another process."""
+        if not chats:
+            return []
         if self._template is None:
             raise DataError(NO_TEMPLATE)
+        hidden = [self._hidden(chat) for chat in chats]
+        ends = None if self._train_on == "all" else sorted(self._encoder.added)
+        renderings = iter(
+            self._template.renderings([row.chat for row in hidden if isinstance(row, _Hidden)], ends)
+        )
+        return [row if isinstance(row, BadRow) else self._draft(row, next(renderings)) for row in hidden]
+
+    def _hidden(self, chat: Chat) -> _Hidden | BadRow:
         stand_ins: Mapping[str, str] = {}
         if holds_control([chat.messages, chat.tools], self._encoder.control):
-            (messages, tools), stand_ins = hide_control([chat.messages, chat.tools], self._encoder.control)
-            chat = replace(chat, messages=tuple(messages), tools=tools)
-        rendering = self._render(chat)
-        self._count(rendering, chat, control=bool(stand_ins))
-        return [_Draft(rendered, stand_ins) for rendered in rendering.samples]
-
-    def _render(self, chat: Chat) -> Rendering:
-        """In the first of its forms that the template can print, all of it."""
-        problems: list[BadRow] = []
-        for form in forms(chat):
             try:
-                return self._render_form(form)
+                (messages, tools), stand_ins = hide_control(
+                    [chat.messages, chat.tools], self._encoder.control
+                )
             except BadRow as problem:
-                problems.append(problem)
-        # That a part is dropped says more than that another form of the row is refused.
-        raise next((problem for problem in problems if isinstance(problem, CommonBadRow)), problems[0])
+                return problem
+            chat = replace(chat, messages=tuple(messages), tools=tools)
+        return _Hidden(chat, stand_ins)
 
-    def _render_form(self, chat: Chat) -> Rendering:
-        assert self._template is not None
-        assert self._print_check is not None
-        if self._train_on == "all":
-            rendering = render_everything(chat, self._template)
-        else:
-            rendering = render_turns(chat, self._template, self._encoder.added)
-        self._print_check.check(chat, rendering.samples[-1].text)
-        return rendering
+    def _draft(self, row: _Hidden, rendering: Rendering | BadRow) -> list[_Draft] | BadRow:
+        if isinstance(rendering, BadRow):
+            return rendering
+        self._count(rendering, row.chat, control=bool(row.stand_ins))
+        return [_Draft(rendered, row.stand_ins) for rendered in rendering.samples]
 
     def _count(self, rendering: Rendering, chat: Chat, control: bool) -> None:
         assert self._template is not None

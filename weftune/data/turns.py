@@ -6,12 +6,18 @@ given at inference; what it prints on top of that for the turn is what the model
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from weftune.data.formats import Chat
 from weftune.data.row import BadRow
-from weftune.data.template import Template
+
+if TYPE_CHECKING:
+    from weftune.data.formats import Chat
+
+
+class Template(Protocol):
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,17 @@ class Rendering:
     """The generation prompt is not what the template prints before an assistant's turn."""
     endless: bool = False
     """A turn ends without an end-of-turn token."""
+
+
+def rendering_of(plain: Mapping[str, Any]) -> Rendering:
+    """A rendering that has come as JSON."""
+    samples = tuple(
+        Rendered(
+            made["text"], None if made["spans"] is None else tuple((low, high) for low, high in made["spans"])
+        )
+        for made in plain["samples"]
+    )
+    return Rendering(**{**plain, "samples": samples})
 
 
 @dataclass(frozen=True, slots=True)
