@@ -61,7 +61,7 @@ def base_of(folder: Path) -> BaseSpec:
             revision=base.get("revision"),
             written=base.get("written"),
         )
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise AdapterError(f"{path} does not say which base the adapter was trained on.") from error
 
 

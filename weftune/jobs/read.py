@@ -12,7 +12,7 @@ from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.checks import check_targets
 from weftune.jobs.keys import BASE_KEYS, RUN_KEYS, unknown_key
 from weftune.jobs.layer import Layer, merged, written_out
-from weftune.jobs.lines import read_yaml
+from weftune.jobs.lines import MAX_NODES, read_yaml
 from weftune.jobs.names import repeated
 from weftune.jobs.paths import exists, is_hub_id, missing, place_in
 from weftune.jobs.places import Loc, Place, Placed, Places, dotted, in_file_order, places_of
@@ -155,6 +155,13 @@ class _Reader:
             )
             return (), {}
         defaults = self.defaults(values.get("defaults"))
+        if len(defaults.places) * len(listed) > MAX_NODES:
+            self.fault(
+                ("defaults",),
+                f"has {len(defaults.places):,} values for each of {len(listed):,} jobs, and a file can hold "
+                f"{MAX_NODES:,} in all; split it",
+            )
+            return (), {}
         made: list[JobSpec] = []
         places: dict[str, Places] = {}
         for index, keys in enumerate(listed):
