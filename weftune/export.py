@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from weftune.adapters.folder import CONFIG, WEIGHTS
+from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
 from weftune.adapters.kind import Kind, kind_of
 from weftune.base.load import load_plain, load_tokenizer
 from weftune.base.shape import linears, model_shape
 from weftune.base.spec import BaseSpec
 from weftune.errors import AdapterError, OutputError
-from weftune.results import JOB_FILE
+from weftune.jobs.files import refuse_full_folder
 
 
 def write_portable(folder: Path, target: Path) -> int:
@@ -44,8 +44,7 @@ def write_merged(folder: Path, base: BaseSpec, target: Path) -> torch.dtype:
 
 
 def finished_kind(folder: Path) -> Kind:
-    if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
-        raise AdapterError(f"The job in {folder} has not finished: there is no adapter to export yet.")
+    refuse_no_adapter(folder)
     return kind_of(folder)
 
 
@@ -65,9 +64,7 @@ def new_folder(target: Path) -> Iterator[None]:
     """`target`, new or empty, for what is written inside; left empty if that fails."""
     if target.is_symlink():
         raise OutputError(f"{target} is a link; name a folder that is new or empty.")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        what = "is not empty" if target.is_dir() else "is a file"
-        raise OutputError(f"{target} {what}; name a folder that is new or empty.")
+    refuse_full_folder(target)
     try:
         target.mkdir(parents=True, exist_ok=True)
         yield

@@ -161,6 +161,7 @@ class Loop:
                 self.base.dtype,
                 self.executor.home,
                 self.base.whole_sites,
+                drawn_on=self.base.device,
             )
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))

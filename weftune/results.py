@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from weftune.adapters.folder import JOB_FILE
 from weftune.adapters.kind import kind_named
 from weftune.adapters.layout import Layout
 from weftune.base.spec import BaseSpec
@@ -21,7 +22,6 @@ from weftune.jobs.spec import changed_keys, resolved
 from weftune.ready import Ready
 from weftune.shapes import SiteShape
 
-JOB_FILE = "job.yaml"
 CHECKPOINTS = "checkpoints"
 BASE_KEYS = ("model", "dtype", "revision")
 """What makes a base another one; how the user wrote it does not."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
@@ -17,8 +18,9 @@ from weftune.base.spec import BaseSpec
 from weftune.engine import Engine, Setup, open_engine
 from weftune.errors import Mistake, OutputError, SpecError, UserError
 from weftune.interrupt import interrupts
-from weftune.jobs.checks import check_targets, warnings
-from weftune.jobs.read import read_run
+from weftune.jobs.checks import check_targets, data_warnings, told_once, warnings
+from weftune.jobs.layer import plain_values
+from weftune.jobs.read import parse_run, read_run
 from weftune.jobs.spec import JobSpec, RunSpec, place_in_job, resolved
 from weftune.jobs.states import State
 from weftune.jobs.store import Store, open_share, open_store
@@ -31,7 +33,7 @@ from weftune.report.loggers import open_loggers
 from weftune.report.page import write_report
 from weftune.report.read import JobRecord
 from weftune.report.read import read_run as read_records
-from weftune.report.terminal import JobRow
+from weftune.report.terminal import JobRow, LiveView
 from weftune.results import CHECKPOINTS, describe, refuse_changes
 from weftune.run import checkpoint
 from weftune.run.commands import Staff
@@ -170,8 +172,7 @@ class Trainer:
         jobs = list(self.jobs.values())
         if mistakes := check_targets(jobs, shape, self._place):
             raise SpecError(mistakes)
-        for sentence in warnings(jobs, shape):
-            self.view.note(f"warning: {sentence}")
+        self._tell_of_jobs("warning", warnings(jobs, shape))
         if unknown := [name for name in self.options.restart if name not in self.jobs]:
             raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(self.jobs)}")
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
@@ -186,9 +187,26 @@ class Trainer:
         """The jobs that have not ended, and those to train anew, made ready."""
         self._sweep(store)
         again = self.options.restart
-        return self._ready_all(
+        ready = self._ready_all(
             [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)], shape
         )
+        self._tell_of_data(ready)
+        return ready
+
+    def _tell_of_data(self, ready: Sequence[Ready]) -> None:
+        """What `weftune preview` says of the same jobs."""
+        found = [
+            (job.name, sentence)
+            for job in ready
+            for sentence in data_warnings(job.spec, len(job.data.train), job.recipe.steps)
+        ]
+        self._tell_of_jobs("warning", told_once(found))
+        self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
+
+    def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:
+        """Once: who has divided the jobs into shares has told it before."""
+        for sentence in sentences if self.options.share is None else ():
+            self.view.note(f"{kind}: {sentence}")
 
     def _sweep(self, store: Store) -> None:
         """A kill may have come between a job's success and the end of its checkpoints."""
@@ -310,17 +328,39 @@ class Trainer:
 
 
 def train(
-    jobs: str | Path | RunSpec,
+    jobs: str | Path | Mapping[str, Any] | RunSpec,
     *,
     output: str | Path | None = None,
     max_steps: int | None = None,
+    resume: bool = False,
+    progress: bool = True,
     options: Options | None = None,
     view: View | None = None,
     callback: Callback | None = None,
 ) -> dict[str, Result]:
-    """Train every job of a jobs file."""
-    run = jobs if isinstance(jobs, RunSpec) else read_run(jobs)
-    return trainer_for(run, output=output, max_steps=max_steps, options=options, view=view).run(callback)
+    """Train every job of a jobs file, or of a dict that holds what such a file holds.
+
+    Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
+    an output that was begun goes on. Progress is shown in terminals and notebooks, unless `progress` is False
+    or a `view` is told of it instead.
+    """
+    run = _run_of(jobs)
+    options = options or Options()
+    options = replace(options, resume=True) if resume else options
+
+    def trained(shown: View | None) -> dict[str, Result]:
+        return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)
+
+    if view is not None or not progress:
+        return trained(view)
+    with LiveView(Console(), []) as live:
+        return trained(live)
+
+
+def _run_of(jobs: str | Path | Mapping[str, Any] | RunSpec) -> RunSpec:
+    if isinstance(jobs, RunSpec):
+        return jobs
+    return parse_run(plain_values(jobs), Path.cwd()) if isinstance(jobs, Mapping) else read_run(jobs)
 
 
 def trainer_for(

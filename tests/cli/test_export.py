@@ -166,7 +166,7 @@ def test_a_folder_that_is_no_finished_job_is_a_sentence(job: Path, tmp_path: Pat
         export(tmp_path, "--merged", tmp_path / "target")
     (job / "adapter_config.json").unlink()
     for form in ("--portable", "--merged"):
-        with pytest.raises(AdapterError, match="has not finished: there is no adapter to export yet"):
+        with pytest.raises(AdapterError, match="has not finished: there is no adapter in it yet"):
             export(job, form, tmp_path / "target")
 
 

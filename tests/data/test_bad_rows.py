@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -33,7 +35,22 @@ BAD = {
     "1e400": (GOOD[:-1] + ', "score": 1e400}', "too large"),
     "a duplicate key": (GOOD[:-1] + ', "messages": []}', "stands twice"),
     "a raw control character": ('{"messages": "a\x01b"}', "not valid JSON"),
-    "an endless nest": ("[" * 100_000, "nested too deeply"),
+    "an endless nest": ("[" * 100_000, "nested more than 64 levels deep"),
+    "a nest of 450 lists": (GOOD[:-1] + ', "x": ' + "[" * 450 + "]" * 450 + "}", "64 levels deep"),
+    "a nest of 900 objects": (GOOD[:-1] + ', "x": ' + '{"a": ' * 900 + "1" + "}" * 901, "64 levels deep"),
+    "tools in a nest": (
+        chat(ASK, '{"role": "assistant", "content": "a"}', rest=f', "tools": "{"[" * 500}{"]" * 500}"'),
+        "`tools` is nested more than 64 levels deep",
+    ),
+    "arguments in a nest": (
+        tail(
+            '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "'
+            + "[" * 600
+            + "]" * 600
+            + '"}}]}'
+        ),
+        "arguments` is nested more than 64 levels deep",
+    ),
     "a list": ("[1, 2]", "not a list"),
     "a number": ("17", "not a number"),
     "null": ("null", "not null"),
@@ -195,15 +212,75 @@ def test_many_bad_rows_are_listed_up_to_twenty_and_then_counted(smollm2, tmp_pat
     assert error.value.mistakes[-1].sentence == "and 30 more"
 
 
-def test_truncation_that_leaves_nothing_supervised_makes_a_row_bad(smollm2, tmp_path, write_lines):
-    long = chat(
-        '{"role": "user", "content": "' + "Hello " * 50 + '"}', '{"role": "assistant", "content": "yes"}'
+def long_row(words: int) -> str:
+    return chat(
+        '{"role": "user", "content": "' + "Hello " * words + '"}', '{"role": "assistant", "content": "yes"}'
     )
-    path = write_lines([GOOD, long])
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:2: the row has no supervised token within its first 30 tokens"
-    ):
+
+
+def first_supervised(words: int, tokenizer, folder) -> int:
+    """How many tokens of a long row must be kept for one of them to be supervised."""
+    samples = prepare(DataSpec(rows=[json.loads(long_row(words))]), None, tokenizer, folder).train
+    return int(samples.mask(0).argmax()) + 1
+
+
+def test_a_row_that_is_cut_before_its_answer_is_told_with_both_remedies(smollm2, tmp_path, write_lines):
+    needed = first_supervised(50, smollm2, tmp_path / "whole")
+    path = write_lines([GOOD, long_row(50)])
+    with pytest.raises(DataError) as error:
         prepare(DataSpec(path=str(path), max_length=30), None, smollm2, tmp_path / "cache")
+    assert str(error.value) == (
+        "rows.jsonl:2: the row has no supervised token within its first 30 tokens; "
+        f"raise `data.max_length` to {needed} or more, or leave such rows out with `data.skip_bad_rows: true`"
+    )
+    cut = prepare(DataSpec(path=str(path), max_length=needed), None, smollm2, tmp_path / "cache")
+    assert cut.train.supervised.tolist()[1] == 1
+    with pytest.raises(DataError, match=f"to {needed} or more"):
+        prepare(DataSpec(path=str(path), max_length=needed - 1), None, smollm2, tmp_path / "cache")
+
+
+def test_a_thousand_rows_that_are_cut_before_their_answer_are_told_once(smollm2, tmp_path, write_lines):
+    needed = first_supervised(60, smollm2, tmp_path / "whole")
+    path = write_lines([GOOD, *[long_row(50)] * 700, GOOD, *[long_row(60)] * 300])
+    spec = DataSpec(path=str(path), max_length=30)
+    with pytest.raises(DataError) as error:
+        prepare(spec, None, smollm2, tmp_path / "cache")
+    assert str(error.value) == (
+        "rows.jsonl:2: the row has no supervised token within its first 30 tokens (1000 such rows: "
+        "rows.jsonl:2, rows.jsonl:3, rows.jsonl:4, …); raise `data.max_length` to "
+        f"{needed} or more, or leave such rows out with `data.skip_bad_rows: true`"
+    )
+    skipped = prepare(replace(spec, skip_bad_rows=True), None, smollm2, tmp_path / "cache")
+    assert len(skipped.train) == 2
+    assert skipped.notes[0] == (
+        "1000 of 1002 rows were skipped: rows.jsonl:2: the row has no supervised token within its first 30 "
+        "tokens (1000 such rows: rows.jsonl:2, rows.jsonl:3, rows.jsonl:4, …)."
+    )
+
+
+def test_rows_that_the_base_cannot_read_to_their_answer_are_not_told_to_raise_max_length(smollm2, tmp_path):
+    rows = [json.loads(long_row(words)) for words in (40, 50, 60)]
+    context = first_supervised(40, smollm2, tmp_path / "whole")
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(rows=rows, max_length=30), None, smollm2, tmp_path, context=context)
+    shorter, longer = (mistake.sentence for mistake in error.value.mistakes)
+    assert f"within its first 30 tokens; raise `data.max_length` to {context} or more" in shorter
+    assert f"first {context} tokens, which is all that the base reads (2 such rows: rows:2, rows:3)" in longer
+    assert "cannot be raised beyond that; shorten such rows, or leave" in longer
+
+
+def test_other_mistakes_are_told_beside_rows_that_are_cut_before_their_answer(smollm2, tmp_path):
+    rows = [{"input_ids": [1, 10**6]}, {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}] * 2
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(rows=rows, max_length=2), None, smollm2, tmp_path)
+    assert [mistake.place for mistake in error.value.mistakes] == ["rows:1", "rows:2", "rows:3"]
+    assert "(2 such rows: rows:2, rows:4)" in error.value.mistakes[1].sentence
+
+
+def test_a_long_row_without_any_supervised_token_is_not_told_to_be_cut(smollm2, tmp_path):
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3], "labels": [-100] * 3}]
+    with pytest.raises(DataError, match=r"rows:2: the row has no supervised token$"):
+        prepare(DataSpec(rows=rows, max_length=2), None, smollm2, tmp_path)
 
 
 def test_a_template_that_refuses_a_row_names_the_row(tmp_path, write_lines):
@@ -241,3 +318,42 @@ def test_a_dataset_of_which_every_row_is_skipped_is_a_sentence(smollm2, tmp_path
     path = write_lines([chat(ASK)])
     with pytest.raises(DataError, match="none of its 1 rows can be used"):
         prepare(DataSpec(path=str(path), skip_bad_rows=True), None, smollm2, tmp_path / "cache")
+
+
+def test_sixty_kinds_of_bad_rows_are_known() -> None:
+    assert len(BAD) + len(OTHERS) >= 60
+
+
+@pytest.mark.timed
+def test_ten_megabytes_of_every_kind_are_found_within_two_seconds(smollm2, tmp_path):
+    lines = [line for name, (line, _) in BAD.items() if "nest" not in name]
+    good = chat(ASK, '{"role": "assistant", "content": "' + "yes " * 60 + '"}')
+    part = "".join(f"{line}\n{good}\n" for line in lines)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(GOOD + "\n" + part * (10_000_000 // len(part)))
+    started = time.process_time()
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
+    assert time.process_time() - started < 2
+    assert len(error.value.mistakes) == 21
+
+
+TABLES = {
+    "a bad quote in the header": ('te"xt,"b\na,b\n', "rows.csv:1", "the header is not valid CSV"),
+    "an open quote in the header": ('"text\na\n', "rows.csv:1", "the header is not valid CSV"),
+    "a bad quote": ('text,b\na,b\n"a"c,b\na,b\n', "rows.csv:3", "not valid CSV"),
+    "a field too many": ("text,b\na,b\na,b,c\n", "rows.csv:3", "the row has 3 fields"),
+    "two columns of one name": ("text,text\na,b\n", "rows.csv:1", "two columns have the same name"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_bad_line_of_a_table_is_refused_with_its_line(name, smollm2, tmp_path):
+    text, place, expected = TABLES[name]
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
+    (mistake,) = error.value.mistakes
+    assert mistake.place == place
+    assert expected in mistake.sentence

@@ -84,6 +84,7 @@ NUMBERS = {
     "early_stop.min_delta": [-1],
     "save_every": [0, -1],
     "priority": [0.5],
+    "eps": [0, -1],
 }
 """Every number of a job with what it must not be, besides what no number may be."""
 NEVER = [".nan", ".inf", "-.inf", "1e400", "-1e400", "9" * 5000]
@@ -114,8 +115,7 @@ def test_a_number_that_no_job_can_have_is_refused_with_its_place(key: str, tmp_p
         (tmp_path / "jobs.yaml").write_text(f"base: demo\njobs:\n- {{{text}}}\n")
         with pytest.raises(SpecError) as caught:
             read_run(tmp_path / "jobs.yaml")
-        (mistake,) = caught.value.mistakes
-        assert mistake.place == f"jobs.yaml:3 jobs[0].{key}", (value, mistake)
+        mistake = next(one for one in caught.value.mistakes if one.place.endswith(f"jobs[0].{key}"))
         assert "must be" in mistake.sentence or "cannot be read" in mistake.sentence, (value, mistake)
 
 
@@ -123,4 +123,15 @@ def test_every_number_of_a_job_is_tried() -> None:
     from weftune.jobs.bounds import BOUNDS
 
     wanted = {".".join(map(str, loc)).replace("*", "q_proj") for loc in BOUNDS}
-    assert wanted - {"data.path.q_proj.weight"} <= NUMBERS.keys()
+    assert wanted - {"data.path.q_proj.weight", "betas.q_proj"} <= NUMBERS.keys()
+
+
+@pytest.mark.parametrize("value", [*NEVER, "-1", "1"])
+def test_a_beta_that_no_job_can_have_is_refused(value: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    for betas in (f"[{value}, 0.9]", f"[0.9, {value}]"):
+        (tmp_path / "jobs.yaml").write_text(
+            f"base: demo\njobs:\n- {{name: a, data: rows.jsonl, betas: {betas}}}\n"
+        )
+        with pytest.raises(SpecError, match=r"jobs\.yaml:3 jobs\[0\]\.betas"):
+            read_run(tmp_path / "jobs.yaml")

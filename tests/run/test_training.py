@@ -26,10 +26,11 @@ def open_batch(training, gradient, loss=1.5):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize(("clip", "size"), [(1.0, 5.0), (1.0, 1e-3), (None, 5.0)])
 def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay, clip, size):
-    keys = {"weight_decay": weight_decay, "clip": clip, "schedule": "cosine", "warmup": 2}
+    adam = {"betas": (0.7, 0.98), "eps": 1e-4}
+    keys = {"weight_decay": weight_decay, "clip": clip, "schedule": "cosine", "warmup": 2, **adam}
     training = aboard.training(base, aboard.ready(base, "a", **keys))
     separate = {key: v.clone().requires_grad_() for key, v in training.layout.views(training.master).items()}
-    optimizer = torch.optim.AdamW(separate.values(), lr=1e-2, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(separate.values(), lr=1e-2, weight_decay=weight_decay, **adam)
     scheduler = get_scheduler("cosine", optimizer, 2, 8)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 9):
@@ -127,3 +128,25 @@ def test_patience_counts_looks_that_are_not_better_by_min_delta_and_the_best_is_
     assert stale == [0, 1, 0, 1, 2, 0]
     assert (training.progress.best_step, training.progress.best_loss) == (5, 2.0)
     assert training.progress.evaluated == 5
+
+
+def test_of_equal_evaluations_the_earlier_one_is_the_best_and_the_later_one_counts_against_patience(base):
+    training = aboard.training(base, aboard.ready(base, "a"))
+    best = []
+    for step, loss in enumerate([3.0, 2.5, 2.5, 2.5]):
+        training.progress.step = step
+        training.master.fill_(step)
+        best.append(training.note_evaluation(loss, keep_best=True, min_delta=0.0))
+    assert best == [True, True, False, False]
+    assert (training.progress.best_step, training.progress.best_loss) == (1, 2.5)
+    assert (training.best == 1).all()
+    assert training.progress.stale == 2
+
+
+def test_an_evaluation_better_by_exactly_min_delta_counts_against_patience_and_is_the_best_nevertheless(base):
+    training = aboard.training(base, aboard.ready(base, "a"))
+    training.note_evaluation(3.0, keep_best=False, min_delta=0.5)
+    training.progress.step = 1
+    assert training.note_evaluation(2.5, keep_best=False, min_delta=0.5)
+    assert (training.progress.stale, training.progress.best_step) == (1, 1)
+    assert training.best is None

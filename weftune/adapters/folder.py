@@ -10,6 +10,8 @@ from typing import Any
 from weftune.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+JOB_FILE = "job.yaml"
+"""What training writes beside them before there are any."""
 PICKLE = "adapter_model.bin"
 
 CONVERT = (
@@ -38,3 +40,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise AdapterError(f"{path} is not a JSON object")
     return config
+
+
+def refuse_no_adapter(folder: Path) -> None:
+    """Whatever can be said against an adapter folder without reading its weights."""
+    if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
+        raise AdapterError(f"The job in {folder} has not finished: there is no adapter in it yet.")
+    read_config(folder)
+    if not (folder / WEIGHTS).is_file():
+        raise AdapterError(f"{folder} is no adapter folder: it holds no {WEIGHTS}")

@@ -9,6 +9,7 @@ from typing import Any
 from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.errors import BaseModelError
+from weftune.hub import why_absent
 from weftune.paths import cache_folder
 
 CONFIG = "config.json"
@@ -61,6 +62,12 @@ def model_folder(spec: BaseSpec) -> str:
     return str(path) if path.is_dir() else spec.model
 
 
+def refuse_absent(spec: BaseSpec) -> None:
+    """A Hub id that the Hub does not give us is a mistake, found by one question."""
+    if sentence := why_absent(spec.model, "model", spec.revision):
+        raise BaseModelError(sentence)
+
+
 def _converted(folder: Path, pattern: str, spec: BaseSpec) -> str:
     """The newest conversion; making one needs torch."""
     made = [
@@ -77,6 +84,7 @@ def _fetched(spec: BaseSpec) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    refuse_absent(spec)
     try:
         return Path(hf_hub_download(spec.model, CONFIG, revision=spec.revision))
     except (OSError, HfHubHTTPError, HFValidationError):

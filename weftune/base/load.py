@@ -95,7 +95,13 @@ def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
 
 
 def best_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _this_gpu() if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _this_gpu() -> torch.device:
+    """With its number, which torch wants when asked about memory. A process that has not used a GPU
+    so far has chosen none; to ask torch would start CUDA in processes that only start others."""
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def device_named(name: str | None) -> torch.device:
@@ -108,4 +114,4 @@ def device_named(name: str | None) -> torch.device:
         raise UserError(f"--device: {name} is no device; write cuda or cpu.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: this machine has no CUDA device that torch can use; see weftune doctor.")
-    return device
+    return _this_gpu() if device == torch.device("cuda") else device

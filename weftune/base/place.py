@@ -11,6 +11,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError
 
+from weftune.base.config import refuse_absent
 from weftune.base.convert import FORMAT, converted, converted_into
 from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
@@ -40,6 +41,7 @@ def place(spec: BaseSpec) -> str:
         )
     if looks_local(spec.model):
         raise BaseModelError(f"There is no folder {spec.model}.")
+    refuse_absent(spec)
     return spec.model
 
 

@@ -24,16 +24,25 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")] = None,
 ) -> None:
     """Ask a finished adapter something."""
+    from weftune.adapters.folder import refuse_no_adapter
+    from weftune.cli.early import refuse_base, refuse_device
+
+    refuse_device(device)
+    spec = base_of(folder)
+    refuse_no_adapter(folder)
+    refuse_base(spec)
+
     from rich.console import Console
 
     from weftune.base.generate import BASE, answers
     from weftune.base.load import device_named
+    from weftune.data.prompt import prompt_tokens
 
-    spec = base_of(folder)
     said = answers(
         spec,
         {"adapter": folder},
         prompt,
+        tokenise=prompt_tokens,
         system=system,
         max_tokens=max_tokens,
         device=device_named(device),

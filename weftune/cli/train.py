@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,18 +52,28 @@ def train(
     ] = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
+    from weftune.cli.early import refuse_device
     from weftune.errors import UserError
-    from weftune.run.devices import devices_asked
-    from weftune.run.wires import attempt, place_here
 
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
     asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory)
-    place, stages = place_here(), 1 if pipeline is None else stages_of(pipeline)
+    stages = 1 if pipeline is None else stages_of(pipeline)
+    refuse_device(device)
+    for text, option in ((memory, "--memory"), (gpu_memory, "--gpu-memory")):
+        if text is not None:
+            bytes_of(text, option)
     if gpu_memory is not None:
         refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas)
+    place = _place()
     if gpus is not None:
         refuse_beside_gpus(gpus, pipeline, replicas, place)
+        gpus_of(gpus)
+    if place is None:
+        _check_early(asked)
+    if gpus is not None:
+        from weftune.run.devices import devices_asked
+
         _train_on(asked, devices_asked(gpus_of(gpus), device))
         return
     if place is None:
@@ -71,6 +82,8 @@ def train(
     place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.ranks > 1)
     if pipeline is not None and stages not in (AUTO, place.stages):
         raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
+    from weftune.run.wires import attempt
+
     if attempt() > 0:
         # torchrun has started all ranks again, with the words of the first time.
         asked = replace(asked, resume=True, restart=())
@@ -105,6 +118,29 @@ class Asked:
         words += ["--replicas", str(self.replicas)] if self.replicas > 1 else []
         words += ["--resume"] if self.resume else []
         return [*words, *(word for job in self.restart for word in ("--restart", job))]
+
+
+def _place() -> Place | None:
+    """None where this is the only process: known from the environment alone, before torch is imported."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
+        return None
+    from weftune.run.wires import place_here
+
+    return place_here()
+
+
+def _check_early(asked: Asked) -> None:
+    """All mistakes that can be found without torch, before anything is printed."""
+    from weftune.cli.early import read_early, refuse_rows
+    from weftune.errors import SpecError
+    from weftune.jobs.store import refuse_output
+
+    run = read_early(asked.jobs)
+    names = [job.name for job in run.jobs]
+    if unknown := [name for name in asked.restart if name not in names]:
+        raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
+    refuse_output(asked.output or run.output, asked.resume)
+    refuse_rows(run.jobs, named=True)
 
 
 def _train_here(asked: Asked, stages: int) -> None:

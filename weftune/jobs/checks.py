@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
 from weftune.errors import AdapterError, Mistake
+from weftune.jobs.near import nearest
 from weftune.jobs.show import show
-from weftune.jobs.spec import JobSpec, place_in_job
+from weftune.jobs.spec import JobSpec, in_steps, place_in_job
 from weftune.patterns import ending, slow_sentence
 from weftune.shapes import ModelShape, SiteShape
+
+HIGH_RATE, HIGH_DECAY = 0.1, 1.0
+"""Above these somebody has probably missed a decimal point: Adam moves every weight by about its rate."""
+NAMED = 4
+"""Jobs that a sentence names before it counts."""
 
 
 def check_targets(
@@ -63,8 +68,8 @@ def _no_match(expression: str, shape: ModelShape) -> str:
 
 def _offer(target: str, shape: ModelShape) -> str:
     endings = _endings(shape)
-    near = difflib.get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}? " if near else ""
+    near = nearest(target.rpartition(".")[2], endings)
+    hint = f"did you mean {near}? " if near else ""
     return f"{hint}its modules end in {', '.join(endings)}"
 
 
@@ -74,11 +79,42 @@ def _endings(shape: ModelShape) -> list[str]:
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
     """What will work, and may yet not be what was meant: one sentence each."""
-    return [f"{job.name}: {sentence}" for job in jobs for sentence in _job_warnings(job, shape)]
+    return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape))
+
+
+def data_warnings(job: JobSpec, samples: int, steps: int) -> Iterator[str]:
+    """The same, of what is known only when the data is: so many samples, and steps of the whole run."""
+    if job.batch_size > samples:
+        yield (
+            f"batch_size {job.batch_size} is over the number of its training samples, {samples}: every step "
+            "trains on all of them"
+        )
+    if (warmup := in_steps(job.warmup, steps)) >= steps > 1:
+        yield f"warmup takes {warmup} of its {steps} steps: its learning rate is never reached"
+
+
+def told_once(sentences: Iterable[tuple[str, str]]) -> list[str]:
+    """`a, b: sentence` where several jobs are told the same."""
+    jobs: dict[str, dict[str, None]] = {}
+    for job, sentence in sentences:
+        jobs.setdefault(sentence, {})[job] = None
+    return [f"{_names(list(names))}: {sentence}" for sentence, names in jobs.items()]
+
+
+def _names(jobs: Sequence[str]) -> str:
+    more = len(jobs) - NAMED
+    return ", ".join(jobs) if more <= 1 else f"{', '.join(jobs[:NAMED])} and {more} more"
 
 
 def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
     adapter = job.adapter
+    if job.learning_rate > HIGH_RATE:
+        yield (
+            f"learning_rate {job.learning_rate:g} is far above what adapters train with, 1e-5 to 1e-2; its "
+            "loss will hardly stay finite"
+        )
+    if job.weight_decay > HIGH_DECAY:
+        yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
     aboard = [site for site in shape.sites if adapter.targets_site(site.name)]
     wide = [site for site in aboard if adapter.rank_at(site.name) > _width(site)]
     if wide:

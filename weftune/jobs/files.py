@@ -120,3 +120,10 @@ def _is_kept(line: bytes, wanted: Callable[[Mapping[str, Any]], bool]) -> bool:
     except ValueError:
         return False
     return isinstance(value, dict) and wanted(value)
+
+
+def refuse_full_folder(target: Path) -> None:
+    """For what is to be written into a folder of its own."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        what = "is not empty" if target.is_dir() else "is a file"
+        raise OutputError(f"{target} {what}; name a folder that is new or empty.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weftune.adapters.folder import CONFIG, WEIGHTS, no_weights
+from weftune.jobs.near import nearest
 from weftune.jobs.show import show
 
 HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
@@ -41,6 +41,11 @@ def is_hub_id(text: str) -> bool:
     )
 
 
+def is_revision(text: str) -> bool:
+    """Whether `text` can name a revision on the Hub, whose client makes a path of it."""
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", text) is not None
+
+
 def place_in(folder: Path, text: str) -> Path:
     """`text` as written in a file that lies in `folder`, made absolute so that no working folder matters.
 
@@ -68,9 +73,12 @@ def missing(folder: Path, text: str, what: str = "file") -> str:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError:
         beside = []
-    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.6)
+    # By what comes before the ending: an ending that they share would make all of them near.
+    by_stem = {Path(name).stem: name for name in beside if Path(name).suffix == path.suffix}
+    by_stem |= {name: name for name in beside if Path(name).stem == path.stem}
+    near = nearest(path.stem, by_stem) or nearest(path.name, by_stem)
     if near:
-        return f"{sentence}; did you mean {Path(text).parent / near[0]}?"
+        return f"{sentence}; did you mean {Path(text).parent / by_stem[near]}?"
     return f"{sentence}; write a path relative to the jobs file, or an absolute one"
 
 

@@ -11,11 +11,11 @@ from weftune.base.spec import DEMO, BaseSpec
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.checks import check_targets
 from weftune.jobs.keys import BASE_KEYS, RUN_KEYS, unknown_key
-from weftune.jobs.layer import Layer, merged, written_out
+from weftune.jobs.layer import Layer, is_rows, merged, written_out
 from weftune.jobs.lines import MAX_NODES, read_yaml
 from weftune.jobs.names import repeated
-from weftune.jobs.paths import exists, is_hub_id, missing, place_in
-from weftune.jobs.places import Loc, Place, Placed, Places, dotted, in_file_order, places_of
+from weftune.jobs.paths import exists, is_hub_id, is_revision, missing, place_in
+from weftune.jobs.places import ROWS, Loc, Place, Placed, Places, dotted, in_file_order, places_of
 from weftune.jobs.schema import EXPECTED, build
 from weftune.jobs.settle import settle
 from weftune.jobs.show import show
@@ -113,6 +113,8 @@ class _Reader:
 
     def located_base(self, base: BaseSpec, loc: Loc) -> BaseSpec:
         path = place_in(self.folder, base.model)
+        if base.revision is not None and not is_revision(base.revision):
+            self.fault(("base", "revision"), f"must be a branch, tag or commit, got {show(base.revision)}")
         if not base.model:
             self.fault(loc, "must not be empty")
         elif base.model == DEMO:
@@ -194,7 +196,9 @@ class _Reader:
     def layer(self, keys: Mapping[str, Any], loc: Loc) -> Layer:
         """The keys at `loc` with shorthands written out; rows can only come from Python."""
         data = keys.get("data")
-        if isinstance(data, Mapping) and "rows" in data:
+        if not self.file:
+            keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_rows(data) else keys
+        elif isinstance(data, Mapping) and "rows" in data:
             self.fault((*loc, "data", "rows"), "write the rows to a file, and its path as data.path")
             keys = {**keys, "data": {key: value for key, value in data.items() if key != "rows"}}
         return written_out(keys, places_of(keys, loc, self.file, self.lines))

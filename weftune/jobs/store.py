@@ -47,6 +47,20 @@ def open_store(output: Path, resume: bool) -> Store:
     return store
 
 
+def refuse_output(output: Path, resume: bool) -> None:
+    """What `open_store` would refuse, found without writing anything."""
+    nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise OutputError(f"{nearest} is a file; choose another --output")
+    if not os.access(nearest, os.W_OK):
+        raise OutputError(f"cannot write to {nearest}; choose another --output")
+    if nearest != output:
+        return
+    if (output / LOCK).exists():
+        os.close(lock_folder(output, output))
+    _status_of(output, resume)
+
+
 def open_share(output: Path, number: int) -> Store:
     """Take the store of one share of the jobs, as it was dealt or as a process before this one left it."""
     records = share_folder(output, number)

@@ -143,7 +143,7 @@ def read_run(output: Path) -> Run:
         solo_seconds=_number(record.get("solo_seconds")),
         peak_bytes=_number(record.get("peak_bytes"))
         or max((window.peak_bytes for window in windows if window.peak_bytes), default=None),
-        notes=(*_texts(record.get("notes")), *notes),
+        notes=tuple(dict.fromkeys((*_texts(record.get("notes")), *notes))),
         jobs=jobs,
         windows=windows,
     )
@@ -232,7 +232,8 @@ def _job(output: Path, name: str, state: Mapping[str, Any], curves: _Curves, not
         trained_tokens=_count(state.get("trained_tokens")) or sum(line.tokens for line in losses),
         best_step=None if best_step is None else int(best_step),
         eval_loss=_number(state.get("eval_loss")),
-        notes=(*_texts(state.get("notes")), *_texts(data.get("notes"))),
+        # Notes about a job's rows are in both files.
+        notes=tuple(dict.fromkeys((*_texts(state.get("notes")), *_texts(data.get("notes"))))),
         spec=_mapping(saved.get("job")),
         base=_mapping(saved.get("base")),
         data=data,
