@@ -21,9 +21,16 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from weftune.errors import BaseModelError, MissingPackage
+from weftune.base.gguf_check import read_header
+from weftune.errors import BaseModelError, MissingPackage, UserError
 from weftune.paths import cache_folder
 
 FORMAT = 1
@@ -73,20 +80,39 @@ def write_folder(file: Path, folder: Path) -> None:
         import gguf
     except ImportError:
         raise MissingPackage(f"Reading {file.name} needs the package gguf: pip install gguf") from None
-    try:
-        with read_once(gguf):
-            pre_tokenizer = gguf_text(gguf.GGUFReader(file), "tokenizer.ggml.pre")
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=torch.float32
-            )
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise BaseModelError(f"The GGUF file {file} cannot be read: {error}") from error
-    mend_tokenizer(tokenizer, pre_tokenizer, file)
-    tokenizer.save_pretrained(folder)
-    write_model(model, folder)
+    with readable(file), read_once(gguf):
+        refuse_larger(file)
+        pre_tokenizer = gguf_text(gguf.GGUFReader(file), "tokenizer.ggml.pre")
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        mend_tokenizer(tokenizer, pre_tokenizer, file)
+        tokenizer.save_pretrained(folder)
+        write_model(model, folder)
     for path in folder.iterdir():
         flush(path)
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Whatever is raised over a damaged file is one sentence; a tokenizer's panic is no Exception even."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BaseModelError(f"The GGUF file {file} cannot be read: {reason}") from error
+
+
+def refuse_larger(file: Path) -> None:
+    """Raise for a file whose header describes a larger model than its tensors make."""
+    header = read_header(file)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # An output layer that is tied to the embedding stands in the file once.
+    if sum(value.numel() for value in model.parameters()) > header.elements + header.largest:
+        raise ValueError("its header describes a larger model than its tensors make")
 
 
 @contextmanager

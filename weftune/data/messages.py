@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from weftune.data.row import BadRow, kind_name
+from weftune.data.row import TOO_DEEP, BadRow, is_deep_json, kind_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -45,10 +45,13 @@ def text_of(value: object, name: str) -> str:
 def list_of(value: object, name: str) -> Sequence[Any]:
     """A list, also one that a CSV or Parquet column holds as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
+        text = value
         try:
-            value = json.loads(value)
+            value = json.loads(text)
         except (ValueError, RecursionError):
             raise BadRow(f"`{name}` starts like a JSON list but is not one") from None
+        if is_deep_json(text, value):
+            raise BadRow(f"`{name}` is {TOO_DEEP}")
     if not isinstance(value, list | tuple):
         raise BadRow(f"`{name}` must be a list, not {kind_name(value)}")
     return value
@@ -187,4 +190,6 @@ def _clean_call(call: object, name: str) -> Mapping[str, Any]:
         parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         raise BadRow(f"`{name}.function.arguments` is not valid JSON") from None
+    if is_deep_json(arguments, parsed):
+        raise BadRow(f"`{name}.function.arguments` is {TOO_DEEP}")
     return {**call, "function": {**function, "arguments": parsed}}
