@@ -27,7 +27,6 @@ from tests.mutants.make import Mutant, changes, mutants_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-LEFT_BEHIND = (".git", ".venv", "__pycache__", "output", "build", "*.egg-info", ".*_cache", ".hypothesis")
 AT_LEAST = 0.95
 """The share of mutants that tests are to find."""
 
@@ -72,6 +71,7 @@ class Counts:
 class Running:
     mutant: Mutant
     changed: str
+    tree: Path
     ends: float
 
 
@@ -80,7 +80,13 @@ class Trees:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.paths = [folder / f"tree{number}" for number in range(count)]
-        shutil.copytree(ROOT, self.paths[0], ignore=shutil.ignore_patterns(*LEFT_BEHIND), symlinks=True)
+        self.paths[0].mkdir()
+        for entry in ROOT.iterdir():
+            there = self.paths[0] / entry.name
+            if entry.name in ("weftune", "tests"):
+                shutil.copytree(entry, there, ignore=shutil.ignore_patterns("__pycache__"))
+            elif entry.name != ".git":
+                there.symlink_to(entry)
 
     def fill(self) -> None:
         """All are like the first, in which tests have run: what Python compiles comes along."""
@@ -91,6 +97,7 @@ class Trees:
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     table = tomllib.loads((HERE / "table.toml").read_text())
     equivalent = tomllib.loads((HERE / "equivalent.toml").read_text()).get("mutant", [])
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -188,28 +195,32 @@ def _tried(
     mutants: Sequence[Mutant], source: str, tests: Sequence[str], known: trial.Known, trees: Trees
 ) -> Iterator[tuple[Mutant, str, str]]:
     """Each mutant with its source and what came of it."""
-    limit = 20 + 3 * known.seconds
-    free, running = list(trees.paths), {}
+    free: list[Path] = list(trees.paths)
+    running: dict[int, Running] = {}
     left = iter(mutants)
-    while True:
-        while free and (mutant := next(left, None)) is not None:
-            changed = mutant.source(source)
-            if changed is None or changed == source:
-                continue
-            tree = free.pop()
-            _put(tree / mutant.module, changed)
-            child = trial.start(partial(trial.attempt, tree, tests, known, mutant.module, mutant.line))
-            running[child] = tree, Running(mutant, changed, time.monotonic() + limit)
-        if not running:
-            return
-        time.sleep(0.02)
-        for child, (tree, one) in list(running.items()):
-            outcome = _outcome(child, one.ends)
-            if outcome is not None:
-                del running[child]
-                _put(tree / one.mutant.module, source)
-                free.append(tree)
-                yield one.mutant, one.changed, outcome
+    try:
+        while True:
+            while free and (mutant := next(left, None)) is not None:
+                changed = mutant.source(source)
+                if changed is None or changed == source:
+                    continue
+                tree = free.pop()
+                _put(tree / mutant.module, changed)
+                child = trial.start(partial(trial.attempt, tree, tests, known, mutant.module, mutant.line))
+                running[child] = Running(mutant, changed, tree, time.monotonic() + 20 + 3 * known.seconds)
+            if not running:
+                return
+            time.sleep(0.02)
+            for child, one in list(running.items()):
+                outcome = _outcome(child, one.ends)
+                if outcome is not None:
+                    del running[child]
+                    _put(one.tree / one.mutant.module, source)
+                    free.append(one.tree)
+                    yield one.mutant, one.changed, outcome
+    finally:
+        for child in running:
+            _kill(child)
 
 
 def _outcome(child: int, ends: float) -> str | None:

@@ -97,6 +97,7 @@ def start(work: Callable[[], int], output: Path | None = None) -> int:
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         shown = os.open(output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(shown, 1)
@@ -153,7 +154,10 @@ def _enter(tree: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", here))]
-    os.environ["PYTHONPATH"] = str(tree)
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(tree), *(path for path in others if path not in ("", here))]
+    )
     os.chdir(tree)
     importlib.invalidate_caches()
 
