@@ -18,7 +18,7 @@ RANGES = [
     (("adapter", "alpha_pattern", ANY), [1e-9], [(0, "above 0")]),
     (("data", "path", ANY, "weight"), [1e-9, 10**6], [(0, "above 0"), (10**6 + 1, "at most 1000000")]),
     (("data", "limit"), [1, None, 10**15], [(0, "at least 1"), (1.5, WHOLE)]),
-    (("data", "max_length"), [2, LARGE], [(1, "at least 2"), (LARGE + 1, "at most 1000000000000")]),
+    (("data", "max_length"), [2, LARGE], [(1, "at least 2"), (LARGE + 1, "at most 1e+12")]),
     (("eval", "fraction"), [1e-9, 0.999, None], [(0, "above 0"), (1, "below 1")]),
     (("eval", "every"), [1e-9, 1, 7, LARGE, None], [(0, "above 0"), (LARGE + 1, "at most"), (1.5, SHARE)]),
     (("epochs",), [1e-9, 1.5, 10**9, None], [(0, "above 0"), (10**9 + 1, "at most 1000000000")]),

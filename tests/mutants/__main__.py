@@ -1,7 +1,7 @@
 """`make mutants`: changes modules in small ways and counts how many of the changes their tests find.
 
-Each module has its tests in table.toml. Mutants that behave like the original are named, with the reason, in
-equivalent.toml and counted by themselves.
+Each module has its tests in table.toml. Survivors that are known, because they behave like the original or
+differ on a GPU only, are named with the reason in survivors.toml and counted by themselves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Counts:
 
     @property
     def judged(self) -> int:
-        """Mutants that differ from the original."""
+        """Mutants whose survival is not explained."""
         return sum(self.outcomes[one] for one in ("found", "timed out", "survived"))
 
     @property
@@ -99,7 +99,7 @@ def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     table = tomllib.loads((HERE / "table.toml").read_text())
-    equivalent = tomllib.loads((HERE / "equivalent.toml").read_text()).get("mutant", [])
+    named = tomllib.loads((HERE / "survivors.toml").read_text())["mutant"]
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     targets = list(_targets(table, options.modules))
     if options.list:
@@ -110,7 +110,7 @@ def main() -> int:
         for target in targets:
             known = _watched(target, trees)
             for module in target.modules:
-                counts = _measure(module, target.tests, known, trees, options, equivalent)
+                counts = _measure(module, target.tests, known, trees, options, named)
                 found.append(counts)
                 print(_row(counts), *counts.survivors, sep="\n", flush=True)
     print()
@@ -153,7 +153,7 @@ def _measure(
     known: trial.Known,
     trees: Trees,
     options: argparse.Namespace,
-    equivalent: Sequence[Mapping[str, str]],
+    named: Sequence[Mapping[str, str]],
 ) -> Counts:
     source = (ROOT / module).read_text()
     mutants = mutants_of(module, source)
@@ -162,14 +162,14 @@ def _measure(
         mutants = [one for one in mutants if int(first) <= one.line <= int(last or first)]
     if options.sample and options.sample < len(mutants):
         mutants = random.Random(f"{options.seed} {module}").sample(mutants, options.sample)
-    mine = [one for one in equivalent if one["module"] == module]
+    mine = [one for one in named if one["module"] == module]
     accepted = {(one["was"].strip(), one["becomes"].strip()) for one in mine}
     outcomes: Counter[str] = Counter()
     survivors = []
     for mutant, changed, outcome in _tried(mutants, source, tests, known, trees):
         survivor = Survivor(mutant, *changes(source, changed)) if outcome == "survived" else None
         if survivor and (survivor.was, survivor.becomes) in accepted:
-            outcome = "equivalent"
+            outcome = "named"
         elif survivor:
             survivors.append(survivor)
         outcomes[outcome] += 1
@@ -251,7 +251,7 @@ def _put(path: Path, source: str) -> None:
         compiled.unlink(missing_ok=True)
 
 
-COLUMNS = ("found", "timed out", "survived", "equivalent")
+COLUMNS = ("found", "timed out", "survived", "named")
 
 
 def _row(counts: Counts) -> str:
