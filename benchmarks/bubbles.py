@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from benchmarks.table import aligned
+from weftune.bench.table import aligned
 
 POINTS = 0.05
 """How far measured bubbles may be from what was foreseen."""

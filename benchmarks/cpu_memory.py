@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.result import arguments, finish
+from weftune.bench.result import arguments, finish
 
 ROWS = Path(__file__).parent.parent / "examples" / "quickstart" / "gsm8k.jsonl"
 MANY = 8

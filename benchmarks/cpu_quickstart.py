@@ -19,9 +19,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from benchmarks.result import arguments, finish
 from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
+from weftune.bench.result import arguments, finish
 from weftune.jobs.read import read_run
 from weftune.jobs.spec import JobSpec, RunSpec
 from weftune.paths import cache_folder

@@ -20,14 +20,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.llama import SIZES, build
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
-from benchmarks.timing import Place
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.load import load_base, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
+from weftune.bench.llama import SIZES, build
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
+from weftune.bench.timing import Place
 from weftune.data.spec import EvalSpec
 from weftune.jobs.spec import JobSpec
 from weftune.plan.profile import write_profile

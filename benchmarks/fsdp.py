@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.baselines import Work, job_step, peft_model
-from benchmarks.llama import Size, random_ids
-from benchmarks.timing import Measured, Pace, Place, fresh, measure, repeated
+from weftune.bench.baselines import Work, job_step, peft_model
+from weftune.bench.llama import Size, random_ids
+from weftune.bench.timing import Measured, Pace, Place, fresh, measure, repeated
 
 
 def peft_offloaded(

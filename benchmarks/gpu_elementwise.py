@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
 from weftune.ops.norm import rms_norm
 from weftune.ops.rotary import rotary_split
 from weftune.ops.swiglu import swiglu

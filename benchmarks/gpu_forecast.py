@@ -9,7 +9,7 @@ which that happened are in the table and counted apart; such passes are not fitt
 from __future__ import annotations
 
 from benchmarks.forecast import forecast, forecast_arguments
-from benchmarks.timing import here
+from weftune.bench.timing import here
 
 BAR = 0.10
 

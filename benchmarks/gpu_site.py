@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.result import arguments, finish
 from benchmarks.site_case import Company, SiteCase, microseconds, site_case
 from benchmarks.site_floor import Rates, Timed, beside_floors, needs
 from benchmarks.site_plain import plain_steps
 from benchmarks.site_sweep import KERNELS, sweep
+from weftune.bench.result import arguments, finish
 from weftune.ops.fused import fused_dx, fused_y
 from weftune.ops.tiled_kernels import add_dx, add_gradients, da, db, down, ds_db, room_for_da, sum_rows, up
 from weftune.ops.tiled_kernels import ds as ds_alone

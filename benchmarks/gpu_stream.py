@@ -25,16 +25,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.baselines import Work
 from benchmarks.fsdp import peft_offloaded
-from benchmarks.llama import SIZES, Size, base_bytes, floor_seconds
-from benchmarks.processes import first_line
-from benchmarks.result import arguments, finish
 from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_company
-from benchmarks.table import aligned, number, ratio
-from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
-from benchmarks.weftune_side import Company
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.bench.baselines import Work
+from weftune.bench.llama import SIZES, Size, base_bytes, floor_seconds
+from weftune.bench.processes import first_line
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned, number, ratio
+from weftune.bench.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
+from weftune.bench.weftune_side import Company
 from weftune.plan.memory import MemoryModel
 from weftune.plan.stream_ring import ROUNDS
 from weftune.run.executor import Executor

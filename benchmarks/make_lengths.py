@@ -17,6 +17,7 @@ import numpy as np
 
 from weftune.base.load import load_tokenizer
 from weftune.base.spec import DEMO, BaseSpec
+from weftune.bench.gpu_lengths import FILE
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec
 
@@ -26,7 +27,6 @@ DATASETS = {
     "sst2": "sst2_train7k",
     "rte": "rte_train",
 }
-FILE = Path(__file__).parent / "lengths.json"
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 COUNT = 512
 

@@ -28,13 +28,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.bubbles import Found, bars, table, told
-from benchmarks.result import arguments, finish
 from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.load import inspect, load_config
 from weftune.base.place import place as place_of
 from weftune.base.spec import BaseSpec
 from weftune.batch import Microbatch, Segment
+from weftune.bench.result import arguments, finish
 from weftune.launch import environment
 from weftune.plan.cost import Work
 from weftune.plan.cut import PartCosts, cut_layers, measured_costs

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import figure20
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
 from weftune.plan.pipeline import Work, gpipe, multi_job, one_forward_one_backward
 from weftune.plan.price import Link, PassPrice, PricedCluster, Prices, even_prices, free_cluster
 from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan

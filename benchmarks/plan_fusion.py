@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.result import arguments, finish
+from weftune.bench.result import arguments, finish
 from weftune.plan.bucket import arrange, bucket, end_to_end, make_bucket
 from weftune.plan.chunk import align, chunk_size
 from weftune.plan.cost import Line

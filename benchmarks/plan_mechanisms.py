@@ -18,8 +18,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
 from weftune.plan.ablate import ablate
 from weftune.plan.architecture import model_shape
 from weftune.plan.cluster import parse_cluster

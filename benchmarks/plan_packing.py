@@ -21,8 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
 from weftune.plan.best import LIMITS, Limits, Packing, pack_many, packers
 from weftune.plan.instance import Instance, instance
 from weftune.plan.merge import BatchSample, MergeRules, merge

@@ -13,8 +13,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
 from weftune.plan.contention import Root, contended_seconds, fastest_order
 from weftune.plan.mapping import Topology, cross_order, sequential_order
 from weftune.plan.partition import LayerCost

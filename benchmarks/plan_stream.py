@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.baselines import Work
-from benchmarks.llama import SIZES, outline
-from benchmarks.result import arguments, finish
 from benchmarks.streamed_side import choose
-from benchmarks.table import aligned
 from weftune.base.shape import model_shape
+from weftune.bench.baselines import Work
+from weftune.bench.llama import SIZES, outline
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
 from weftune.errors import PlanError
 from weftune.plan.stream_choice import WAYS, StreamChoice, Way
 from weftune.plan.stream_cut import held_inputs, padded_rows

@@ -23,9 +23,9 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from benchmarks.result import arguments, finish
-from benchmarks.table import aligned
 from benchmarks.trace import WEEK, Kind, Pace, Served, Service, trace
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned
 from weftune.plan.architecture import model_shape
 from weftune.plan.cluster import GIB, Device, make_cluster
 from weftune.plan.estimate import JobOutline

@@ -10,15 +10,15 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import Work
-from benchmarks.llama import Size, outline
-from benchmarks.timing import Place
-from benchmarks.weftune_side import Company
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.model import Base
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import StreamedBase, streamed_base
+from weftune.bench.baselines import Work
+from weftune.bench.llama import Size, outline
+from weftune.bench.timing import Place
+from weftune.bench.weftune_side import Company
 from weftune.errors import PlanError
 from weftune.plan.planner import Course
 from weftune.plan.program import Program

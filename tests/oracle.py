@@ -31,6 +31,8 @@ class Recipe:
     warmup: int = 0
     weight_decay: float = 0.0
     clip: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ def train_with_peft(
     set_peft_model_state_dict(peft_model, weights)
     peft_model.eval()
     trainable = [p for p in peft_model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=recipe.lr, weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.AdamW(
+        trainable, lr=recipe.lr, weight_decay=recipe.weight_decay, betas=recipe.betas, eps=recipe.eps
+    )
     schedule = {"constant": "constant_with_warmup"}.get(recipe.schedule, recipe.schedule)
     scheduler = get_scheduler(schedule, optimizer, recipe.warmup, recipe.steps)
     losses = []

@@ -20,13 +20,24 @@ STEPS = 20
 
 
 def two_jobs(family, folder):
-    """Different rank, alpha, targets, data, batch size, schedule and weight decay; each from a PEFT start."""
+    """Different rank, alpha, targets, data, batch size, schedule and optimizer; each from a PEFT start."""
     narrow = {"gpt2": ["c_attn"], "phi3": ["qkv_proj", "o_proj"]}.get(family, ["q_proj", "v_proj"])
     settings = [
         dict(
             rank=4, alpha=8.0, targets="all-linear", seed=3, batch_size=5, schedule="linear", warmup=3, wd=0.0
         ),
-        dict(rank=7, alpha=21.0, targets=narrow, seed=4, batch_size=3, schedule="cosine", warmup=0, wd=0.1),
+        dict(
+            rank=7,
+            alpha=21.0,
+            targets=narrow,
+            seed=4,
+            batch_size=3,
+            schedule="cosine",
+            warmup=0,
+            wd=0.1,
+            betas=(0.8, 0.95),
+            eps=1e-5,
+        ),
     ]
     model = tiny(family, torch.float64)
     for index, s in enumerate(settings):
@@ -50,12 +61,15 @@ def spec(index, s, **changes):
         schedule=s["schedule"],
         warmup=s["warmup"],
         weight_decay=s["wd"],
+        betas=s.get("betas", (0.9, 0.999)),
+        eps=s.get("eps", 1e-8),
         seed=s["seed"],
     )
 
 
 def by_peft(family, s):
-    recipe = oracle.Recipe(STEPS, 1e-3, s["schedule"], s["warmup"], s["wd"])
+    adam = {key: s[key] for key in ("betas", "eps") if key in s}
+    recipe = oracle.Recipe(STEPS, 1e-3, s["schedule"], s["warmup"], s["wd"], **adam)
     batches = bench.batches(s["samples"], s["batch_size"], s["seed"], STEPS)
     return oracle.train_with_peft(tiny(family, torch.float64), s["config"], s["start"], batches, recipe)
 

@@ -10,18 +10,19 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from weftune.adapters.folder import CONFIG, WEIGHTS
+from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
 from weftune.adapters.kind import Kind, kind_of
 from weftune.base.load import load_plain, load_tokenizer
 from weftune.base.shape import linears, model_shape
 from weftune.base.spec import BaseSpec
 from weftune.errors import AdapterError, OutputError
-from weftune.results import JOB_FILE
+from weftune.jobs.files import refuse_full_folder
 
 
 def write_portable(folder: Path, target: Path) -> int:
     """The adapter of `folder` with its scale folded in and one rank for all sites, which is returned."""
     kind = finished_kind(folder)
+    refuse_links_out(folder)
     with new_folder(target):
         rank = kind.portable(folder, target)
         copy_tokenizer(folder, target)
@@ -31,6 +32,7 @@ def write_portable(folder: Path, target: Path) -> int:
 def write_merged(folder: Path, base: BaseSpec, target: Path) -> torch.dtype:
     """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype."""
     kind = finished_kind(folder)
+    refuse_links_out(folder)
     with new_folder(target):
         model = load_plain(base, torch.device("cpu"))
         kind.merge(folder, linears(model), model_shape(model, model.dtype).sites)
@@ -42,17 +44,27 @@ def write_merged(folder: Path, base: BaseSpec, target: Path) -> torch.dtype:
 
 
 def finished_kind(folder: Path) -> Kind:
-    if (folder / JOB_FILE).is_file() and not (folder / CONFIG).is_file():
-        raise AdapterError(f"The job in {folder} has not finished: there is no adapter to export yet.")
+    refuse_no_adapter(folder)
     return kind_of(folder)
+
+
+def refuse_links_out(folder: Path) -> None:
+    """A stranger's folder could hold a link to a file of the user's, and the export a copy of that file."""
+    root = folder.resolve()
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and path.is_file() and not path.resolve().is_relative_to(root):
+            raise AdapterError(
+                f"{path} is a link that leads out of its folder, so nothing is exported; if you trust it, "
+                "put the file itself in its place."
+            )
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[None]:
     """`target`, new or empty, for what is written inside; left empty if that fails."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        what = "is not empty" if target.is_dir() else "is a file"
-        raise OutputError(f"{target} {what}; name a folder that is new or empty.")
+    if target.is_symlink():
+        raise OutputError(f"{target} is a link; name a folder that is new or empty.")
+    refuse_full_folder(target)
     try:
         target.mkdir(parents=True, exist_ok=True)
         yield

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.baselines import Work, frozen, peft_model, peft_one_by_one, peft_padded
-from benchmarks.liger import compile_layers, missing, packed_step
-from benchmarks.llama import SIZES, random_ids
-from benchmarks.processes import Task, alone, peft_at_once
-from benchmarks.timing import Measured, Pace, Place
+from weftune.bench.baselines import Work, frozen, peft_model, peft_one_by_one, peft_padded
+from weftune.bench.liger import compile_layers, missing, packed_step
+from weftune.bench.llama import SIZES, random_ids
+from weftune.bench.processes import Task, alone, peft_at_once
+from weftune.bench.timing import Measured, Pace, Place
 
 CPU = Place(torch.device("cpu"), torch.float32)
 TASK = Task(SIZES["toy"], Work(jobs=2, batch=2, length=8, rank=4), CPU, Pace(1, 1, 1))

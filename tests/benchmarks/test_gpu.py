@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_step
+from weftune.bench import gpu_step
 
 pytestmark = [
     pytest.mark.gpu,

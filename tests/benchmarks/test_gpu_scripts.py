@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_churn, gpu_lengths, gpu_quality, gpu_step, gpu_stream, pipeline_gpu
-from benchmarks.timing import Measured
-from benchmarks.where import Kind
+from benchmarks import gpu_stream, pipeline_gpu
+from weftune.bench import gpu_churn, gpu_lengths, gpu_quality, gpu_step
+from weftune.bench.timing import Measured
+from weftune.bench.where import Kind
 
 
 @pytest.fixture
@@ -56,8 +57,14 @@ def test_the_time_of_a_profiled_round_is_shared_out_among_kinds(
     assert all(kind in said for kind in Kind)
 
 
-def test_a_step_without_a_profile_says_nothing_of_where(run: Any) -> None:
-    assert run(gpu_step, "--baselines", "")["where"] is None
+def test_without_baselines_weftune_is_measured_alone_and_without_a_profile_nothing_is_said_of_where(
+    run: Any,
+) -> None:
+    found = run(gpu_step, "--baselines", "none")
+    assert [row["name"] for row in found["rows"]] == [gpu_step.WEFTUNE]
+    assert found["where"] is None
+    with pytest.raises(SystemExit):
+        run(gpu_step, "--baselines", "none,frozen")
 
 
 def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weftune() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.llama import SIZES, build, floor_seconds
-from benchmarks.timing import here
+from weftune.bench.llama import SIZES, build, floor_seconds
+from weftune.bench.timing import here
 
 TOY = SIZES["toy"]
 

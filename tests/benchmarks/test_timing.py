@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from benchmarks.table import aligned, number, ratio
-from benchmarks.timing import Measured, Pace, Place, attempted, gemm_rate, measure, repeated
+from weftune.bench.table import aligned, number, ratio
+from weftune.bench.timing import Measured, Pace, Place, attempted, gemm_rate, measure, repeated
 from weftune.errors import PlanError
 from weftune.run.events import OutOfMemory
 

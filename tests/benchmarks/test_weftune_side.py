@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.llama import SIZES, build
-from benchmarks.timing import here
-from benchmarks.weftune_side import Company, random_samples, resident, rows_useful
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.bench.llama import SIZES, build
+from weftune.bench.timing import here
+from weftune.bench.weftune_side import Company, random_samples, resident, rows_useful
 
 
 @pytest.fixture

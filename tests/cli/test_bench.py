@@ -1,27 +1,41 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+from weftune.bench import gpu_lengths, gpu_quality
 from weftune.cli import bench as verb
 from weftune.cli.bench import FROZEN, WEFTUNE, Line, Part, Shape, line_of, parts
-from weftune.errors import UserError
 
 PART = Part("8 jobs", "gpu_step")
+PACKAGE = Path(verb.__file__).parents[1]
 
 
-def weftune(*words: str) -> subprocess.CompletedProcess[str]:
+def packaged() -> list[Path]:
+    """The files that pyproject.toml puts into a wheel."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    patterns = ["**/*.py", *project["tool"]["setuptools"]["package-data"]["weftune"]]
+    return [path for pattern in patterns for path in PACKAGE.glob(pattern) if path.is_file()]
+
+
+def weftune(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    if folder is not None:
+        environment["PYTHONPATH"] = str(folder)
     return subprocess.run(
         [sys.executable, "-m", "weftune", "bench", *words],
         capture_output=True,
         text=True,
         env=environment,
+        cwd=folder,
         check=False,
     )
 
@@ -35,14 +49,15 @@ def test_without_a_gpu_there_is_one_sentence_and_exit_code_2() -> None:
     assert "no CUDA device" in done.stderr
 
 
-def test_without_a_checkout_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "CHECKOUT", tmp_path)
-    with pytest.raises(UserError, match="come with a checkout"):
-        verb.bench()
-
-
-def test_a_toy_runs_through_and_ends_with_a_table_that_names_the_strongest() -> None:
-    done = weftune("--quick", "--toy")
+def test_without_a_checkout_a_toy_runs_through_and_ends_with_a_table_that_names_the_strongest(
+    tmp_path: Path,
+) -> None:
+    """From a copy of what a wheel holds, and nothing else."""
+    for path in packaged():
+        copy = tmp_path / path.relative_to(PACKAGE.parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    done = weftune("--quick", "--toy", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     last = done.stdout.split("strongest other way")[1]
     assert "8 jobs, 1×1024 tokens each" in last
@@ -79,8 +94,20 @@ def test_a_line_without_times_says_why() -> None:
     assert line_of(PART, {"verdict": "memory +0.1%"}) == Line("8 jobs", verdict="memory +0.1%")
 
 
-def test_every_part_is_a_script_of_the_checkout_and_quick_is_only_the_first() -> None:
+def test_every_part_is_a_script_of_the_package_and_quick_is_only_the_first() -> None:
     whole = parts(Shape.SMALL, quick=False, model=Path("stories"))
     assert [part.title for part in parts(Shape.SMALL, quick=True, model=None)] == [whole[0].title]
     for part in whole:
-        assert (verb.CHECKOUT / "benchmarks" / f"{part.module}.py").is_file()
+        assert (PACKAGE / "bench" / f"{part.module}.py").is_file()
+
+
+def test_no_file_of_the_package_imports_from_the_checkout() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) (benchmarks|tests|examples)\b", path.read_text(), re.M), path
+
+
+def test_what_the_parts_read_is_in_the_package() -> None:
+    held = {path.name for path in packaged()}
+    assert {"lengths.json", "gsm8k.jsonl", "gsm8k_held_out.jsonl", "openbookqa.jsonl"} <= held
+    assert gpu_lengths.FILE.is_relative_to(PACKAGE)
+    assert gpu_quality.TEXTS.is_relative_to(PACKAGE)

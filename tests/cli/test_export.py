@@ -166,7 +166,7 @@ def test_a_folder_that_is_no_finished_job_is_a_sentence(job: Path, tmp_path: Pat
         export(tmp_path, "--merged", tmp_path / "target")
     (job / "adapter_config.json").unlink()
     for form in ("--portable", "--merged"):
-        with pytest.raises(AdapterError, match="has not finished: there is no adapter to export yet"):
+        with pytest.raises(AdapterError, match="has not finished: there is no adapter in it yet"):
             export(job, form, tmp_path / "target")
 
 
@@ -187,3 +187,33 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(job: Path) -> None:
     done = weftune("export", str(job))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Say what to export: either --portable or --merged.\n"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "notes.txt", "adapter_model.safetensors", "job.yaml"])
+@pytest.mark.parametrize("way", ["--portable", "--merged"])
+def test_a_link_out_of_a_strangers_folder_is_not_followed(
+    name: str, way: str, job: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes((job / name).read_bytes() if (job / name).exists() else b"secret")
+    (job / name).unlink(missing_ok=True)
+    (job / name).symlink_to(secret)
+    with pytest.raises(AdapterError, match=f"{name} is a link that leads out of its folder"):
+        CliRunner().invoke(app, ["export", str(job), way], catch_exceptions=False)
+    assert not (job / way.removeprefix("--")).exists()
+
+
+def test_a_link_inside_the_folder_is_copied_as_what_it_leads_to(job: Path) -> None:
+    (job / "tokenizer.json").rename(job / "real.json")
+    (job / "tokenizer.json").symlink_to("real.json")
+    export(job, "--portable")
+    assert not (job / "portable" / "tokenizer.json").is_symlink()
+    assert (job / "portable" / "tokenizer.json").read_bytes() == (job / "real.json").read_bytes()
+
+
+def test_a_target_that_is_a_link_is_refused(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (job / "portable").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OutputError, match="portable is a link"):
+        CliRunner().invoke(app, ["export", str(job), "--portable"], catch_exceptions=False)
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weftune.jobs.checks import check_targets, warnings
+from weftune.jobs.checks import check_targets, data_warnings, told_once, warnings
 from weftune.jobs.read import read_run
 from weftune.jobs.spec import JobSpec
 from weftune.shapes import ModelShape, SiteShape
@@ -24,6 +24,10 @@ SHAPE = ModelShape(
 
 def job(max_length: int = 128, **adapter: object) -> JobSpec:
     return JobSpec(name="a", data={"path": "owner/rows", "max_length": max_length}, adapter=adapter)
+
+
+def with_keys(**keys: object) -> JobSpec:
+    return JobSpec(name="a", data={"path": "owner/rows", "max_length": 128}, adapter={"rank": 4}, **keys)
 
 
 def test_targets_that_all_match_are_no_mistake() -> None:
@@ -66,3 +70,25 @@ def test_what_may_not_be_meant_is_a_warning() -> None:
     assert stray == 'a: alpha_pattern "v_proj" matches none of the job\'s targets'
     (long,) = warnings([job(rank=4, max_length=513)], SHAPE)
     assert "max_length 513 is over the base's context of 512 tokens" in long
+
+
+def test_a_learning_rate_that_nothing_trains_with_is_a_warning_before_the_run() -> None:
+    (high,) = warnings([with_keys(learning_rate=50.0)], SHAPE)
+    assert high.startswith("a: learning_rate 50 is far above what adapters train with")
+    assert warnings([with_keys(learning_rate=0.1)], SHAPE) == []
+    (decay,) = warnings([with_keys(weight_decay=10.0)], SHAPE)
+    assert decay.startswith("a: weight_decay 10 is far above")
+
+
+def test_a_batch_over_the_data_and_a_warmup_over_the_run_are_warnings() -> None:
+    one = with_keys(batch_size=16)
+    assert list(data_warnings(one, samples=16, steps=5)) == []
+    (batch,) = data_warnings(one, samples=15, steps=5)
+    assert batch.startswith("batch_size 16 is over the number of its training samples, 15")
+    (warmup,) = data_warnings(with_keys(batch_size=16, warmup=5), samples=16, steps=5)
+    assert warmup.startswith("warmup takes 5 of its 5 steps")
+
+
+def test_what_holds_for_many_jobs_is_told_once() -> None:
+    same = [(name, "it is so") for name in "abcdefg"]
+    assert told_once([*same, ("h", "it is not")]) == ["a, b, c, d and 3 more: it is so", "h: it is not"]

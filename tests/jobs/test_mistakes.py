@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,11 @@ ONE_KEY = [
     # wrong types
     ("adapter: lora", "adapter", "{kind: lora, rank: 16}"),
     ("adapter:", "adapter", "must be a mapping such as {kind: lora, rank: 16}, got nothing"),
-    ("adapter: {kind: dora}", "adapter.kind", 'must be lora, got "dora"'),
+    ("adapter: {kind: dora}", "adapter.kind", 'must be lora, got "dora"; there is no other yet'),
+    ("betas: 0.9", "betas", "must be a list of two numbers such as [0.9, 0.999], got 0.9"),
+    ("betas: [0.9]", "betas", "must be a list of two numbers such as [0.9, 0.999], got a list"),
+    ("betas: [0.9, 0.99, 0.999]", "betas", "must be a list of two numbers such as [0.9, 0.999], got a list"),
+    ("betas: [0.9, high]", "betas[1]", 'must be a number, got "high"'),
     ("adapter: {rank: '8'}", "adapter.rank", 'must be a whole number, got "8"'),
     ("adapter: {rank: 8.5}", "adapter.rank", "must be a whole number, got 8.5"),
     ("adapter: {targets: {q: 1}}", "adapter.targets", "a list of the endings of module paths"),
@@ -87,6 +92,9 @@ ONE_KEY = [
     ("steps: 0", "steps", "must be at least 1, got 0"),
     ("batch_size: 0", "batch_size", "must be at least 1, got 0"),
     ("clip: -1", "clip", "must be at least 0, got -1"),
+    ("betas: [0.9, 1]", "betas[1]", "must be below 1, got 1"),
+    ("betas: [-0.1, 0.9]", "betas[0]", "must be at least 0, got -0.1"),
+    ("eps: 0", "eps", "must be above 0, got 0"),
     ("seed: -1", "seed", "must be at least 0, got -1"),
     ("warmup: 1.5", "warmup", "below 1 (a share of the run) or a whole number of steps, got 1.5"),
     ("save_every: 0", "save_every", "must be above 0, got 0"),
@@ -117,7 +125,8 @@ def test_one_wrong_key_is_one_mistake_at_its_place(
 ) -> None:
     lines = written.split("\n")
     text = JOB + "".join(f"    {line}\n" for line in lines)
-    line = next(number for number, said in enumerate(lines, 5) if said.startswith(place.split(".")[0]))
+    key = re.split(r"[.\[]", place)[0]
+    line = next(number for number, said in enumerate(lines, 5) if said.startswith(key))
     ((found_place, found_sentence),) = mistakes_in(folder, text)
     assert found_place == f"jobs.yaml:{line} jobs[0].{place}"
     assert sentence in found_sentence

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import yaml
@@ -60,6 +59,7 @@ def test_a_job_made_of_records_equals_one_made_of_mappings(rows_file: Path) -> N
 
 def test_rows_can_be_given_themselves() -> None:
     assert JobSpec(name="a", data=ROWS).data.rows is ROWS
+    datasets = pytest.importorskip("datasets")
     held = datasets.Dataset.from_list(ROWS)
     assert JobSpec(name="a", data=held).data.rows is held
     assert JobSpec(name="a", data={"rows": ROWS, "max_length": 8}).data.max_length == 8
@@ -177,3 +177,11 @@ def test_changed_keys_are_named_by_their_way() -> None:
     assert changed_keys(old, new) == ["adapter.rank", "epochs", "eval", "steps"]
     assert changed_keys(old, old) == []
     assert changed_keys({}, {"seed": 1}) == ["seed"]
+
+
+def test_a_job_that_began_before_adam_had_keys_goes_on_with_torchs_own() -> None:
+    new = resolved(JobSpec(name="a", data="owner/rows"))
+    old = {key: value for key, value in new.items() if key not in ("betas", "eps")}
+    assert changed_keys(old, new) == []
+    other = resolved(JobSpec(name="a", data="owner/rows", betas=[0.9, 0.95]))
+    assert changed_keys(old, other) == ["betas"]

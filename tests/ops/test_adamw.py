@@ -22,8 +22,13 @@ def states(device, dtype, seed=0):
 
 
 def rules(step):
-    """(learning rate, weight decay, factor) of each job: all different."""
-    return [(1e-3 / step, 0.0, 1.0), (1e-2, 0.1, 1.0), (3e-4, 0.01, 0.37), (1e-1, 0.0, 0.5)]
+    """(learning rate, weight decay, factor, betas, eps) of each job: all different."""
+    return [
+        (1e-3 / step, 0.0, 1.0, (0.9, 0.999), 1e-8),
+        (1e-2, 0.1, 1.0, (0.8, 0.95), 1e-8),
+        (3e-4, 0.01, 0.37, (0.9, 0.999), 1e-3),
+        (1e-1, 0.0, 0.5, (0.0, 0.9999), 1e-6),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -35,15 +40,15 @@ def test_every_job_gets_the_step_that_torch_gives_it(device, dtype):
     generator = torch.Generator().manual_seed(1)
     for step in range(1, 4):
         updates = []
-        for state, one, optimizer, (rate, decay, factor) in zip(
+        for state, one, optimizer, (rate, decay, factor, betas, eps) in zip(
             made, theirs, optimizers, rules(step), strict=True
         ):
             gradient = torch.randn(state.master.shape, generator=generator).to(device, dtype)
             state.gradient.copy_(gradient)
             one.grad = gradient * factor
-            optimizer.param_groups[0].update(lr=rate, weight_decay=decay)
+            optimizer.param_groups[0].update(lr=rate, weight_decay=decay, betas=betas, eps=eps)
             optimizer.step()
-            updates.append(Update(state, step, rate, decay, factor))
+            updates.append(Update(state, step, rate, decay, factor, betas, eps))
         assert update(updates).tolist() == [True] * len(made)
     for state, one in zip(made, theirs, strict=True):
         bound = 1e-6 if dtype is torch.float32 else 1e-12

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -104,6 +105,14 @@ def test_states_are_coloured() -> None:
     assert "\x1b[32msucceeded" in file.getvalue()
 
 
+def test_a_state_that_is_not_known_is_counted_too() -> None:
+    console, file = terminal_console()
+    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
+        view.update(JobRow(name="a", steps=1, state="paused"))
+        view.update(JobRow(name="b", steps=1, state="dreaming"))
+    assert "1 paused · 1 dreaming" in last_frame(file)
+
+
 def test_a_job_that_joins_later_gets_a_row() -> None:
     console, file = terminal_console()
     with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
@@ -152,3 +161,16 @@ def test_nothing_is_promised_before_the_second_moment() -> None:
     pace.add(Moment(1.0, 1, 10))
     assert pace.tokens_per_second is None
     assert pace.seconds_left(5) is None
+
+
+def test_the_clock_of_the_table_runs_while_nothing_happens() -> None:
+    console, file = terminal_console()
+    clock = Clock()
+    with LiveView(console, [JobRow(name="a", state="running", steps=10)], clock):
+        clock.now = 3661.0
+        for _ in range(100):
+            if "1:01:01 elapsed" in file.getvalue():
+                break
+            time.sleep(0.05)
+        else:
+            raise AssertionError(file.getvalue())

@@ -26,10 +26,11 @@ def open_batch(training, gradient, loss=1.5):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize(("clip", "size"), [(1.0, 5.0), (1.0, 1e-3), (None, 5.0)])
 def test_a_step_equals_adamw_and_clipping_on_separate_tensors(base, weight_decay, clip, size):
-    keys = {"weight_decay": weight_decay, "clip": clip, "schedule": "cosine", "warmup": 2}
+    adam = {"betas": (0.7, 0.98), "eps": 1e-4}
+    keys = {"weight_decay": weight_decay, "clip": clip, "schedule": "cosine", "warmup": 2, **adam}
     training = aboard.training(base, aboard.ready(base, "a", **keys))
     separate = {key: v.clone().requires_grad_() for key, v in training.layout.views(training.master).items()}
-    optimizer = torch.optim.AdamW(separate.values(), lr=1e-2, weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(separate.values(), lr=1e-2, weight_decay=weight_decay, **adam)
     scheduler = get_scheduler("cosine", optimizer, 2, 8)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 9):

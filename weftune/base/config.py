@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.errors import BaseModelError
+from weftune.hub import why_absent
 from weftune.paths import cache_folder
 
 CONFIG = "config.json"
@@ -20,7 +22,7 @@ def read_config(spec: BaseSpec) -> dict[str, Any]:
     file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetched(spec)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BaseModelError(f"The {CONFIG} of {spec.model} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise BaseModelError(f"The {CONFIG} of {spec.model} holds no mapping.")
@@ -55,7 +57,15 @@ def model_folder(spec: BaseSpec) -> str:
         return _converted(cache_folder() / "gguf", f"{path.stem}-*", spec)
     if path.is_dir() and not (path / CONFIG).is_file():
         raise BaseModelError(f"The folder {spec.model} holds no {CONFIG}, so it is no model folder.")
+    if path.is_dir():
+        refuse_unsafe(path, spec.model)
     return str(path) if path.is_dir() else spec.model
+
+
+def refuse_absent(spec: BaseSpec) -> None:
+    """A Hub id that the Hub does not give us is a mistake, found by one question."""
+    if sentence := why_absent(spec.model, "model", spec.revision):
+        raise BaseModelError(sentence)
 
 
 def _converted(folder: Path, pattern: str, spec: BaseSpec) -> str:
@@ -74,6 +84,7 @@ def _fetched(spec: BaseSpec) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    refuse_absent(spec)
     try:
         return Path(hf_hub_download(spec.model, CONFIG, revision=spec.revision))
     except (OSError, HfHubHTTPError, HFValidationError):

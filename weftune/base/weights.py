@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from weftune.base.safe_files import weight_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
     """What the index says, or the one file there is; None where weights are not in safetensors files."""
     index = _found(where, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
-        return WeightFiles(where, revision, json.loads(index.read_text())["weight_map"])
+        return WeightFiles(where, revision, weight_map(index))
     whole = _found(where, SAFE_WEIGHTS_NAME, revision)
     if whole is None:
         return None

@@ -19,7 +19,6 @@ from weftune.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-CHECKOUT = Path(__file__).parents[2]
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 """What the benchmarks call the two rows that every other one is compared with."""
 
@@ -31,7 +30,7 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One benchmark of the checkout, and how to run it."""
+    """One benchmark of the package `weftune.bench`, and how to run it."""
 
     title: str
     module: str
@@ -63,8 +62,6 @@ def bench(
     toy: Annotated[bool, typer.Option("--toy", help="Tiny, on the CPU: does it run at all.")] = False,
 ) -> None:
     """Measure Weftune and the strongest other ways on this machine's GPU."""
-    if not (CHECKOUT / "benchmarks" / "gpu_step.py").is_file():
-        raise UserError(f"The benchmarks come with a checkout of Weftune, and {CHECKOUT} is none.")
     if not toy:
         check_device()
     lines, failed = [], []
@@ -109,8 +106,8 @@ def run_part(part: Part, file: Path, toy: bool) -> Mapping[str, Any] | None:
     """Its numbers, or None if it failed; what it prints goes straight to the terminal."""
     typer.echo(f"\n{part.title}")
     words = [*part.options, *(["--toy"] if toy else []), "--json", str(file)]
-    module = f"benchmarks.{part.module}"
-    done = subprocess.run([sys.executable, "-m", module, *words], cwd=CHECKOUT, check=False)
+    module = f"weftune.bench.{part.module}"
+    done = subprocess.run([sys.executable, "-m", module, *words], check=False)
     if done.returncode != 0 or not file.is_file():
         return None
     found: dict[str, Any] = json.loads(file.read_text())

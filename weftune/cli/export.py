@@ -8,9 +8,12 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from weftune.base.spec import Dtype
+from weftune.adapters.folder import refuse_no_adapter
+from weftune.base.spec import BaseSpec, Dtype
+from weftune.cli.early import refuse_base
 from weftune.cli.generate import base_of
 from weftune.errors import UserError
+from weftune.jobs.files import refuse_full_folder
 
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """What vLLM's --max-lora-rank can be; the first is its default."""
@@ -41,10 +44,14 @@ def export(
     if dtype is not None and (portable or dtype not in get_args(Dtype)):
         raise UserError(f"--dtype goes with --merged and is one of {', '.join(get_args(Dtype))}.")
     target = target or folder / ("portable" if portable else "merged")
-    if portable:
+    base = base_of(folder) if merged else None
+    refuse_no_adapter(folder)
+    refuse_full_folder(target)
+    if base is None:
         _export_portable(folder, target)
     else:
-        _export_merged(folder, target, dtype)
+        refuse_base(base)
+        _export_merged(folder, base, target, dtype)
 
 
 def _export_portable(folder: Path, target: Path) -> None:
@@ -63,10 +70,9 @@ def vllm_advice(rank: int) -> str:
     return f"vLLM takes ranks up to {VLLM_RANKS[0]} unless told: start it with --max-lora-rank {allowed}."
 
 
-def _export_merged(folder: Path, target: Path, dtype: str | None) -> None:
+def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: str | None) -> None:
     from weftune.export import write_merged
 
-    base = base_of(folder)
     typer.echo(f"Merging {folder} into {base.published_name}.")
     kept = write_merged(folder, replace(base, dtype=cast(Dtype | None, dtype) or base.dtype), target)
     typer.echo(f"Wrote {target}: a whole model in {str(kept).removeprefix('torch.')}, with its tokenizer.")

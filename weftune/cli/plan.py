@@ -42,15 +42,18 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
 ) -> None:
     """Say what a cluster would make of the jobs: memory, stages, groups, times. No weights are loaded."""
-    from rich.console import Console
-
+    from weftune.cli.early import read_early, refuse_rows
     from weftune.cli.train import bytes_of
 
     if gantt is not None:
         refuse_picture(gantt)
     limit = None if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
     asked = Asked(cluster == "auto", limit, explain, ablate)
+    refuse_rows(read_early(jobs).jobs, named=True)
     found = read_cluster(cluster, limit)
+
+    from rich.console import Console
+
     with _without_collector():
         answered = answer(read_wanted(jobs, found, asked), Console())
     if gantt is not None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weftune.data.prepare import Prepared
     from weftune.data.samples import Samples
     from weftune.jobs.spec import JobSpec, RunSpec
+    from weftune.shapes import ModelShape
 
 SUPERVISED = "bold green"
 GIVEN = "dim"
@@ -37,21 +38,26 @@ def preview(
     rows: Annotated[int, typer.Option(min=0, help="How many samples to show of each dataset.")] = 3,
 ) -> None:
     """Show rows as the model sees them, supervised tokens coloured. No weights are loaded."""
-    from rich.console import Console
+    from weftune.cli.early import read_early, refuse_rows
 
-    from weftune.base.load import load_config, load_tokenizer
-    from weftune.base.place import place
-    from weftune.base.shape import context
-    from weftune.jobs.read import read_run
-
-    run = read_run(file)
+    run = read_early(file)
     chosen = chosen_jobs(run, job)
+    refuse_rows(chosen, named=False)
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from weftune.base.load import inspect, load_tokenizer
+
     tokenizer = load_tokenizer(run.base)
-    longest = context(load_config(run.base, place(run.base)))
+    shape = inspect(run.base)
     console = Console()
-    for shown in prepare_all(chosen, tokenizer, longest):
+    found = prepare_all(chosen, tokenizer, shape.context)
+    for shown in found:
         for part in drawing(shown, tokenizer, rows):
             console.print(part)
+    for sentence in warned(chosen, found, shape):
+        console.print(Text(f"warning: {sentence}"), soft_wrap=True)
 
 
 def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
@@ -87,6 +93,20 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
     if mistakes:
         raise DataError(mistakes)
     return list(found.values())
+
+
+def warned(jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape) -> list[str]:
+    """What `weftune train` will warn of."""
+    from weftune.data.order import Order
+    from weftune.jobs.checks import data_warnings, told_once, warnings
+
+    trains = {name: shown.prepared.train for shown in found for name in shown.jobs}
+    sentences = []
+    for job in jobs:
+        train = trains[job.name]
+        steps = job.total_steps(Order(len(train), job.batch_size, job.seed, train.weights).steps_per_epoch)
+        sentences += [(job.name, sentence) for sentence in data_warnings(job, len(train), steps)]
+    return [*warnings(jobs, shape), *told_once(sentences)]
 
 
 def drawing(shown: Shown, tokenizer: Any, rows: int) -> list[RenderableType]:

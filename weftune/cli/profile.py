@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 
 def make_profile(base: str, device: str | None, output: Path | None) -> None:
+    from weftune.base.spec import BaseSpec
+    from weftune.cli.early import refuse_base, refuse_device
+
+    refuse_device(device)
+    refuse_base(BaseSpec(model=base))
+
     from rich.console import Console
 
     from weftune.base.load import device_named, inspect
-    from weftune.base.spec import BaseSpec
     from weftune.errors import OutputError
     from weftune.plan.profile import check_place, file_of, profile_folder, write_profile
     from weftune.run.profile import key_here

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.build import Built, Rules, build, find_format
+from weftune.data.build import Built, Rules, build, check, find_format
 from weftune.data.cache import META
 from weftune.data.encode import Encoder
 from weftune.data.formats import check_columns
@@ -85,6 +85,27 @@ def is_prepared(
     return all((cache / rules.key(table, find_format(table, data)) / META).is_file() for table in tables)
 
 
+def check_rows(data: DataSpec, evaluation: EvalSpec | None, max_bytes: int) -> None:
+    """What can be said against the rows of local files up to that size before there is a tokenizer."""
+    _check(data, evaluation)
+    paths = [] if data.rows is not None else [Path(source.path) for source in data.sources]
+    paths += [] if evaluation is None or evaluation.path is None else [Path(evaluation.path)]
+    names = Counter(path.name for path in paths)
+    mistakes: list[Mistake] = []
+    for path in paths:
+        if not path.is_file() or path.stat().st_size > max_bytes:
+            continue
+        try:
+            table = open_path(str(path), None, _label(Source(path=str(path)), names))
+            format = find_format(table, data)
+            if not data.skip_bad_rows:
+                check(table, format, data)
+        except DataError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise DataError(dict.fromkeys(mistakes))
+
+
 def _check(data: DataSpec, evaluation: EvalSpec | None) -> None:
     check_columns(data.columns)
     if (data.rows is None) == (not data.path):
@@ -123,7 +144,7 @@ def _rules(data: DataSpec, tokenizer: Any, context: int | None) -> Rules:
     special = json.dumps(encoder.tokenizer.special_tokens_map, default=str)
     template = _template(source, special) if source is not None else None
     longest = data.max_length if context is None else min(data.max_length, context)
-    return Rules(data, encoder, encoder.fingerprint, template, source, longest)
+    return Rules(data, encoder, encoder.fingerprint, template, source, longest, context)
 
 
 @lru_cache(maxsize=8)

@@ -13,6 +13,7 @@ from weftune.data.json_rows import read_json, read_lines
 from weftune.data.row import Row, Table, canonical
 from weftune.data.table_rows import read_csv, read_given, read_parquet
 from weftune.errors import DataError, Mistake
+from weftune.hub import why_absent
 
 Reader = Callable[[Path, str], Iterator[Row]]
 
@@ -91,6 +92,8 @@ def _files_of(folder: Path, split: str | None, label: str) -> list[Path]:
 
 
 def _open_hub(name: str, split: str) -> Table:
+    if sentence := why_absent(name, "dataset"):
+        raise DataError(Mistake("data", sentence))
     import datasets
 
     try:

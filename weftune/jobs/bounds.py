@@ -82,6 +82,8 @@ BOUNDS: Mapping[Loc, Bound] = {
     ("learning_rate",): Bound(above=0),
     ("warmup",): Bound(least=0, most=MOST, share=True),
     ("weight_decay",): Bound(least=0),
+    ("betas", ANY): Bound(least=0, below=1),
+    ("eps",): Bound(above=0, most=1),
     ("clip",): Bound(least=0, none=True),
     ("seed",): Bound(whole=True, least=0, most=2**63 - 1),
     ("priority",): Bound(whole=True, least=-(10**9), most=10**9),

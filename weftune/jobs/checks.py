@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weftune.adapters.lora.config import read_spec
+from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
 from weftune.errors import AdapterError, Mistake
+from weftune.jobs.near import nearest
 from weftune.jobs.show import show
-from weftune.jobs.spec import JobSpec, place_in_job
+from weftune.jobs.spec import JobSpec, in_steps, place_in_job
+from weftune.patterns import ending, slow_sentence
 from weftune.shapes import ModelShape, SiteShape
+
+HIGH_RATE, HIGH_DECAY = 0.1, 1.0
+"""Above these somebody has probably missed a decimal point: Adam moves every weight by about its rate."""
+NAMED = 4
+"""Jobs that a sentence names before it counts."""
 
 
 def check_targets(
     jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str] = place_in_job
 ) -> list[Mistake]:
     """A mistake for every target that matches no site of the base. `place` is `RunSpec.place` for a file."""
-    return [mistake for job in jobs for mistake in _target_mistakes(job, shape, place)]
+    names = [site.name for site in shape.sites]
+    mistakes: list[Mistake] = []
+    for job in jobs:
+        slow = list(_slow_patterns(job, names, place))
+        mistakes += slow or _target_mistakes(job, shape, place)
+    return mistakes
+
+
+def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]) -> Iterator[Mistake]:
+    """Expressions that would take too long on the names of this base."""
+    adapter = job.adapter
+    if isinstance(adapter.targets, str) and (slow := slow_sentence([adapter.targets], names)):
+        yield Mistake(place(job.name, "adapter", "targets"), slow)
+    for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
+        for pattern in patterns:
+            if slow := slow_sentence([ending(pattern)], names):
+                yield Mistake(place(job.name, "adapter", key, pattern), slow)
 
 
 def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
@@ -46,8 +68,8 @@ def _no_match(expression: str, shape: ModelShape) -> str:
 
 def _offer(target: str, shape: ModelShape) -> str:
     endings = _endings(shape)
-    near = difflib.get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}? " if near else ""
+    near = nearest(target.rpartition(".")[2], endings)
+    hint = f"did you mean {near}? " if near else ""
     return f"{hint}its modules end in {', '.join(endings)}"
 
 
@@ -57,11 +79,42 @@ def _endings(shape: ModelShape) -> list[str]:
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
     """What will work, and may yet not be what was meant: one sentence each."""
-    return [f"{job.name}: {sentence}" for job in jobs for sentence in _job_warnings(job, shape)]
+    return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape))
+
+
+def data_warnings(job: JobSpec, samples: int, steps: int) -> Iterator[str]:
+    """The same, of what is known only when the data is: so many samples, and steps of the whole run."""
+    if job.batch_size > samples:
+        yield (
+            f"batch_size {job.batch_size} is over the number of its training samples, {samples}: every step "
+            "trains on all of them"
+        )
+    if (warmup := in_steps(job.warmup, steps)) >= steps > 1:
+        yield f"warmup takes {warmup} of its {steps} steps: its learning rate is never reached"
+
+
+def told_once(sentences: Iterable[tuple[str, str]]) -> list[str]:
+    """`a, b: sentence` where several jobs are told the same."""
+    jobs: dict[str, dict[str, None]] = {}
+    for job, sentence in sentences:
+        jobs.setdefault(sentence, {})[job] = None
+    return [f"{_names(list(names))}: {sentence}" for sentence, names in jobs.items()]
+
+
+def _names(jobs: Sequence[str]) -> str:
+    more = len(jobs) - NAMED
+    return ", ".join(jobs) if more <= 1 else f"{', '.join(jobs[:NAMED])} and {more} more"
 
 
 def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
     adapter = job.adapter
+    if job.learning_rate > HIGH_RATE:
+        yield (
+            f"learning_rate {job.learning_rate:g} is far above what adapters train with, 1e-5 to 1e-2; its "
+            "loss will hardly stay finite"
+        )
+    if job.weight_decay > HIGH_DECAY:
+        yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
     aboard = [site for site in shape.sites if adapter.targets_site(site.name)]
     wide = [site for site in aboard if adapter.rank_at(site.name) > _width(site)]
     if wide:
@@ -89,6 +142,7 @@ def _start_warnings(adapter: LoraSpec, folder: Path, aboard: Sequence[SiteShape]
     """PEFT's files hold A and B; what they add up to hangs on the scale, which the job states anew."""
     try:
         before = read_spec(folder)
+        refuse_slow(folder, before, [site.name for site in aboard])
     except AdapterError:
         return  # refused, with its reason, when the job is made ready
     for site in aboard:

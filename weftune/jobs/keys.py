@@ -6,8 +6,9 @@ answered with ours.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
+
+from weftune.jobs.near import nearest
 
 RUN_KEYS = ("base", "output", "report_to", "defaults", "jobs")
 BASE_KEYS = ("model", "dtype", "revision")
@@ -19,7 +20,8 @@ ADAPTER_KEYS = (
 )  # fmt: skip
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
-    "schedule", "warmup", "weight_decay", "clip", "seed", "priority", "early_stop", "save_every", "keep",
+    "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "seed", "priority", "early_stop",
+    "save_every", "keep",
 )  # fmt: skip
 
 SECTIONS: Mapping[str, Sequence[str]] = {
@@ -56,6 +58,11 @@ RENAMED: Mapping[str, str] = {
     "scheduler": "schedule",
     "warmup_ratio": "warmup",
     "warmup_steps": "warmup",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_betas": "betas",
+    "adam_epsilon": "eps",
+    "epsilon": "eps",
     "max_grad_norm": "clip",
     "gradient_clipping": "clip",
     "max_seq_length": "data.max_length",
@@ -107,6 +114,8 @@ ADVICE: Mapping[str, str] = {
     "lora_target": "for all write all-linear",
     "per_device_train_batch_size": "the whole global batch, gradient accumulation multiplied in",
     "micro_batch_size": "the whole global batch, gradient accumulation multiplied in",
+    "adam_beta1": "both of them, such as [0.9, 0.999]",
+    "adam_beta2": "both of them, such as [0.9, 0.999]",
     "warmup_ratio": "below 1 it is a share of the run",
     "warmup_steps": "from 1 on it counts steps",
     "train_on_inputs": "for true write all",
@@ -134,9 +143,6 @@ ANSWERED: Mapping[str, str] = {
     "attn_implementation": "leave it out, attention is chosen for the device",
     "optim": "leave it out, the optimizer is AdamW",
     "optimizer": "leave it out, the optimizer is AdamW",
-    "adam_beta1": "leave it out, AdamW runs with betas 0.9 and 0.999",
-    "adam_beta2": "leave it out, AdamW runs with betas 0.9 and 0.999",
-    "adam_epsilon": "leave it out, AdamW runs with epsilon 1e-8",
     "logging_steps": "leave it out, every step is logged",
     "save_total_limit": "leave it out, one checkpoint is kept; choose which with keep: best or last",
     "save_strategy": "write save_every, a share of the run or a number of steps",
@@ -174,13 +180,13 @@ def unknown_key(section: str, key: str) -> str:
     homes = [home for home, keys in SECTIONS.items() if home not in ("source", section) and plain in keys]
     if homes:
         return f"is not a key of {_title(section)}; write {_way(section, f'{homes[0]}.{plain}')}"
-    near = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
+    near = nearest(plain, known)
     if near:
-        return f"is not a key of {_title(section)}; did you mean {near[0]}?"
+        return f"is not a key of {_title(section)}; did you mean {near}?"
     everywhere = {name: home for home, keys in SECTIONS.items() if home != "source" for name in keys}
-    near = difflib.get_close_matches(plain, everywhere, n=1, cutoff=0.75)
+    near = nearest(plain, everywhere)
     if near:
-        way = _way(section, f"{everywhere[near[0]]}.{near[0]}")
+        way = _way(section, f"{everywhere[near]}.{near}")
         return f"is not a key of {_title(section)}; did you mean {way}?"
     return f"is not a key of {_title(section)}; its keys are {', '.join(known)}"
 

@@ -70,13 +70,13 @@ def _holds(values: Any, loc: Loc) -> bool:
 def from_python(keywords: Mapping[str, Any]) -> Layer:
     """The keywords of a JobSpec made in Python as the layer that the same keys in a file would make."""
     values = dict(keywords)
-    if _is_rows(values.get("data")):
+    if is_rows(values.get("data")):
         values["data"] = {ROWS: values["data"]}
-    values = {key: _plain(value) for key, value in values.items()}
+    values = {key: plain_values(value) for key, value in values.items()}
     return written_out(values, places_of(values))
 
 
-def _is_rows(data: Any) -> bool:
+def is_rows(data: Any) -> bool:
     """Whether `data` is the rows themselves; a list of paths or of {path, weight} is a mixture instead."""
     if isinstance(data, list | tuple):
         return not data or not all(isinstance(item, str | Path) or _is_source(item) for item in data)
@@ -90,15 +90,15 @@ def _is_source(item: Any) -> bool:
     return isinstance(item, Mapping) and "path" in item and len(item) <= 2
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """Records as mappings, paths as text, numpy's numbers as Python's; rows stay as they are."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
         value = {key: below for key, below in value.items() if below is not None and below != ()}
     if isinstance(value, Mapping):
-        return {str(key): below if key == ROWS else _plain(below) for key, below in value.items()}
+        return {str(key): below if key == ROWS else plain_values(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_values(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weftune.adapters.folder import CONFIG, WEIGHTS, no_weights
+from weftune.jobs.near import nearest
 from weftune.jobs.show import show
 
 HUB_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
@@ -67,9 +68,12 @@ def missing(folder: Path, text: str, what: str = "file") -> str:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError:
         beside = []
-    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.6)
+    # By what comes before the ending: an ending that they share would make all of them near.
+    by_stem = {Path(name).stem: name for name in beside if Path(name).suffix == path.suffix}
+    by_stem |= {name: name for name in beside if Path(name).stem == path.stem}
+    near = nearest(path.stem, by_stem) or nearest(path.name, by_stem)
     if near:
-        return f"{sentence}; did you mean {Path(text).parent / near[0]}?"
+        return f"{sentence}; did you mean {Path(text).parent / by_stem[near]}?"
     return f"{sentence}; write a path relative to the jobs file, or an absolute one"
 
 
@@ -96,6 +100,8 @@ def locate_adapter(folder: Path, text: str) -> Located:
     path = place_in(folder, text)
     if not exists(path):
         return Located(text, missing(folder, text, "folder"))
-    if not exists(path / "adapter_config.json"):
-        return Located(text, f"{show(text)} holds no adapter_config.json; name a PEFT adapter folder")
+    if not exists(path / CONFIG):
+        return Located(text, f"{show(text)} holds no {CONFIG}; name a PEFT adapter folder")
+    if not exists(path / WEIGHTS):
+        return Located(text, no_weights(path))
     return Located(str(path))

@@ -11,11 +11,11 @@ from weftune.base.spec import DEMO, BaseSpec
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.checks import check_targets
 from weftune.jobs.keys import BASE_KEYS, RUN_KEYS, unknown_key
-from weftune.jobs.layer import Layer, merged, written_out
+from weftune.jobs.layer import Layer, is_rows, merged, written_out
 from weftune.jobs.lines import read_yaml
 from weftune.jobs.names import repeated
 from weftune.jobs.paths import exists, is_hub_id, missing, place_in
-from weftune.jobs.places import Loc, Place, Placed, Places, dotted, in_file_order, places_of
+from weftune.jobs.places import ROWS, Loc, Place, Placed, Places, dotted, in_file_order, places_of
 from weftune.jobs.schema import EXPECTED, build
 from weftune.jobs.settle import settle
 from weftune.jobs.show import show
@@ -187,7 +187,9 @@ class _Reader:
     def layer(self, keys: Mapping[str, Any], loc: Loc) -> Layer:
         """The keys at `loc` with shorthands written out; rows can only come from Python."""
         data = keys.get("data")
-        if isinstance(data, Mapping) and "rows" in data:
+        if not self.file:
+            keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_rows(data) else keys
+        elif isinstance(data, Mapping) and "rows" in data:
             self.fault((*loc, "data", "rows"), "write the rows to a file, and its path as data.path")
             keys = {**keys, "data": {key: value for key, value in data.items() if key != "rows"}}
         return written_out(keys, places_of(keys, loc, self.file, self.lines))

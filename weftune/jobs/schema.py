@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -12,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from weftune.jobs.keys import unknown_key
+from weftune.jobs.near import nearest
 from weftune.jobs.places import ABSENT, Fault, Loc, step_into
 from weftune.jobs.show import show
 
@@ -20,6 +20,7 @@ EXPECTED: Mapping[Loc, str] = {
     ("adapter", "targets"): "all-linear, a regular expression, or a list of the endings of module paths",
     ("adapter", "rank_pattern"): "a mapping from a module path's ending to a rank",
     ("adapter", "alpha_pattern"): "a mapping from a module path's ending to an alpha",
+    ("betas",): "a list of two numbers such as [0.9, 0.999]",
     ("data",): "a path, a list of {path, weight}, or a mapping such as {path: rows.jsonl}",
     ("data", "path"): "a path, or a list of {path, weight}",
     ("data", "columns"): "a mapping such as {prompt: question}",
@@ -120,6 +121,6 @@ def _required(key: str) -> str:
 def _choice(expected: str, value: Any) -> str:
     choices = re.findall(r"'([^']*)'", expected)
     listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(str(value).lower(), choices)
+    hint = f"; did you mean {near}?" if near else "; there is no other yet" if len(choices) == 1 else ""
     return f"must be {listed}, got {show(value)}{hint}"

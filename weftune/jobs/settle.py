@@ -13,10 +13,13 @@ from weftune.jobs.layer import Layer
 from weftune.jobs.names import name_fault
 from weftune.jobs.paths import Locate, Located, locate_adapter, locate_rows, locate_template
 from weftune.jobs.places import ROWS, Fault, Loc, Placed, place_of
-from weftune.jobs.schema import build
+from weftune.jobs.schema import EXPECTED, build
 from weftune.jobs.show import show
+from weftune.patterns import ending, slow_sentence
 
 Record = TypeVar("Record")
+BETAS = (0.9, 0.999)
+"""Adam's, where a job does not say."""
 
 
 def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Placed]]:
@@ -29,6 +32,7 @@ def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | N
             faults.setdefault(fault.loc, fault.sentence)
 
     note(number_faults(values))
+    note(_betas_faults(values.get("betas", BETAS)))
     values, missing_files = _located(values, folder)
     note(missing_files)
     made = build(record, values)
@@ -92,6 +96,12 @@ def _disagreements(values: Mapping[str, Any]) -> Iterator[Fault]:
     yield from _eval_faults(values)
     yield from _data_faults(values.get("data"))
     yield from _adapter_faults(values.get("adapter"))
+
+
+def _betas_faults(betas: Any) -> Iterator[Fault]:
+    """Before their types are looked at, which would count the missing ones."""
+    if not isinstance(betas, list | tuple) or len(betas) != len(BETAS):
+        yield Fault(("betas",), f"must be {EXPECTED[('betas',)]}, got {show(betas)}")
 
 
 def _eval_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
@@ -159,6 +169,9 @@ def _adapter_faults(adapter: Any) -> Iterator[Fault]:
 def _expression(text: str, loc: Loc) -> Iterator[Fault]:
     if not text:
         yield Fault(loc, "must not be empty")
+    if slow := slow_sentence([text if loc[-1] == "targets" else ending(text)]):
+        yield Fault(loc, slow)
+        return
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack
 
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
@@ -34,6 +34,31 @@ class EarlyStop:
     min_delta: float = 0.0
 
 
+class JobKeys(TypedDict, total=False):
+    """What a JobSpec is made of in Python: the keys of jobs.yaml, and rows or records where it has paths."""
+
+    name: Required[str]
+    data: Required[str | Path | DataSpec | Mapping[str, Any] | Sequence[Any]]
+    adapter: AdapterSpec | Mapping[str, Any]
+    objective: Objective
+    eval: EvalSpec | Mapping[str, Any] | None
+    epochs: float | None
+    steps: int | None
+    batch_size: int
+    learning_rate: float
+    schedule: Schedule
+    warmup: float
+    weight_decay: float
+    betas: Sequence[float]
+    eps: float
+    clip: float | None
+    seed: int
+    priority: int
+    early_stop: EarlyStop | Mapping[str, Any] | int | None
+    save_every: float | None
+    keep: Keep
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class JobSpec:
     """One job. `JobSpec(name="a", data="rows.jsonl", adapter={"rank": 8})` takes what jobs.yaml takes."""
@@ -54,6 +79,9 @@ class JobSpec:
     schedule: Schedule = "linear"
     warmup: float = 0.0
     weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    """Of Adam, as its betas."""
     clip: float | None = 1.0
     """None: gradients are not clipped."""
     seed: int = 0
@@ -62,7 +90,7 @@ class JobSpec:
     save_every: float | None = None
     keep: Keep = "last"
 
-    def __init__(self, **keys: Any) -> None:
+    def __init__(self, **keys: Unpack[JobKeys]) -> None:
         job, found = settle(JobSpec, from_python(keys), Path.cwd())
         if job is None:
             raise SpecError(in_file_order(found))
@@ -113,6 +141,7 @@ def _exact(value: float) -> Fraction:
 def resolved(job: JobSpec) -> dict[str, Any]:
     """The job with every default written out, under the keys of jobs.yaml and in values that YAML has."""
     whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
+    whole["betas"] = list(job.betas)
     whole["adapter"] = _plain(job.adapter)
     whole["data"] = _data(job.data)
     whole["eval"] = None if job.eval is None else _plain(job.eval)
@@ -142,9 +171,13 @@ def _plain(record: Any) -> dict[str, Any]:
     return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
 
 
+ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
+"""Keys that resolved jobs of earlier versions lack, with what those trained by."""
+
+
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The dotted names of the keys in which two resolved jobs differ; a list is compared as a whole."""
-    return sorted(_changed(old, new, ()))
+    return sorted(_changed({**ADDED, **old}, {**ADDED, **new}, ()))
 
 
 def _changed(old: Any, new: Any, loc: Loc) -> list[str]:

@@ -1,4 +1,4 @@
-"""AdamW for many jobs at once, each with its own learning rate, decay, step and clipping.
+"""AdamW for many jobs at once, each with its own learning rate, decay, betas, eps, step and clipping.
 
 All of a job's parameters are one flat vector. On a GPU one launch updates every job: moments, master weights,
 the copy that passes read, and a zero for the next gradient.
@@ -18,7 +18,8 @@ from torch.optim.adamw import adamw
 
 from weftune.ops.triton.at_hand import kernels_at_hand
 
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Torch's own."""
 BLOCK = 4096
 
 
@@ -54,6 +55,8 @@ class Update:
     weight_decay: float
     factor: float
     """What the gradient is multiplied by: below 1 where it is clipped."""
+    betas: tuple[float, float] = BETAS
+    eps: float = EPS
 
 
 def gradient_norms(states: Sequence[State]) -> Tensor:
@@ -97,12 +100,12 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
     states = [one.state for one in updates]
     device, blocks = states[0].gradient.device, _blocks(states)
     finite_JB = torch.empty(len(states), blocks, dtype=torch.bool, device=device)
-    numbers_J4 = _to_device(torch.tensor([_numbers(one) for one in updates], dtype=torch.float32), device)
+    numbers_J8 = _to_device(torch.tensor([_numbers(one) for one in updates], dtype=torch.float32), device)
     if factor_J is not None:
-        numbers_J4[:, 0] = factor_J
+        numbers_J8[:, 0] = factor_J
     with torch.cuda.device_of(finite_JB):
         kernels.update[(blocks, len(states))](
-            _table(states), numbers_J4, finite_JB, 1.0 - BETA1, BETA2, 1.0 - BETA2, EPS,
+            _table(states), numbers_J8, finite_JB,
             WEIGHT=_triton_dtype(states[0].weights.dtype), EVEN=_even(states), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return finite_JB.all(dim=1)
@@ -123,11 +126,11 @@ def _update_by_torch(one: Update) -> Tensor:
         # One pass over the vectors instead of a dozen: seven times as fast.
         fused=state.master.device.type == "cpu",
         amsgrad=False,
-        beta1=BETA1,
-        beta2=BETA2,
+        beta1=one.betas[0],
+        beta2=one.betas[1],
         lr=one.learning_rate,
         weight_decay=one.weight_decay,
-        eps=EPS,
+        eps=one.eps,
         maximize=False,
     )
     state.weights.copy_(state.master)
@@ -135,13 +138,19 @@ def _update_by_torch(one: Update) -> Tensor:
     return state.master.isfinite().all()
 
 
-def _numbers(one: Update) -> tuple[float, float, float, float]:
-    """In the order of the kernel's table."""
+def _numbers(one: Update) -> tuple[float, ...]:
+    """In the order of the kernel's table. 1 − β is made here: from a β in float32, that of 0.999 would be off
+    by 5e-5."""
+    beta1, beta2 = one.betas
     return (
         one.factor,
         1.0 - one.learning_rate * one.weight_decay,
-        one.learning_rate / (1.0 - BETA1**one.step),
-        math.sqrt(1.0 - BETA2**one.step),
+        one.learning_rate / (1.0 - beta1**one.step),
+        math.sqrt(1.0 - beta2**one.step),
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        one.eps,
     )
 
 

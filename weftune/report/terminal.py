@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from threading import RLock
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -19,6 +21,8 @@ from weftune.report.words import duration_text, loss_text, plural, printable, ra
 STATE_STYLES = {
     "queued": "dim",
     "running": "cyan",
+    "paused": "yellow",
+    "interrupted": "yellow",
     "succeeded": "green",
     "failed": "bold red",
     "cancelled": "yellow",
@@ -100,7 +104,13 @@ class LiveView:
         self._started = self._drawn = clock()
         self._paces = {row.name: Pace() for row in jobs}
         self._overall = Pace()
-        self._live = Live(console=console, refresh_per_second=8) if _can_redraw(console) else None
+        self._lock = RLock()
+        """Rows change in the trainer's thread and are drawn in rich's, too, which keeps the clock going."""
+        self._live = (
+            Live(console=console, get_renderable=self._frame, refresh_per_second=4)
+            if _can_redraw(console)
+            else None
+        )
 
     def __enter__(self) -> LiveView:
         for row in self._rows.values():
@@ -120,12 +130,13 @@ class LiveView:
 
     def update(self, row: JobRow) -> None:
         """A job has moved; one that is not known yet has joined."""
-        before = self._rows.get(row.name, JobRow(name=row.name))
-        pace = self._paces.setdefault(row.name, Pace())
-        self._rows[row.name] = row
-        if row.step != before.step or row.tokens != before.tokens:
-            pace.add(Moment(self._clock(), row.step, row.tokens))
-            self._overall.add(self._moment())
+        with self._lock:
+            before = self._rows.get(row.name, JobRow(name=row.name))
+            pace = self._paces.setdefault(row.name, Pace())
+            self._rows[row.name] = row
+            if row.step != before.step or row.tokens != before.tokens:
+                pace.add(Moment(self._clock(), row.step, row.tokens))
+                self._overall.add(self._moment())
         if self._live is None:
             if _worth_a_line(before, row):
                 self._print(_line(row, pace))
@@ -146,17 +157,25 @@ class LiveView:
     def _draw(self) -> None:
         assert self._live is not None
         self._drawn = self._clock()
-        rows = list(self._rows.values())
-        shown = _most_telling(rows, self._console.height - _FRAME_LINES)
-        table = _live_table(shown, self._paces)
-        hidden = len(rows) - len(shown)
-        more = [Text(f"… and {plural(hidden, 'job')} more", style="dim")] if hidden else []
-        self._live.update(Group(table, *more, *_reasons(shown), self._overall_line(rows)))
+        self._live.refresh()
+
+    def _frame(self) -> Group:
+        """All that is live, as it stands now."""
+        with self._lock:
+            rows = list(self._rows.values())
+            shown = _most_telling(rows, self._console.height - _FRAME_LINES)
+            table = _live_table(shown, self._paces)
+            hidden = len(rows) - len(shown)
+            more = [Text(f"… and {plural(hidden, 'job')} more", style="dim")] if hidden else []
+            return Group(table, *more, *_reasons(shown), self._overall_line(rows))
 
     def _overall_line(self, rows: Sequence[JobRow]) -> Text:
-        counts = {state: sum(row.state == state for row in rows) for state in STATE_STYLES}
+        known = dict.fromkeys((*STATE_STYLES, *(row.state for row in rows)))
+        counts = {state: sum(row.state == state for row in rows) for state in known}
         parts = [
-            Text(f"{count} {state}", style=STATE_STYLES[state]) for state, count in counts.items() if count
+            Text(f"{count} {printable(state)}", style=STATE_STYLES.get(state, ""))
+            for state, count in counts.items()
+            if count
         ]
         left = sum(row.steps - row.step for row in rows if row.state in ("queued", "running"))
         parts += [
@@ -169,6 +188,9 @@ class LiveView:
 
 
 def _can_redraw(console: Console) -> bool:
+    """In a terminal, or in a notebook that has the widgets which rich draws in; elsewhere there are lines."""
+    if console.is_jupyter:
+        return find_spec("ipywidgets") is not None
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -176,7 +198,7 @@ def _most_telling(rows: Sequence[JobRow], room: int) -> list[JobRow]:
     """The rows that fit, running jobs before queued and ended ones, in the order of the jobs file."""
     if len(rows) <= max(room, 3):
         return list(rows)
-    importance = {"running": 0, "failed": 1, "queued": 2}
+    importance = {"running": 0, "failed": 1, "paused": 1, "queued": 2}
     chosen = sorted(rows, key=lambda row: importance.get(row.state, 3))[: max(room, 3)]
     names = {row.name for row in chosen}
     return [row for row in rows if row.name in names]
@@ -206,8 +228,9 @@ def _live_table(rows: Sequence[JobRow], paces: dict[str, Pace]) -> Table:
 
 
 def _reasons(rows: Sequence[JobRow]) -> list[Text]:
-    """Why jobs failed or wait, failures first, one line each."""
-    told = sorted((row for row in rows if row.reason), key=lambda row: row.state != "failed")[:_REASONS]
+    """Why jobs failed, stopped or wait, those that will not go on by themselves first, one line each."""
+    stopped = ("failed", "paused")
+    told = sorted((row for row in rows if row.reason), key=lambda row: row.state not in stopped)[:_REASONS]
     return [
         Text(printable(f"{row.name}: {row.reason}"), style="dim", no_wrap=True, overflow="ellipsis")
         for row in told

@@ -18,6 +18,8 @@ class Recipe:
     schedule: Schedule = "linear"
     warmup: int = 0
     weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
     clip: float | None = 1.0
     seed: int = 0
 

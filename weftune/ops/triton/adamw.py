@@ -13,9 +13,9 @@ import triton.language as tl
 
 MASTER, EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, SIZE = (tl.constexpr(n) for n in range(6))
 """Columns of the table of addresses."""
-FACTOR, KEPT, RATE, ROOT = (tl.constexpr(n) for n in range(4))
+FACTOR, KEPT, RATE, ROOT, REST1, BETA2, REST2, EPS = (tl.constexpr(n) for n in range(8))
 """Columns of the table of numbers: what clipping leaves (below 0: no step is made), what decay leaves,
-lr / (1 − β₁ⁿ), √(1 − β₂ⁿ)."""
+lr / (1 − β₁ⁿ), √(1 − β₂ⁿ), 1 − β₁, β₂, 1 − β₂, ε."""
 VECTOR, LENGTH = (tl.constexpr(n) for n in range(2))
 """Columns of the table of vectors whose squares are summed."""
 
@@ -42,23 +42,16 @@ def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def update(
     table_J6,
-    numbers_J4,
+    numbers_J8,
     finite_JB,
-    rest1,
-    beta2,
-    rest2,
-    eps,
     WEIGHT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step of AdamW: moments, master and the weights that passes read; the gradient is zeroed.
-
-    1 − β comes as `rest`: made here from a β in float32, that of 0.999 would be off by 5e-5.
-    """
+    """One step of AdamW: moments, master and the weights that passes read; the gradient is zeroed."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
-    numbers_J4 += job * 4
+    numbers_J8 += job * 8
     size = _size(table_J6 + SIZE, EVEN)
     at_B = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside_B = at_B < size
@@ -68,7 +61,7 @@ def update(
     exp_avg_sq = tl.multiple_of(tl.load(table_J6 + EXP_AVG_SQ).to(float_ptr), 16) + at_B
     gradient = tl.multiple_of(tl.load(table_J6 + GRADIENT).to(float_ptr), 16) + at_B
     weights = tl.multiple_of(tl.load(table_J6 + WEIGHTS).to(tl.pointer_type(WEIGHT)), 16) + at_B
-    factor = tl.load(numbers_J4 + FACTOR)
+    factor = tl.load(numbers_J8 + FACTOR)
     if factor < 0.0:
         tl.store(gradient, tl.zeros((BLOCK,), tl.float32), mask=inside_B)
         tl.store(finite_JB + job * tl.num_programs(0) + block, True)
@@ -77,10 +70,10 @@ def update(
     m_B = tl.load(exp_avg, mask=inside_B, other=0.0)
     v_B = tl.load(exp_avg_sq, mask=inside_B, other=0.0)
     w_B = tl.load(master, mask=inside_B, other=0.0)
-    m_B += rest1 * (g_B - m_B)
-    v_B = beta2 * v_B + rest2 * g_B * g_B
-    bottom_B = tl.sqrt_rn(v_B) / tl.load(numbers_J4 + ROOT) + eps
-    w_B = w_B * tl.load(numbers_J4 + KEPT) - tl.load(numbers_J4 + RATE) * m_B / bottom_B
+    m_B += tl.load(numbers_J8 + REST1) * (g_B - m_B)
+    v_B = tl.load(numbers_J8 + BETA2) * v_B + tl.load(numbers_J8 + REST2) * g_B * g_B
+    bottom_B = tl.sqrt_rn(v_B) / tl.load(numbers_J8 + ROOT) + tl.load(numbers_J8 + EPS)
+    w_B = w_B * tl.load(numbers_J8 + KEPT) - tl.load(numbers_J8 + RATE) * m_B / bottom_B
     tl.store(exp_avg, m_B, mask=inside_B)
     tl.store(exp_avg_sq, v_B, mask=inside_B)
     tl.store(master, w_B, mask=inside_B)

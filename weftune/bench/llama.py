@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from benchmarks.timing import Place
+from weftune.bench.timing import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from benchmarks.table import aligned, number
-from benchmarks.timing import wait
+from weftune.bench.table import aligned, number
+from weftune.bench.timing import wait
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op",)

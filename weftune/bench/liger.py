@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import Work, adamw, peft_model
-from benchmarks.llama import random_ids
-from benchmarks.processes import Task, alone, first_line
-from benchmarks.timing import Measured, Place, fresh, measure, repeated
+from weftune.bench.baselines import Work, adamw, peft_model
+from weftune.bench.llama import random_ids
+from weftune.bench.processes import Task, alone, first_line
+from weftune.bench.timing import Measured, Place, fresh, measure, repeated
 
 
 def peft_with_liger(task: Task) -> Measured:

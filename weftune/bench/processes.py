@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import Work, job_step, peft_model
-from benchmarks.llama import Size, random_ids
-from benchmarks.timing import Measured, Pace, Place, fresh, peak_bytes, wait
+from weftune.bench.baselines import Work, job_step, peft_model
+from weftune.bench.llama import Size, random_ids
+from weftune.bench.timing import Measured, Pace, Place, fresh, peak_bytes, wait
 
 PATIENCE = 150.0
 """Seconds that processes wait for one another before the row is given up."""

@@ -1,0 +1,126 @@
+"""The front door from Python: what it shows, what it takes, and that all of it is typed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import typing
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+import weftune
+import weftune.cli.main  # a submodule that is imported must not show
+from tests import bench
+from tests.families import tiny
+from weftune.jobs.spec import JobKeys
+from weftune.jobs.states import State
+from weftune.run.events import Evaluated, Stepped
+
+ROWS = [{"text": f"w{number} w{number + 1} w5 w6"} for number in range(4, 12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny base as a folder."""
+    import torch
+
+    made = tmp_path_factory.mktemp("tiny")
+    model = tiny("llama", torch.float32)
+    assert isinstance(model, LlamaForCausalLM)
+    model.save_pretrained(made)
+    bench.tokenizer().save_pretrained(made)
+    return made
+
+
+def run_of(folder: Path, *names: str) -> dict[str, object]:
+    jobs = [{"name": name, "data": ROWS, "adapter": {"rank": 2}, "steps": 3} for name in names]
+    return {"base": str(folder), "jobs": jobs}
+
+
+def test_dir_shows_the_api_and_nothing_else() -> None:
+    assert set(dir(weftune)) == {
+        "JobSpec", "Options", "Result", "Trainer", "UserError", "__version__", "train",
+    }  # fmt: skip
+    for name in dir(weftune):
+        assert getattr(weftune, name) is not None
+    assert weftune.__version__ == version("weftune")
+
+
+def test_train_takes_a_dict_and_goes_on_with_resume(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = weftune.train(run_of(folder, "a"), output=tmp_path / "out", max_steps=3)
+    assert first["a"].state is State.SUCCEEDED
+    assert "a  running  step 1/3" in capsys.readouterr().out
+    with pytest.raises(weftune.UserError, match="--resume"):
+        weftune.train(run_of(folder, "a"), output=tmp_path / "out", progress=False)
+    both = weftune.train(
+        run_of(folder, "a", "b"), output=tmp_path / "out", max_steps=3, resume=True, progress=False
+    )
+    assert {name: result.state for name, result in both.items()} == {
+        "a": State.SUCCEEDED,
+        "b": State.SUCCEEDED,
+    }
+    assert capsys.readouterr().out == ""
+
+
+def test_a_job_is_cancelled_from_the_callback_and_the_others_go_on(folder: Path, tmp_path: Path) -> None:
+    trainer = weftune.Trainer(str(folder), output=tmp_path / "out")
+    for name in "ab":
+        trainer.add(weftune.JobSpec(name=name, data=ROWS, adapter={"rank": 2}, steps=4))
+
+    def callback(event: Stepped | Evaluated) -> None:
+        if event.job == "a" and event.step == 2:
+            trainer.cancel("a")
+
+    results = trainer.run(callback)
+    assert (results["a"].state, results["b"].state) == (State.CANCELLED, State.SUCCEEDED)
+
+
+def test_all_of_it_is_typed() -> None:
+    calls = [weftune.train, weftune.Trainer.__init__, weftune.Trainer.add, weftune.Trainer.cancel]
+    for call in [*calls, weftune.Trainer.run, weftune.JobSpec.__init__]:
+        hints = typing.get_type_hints(call, localns={"Callback": object})
+        assert set(hints) >= {*inspect.signature(call).parameters} - {"self"} | {"return"}, call
+    assert set(JobKeys.__annotations__) == {field.name for field in fields(weftune.JobSpec)}
+
+
+USER = """
+from pathlib import Path
+import weftune
+
+results: dict[str, weftune.Result] = weftune.train(
+    {"base": "demo", "jobs": []}, output=Path("out"), resume=True, progress=False
+)
+trainer = weftune.Trainer("demo", options=weftune.Options(device="cpu"))
+trainer.add(weftune.JobSpec(name="a", data=[{"text": "b"}], adapter={"rank": 8}, betas=(0.9, 0.95)))
+trainer.cancel("a")
+loss: float = trainer.run()["a"].metrics["loss"]
+version: str = weftune.__version__
+weftune.JobSpec(name="a", data="rows.jsonl", learning_rat=1e-4)
+weftune.train(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_users_script_is_checked_by_mypy_and_its_two_mistakes_are_found(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    words = ["--strict", "--follow-imports=silent", "--no-error-summary", "user.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *words],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(Path(weftune.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = done.stdout.splitlines()
+    assert [line.split(":")[1] for line in found] == ["14", "15"], done.stdout + done.stderr
+    assert "learning_rat" in found[0]
+    assert "train" in found[1]

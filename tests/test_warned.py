@@ -1,0 +1,38 @@
+"""What preview warns of, training says as well, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import bench
+from weftune import JobSpec
+from weftune.cli.preview import prepare_all, warned
+
+
+class Heard:
+    """A view that keeps every sentence."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def update(self, row: object) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_training_says_once_what_preview_warns_of(tmp_path: Path) -> None:
+    rows = bench.rows(bench.samples(5, longest=24))
+    keys = dict(steps=1, batch_size=6, learning_rate=50.0, adapter={"rank": 2}, data={"rows": rows})
+    keys["data"]["max_length"] = 10
+    jobs = [JobSpec(name=name, **keys) for name in "ab"]
+    base, heard = bench.base(), Heard()
+    shown = prepare_all(jobs, bench.tokenizer(), base.shape.context)
+    expected = [f"warning: {sentence}" for sentence in warned(jobs, shown, base.shape)]
+    expected += [f"note: a, b: {note}" for one in shown for note in one.prepared.notes]
+    assert [sentence.split()[3] for sentence in expected[:-1]] == ["learning_rate", "batch_size"]
+    assert "truncated to 10 tokens" in expected[-1]
+
+    bench.trainer(base, tmp_path / "out", jobs, view=heard).run()
+    assert [note for note in heard.notes if note.startswith(("warning", "note"))] == expected

@@ -1,0 +1,178 @@
+"""Joins and leaves at random in one executor: does anything grow, and is anything captured again?
+
+All places are taken by the largest adapters, then a walk of joins and leaves is made three times, with other
+ranks each time. A key is captured when it is met again, so that after the second walk every key has been:
+compared is what is held with nobody aboard, before and after the third. What the allocator keeps for the next
+pass is given back before: a capture does so, too, and the third walk makes none.
+
+    python -m benchmarks.gpu_churn [--shape 1b|8b] [--changes N] [--places N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.bench.llama import SIZES, build
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned, number
+from weftune.bench.timing import fresh, here
+from weftune.bench.weftune_side import Company, resident
+
+ALLOWED_GROWTH = 0.01
+MOST_RANK = 64
+SAMPLES, TOKENS = (1, 2, 4), (16, 64, 192, 512)
+"""What the batches of a job are drawn from."""
+TOLD = 20
+"""Progress is told after every so many changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """With nobody aboard: bytes of tensors, bytes the process holds, captures made so far."""
+
+    allocated: int
+    reserved: int
+    captures: int | None
+
+
+class Churn:
+    """A company whose members come and go by dice."""
+
+    def __init__(self, company: Company, places: int, capacity: int) -> None:
+        self.company = company
+        self.places = places
+        self.capacity = capacity
+        self.came = self.left = 0
+
+    def fill(self) -> None:
+        """Every place taken by the largest adapter, so that no bank has to grow later."""
+        for _ in range(self.places):
+            self._join(MOST_RANK, max(SAMPLES), max(TOKENS))
+        self._round()
+
+    def walk(self, changes: int, seed: int) -> None:
+        """From nobody aboard: somebody joins or leaves, and those aboard make a step, over and over.
+
+        The sizes of the batches are the same in every walk of so many changes; the ranks hang on the seed.
+        """
+        sizes, ranks = random.Random(0), random.Random(seed)
+        self.came = self.left = 0
+        began = time.perf_counter()
+        for change in range(changes):
+            if change % TOLD == 0:
+                seconds = time.perf_counter() - began
+                print(f"walk {seed}: {change} changes in {seconds:.0f} s", flush=True)
+            aboard = list(self.company.stocks)
+            if not aboard or (len(aboard) < self.places and sizes.random() < 0.5):
+                self._join(ranks.randint(1, MOST_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
+            else:
+                self._leave(sizes.choice(aboard))
+            self._round()
+
+    def empty(self) -> State:
+        for job in list(self.company.stocks):
+            self.company.leave(job)
+        device = self.company.base.device
+        fresh(device)
+        captures = self.company.executor.captures
+        if device.type != "cuda":
+            resident = psutil.Process().memory_info().rss
+            return State(resident, resident, captures)
+        return State(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), captures)
+
+    def _join(self, rank: int, samples: int, tokens: int) -> None:
+        self.came += 1
+        adapter = LoraSpec(rank=rank, alpha=2.0 * rank)
+        self.company.join(f"job{self.came}", adapter, [[tokens] * samples], seed=self.came)
+
+    def _leave(self, job: str) -> None:
+        self.left += 1
+        self.company.leave(job)
+
+    def _round(self) -> None:
+        if self.company.stocks:
+            self.company.run(self.company.plan(1, self.capacity))
+
+
+def growth(before: int, after: int) -> float:
+    return after / before - 1
+
+
+def main() -> None:
+    parser = churn_arguments()
+    asked = parser.parse_args()
+    place = here(asked.toy)
+    if place is None:
+        parser.error("no CUDA device that torch can use; --toy runs on the CPU")
+    size = SIZES["toy" if asked.toy else asked.shape]
+    company = resident(build(size, place), place.device)
+    churn = Churn(company, 2 if asked.toy else asked.places, asked.capacity)
+    changes = 8 if asked.toy else asked.changes
+    churn.fill()
+    churn.empty()
+    churn.walk(changes, seed=1)
+    churn.empty()
+    churn.walk(changes, seed=2)
+    before = churn.empty()
+    churn.walk(changes, seed=3)
+    after = churn.empty()
+    made = f"{churn.came} joins and {churn.left} leaves"
+    print(f"{size.name}: three times {made}, at most {churn.places} jobs aboard\n")
+    print(table(before, after))
+    again = "" if after.captures is None else f", {after.captures - (before.captures or 0)} captured again"
+    grown = max(growth(before.allocated, after.allocated), growth(before.reserved, after.reserved))
+    finish(
+        {
+            "shape": size.name,
+            "changes": changes,
+            "joins": churn.came,
+            "leaves": churn.left,
+            "allocated": [before.allocated, after.allocated],
+            "reserved": [before.reserved, after.reserved],
+            "captures": [before.captures, after.captures],
+            "growth": grown,
+            "allowed": ALLOWED_GROWTH,
+            "verdict": f"memory {grown:+.2%}{again}",
+        },
+        asked.json,
+    )
+
+
+def table(before: State, after: State) -> str:
+    def memory(name: str, first: int, last: int) -> tuple[str, str, str, str]:
+        change = growth(first, last)
+        verdict = "" if change <= ALLOWED_GROWTH else f"over {ALLOWED_GROWTH:.0%}"
+        return name, number(first, ".3f", 1e-9), number(last, ".3f", 1e-9), f"{change:+.2%} {verdict}".strip()
+
+    again = ""
+    if before.captures is not None and after.captures is not None:
+        again = f"{after.captures - before.captures} in the third walk"
+    return aligned(
+        ("nobody aboard", "before", "after", ""),
+        [
+            memory("GB allocated", before.allocated, after.allocated),
+            memory("GB reserved", before.reserved, after.reserved),
+            ("captures", number(before.captures, "d", 1), number(after.captures, "d", 1), again),
+        ],
+    )
+
+
+def churn_arguments() -> argparse.ArgumentParser:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--shape", choices=[name for name in SIZES if name != "toy"], default="1b")
+    parser.add_argument("--changes", type=int, default=200, help="joins and leaves together")
+    parser.add_argument("--places", type=int, default=8, help="jobs aboard, at most")
+    parser.add_argument("--capacity", type=int, default=8192, help="tokens of a microbatch, at most")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

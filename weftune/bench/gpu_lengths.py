@@ -1,0 +1,165 @@
+"""Jobs with the lengths of real samples: useful tokens a second and the share of padding, Weftune and PEFT.
+
+A quarter of the jobs each draws its lengths from gsm8k, OpenBookQA, SST-2 and RTE (lengths.json); the tokens
+are random and all supervised. PEFT pads every batch to its longest sample and runs one job after another.
+Useful tokens are those of the samples; padding is counted over all rows that went through the base.
+
+    python -m benchmarks.gpu_lengths [--shape 1b|8b] [--jobs N] [--batch-size N] [--rank R] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.bench.baselines import peft_padded
+from weftune.bench.llama import SIZES, Size, build, floor_seconds
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned, number, ratio
+from weftune.bench.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
+from weftune.bench.weftune_side import resident, rows_computed, rows_useful
+
+Round = list[list[int]]
+"""For every job, the lengths of the samples of one of its batches."""
+GB = 1e9
+FILE = Path(__file__).parent / "lengths.json"
+"""Token counts of real samples, as `benchmarks.make_lengths` has counted them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    measured: Measured
+    padding: float | None
+    """The share of the computed rows that are no sample's."""
+
+
+def draw_rounds(count: int, jobs: int, batch_size: int) -> list[Round]:
+    """The same for everyone who asks: each job from its own seed, the datasets in turn."""
+    pools = list(json.loads(FILE.read_text()).values())
+    drawn = [
+        np.random.default_rng(job).choice(pools[job % len(pools)], (count, batch_size)).tolist()
+        for job in range(jobs)
+    ]
+    return [[batches[at] for batches in drawn] for at in range(count)]
+
+
+def tokens_of(rounds: Sequence[Round]) -> int:
+    return sum(sum(batch) for jobs in rounds for batch in jobs)
+
+
+def with_peft(size: Size, rounds: Sequence[Round], rank: int, place: Place, pace: Pace) -> Row:
+    measured = attempted(lambda: measure(peft_padded(size, rounds, rank, place), place, pace), place)
+    padded = sum(len(batch) * max(batch) for jobs in rounds for batch in jobs)
+    return Row("PEFT bf16, one by one", measured, 1 - tokens_of(rounds) / padded)
+
+
+def with_weftune(
+    size: Size, rounds: Sequence[Round], rank: int, place: Place, pace: Pace, capacity: int
+) -> Row:
+    shares: list[float] = []
+
+    def run() -> Measured:
+        company = resident(build(size, place), place.device)
+        for job in range(len(rounds[0])):
+            batches = [jobs[job] for jobs in rounds]
+            company.join(f"job{job}", LoraSpec(rank=rank, alpha=2.0 * rank), batches, seed=job)
+        measured = measure(company.block(capacity), place, pace)
+        passes = company.run(company.plan(len(rounds), capacity))
+        shares.append(1 - rows_useful(passes) / rows_computed(passes))
+        return measured
+
+    measured = attempted(run, place)
+    return Row("Weftune, together", measured, shares[0] if shares else None)
+
+
+def table(rows: Sequence[Row], tokens: float, floor: float) -> str:
+    """Of rounds with `tokens` useful tokens each; the last row is Weftune's."""
+    titles = ("", "ms a round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
+    weftune = rows[-1].measured.seconds
+    return aligned(
+        titles,
+        [
+            (
+                row.name,
+                number(row.measured.seconds, scale=1e3),
+                number(ratio(row.measured.seconds, weftune), ".2f"),
+                number(ratio(tokens, row.measured.seconds), ",.0f"),
+                number(row.padding, ".1%"),
+                number(row.measured.peak_bytes, ".1f", 1 / GB),
+                number(ratio(floor, row.measured.seconds), ".2f"),
+                row.measured.note,
+            )
+            for row in rows
+        ],
+    )
+
+
+def main() -> None:
+    parser = lengths_arguments()
+    asked = parser.parse_args()
+    place = here(asked.toy)
+    if place is None:
+        parser.error("no CUDA device that torch can use; --toy runs on the CPU")
+    size = SIZES["toy" if asked.toy else asked.shape]
+    jobs, pace, rank = asked.jobs, Pace(asked.rounds, asked.blocks, asked.rounds), asked.rank
+    if asked.toy:
+        jobs, pace, rank = 4, Pace(1, 1, 1), 4
+    rounds = draw_rounds(pace.steps, jobs, asked.batch_size)
+    rate = gemm_rate(place)
+    print("measuring: PEFT", flush=True)
+    rows = [with_peft(size, rounds, rank, place, pace)]
+    print("measuring: Weftune", flush=True)
+    rows.append(with_weftune(size, rounds, rank, place, pace, asked.capacity))
+    tokens = tokens_of(rounds) / len(rounds)
+    every = [length for batches in rounds for batch in batches for length in batch]
+    floor = floor_seconds(size, rate, every, rank) / len(rounds)
+    print(f"\n{size.name}: {jobs} jobs, rank {rank}, batches of {asked.batch_size}, real lengths\n")
+    print(table(rows, tokens, floor))
+    finish(
+        {
+            "shape": size.name,
+            "jobs": jobs,
+            "batch_size": asked.batch_size,
+            "rank": rank,
+            "tokens": tokens,
+            "gemm_rate": rate,
+            "strongest": rows[0].name if rows[0].measured.seconds else None,
+            "rows": [as_json(row) for row in rows],
+        },
+        asked.json,
+    )
+
+
+def as_json(row: Row) -> dict[str, object]:
+    measured = row.measured
+    return {
+        "name": row.name,
+        "seconds": measured.seconds,
+        "padding": row.padding,
+        "peak_bytes": measured.peak_bytes,
+        "note": measured.note,
+    }
+
+
+def lengths_arguments() -> argparse.ArgumentParser:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--shape", choices=[name for name in SIZES if name != "toy"], default="1b")
+    parser.add_argument("--jobs", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=4, help="samples in a batch of each job")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--capacity", type=int, default=8192, help="tokens of a microbatch, at most")
+    parser.add_argument("--rounds", type=int, default=4, help="different rounds, all seen in the warm-up")
+    parser.add_argument("--blocks", type=int, default=3, help="the median of so many passes over the rounds")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""One optimizer step of many jobs on one GPU: Weftune, the frozen base alone, and the ways of PEFT.
+
+All linears carry adapters, all tokens are supervised, the weights are random in the real shapes. Every number
+of a table comes from the same run, since cards of one name differ. The time is that of a round: one step of
+every job. ρ is the arithmetic floor, at the rate of a large product measured first, over the measured time.
+
+    python -m benchmarks.gpu_step [--shape 8b|1b] [--jobs N] [--batch BxL] [--rank R] [--baselines a,b]
+                                  [--profile]
+
+--profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.bench.baselines import Work, frozen, peft_one_by_one
+from weftune.bench.liger import peft_with_liger
+from weftune.bench.llama import SIZES, build, floor_seconds
+from weftune.bench.processes import Task, peft_at_once
+from weftune.bench.result import arguments, finish
+from weftune.bench.table import aligned, number, ratio
+from weftune.bench.timing import Measured, Pace, Place, attempted, fresh, gemm_rate, here, measure
+from weftune.bench.weftune_side import Company, resident
+from weftune.bench.where import Spent, drawn, spent, traced
+
+WEFTUNE, FROZEN = "Weftune, together", "frozen base"
+BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    measured: Measured
+    floor: float
+    adapters: bool
+    """False for the base alone, which is no way to train."""
+
+
+def aboard(task: Task) -> Company:
+    """Every job aboard one executor."""
+    work = task.work
+    company = resident(build(task.size, task.place), task.place.device)
+    for at in range(work.jobs):
+        adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
+        company.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
+    return company
+
+
+def together(task: Task, capacity: int) -> Measured:
+    return measure(aboard(task).block(max(capacity, task.work.length)), task.place, task.pace)
+
+
+def profiled(task: Task, capacity: int) -> Spent:
+    """Where one round goes, after enough others that it replays a captured graph."""
+    fresh(task.place.device)
+    block = aboard(task).block(max(capacity, task.work.length))
+    block(max(2, task.pace.warmup))()
+    return spent(traced(lambda: block(1)(), task.place.device))
+
+
+def rows(task: Task, baselines: Sequence[str], capacity: int, rate: float) -> Iterator[Row]:
+    """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
+    size, work, place, pace = task.size, task.work, task.place, task.pace
+    bare = floor_seconds(size, rate, work.lengths, rank=0)
+    floor = floor_seconds(size, rate, work.lengths, work.rank)
+    narrow = Measured(None, None)
+
+    def row(name: str, run: Callable[[], Measured]) -> Row:
+        print(f"{name} …", end=" ", flush=True)
+        measured = attempted(run, place)
+        print(f"{number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
+        return Row(name, measured, floor, adapters=True)
+
+    if "frozen" in baselines:
+        measured = row(FROZEN, lambda: frozen(size, work, place, pace)).measured
+        yield Row(FROZEN, measured, bare, adapters=False)
+    if "peft" in baselines:
+        yield row("PEFT, one by one", lambda: peft_one_by_one(size, work, place, pace, wide=True))
+    if {"peft-bf16", "processes"} & set(baselines):
+        made = row("PEFT bf16, one by one", lambda: peft_one_by_one(size, work, place, pace, wide=False))
+        narrow = made.measured
+        yield made
+    if "processes" in baselines:
+        yield row("PEFT bf16, processes", lambda: peft_at_once(task, narrow.peak_bytes))
+    if "liger" in baselines:
+        yield row("PEFT bf16 + Liger + compile", lambda: peft_with_liger(task))
+    yield row(WEFTUNE, lambda: together(task, capacity))
+
+
+def strongest(made: Sequence[Row]) -> Row | None:
+    """The fastest way to train without Weftune."""
+    others = [
+        row for row in made if row.adapters and row.name != WEFTUNE and row.measured.seconds is not None
+    ]
+    return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
+
+
+def table(made: Sequence[Row], tokens: int) -> str:
+    seconds = {row.name: row.measured.seconds for row in made}
+    titles = ("", "ms a step", "× frozen", "× Weftune", "tokens/s", "peak GB", "ρ", "")
+    return aligned(
+        titles,
+        [
+            (
+                row.name,
+                number(row.measured.seconds, scale=1e3),
+                number(ratio(row.measured.seconds, seconds.get(FROZEN)), ".2f"),
+                number(ratio(row.measured.seconds, seconds.get(WEFTUNE)), ".2f"),
+                number(ratio(tokens, row.measured.seconds), ",.0f"),
+                number(row.measured.peak_bytes, ".1f", 1 / GB),
+                number(ratio(row.floor, row.measured.seconds), ".2f"),
+                row.measured.note,
+            )
+            for row in made
+        ],
+    )
+
+
+def main() -> None:
+    parser = step_arguments()
+    asked = parser.parse_args()
+    place = here(asked.toy)
+    if place is None:
+        parser.error("no CUDA device that torch can use; --toy runs on the CPU")
+    baselines = [] if asked.baselines in ("none", "") else asked.baselines.split(",")
+    if unknown := set(baselines) - set(BASELINES):
+        parser.error(
+            f"--baselines: {min(unknown)} is none of {', '.join(BASELINES)}; for no other write none"
+        )
+    task = task_of(asked, place)
+    rate = gemm_rate(place)
+    made = list(rows(task, baselines, asked.capacity, rate))
+    work = task.work
+    print(f"\n{task.size.name}: {work.jobs} jobs, rank {work.rank}, {work.batch}×{work.length} tokens each")
+    print(f"large product: {rate / 1e12:,.3f} TFLOP/s\n")
+    print(table(made, work.tokens))
+    best = strongest(made)
+    where = profiled(task, asked.capacity) if asked.profile else None
+    if where is not None:
+        print(f"\nOne round of {WEFTUNE}, under the profiler:\n{drawn(where)}")
+    finish(
+        {
+            "shape": task.size.name,
+            "jobs": work.jobs,
+            "batch": f"{work.batch}x{work.length}",
+            "rank": work.rank,
+            "gemm_rate": rate,
+            "strongest": best.name if best else None,
+            "rows": [as_json(row) for row in made],
+            "where": where and asdict(where),
+        },
+        asked.json,
+    )
+
+
+def as_json(row: Row) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "seconds": row.measured.seconds,
+        "peak_bytes": row.measured.peak_bytes,
+        "rho": ratio(row.floor, row.measured.seconds),
+        "note": row.measured.note,
+    }
+
+
+def step_arguments() -> argparse.ArgumentParser:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--shape", choices=[name for name in SIZES if name != "toy"], default="8b")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--batch", default="1x1024", help="samples × tokens of each, of one job's step")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--baselines", default=",".join(BASELINES), help="some of them, with commas; or none")
+    parser.add_argument("--capacity", type=int, default=8192, help="tokens of a microbatch, at most")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs")
+    parser.add_argument("--blocks", type=int, default=5, help="the median of so many blocks")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a block")
+    parser.add_argument("--profile", action="store_true", help="say where the time of Weftune's round goes")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
+    return parser
+
+
+def task_of(asked: argparse.Namespace, place: Place) -> Task:
+    if asked.toy:
+        return Task(SIZES["toy"], Work(jobs=2, batch=2, length=16, rank=4), place, Pace(1, 2, 1))
+    batch, length = (int(word) for word in asked.batch.lower().split("x"))
+    work = Work(jobs=asked.jobs, batch=batch, length=length, rank=asked.rank)
+    return Task(SIZES[asked.shape], work, place, Pace(asked.warmup, asked.blocks, asked.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What a verb can find wrong before torch is imported, which takes seconds that nobody waits for gladly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weftune.base.spec import DEMO, BaseSpec
+from weftune.errors import BaseModelError, DataError, Mistake, UserError
+
+if TYPE_CHECKING:
+    from weftune.data.spec import DataSpec, EvalSpec
+    from weftune.jobs.spec import JobSpec, RunSpec
+    from weftune.shapes import ModelShape
+
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+SMALL_BYTES = 4 << 20
+"""Rows of larger files are read only when they are tokenised: that takes longer than a mistake may."""
+
+
+def read_early(jobs: Path) -> RunSpec:
+    """The jobs file, with the mistakes that its base's config shows."""
+    from weftune.jobs.read import read_run
+
+    run = read_run(jobs, shape_of_folder)
+    refuse_base(run.base)
+    return run
+
+
+def shape_of_folder(base: BaseSpec) -> ModelShape | None:
+    """Of a folder that is here and of a family that we know; None where only the model itself can tell."""
+    from weftune.base.config import bytes_per_value, read_config
+    from weftune.plan.architecture import model_shape
+
+    if not Path(base.model).is_dir():
+        return None
+    config = read_config(base)
+    try:
+        return model_shape(config, base.model, bytes_per_value(base, gpu=False))
+    except BaseModelError:
+        return None
+
+
+def refuse_base(base: BaseSpec) -> None:
+    """A folder that holds no model, or a Hub id that the Hub does not know."""
+    from weftune.base.config import model_folder, refuse_absent
+    from weftune.jobs.paths import is_hub_id
+
+    path = Path(base.model).expanduser()
+    if base.model == DEMO or path.suffix.lower() == ".gguf":
+        return
+    if path.is_dir():
+        model_folder(base)
+    elif not path.exists() and is_hub_id(base.model):
+        refuse_absent(base)
+
+
+def refuse_device(name: str | None) -> None:
+    if name is not None and name.partition(":")[0] not in DEVICES:
+        raise UserError(f"--device: {name} is no device; write cuda or cpu.")
+
+
+def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
+    """Rows of small files that are wrong in themselves, of all jobs at once; `named`: with the job's name."""
+    from weftune.data.prepare import check_rows
+
+    known: list[tuple[DataSpec, EvalSpec | None, tuple[Mistake, ...]]] = []
+    mistakes: dict[Mistake, None] = {}
+    for job in jobs:
+        found = next((one[2] for one in known if one[:2] == (job.data, job.eval)), None)
+        if found is None:
+            found = ()
+            try:
+                check_rows(job.data, job.eval, SMALL_BYTES)
+            except DataError as error:
+                found = error.mistakes
+            known.append((job.data, job.eval, found))
+        mistakes.update(dict.fromkeys(_of_job(job.name, one) if named else one for one in found))
+    if mistakes:
+        raise DataError(mistakes)
+
+
+def _of_job(job: str, mistake: Mistake) -> Mistake:
+    return replace(mistake, place=f"job {job}: {mistake.place}" if mistake.place else f"job {job}")

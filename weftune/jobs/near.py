@@ -1,0 +1,22 @@
+"""What somebody may have meant: a near name, or none."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+CUTOFF = 0.8
+"""Above three quarters: one letter of four may make another word, as in dora and lora."""
+LEAST_LETTERS = 3
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = CUTOFF) -> str | None:
+    """The known name that `word` is a slip of, or the only one that it abbreviates or has the letters of."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    if near:
+        return near[0]
+    if len(word) < LEAST_LETTERS:
+        return None
+    like = [name for name in names if name.startswith(word) or sorted(name) == sorted(word)]
+    return like[0] if len(like) == 1 else None
