@@ -15,6 +15,7 @@ from weftune.adapters.kind import Kind, kind_of
 from weftune.base.load import load_plain, load_tokenizer
 from weftune.base.shape import linears, model_shape
 from weftune.base.spec import BaseSpec
+from weftune.disk import disk_errors, ordinary_modes
 from weftune.errors import AdapterError, OutputError
 from weftune.jobs.files import refuse_full_folder
 
@@ -67,7 +68,9 @@ def new_folder(target: Path) -> Iterator[None]:
     refuse_full_folder(target)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        yield
+        with disk_errors():
+            yield
+            ordinary_modes(target)
     except BaseException as error:
         for path in target.iterdir() if target.is_dir() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()

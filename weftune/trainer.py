@@ -170,6 +170,8 @@ class Trainer:
                 stack.callback(self._leave_loop)
                 for job in ready:
                     self.loop.enter(job)
+                # From here on the loop holds their data, as long as it needs them.
+                ready.clear()
                 self.loop.run(stop, callback)
                 for note in loggers.notes:
                     store.note(note)
