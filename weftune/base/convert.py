@@ -196,7 +196,7 @@ def read_once(gguf: Any) -> Iterator[None]:
     """
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
-    class PlainReader(reader):  # type: ignore[misc]
+    class PlainReader(reader):  # type: ignore[misc, valid-type]
         """Slices a plain array: of a memory map each of a million slices is a slow object of its own."""
 
         def __setattr__(self, key: str, value: Any) -> None:
