@@ -48,7 +48,7 @@ class Template:
     """One template with the tokenizer's special tokens at hand."""
 
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
-        self._source = source
+        self.source = source
         self._special = json.dumps({name: text for name, text in special.items() if isinstance(text, str)})
         known = _facts(source, self._special)
         self.prints_tools = known["prints_tools"]
@@ -66,11 +66,11 @@ class Template:
         return [bad_row(row) if "bad" in row else rendering_of(row) for row in made]
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        _refuse_stopped(self._source)
+        _refuse_stopped(self.source)
         try:
-            return run_limited(function, self._source, self._special, *arguments)
+            return run_limited(function, self.source, self._special, *arguments)
         except Stopped as stopped:
-            _STOPPED[self._source] = str(stopped)
+            _STOPPED[self.source] = str(stopped)
             raise _refusal(str(stopped)) from None
 
 
