@@ -131,7 +131,7 @@ CHATS = st.lists(st.tuples(ASKED, ANSWERED), min_size=1, max_size=3).flatmap(
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=CHATS)
 def test_any_chat_is_the_tokens_of_its_template(name, drawn):
     messages = [*drawn[0], *drawn[1:]]
@@ -141,7 +141,7 @@ def test_any_chat_is_the_tokens_of_its_template(name, drawn):
         assert samples.tokens(0).tolist() == theirs(family(name), messages)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=CHATS)
 def test_turns_that_a_template_prints_differently_later_are_the_tokens_of_the_chat_up_to_them(drawn):
     tokenizer = family("qwen3")

@@ -7,14 +7,17 @@ loads in a second and has been mended.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
-import tempfile
+import sys
+import uuid
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,11 +34,16 @@ from transformers import (
 )
 
 from weftune.base.gguf_check import read_header
+from weftune.disk import ordinary_modes
 from weftune.errors import BaseModelError, MissingPackage, UserError
 from weftune.paths import cache_folder
 
 FORMAT = 1
 """Part of every cache key: raise it when a conversion gives other files than before."""
+
+CHECKSUMS = "checksums.json"
+"""In a converted folder: what every file of it holds, so that a bit that a disk has flipped is found."""
+PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
 """The `tokenizer.ggml.pre` names whose digits are tokens of their own; transformers drops that rule."""
@@ -59,13 +67,20 @@ def fingerprint(file: Path) -> str:
 
 
 def converted_into(folder: Path, file: Path) -> Path:
-    """Make `folder` from `file` unless it is there. Whoever renames first wins; nobody sees half a folder."""
-    if folder.is_dir():
+    """Make `folder` from `file` unless it is there and whole. Whoever renames first wins; nobody sees half a
+    folder."""
+    bad = damaged(folder) if folder.is_dir() else ""
+    if folder.is_dir() and not bad:
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    if bad:
+        print(f"weftune: {folder / bad} is damaged; {file.name} is converted again.", file=sys.stderr)
+        discard(folder)
+    unfinished = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    unfinished.mkdir(parents=True)
     try:
         write_folder(file, unfinished)
+        ordinary_modes(unfinished)
+        write_checksums(unfinished)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -74,6 +89,62 @@ def converted_into(folder: Path, file: Path) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+# -- checksums ------------------------------------------------------------------------------------------
+
+
+def write_checksums(folder: Path) -> None:
+    record = {path.name: file_checksums(path) for path in sorted(folder.iterdir())}
+    path = folder / CHECKSUMS
+    path.write_text(json.dumps(record))
+    flush(path)
+
+
+def damaged(folder: Path) -> str:
+    """The name of a file of a converted folder that is not what was written; "" where all are.
+
+    Every byte is looked at, which brings it to memory for whoever loads it next. A folder from before there
+    were checksums is not trusted.
+    """
+    try:
+        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+        return _damaged(folder, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+    except OSError:
+        return CHECKSUMS
+
+
+@cache
+def _damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
+    """Looked at once in a process, as long as no file changes."""
+    try:
+        record = json.loads((folder / CHECKSUMS).read_bytes())
+        if not {"config.json", "model.safetensors"} <= record.keys():
+            return CHECKSUMS
+        bad = [name for name, sums in record.items() if file_checksums(folder / name) != sums]
+        return bad[0] if bad else ""
+    except (OSError, ValueError, AttributeError):
+        return CHECKSUMS
+
+
+def file_checksums(path: Path) -> list[int]:
+    """The CRC32 of every piece, on several threads: zlib lets go of the interpreter."""
+
+    def checksum(start: int) -> int:
+        with path.open("rb") as file:
+            file.seek(start)
+            return zlib.crc32(file.read(PIECE_BYTES))
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(checksum, range(0, path.stat().st_size, PIECE_BYTES)))
+
+
+def discard(folder: Path) -> None:
+    """Out of the way in one move, so that nobody meets a folder that is half deleted."""
+    aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_folder(file: Path, folder: Path) -> None:
@@ -117,7 +188,7 @@ def refuse_larger(file: Path) -> None:
 
 
 @contextmanager
-def read_once(gguf: ModuleType) -> Iterator[None]:
+def read_once(gguf: Any) -> Iterator[None]:
     """Parse a GGUF file once while this lasts, and list the names of a model's tensors once.
 
     transformers parses the file for the tokenizer, the config and the weights, which takes seconds each time,

@@ -54,24 +54,24 @@ def generate(
 
 def base_of(folder: Path) -> BaseSpec:
     """The base that the job in `folder` was trained on, as its job.yaml says."""
-    import yaml
-
     from weftune.base.spec import BaseSpec
+    from weftune.jobs.job_file import JOB_FILE, DamagedJobFile, read_job_file
 
-    path = folder / "job.yaml"
-    if not path.is_file():
-        raise AdapterError(f"{folder} is no folder of a finished job: it holds no job.yaml.")
     try:
-        record: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        base = record["base"]
+        found = read_job_file(folder)
+        if found is None:
+            raise AdapterError(f"{folder} is no folder of a finished job: it holds no {JOB_FILE}.")
+        base: Any = found.values["base"]
         return BaseSpec(
             model=str(base["model"]),
             dtype=base.get("dtype"),
             revision=base.get("revision"),
             written=base.get("written"),
         )
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{path} does not say which base the adapter was trained on.") from error
+    except (DamagedJobFile, TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+        raise AdapterError(
+            f"{folder / JOB_FILE} does not say which base the adapter was trained on."
+        ) from error
 
 
 def side_by_side(answers: dict[str, str]) -> RenderableType:

@@ -27,6 +27,8 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 
+THINKING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
 Message = dict[str, Any]
 
 
@@ -133,20 +135,32 @@ def _clean(message: object, name: str, content: str = "content") -> Message:
         ]
         if not clean["tool_calls"]:
             del clean["tool_calls"]
-    clean["content"] = _clean_content(clean, f"{name}.{content}")
+    text = _clean_content(clean, f"{name}.{content}")
+    if text is not None or "content" in message:
+        clean["content"] = text
+    clean = _with_thinking(clean)
     if len(clean) > 2:  # beside the role and the content, which are checked
         check_values({key: value for key, value in clean.items() if key != "content"}, name)
     return clean
 
 
-def _clean_content(message: Message, name: str) -> str:
+def _with_thinking(message: Message) -> Message:
+    """Thinking under each of the names that chat templates read, as in transformers."""
+    thinking = next((message[name] for name in THINKING_NAMES if name in message), None)
+    if thinking is None:
+        return message
+    return {"thinking": thinking, **message, "reasoning_content": thinking}
+
+
+def _clean_content(message: Message, name: str) -> str | None:
+    """The text; None where tool calls are all that is said."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_part(part, f"{name}[{at}]") for at, part in enumerate(content))
     calls = message["role"] == "assistant" and "tool_calls" in message
     if content is None:
         if calls:
-            return ""
+            return None
         raise BadRow(f"`{name}` is missing")
     text = text_of(content, name)
     if message["role"] == "assistant" and not calls and not text.strip():

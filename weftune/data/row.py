@@ -12,6 +12,10 @@ from typing import Any
 class BadRow(Exception):
     """This row cannot be used; the text is a sentence for the user, without the place."""
 
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it, for `bad_row` in another process."""
+        return {"bad": str(self)}
+
 
 class CommonBadRow(BadRow):
     """Unusable for a reason that many rows of a file tend to share: they are told once, with their number."""
@@ -23,6 +27,15 @@ class CommonBadRow(BadRow):
         self.remedy = remedy
         """What the user can do; `{needed_tokens}` stands for the most that any row of the kind needs."""
         self.needed_tokens = needed_tokens
+
+    def plain(self) -> dict[str, Any]:
+        common = {"kind": self.kind, "remedy": self.remedy, "needed_tokens": self.needed_tokens}
+        return {"bad": str(self), "common": common}
+
+
+def bad_row(plain: Mapping[str, Any]) -> BadRow:
+    common = plain.get("common")
+    return BadRow(plain["bad"]) if common is None else CommonBadRow(plain["bad"], **common)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +177,6 @@ class Tokeniser:
         return [row if isinstance(row, BadRow) else self._draft(row, next(renderings)) for row in hidden]
 
     def _hidden(self, chat: Chat) -> _Hidden | BadRow:
-        assert self._template is not None
         stand_ins: Mapping[str, str] = {}
         if holds_control([chat.messages, chat.tools], self._encoder.control):
             try:
@@ -188,8 +186,6 @@ class Tokeniser:
             except BadRow as problem:
                 return problem
             chat = replace(chat, messages=tuple(messages), tools=tools)
-        if not self._template.knows_developer:
-            chat = replace(chat, messages=tuple(_without_developer(message) for message in chat.messages))
         return _Hidden(chat, stand_ins)
 
     def _draft(self, row: _Hidden, rendering: Rendering | BadRow) -> list[_Draft] | BadRow:
@@ -228,8 +224,3 @@ class Tokeniser:
         if len(mask) and encoded.tokens[0] == self._encoder.bos:
             mask[0] = False
         return Sample(encoded.tokens, mask)
-
-
-def _without_developer(message: Mapping[str, Any]) -> dict[str, Any]:
-    """To a template that does not know the role, a developer's message is a system message."""
-    return {**message, "role": "system" if message["role"] == "developer" else message["role"]}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.errors import OutputError
+from weftune.formats import refuse_unknown_format
 from weftune.jobs.folder import METRICS, STATUS, WINDOWS
 from weftune.jobs.shares import combined, read_shares, share_folders
 from weftune.jobs.status import RunStatus, from_json, to_json
@@ -186,7 +187,7 @@ def _with_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunSt
     if not shares:
         return record
     try:
-        whole = from_json(record)
+        whole = from_json(record, output / STATUS)
     except ValueError:
         whole = RunStatus()
     return to_json(combined(output, whole, shares))
@@ -211,7 +212,9 @@ def _read_status(path: Path, notes: list[str]) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        return _mapping(json.loads(path.read_text(encoding="utf-8")))
+        record = _mapping(json.loads(path.read_text(encoding="utf-8")))
+        refuse_unknown_format(record.get("format"), path)
+        return record
     except ValueError:
         notes.append("status.json could not be read, so states and reasons are missing.")
         return {}
