@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -71,7 +70,6 @@ def test_a_hostile_file_is_a_sentence_as_typed(name: str, tmp_path: Path) -> Non
     (tmp_path / "rows.jsonl").write_text(json.dumps(CHAT) + "\n")
     (tmp_path / "jobs.yaml").write_text(JOBS.format(keys=CASES[name](tmp_path)))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "WEFTUNE_CACHE": str(tmp_path / "cache")}
-    started = time.monotonic()
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "weftune", "preview", "jobs.yaml"],
@@ -82,10 +80,9 @@ def test_a_hostile_file_is_a_sentence_as_typed(name: str, tmp_path: Path) -> Non
         )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        seconds = time.monotonic() - started
+        seconds = usage.ru_utime + usage.ru_stime
         said = (tmp_path / "log").read_text()
-    print(f"{name}: {seconds:.1f} s, {usage.ru_maxrss / 1000:.0f} MB, {said}")
     assert process.returncode == 2, said
     assert "Traceback" not in said
-    assert seconds < 20  # ten on a machine that does nothing else
-    assert usage.ru_maxrss < 500_000
+    assert seconds < 10, said
+    assert usage.ru_maxrss < 500_000, said

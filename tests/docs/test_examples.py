@@ -37,6 +37,7 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).touch()
     (tmp_path / "adapters" / "earlier").mkdir(parents=True)
     (tmp_path / "adapters" / "earlier" / "adapter_config.json").touch()
+    (tmp_path / "adapters" / "earlier" / "adapter_model.safetensors").touch()
     return tmp_path
 
 
