@@ -336,6 +336,9 @@ class Trainer:
         """From here on the output holds a run: killed at any later moment, it can be resumed."""
         for name in self.options.restart:
             store.restart_job(name)
+        for job in ready:
+            # Should no later status find room, this one names them all.
+            store.add_job(job.name)
         self._record_retries(store, ready)
         self._rewind(store, ready)
         store.write_status()
