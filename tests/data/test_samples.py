@@ -70,10 +70,10 @@ def test_what_is_no_row_says_what_it_is():
 
 def test_only_what_happened_is_told():
     assert Tally(rows=5).notes(None, 64) == []
-    assert Tally(rows=5, skipped=1, reasons=["f:1: torn"]).notes(None, 64) == [
+    assert Tally(rows=5, skipped=1, reasons=["f:1: torn"], explained=1).notes(None, 64) == [
         "1 of 5 rows were skipped: f:1: torn."
     ]
-    assert Tally(rows=5, skipped=3, reasons=["f:1: torn"], truncated=2).notes("f", 64) == [
+    assert Tally(rows=5, skipped=3, reasons=["f:1: torn"], explained=1, truncated=2).notes("f", 64) == [
         "3 of 5 rows of f were skipped: f:1: torn; and 2 more.",
         "2 of 5 rows of f were truncated to 64 tokens.",
     ]

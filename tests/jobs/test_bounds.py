@@ -27,6 +27,8 @@ RANGES = [
     (("learning_rate",), [1e-12, 100.0], [(0, "above 0")]),
     (("warmup",), [0, 0.5, 1, 7, LARGE], [(-1e-9, "at least 0"), (LARGE + 1, "at most"), (1.5, SHARE)]),
     (("weight_decay",), [0, 5.0], [(-1e-9, "at least 0")]),
+    (("betas", ANY), [0, 0.999], [(-1e-9, "at least 0"), (1, "below 1")]),
+    (("eps",), [1e-30, 1], [(0, "above 0"), (1.5, "at most 1")]),
     (("clip",), [0, 5.0, None], [(-1e-9, "at least 0")]),
     (("seed",), [0, 2**63 - 1], [(-1, "at least 0"), (2**64, "at most"), (1.5, WHOLE)]),
     (("priority",), [-(10**9), 10**9], [(-(10**9) - 1, "at least -1e+09"), (10**9 + 1, "at most")]),
@@ -36,11 +38,15 @@ RANGES = [
 ]  # fmt: skip
 
 
+def test_every_number_has_its_range_here():
+    assert {key for key, *_ in RANGES} == BOUNDS.keys()
+
+
 def put(key, value):
     """A mapping with `value` at the key."""
     *above, last = key
     if last == ANY:
-        return put(above, {"q_proj": value})
+        return put(above, [value] if above == ["betas"] else {"q_proj": value})
     if ANY in above:
         return put(above[: above.index(ANY)], [{last: 1}, {last: value}])
     for part in reversed(key):

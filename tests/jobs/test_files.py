@@ -60,7 +60,7 @@ def test_a_file_of_which_every_line_is_wanted_is_not_written_anew(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_half_a_line_is_taken_back_when_the_disk_is_full(tmp_path, monkeypatch):
+def test_half_a_line_is_taken_back_when_the_disk_is_full_and_comes_with_the_next_one(tmp_path, monkeypatch):
     path = tmp_path / "lines.jsonl"
     lines = LineFile(path)
     lines.append({"n": 1})
@@ -80,7 +80,7 @@ def test_half_a_line_is_taken_back_when_the_disk_is_full(tmp_path, monkeypatch):
     assert path.read_bytes() == b'{"n": 1}\n'
     assert calls == [b'{"n": 2}\n', b'": 2}\n'], "the rest is written where the first part ended"
     lines.append({"n": 3})
-    assert path.read_bytes() == b'{"n": 1}\n{"n": 3}\n'
+    assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n{"n": 3}\n', "what could not be written has waited"
     lines.close()
 
 

@@ -125,7 +125,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=0, help="so many mutants of each module, at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--lines", default="", help="only mutants of these lines, e.g. 10-40")
+    parser.add_argument("--lines", default="", help="only mutants of these lines, e.g. 10-40,52")
     parser.add_argument("--list", action="store_true", help="only count the mutants")
     return parser.parse_args()
 
@@ -140,6 +140,12 @@ def _targets(table: Mapping[str, Any], parts: str) -> Iterator[Target]:
         asked = tuple(one for one in modules if not wanted or any(part in one for part in wanted))
         if asked:
             yield Target(asked, tuple(one for one in entry["tests"] if (ROOT / one).exists()))
+
+
+def _numbers(ranges: str) -> Iterator[int]:
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
 
 
 def _list(targets: Sequence[Target]) -> int:
@@ -159,8 +165,8 @@ def _measure(
     source = (ROOT / module).read_text()
     mutants = mutants_of(module, source)
     if options.lines:
-        first, _, last = options.lines.partition("-")
-        mutants = [one for one in mutants if int(first) <= one.line <= int(last or first)]
+        wanted = set(_numbers(options.lines))
+        mutants = [one for one in mutants if one.line in wanted]
     if options.sample and options.sample < len(mutants):
         mutants = random.Random(f"{options.seed} {module}").sample(mutants, options.sample)
     mine = [one for one in named if one["module"] == module]
