@@ -87,6 +87,8 @@ def test_the_defaults_of_the_guides_table_are_those_of_a_job() -> None:
 def value_of(cell: str) -> Any:
     """What a cell of the column `default` says; an empty one stands for none."""
     text = cell.strip("`")
+    if text.startswith("["):
+        return tuple(map(float, text.strip("[]").split(",")))
     try:
         return float(text)
     except ValueError:
