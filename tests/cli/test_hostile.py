@@ -19,6 +19,15 @@ CHAT = {"messages": [{"role": "user", "content": "w10"}, {"role": "assistant", "
 JOBS = "base: base\njobs:\n- {{name: a, {keys}}}\n"
 
 
+LAUNCHER = """
+import json, resource, subprocess, sys
+code = subprocess.run(sys.argv[1:]).returncode
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([code, used.ru_utime + used.ru_stime, used.ru_maxrss]))
+"""
+"""Between the tests and the command: the system counts what a process was before it became another."""
+
+
 def write_template(folder: Path, source: str) -> str:
     (folder / "own.jinja").write_text(source)
     return "data: {path: rows.jsonl, chat_template: own.jinja}"
@@ -70,19 +79,12 @@ def test_a_hostile_file_is_a_sentence_as_typed(name: str, tmp_path: Path) -> Non
     (tmp_path / "rows.jsonl").write_text(json.dumps(CHAT) + "\n")
     (tmp_path / "jobs.yaml").write_text(JOBS.format(keys=CASES[name](tmp_path)))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "WEFTUNE_CACHE": str(tmp_path / "cache")}
-    with (tmp_path / "log").open("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "weftune", "preview", "jobs.yaml"],
-            cwd=tmp_path,
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        seconds = usage.ru_utime + usage.ru_stime
-        said = (tmp_path / "log").read_text()
-    assert process.returncode == 2, said
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, "-m", "weftune", "preview", "jobs.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    *_, last = done.stdout.splitlines()
+    code, seconds, kilobytes = json.loads(last)
+    said = done.stdout + done.stderr
+    assert code == 2, said
     assert "Traceback" not in said
     assert seconds < 10, said
-    assert usage.ru_maxrss < 500_000, said
+    assert kilobytes < 500_000, said
