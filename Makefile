@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Modules are compiled when they are first imported, which few of them ever are: half of the installation's time.
 INSTALL := $(PIP) install --quiet --no-compile
 
-.PHONY: quickstart test test-slow check format clean
+.PHONY: quickstart test test-slow test-gpu smoke-gpu mutants check format clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python examples/quickstart/quickstart.py
@@ -16,11 +16,27 @@ quickstart: $(VENV)/.demo
 # would compile torch and transformers anew (ten seconds) where the surroundings forbid to keep what is compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300
 test: $(VENV)/.dev
-	$(PYTEST) -n auto --maxprocesses 4 --dist loadfile -m 'not slow and not gpu and not timed'
-	$(PYTEST) -m 'timed and not slow and not gpu'
+	$(PYTEST) -n auto --maxprocesses 4 --dist loadfile -m 'not slow and not gpu and not smoke and not timed'
+	$(PYTEST) -m 'timed and not slow and not gpu and not smoke'
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
+
+# On a machine with a GPU. `make smoke-gpu GPU_PYTHON=python3` takes an environment that is there already.
+GPU_PYTHON ?= $(BIN)/python
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)
+
+test-gpu: $(GPU_SETUP)
+	$(GPU_PYTHON) -m pytest -m gpu
+
+smoke-gpu: $(GPU_SETUP)
+	$(GPU_PYTHON) -m pytest -m smoke -n 3 --dist loadfile
+# How many small changes to the code its tests find (docs/mutants.md). MODULES=plan/check takes a part, SAMPLE=200
+# so many of each module at random by SEED, JOBS so many processes at a time.
+JOBS ?= 2
+mutants: $(VENV)/.mutants
+	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(if $(MODULES),--modules '$(MODULES)') \
+		$(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -44,4 +60,9 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(INSTALL) --constraint constraints.txt --editable '.[demo,dev]'
+	touch $@
+
+# Of cosmic-ray only the operators are used, which need none of its servers and data bases.
+$(VENV)/.mutants: $(VENV)/.dev
+	$(INSTALL) --constraint constraints.txt --no-deps cosmic-ray parso stevedore attrs
 	touch $@

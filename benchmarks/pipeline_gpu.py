@@ -9,7 +9,6 @@ how far those two differ is the noise that the pipeline's losses are held to.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,13 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from weftune.bench.llama import SIZES, Size, build
+from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_rows
+from weftune.bench.llama import SIZES, Size
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.bench.timing import Place, fresh, here
@@ -82,31 +78,15 @@ def compare(folder: Path, place: Place, stages: int) -> dict[str, Run]:
 
 def write(folder: Path, size: Size, place: Place, steps: int) -> None:
     """A base with its tokenizer, rows of tokens, and a jobs file."""
-    build(size, place).save_pretrained(folder / "base")
-    words = {word: number for number, word in enumerate(("<pad>", "<s>", "</s>"))}
-    words |= {f"w{number}": number for number in range(len(words), size.vocabulary)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder / "base")
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(3, size.vocabulary, int(rng.integers(TOKENS // 4, TOKENS))) for _ in range(SAMPLES)]
-    text = "".join(json.dumps({"input_ids": row.tolist(), "labels": row.tolist()}) + "\n" for row in rows)
-    (folder / "rows.jsonl").write_text(text)
-    jobs = {
-        "base": {"model": "base", "dtype": str(place.dtype).removeprefix("torch.")},
-        "output": "output",
-        "defaults": {"steps": steps, "batch_size": BATCH, "learning_rate": 1e-3, "data": "rows.jsonl"},
-        "jobs": [{"name": f"r{rank}", "seed": rank, "adapter": {"rank": rank}} for rank in RANKS],
-    }
-    (folder / "jobs.yaml").write_text(yaml.safe_dump(jobs))
+    write_base(folder / "base", size, place)
+    write_rows(folder / "rows.jsonl", size, Rows(samples=SAMPLES, shortest=TOKENS // 4, longest=TOKENS))
+    settings = dict(data="rows.jsonl", steps=steps, batch_size=BATCH, learning_rate=1e-3)
+    write_jobs(folder / "jobs.yaml", folder / "base", place, RANKS, **settings)
 
 
 def losses(output: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    for line in (output / "metrics.jsonl").read_text().splitlines():
-        one = json.loads(line)
+    for one in read_lines(output / "metrics.jsonl"):
         if "loss" in one:
             found.setdefault(one["job"], []).append(one["loss"])
     return found

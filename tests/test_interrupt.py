@@ -63,7 +63,8 @@ def test_the_first_signal_finishes_the_step_saves_and_exits_130_and_resume_compl
     assert "Traceback" not in log
     jobs = status(place / "out")["jobs"]
     assert set(jobs) == {job["name"] for job in FOUR_JOBS}
-    waiting = {name: job for name, job in jobs.items() if job["state"] == "queued"}
+    waiting = {name: job for name, job in jobs.items() if job["state"] == "paused"}
+    assert {job["state"] for job in jobs.values()} <= {"paused", "succeeded"}
     assert waiting
     for name, job in waiting.items():
         assert job["reason"] == f"interrupted at step {job['step']}; go on with --resume"
@@ -124,7 +125,8 @@ def test_interrupted_at_every_event_a_run_resumes_to_the_undisturbed_curve(undis
 
         trainer = bench.trainer(model, output, rich_jobs(), options=Options())
         trainer.run(callback)
-        assert trainer.interrupted == ("queued" in states(output).values())
+        assert trainer.interrupted == ("paused" in states(output).values())
+        assert set(states(output).values()) <= {"paused", "succeeded"}
         assert trainer.interrupted or at > count - 4
         events_of(output, model, resume=True)
         assert_whole(output)
@@ -172,7 +174,7 @@ def test_interrupted_after_every_single_event_it_still_ends_the_same(undisturbed
             if len(events) == 1:
                 signal.raise_signal(signal.SIGTERM)
 
-        trainer = bench.trainer(model, output, rich_jobs(), options=Options(resume=True))
+        trainer = bench.trainer(model, output, rich_jobs(), options=Options(resume=output.exists()))
         trainer.run(callback)
         if not trainer.interrupted:
             break

@@ -36,7 +36,7 @@ class Chain:
         shutil.rmtree(self.output, ignore_errors=True)
 
     def start(self):
-        self.forks.start("train", "jobs.yaml", "--resume", cwd=self.folder)
+        self.forks.start("train", "jobs.yaml", *self.resume(), cwd=self.folder)
 
     def strike(self):
         """Kill the run, or find that it has ended. Says whether it was killed."""
@@ -51,8 +51,12 @@ class Chain:
             assert set(states(self.output)) <= {job["name"] for job in FOUR_JOBS}
         return True
 
+    def resume(self):
+        """A kill may have come before there was an output."""
+        return ["--resume"] if self.output.exists() else []
+
     def finish(self):
-        assert self.forks.weftune("train", "jobs.yaml", "--resume", cwd=self.folder) == 0, (
+        assert self.forks.weftune("train", "jobs.yaml", *self.resume(), cwd=self.folder) == 0, (
             self.folder / "log"
         ).read_text()
         self.check()

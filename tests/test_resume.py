@@ -4,7 +4,6 @@ import json
 import signal
 
 import pytest
-import yaml
 
 from tests import bench
 from tests.outputs import (
@@ -20,6 +19,7 @@ from tests.outputs import (
     write_rows,
 )
 from weftune import Options
+from weftune.jobs.job_file import write_job_file
 
 SHORT = {"name": "short", "steps": 4, "adapter": {"rank": 4}}
 LONG = {"name": "long", "steps": 28, "adapter": {"rank": 3, "dropout": 0.1}, "seed": 2}
@@ -80,15 +80,20 @@ def test_finished_jobs_are_skipped_and_new_ones_start(started, forks):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"learning_rate": 2e-2}, "learning_rate changed"),
-        ({"adapter": {"rank": 5, "dropout": 0.1}, "batch_size": 3}, "adapter.rank, batch_size changed"),
+        (
+            {"learning_rate": 2e-2},
+            "learning_rate changed; put them back, or go on with --resume --retry long --set learning_rate=",
+        ),
+        (
+            {"adapter": {"rank": 5, "dropout": 0.1}, "batch_size": 3},
+            "adapter.rank, batch_size changed; put them back, or train it anew with --resume --restart long",
+        ),
     ],
 )
 def test_a_changed_key_of_a_started_job_is_refused_by_name(started, forks, change, named):
     jobs_folder(started, [SHORT | {"seed": 9}, LONG | change])
     assert forks.weftune("train", "jobs.yaml", "--resume", cwd=started) == 2
     assert f"Job long has already started and cannot go on with other settings: {named}" in said(started)
-    assert "--resume --restart long" in said(started)
     assert states(started / "out")["long"] == "running"
 
 
@@ -146,7 +151,7 @@ def test_a_run_that_crashed_again_and_again_still_ends_the_same(undisturbed, tmp
     model = bench.base()
     for at in (3, 9, 7, 11):
         with pytest.raises(Crash):
-            events_of(tmp_path / "out", model, at, resume=True)
+            events_of(tmp_path / "out", model, at, resume=(tmp_path / "out").exists())
     events_of(tmp_path / "out", model, resume=True)
     assert_whole(tmp_path / "out")
     assert_same_results(tmp_path / "out", want)
@@ -157,8 +162,7 @@ def test_a_run_that_ended_while_its_first_job_came_aboard_can_be_resumed(undistu
     model = bench.base()
 
     def written_then_killed(folder, description):
-        folder.mkdir(parents=True)
-        (folder / "job.yaml").write_text(yaml.safe_dump(description))
+        write_job_file(folder, description)
         raise Crash
 
     with monkeypatch.context() as patch:

@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from tests import bench
+from tests.cases import some_of
 from tests.run import aboard
 from tests.test_gpu import ready
 from tests.test_gpu import train as trainer_for
@@ -39,7 +41,6 @@ pytestmark = [
 ]
 
 LAYERS = 6
-PAGES = "expandable_segments:True"
 SPEC = BaseSpec(model=str(bench.STORIES), dtype="bfloat16")
 CAPACITY = 256
 
@@ -50,8 +51,16 @@ def a_layer_each(slots, travels, resident=()):
 
 def test_memory_is_taken_page_by_page():
     cut = a_layer_each(2, travels=False)
-    load_streamed(SPEC, torch.device("cuda", 0), cut)
-    assert PAGES in torch._C._accelerator_getAllocatorSettings().replace(" ", "")
+    streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
+    torch.cuda.empty_cache()
+    large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    (segment,) = [one for one in torch.cuda.memory_snapshot() if holds(one, large)]
+    assert segment["is_expandable"]
+    del streamed
+
+
+def holds(segment, tensor):
+    return segment["address"] <= tensor.data_ptr() < segment["address"] + segment["total_size"]
 
 
 def trained(executor, base, plan, jobs=None):
@@ -98,8 +107,9 @@ def test_streamed_it_gives_the_very_bits_of_the_resident_base(resident, cut):
     assert executor.streamer.waited.copied_bytes > 0
 
 
-@pytest.mark.parametrize("rows", [4096, 1], ids=["reserved", "grown"])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("slots", "rows"), some_of(product((1, 2, 3), (4096, 1)), [(1, 4096), (2, 1), (3, 4096)])
+)
 def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, slots, rows):
     cut = replace(a_layer_each(slots, travels=False, resident={3}), offloaded_rows=rows)
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
@@ -187,11 +197,14 @@ def stored(tmp_path_factory):
     return BaseSpec(model=str(folder), dtype="bfloat16")
 
 
-@pytest.mark.parametrize("chunk", [CHUNK_BYTES, 100_000])
+FROM_FILES = (a_layer_each(1, travels=False), a_layer_each(2, travels=False, resident={1, 4}))
+
+
 @pytest.mark.parametrize(
-    "cut",
-    [a_layer_each(1, travels=False), a_layer_each(2, travels=False, resident={1, 4})],
-    ids=["one slot", "two stay"],
+    ("cut", "chunk"),
+    some_of(
+        product(FROM_FILES, (CHUNK_BYTES, 100_000)), zip(FROM_FILES, (100_000, CHUNK_BYTES), strict=True)
+    ),
 )
 def test_read_from_its_files_in_every_step_it_gives_the_very_bits_too(resident, stored, cut, chunk):
     device = torch.device("cuda", 0)
@@ -252,8 +265,9 @@ def poison(executor):
     executor.steps.begin = begun
 
 
-@pytest.mark.parametrize("piece", [1024, PIECE])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("slots", "piece"), some_of(product((1, 2, 3), (1024, PIECE)), [(1, PIECE), (2, 1024), (3, 1024)])
+)
 def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
     """Whoever came too early would take NaN along."""
     monkeypatch.setattr(travel_steps, "PIECE", piece)

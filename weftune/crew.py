@@ -234,7 +234,7 @@ def _train(task: Task, connection: Connection) -> None:
     if device.type == "cuda":
         # Kernels are launched on the current device, whatever device their tensors are on.
         torch.cuda.set_device(device)
-    options = replace(task.options, resume=True, restart=(), share=task.number)
+    options = replace(task.options, resume=True, restart=(), retry=(), share=task.number)
     trainer = trainer_for(task.run, output=task.output, max_steps=task.max_steps, options=options, view=told)
     try:
         trainer.run()

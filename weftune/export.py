@@ -17,13 +17,14 @@ from weftune.adapters.kind import Kind, kind_of
 from weftune.base.load import load_plain, load_tokenizer, own_dtype
 from weftune.base.shape import linears, model_shape
 from weftune.base.spec import BaseSpec, Dtype
-from weftune.errors import OutputError
+from weftune.errors import AdapterError, OutputError
 from weftune.jobs.files import refuse_full_folder
 
 
 def write_portable(folder: Path, target: Path) -> int:
     """The adapter of `folder` with its scale folded in and one rank for all sites, which is returned."""
     kind = finished_kind(folder)
+    refuse_links_out(folder)
     with new_folder(target):
         rank = kind.portable(folder, target)
         copy_tokenizer(folder, target)
@@ -34,6 +35,7 @@ def write_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None
     """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype, which
     is that of the base's files unless another is asked for."""
     kind = finished_kind(folder)
+    refuse_links_out(folder)
     with new_folder(target):
         kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
         model = load_plain(replace(base, dtype=kept), torch.device("cpu"))
@@ -50,9 +52,22 @@ def finished_kind(folder: Path) -> Kind:
     return kind_of(folder)
 
 
+def refuse_links_out(folder: Path) -> None:
+    """A stranger's folder could hold a link to a file of the user's, and the export a copy of that file."""
+    root = folder.resolve()
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and path.is_file() and not path.resolve().is_relative_to(root):
+            raise AdapterError(
+                f"{path} is a link that leads out of its folder, so nothing is exported; if you trust it, "
+                "put the file itself in its place."
+            )
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[None]:
     """`target`, new or empty, for what is written inside; left empty if that fails."""
+    if target.is_symlink():
+        raise OutputError(f"{target} is a link; name a folder that is new or empty.")
     refuse_full_folder(target)
     try:
         target.mkdir(parents=True, exist_ok=True)

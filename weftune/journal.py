@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from weftune.errors import OutputError
 from weftune.jobs.files import json_text, replace_file
 from weftune.jobs.folder import LEARNED
 from weftune.jobs.states import State
@@ -79,6 +80,7 @@ class Journal:
         self._saved = (store.status.solo_seconds or store.status.seconds) - store.status.seconds
         self._peak = store.status.peak_bytes or 0
         self._began = time.monotonic()
+        self._told: set[str] = set()
 
     def step(self, event: Stepped, job: Ready, progress: Progress) -> None:
         outcome = event.outcome
@@ -96,6 +98,7 @@ class Journal:
             }
         )
         self.store.advance_job(event.job, event.step, job.recipe.steps, progress.trained_tokens)
+        self._aside(self.store.write_status_soon)
         self.show(event.job, step=event.step, loss=outcome.loss, tokens=progress.trained_tokens)
 
     def evaluation(self, event: Evaluated, progress: Progress) -> None:
@@ -110,16 +113,18 @@ class Journal:
             }
         )
         self.store.best_job(event.job, progress.best_step, progress.best_loss)
+        self._aside(self.store.write_status_soon)
         self.show(event.job, eval_loss=event.loss)
 
     def window(self, window: Window) -> None:
         self._saved += window.saved_seconds()
-        self.store.append_window({"window": self._windows, **window.line()})
+        line = {"window": self._windows, **window.line()}
+        self._aside(lambda: self.store.append_window(line))
         self._windows += 1
         seconds = self._seconds_before + time.monotonic() - self._began
         self._peak = max(self._peak, window.outcome.peak_bytes)
         self.store.measure(seconds, seconds + self._saved, self._peak)
-        self.store.write_status()
+        self._aside(self.store.write_status)
 
     def learned(self) -> Any:
         """What `keep_learned` was last given in this output; None if there is nothing that can be read."""
@@ -129,12 +134,15 @@ class Journal:
             return None
 
     def keep_learned(self, record: Mapping[str, Any]) -> None:
-        replace_file(self.store.records / LEARNED, json_text(record, indent=1).encode())
+        content = json_text(record, indent=1).encode()
+        self._aside(lambda: replace_file(self.store.records / LEARNED, content))
 
-    def move(self, name: str, state: State, reason: str = "") -> None:
+    def move(self, name: str, state: State, reason: str = "") -> bool:
+        """Record a job's new state; says whether the disk has it."""
         self.store.move_job(name, state, reason)
-        self.store.write_status()
+        recorded = self._aside(self.store.write_status)
         self.show(name, state=state, reason=reason)
+        return recorded
 
     def note(self, sentence: str) -> None:
         self.store.note(sentence)
@@ -144,6 +152,22 @@ class Journal:
         self._rows[name] = replace(self._rows.get(name, JobRow(name=name)), **changes)
         self.view.update(self._rows[name])
 
+    def finish(self) -> None:
+        """At the run's end: bring to the disk what could not be written before."""
+        self._aside(self.store.write_status)
+
     def _metrics(self, line: Mapping[str, Any]) -> None:
-        self.store.append_metrics(line)
+        self._aside(lambda: self.store.append_metrics(line))
         self._log(line)
+
+    def _aside(self, write: Callable[[], None]) -> bool:
+        """Make a write that training does not depend on: where it fails, that is said once, and what it
+        would have written comes with the next one. Says whether it was made."""
+        try:
+            write()
+        except OutputError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                self.note(f"warning: {error}; training goes on, and it is tried again.")
+            return False
+        return True

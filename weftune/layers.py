@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack, Rule, attend_packed, kernel_serves
 from weftune.base.model import Base
+from weftune.base.stages import Elsewhere
 from weftune.ops.norm import rms_norm, skip_rms_norm
 from weftune.ops.rotary import rotary_split
 from weftune.ops.swiglu import swiglu
@@ -40,11 +41,12 @@ class Layers:
         self._decoder = cast(Any, base.model.base_model)
         self._config: Any = base.model.config
         known = self._config.model_type in FAMILIES and self._config.hidden_act == "silu"
-        held = base.held
-        here = range(base.shape.layers) if held is None else range(held.start, held.stop)
-        self.modules: list[Any] = [self._decoder.layers[index] for index in here] if known else []
+        # Of a stage the neighbours' layers are elsewhere; of a worker with several stages also some between.
+        layers = enumerate(self._decoder.layers if known else ())
+        here = {at: layer for at, layer in layers if not isinstance(layer, Elsewhere)}
+        self.modules: list[Any] = list(here.values())
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
-        self.paths = [f"{path}.layers.{index}" for index in here] if known else []
+        self.paths = [f"{path}.layers.{at}" for at in here]
         self._norms = base.last
         """Whether the final norm is here too."""
         heads = [module.self_attn.head_dim for module in self.modules]

@@ -14,7 +14,7 @@ from typing import Any
 from weftune.adapters.kind import Member
 from weftune.base.model import Base
 from weftune.batch import Microbatch
-from weftune.errors import UserError
+from weftune.errors import OutputError, UserError
 from weftune.jobs.scheduler import admit
 from weftune.jobs.states import State
 from weftune.jobs.store import Store
@@ -27,7 +27,7 @@ from weftune.plan.prior import arithmetic
 from weftune.plan.program import MicrobatchPlan, Program
 from weftune.ready import Ready, lay_out
 from weftune.report.words import plural
-from weftune.results import CHECKPOINTS, describe, write_job_file, write_result
+from weftune.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
 from weftune.run import checkpoint
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weftune.run.executor import Executor
@@ -77,6 +77,13 @@ class Timed:
 class Ending:
     state: State
     reason: str = ""
+
+
+def lost_sentence(name: str, found: checkpoint.Survey) -> str:
+    """Why a job that has begun cannot go on: said, and left to the user, who may have a copy."""
+    what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
+    names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
+    return f"{what}{names}; put back a copy of one, or train it anew with --resume --restart {name}"
 
 
 class Loop:
@@ -129,6 +136,8 @@ class Loop:
         if name in self.waiting:
             del self.waiting[name]
             self.journal.move(name, State.CANCELLED)
+        elif self.store.job(name).state is State.PAUSED:
+            self.journal.move(name, State.CANCELLED)
         elif name in self.executor.aboard and name not in self._endings:
             self._end(name, Ending(State.CANCELLED))
 
@@ -161,15 +170,25 @@ class Loop:
                 self.base.dtype,
                 self.executor.home,
                 self.base.whole_sites,
+                drawn_on=self.base.device,
             )
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
             return
-        checkpoint.restore(self._checkpoints(spec.name), training)
+        found = checkpoint.survey(self._checkpoints(spec.name))
+        if not checkpoint.restore(self._checkpoints(spec.name), training) and found.damaged:
+            self.journal.move(spec.name, State.PAUSED, lost_sentence(spec.name, found))
+            return
         progress = training.progress
         self.store.advance_job(spec.name, progress.step, job.recipe.steps, progress.trained_tokens)
         self.store.best_job(spec.name, progress.best_step, progress.best_loss)
-        write_job_file(self.store.output / spec.name, describe(job, self.base.spec))
+        folder = self.store.output / spec.name
+        try:
+            write_job_file(folder, with_retries(describe(job, self.base.spec), folder))
+            checkpoint.set_aside(found.damaged)
+        except (OSError, OutputError) as error:
+            self.journal.move(spec.name, State.PAUSED, f"{error}; mend that, and go on with --resume")
+            return
         self.executor.attach(training)
         self.journal.move(spec.name, State.RUNNING)
 
@@ -316,6 +335,8 @@ class Loop:
                 self._on_evaluation(event)
             case SaveDue(job):
                 self._save(job, self.executor.save)
+            case Failed(job, reason, unsaved=True):
+                self._pause_unsaved(job, reason)
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
         if callback is not None and isinstance(event, Stepped | Evaluated):
@@ -339,9 +360,22 @@ class Loop:
         try:
             save(name, self._checkpoints(name))
         except OSError as error:
-            self._end(name, Ending(State.FAILED, f"its checkpoint cannot be written: {error}"))
+            self._pause_unsaved(name, error.strerror or str(error))
         parameters = self.executor.aboard[name].layout.size
         self._timed.saves.append(StateTime(1, parameters, time.monotonic() - began))
+
+    def _pause_unsaved(self, name: str, trouble: str) -> None:
+        """A checkpoint could not be written: the job stops before more would be lost. One that has made its
+        last step stays: its adapter may find room, and then no checkpoint is needed."""
+        step = self.executor.aboard[name].progress.step
+        if name in self._endings or step >= self.jobs[name].recipe.steps:
+            return
+        what = f"its checkpoint of step {step} cannot be written: {trouble}"
+        self._end(name, Ending(State.PAUSED, f"{what}; {self._remedy(name)}"))
+
+    def _remedy(self, name: str) -> str:
+        progress = checkpoint.newest_progress(self._checkpoints(name))
+        return f"mend that, and --resume goes on from step {progress.step if progress else 0}"
 
     # -- jobs go -----------------------------------------------------------------------------------------
 
@@ -359,8 +393,8 @@ class Loop:
             training = self.executor.detach(name)
             if ending.state is State.SUCCEEDED:
                 ending = self._deliver(training, ending)
-            self.journal.move(name, ending.state, ending.reason)
-            if ending.state is State.SUCCEEDED:
+            recorded = self.journal.move(name, ending.state, ending.reason)
+            if ending.state is State.SUCCEEDED and recorded:
                 shutil.rmtree(self._checkpoints(name), ignore_errors=True)
         if self._endings and self.base.device.type == "cpu":
             # Else the heap keeps what they held, and nobody sees that later windows take less.
@@ -378,22 +412,38 @@ class Loop:
                 folder, job, training.layout, weights, self.base.whole_sites, self.base.spec, self.tokenizer
             )
         except OSError as error:
-            return Ending(State.FAILED, f"its adapter cannot be written: {error}")
+            trouble = error.strerror or str(error)
+            with suppress(OSError):
+                # Its last step was not saved, since the adapter was to follow at once.
+                checkpoint.save(self._checkpoints(job.name), training)
+            return Ending(State.PAUSED, f"its adapter cannot be written: {trouble}; {self._remedy(job.name)}")
         return ending
 
     def _send_back(self, name: str, reason: str) -> None:
         """Preempt a job: its state is saved and it waits for its turn again."""
+        if self._leaves(name):
+            self.journal.move(name, State.QUEUED, reason)
+            self.waiting[name] = self.jobs[name]
+
+    def _leaves(self, name: str) -> bool:
+        """Save a job and take it off the executor; where that fails it has an ending instead."""
         self._save(name, self.executor.save_now)
         if name in self._endings:
-            return
+            return False
         self.executor.detach(name)
-        self.journal.move(name, State.QUEUED, reason)
-        self.waiting[name] = self.jobs[name]
+        return True
 
     def _suspend(self) -> None:
         for name, training in list(self.executor.aboard.items()):
-            self._send_back(name, f"interrupted at step {training.progress.step}; go on with --resume")
+            if self._leaves(name):
+                self._interrupt(name, training.progress.step)
         self._retire()
+        for name in list(self.waiting):
+            del self.waiting[name]
+            self._interrupt(name, self.store.job(name).step)
+
+    def _interrupt(self, name: str, step: int) -> None:
+        self.journal.move(name, State.PAUSED, f"interrupted at step {step}; go on with --resume")
 
     def _checkpoints(self, name: str) -> Path:
         return self.store.output / name / CHECKPOINTS

@@ -112,7 +112,7 @@ def make_ready(
             batch_tokens=data.train.largest_batch(spec.batch_size),
         ),
         evaluate_at=_every(spec.eval.every if spec.eval else None, steps),
-        save_at=_every(spec.save_every or max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY), steps),
+        save_at=_saves(spec, steps),
     )
 
 
@@ -135,6 +135,14 @@ def _placed(samples: Samples, chosen: np.ndarray) -> tuple[Placed, ...]:
     offsets = np.cumsum([0, *lengths[:-1]]).tolist()
     supervised = samples.supervised[chosen].tolist()
     return tuple(Placed(*item) for item in zip(chosen.tolist(), lengths, offsets, supervised, strict=True))
+
+
+def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
+    """The steps after which a job is saved: not after the last, where its adapter is written, and at its
+    start only where that is another's adapter, which may be gone when the job is to go on."""
+    every = spec.save_every or max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
+    first = {0} if spec.adapter.init_from is not None else set()
+    return _every(every, steps) - {0, steps} | first
 
 
 def _every(every: float | None, steps: int) -> frozenset[int]:

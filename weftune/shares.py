@@ -156,7 +156,7 @@ def _serve(
     for trouble in service.troubles:
         for name in shares[trouble.share].jobs:
             if store.job(name).state is State.QUEUED:
-                store.explain_job(name, trouble.sentence)
+                store.move_job(name, State.PAUSED, trouble.sentence)
     store.write_status()
     return service
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ from weftune.engine import Engine, Setup, open_engine
 from weftune.errors import Mistake, OutputError, SpecError, UserError
 from weftune.interrupt import interrupts
 from weftune.jobs.checks import check_targets, data_warnings, told_once, warnings
+from weftune.jobs.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.layer import plain_values
 from weftune.jobs.read import parse_run, read_run
+from weftune.jobs.retry import as_retried, new_retry, with_changes
 from weftune.jobs.spec import JobSpec, RunSpec, place_in_job, resolved
 from weftune.jobs.states import State
 from weftune.jobs.store import Store, open_share, open_store
 from weftune.journal import Journal, View
-from weftune.loop import Callback, Loop
+from weftune.loop import Callback, Loop, lost_sentence
 from weftune.paths import cache_folder
 from weftune.ready import Ready, make_ready
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
@@ -34,7 +36,15 @@ from weftune.report.page import write_report
 from weftune.report.read import JobRecord
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import JobRow, LiveView
-from weftune.results import CHECKPOINTS, describe, refuse_changes
+from weftune.results import (
+    CHECKPOINTS,
+    JOB_FILE,
+    describe,
+    refuse_changes,
+    retries_of,
+    with_retries,
+    write_job_file,
+)
 from weftune.run import checkpoint
 from weftune.run.commands import Staff
 from weftune.run.training import Progress
@@ -59,6 +69,10 @@ class Options:
     resume: bool = False
     restart: tuple[str, ...] = ()
     """Jobs to train anew although they have started."""
+    retry: tuple[str, ...] = ()
+    """Jobs to go on with from their last checkpoint although they have failed or were cancelled."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key → the value that jobs of `retry` go on with; `jobs.retry.CHANGEABLE` are those allowed."""
     memory: int | None = None
     """Bytes the run may take; None: most of what is free."""
     gpu_memory: int | None = None
@@ -119,7 +133,7 @@ class Trainer:
         self.jobs[job.name] = job
         if self.loop is not None and not self._has_ended(self.loop.store, job.name):
             try:
-                ready = self._ready(job, self.loop.base.shape)
+                ready = self._ready(job, self.loop.base.shape, self.loop.store)
             except UserError:
                 del self.jobs[job.name]
                 raise
@@ -160,7 +174,7 @@ class Trainer:
                 for note in loggers.notes:
                     store.note(note)
             self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
-            store.write_status()
+            self._write_last_status(store)
             return self.results(store)
 
     # -- before ------------------------------------------------------------------------------------------
@@ -173,8 +187,13 @@ class Trainer:
         if mistakes := check_targets(jobs, shape, self._place):
             raise SpecError(mistakes)
         self._tell_of_jobs("warning", warnings(jobs, shape))
-        if unknown := [name for name in self.options.restart if name not in self.jobs]:
-            raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(self.jobs)}")
+        for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
+            if unknown := [name for name in names if name not in self.jobs]:
+                raise SpecError(f"{option} {unknown[0]}: there is no such job; known: {', '.join(self.jobs)}")
+        if both := [name for name in self.options.retry if name in self.options.restart]:
+            raise SpecError(
+                f"--retry {both[0]} goes on from its last checkpoint, --restart begins anew; choose one"
+            )
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
 
     def _open(self) -> Store:
@@ -185,11 +204,14 @@ class Trainer:
 
     def unfinished(self, store: Store, shape: ModelShape) -> list[Ready]:
         """The jobs that have not ended, and those to train anew, made ready."""
+        if store.rebuilt:
+            self.view.note(store.rebuilt)
         self._sweep(store)
-        again = self.options.restart
-        ready = self._ready_all(
-            [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)], shape
-        )
+        again = (*self.options.restart, *self.options.retry)
+        jobs = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
+        for name in self.options.retry:
+            self._refuse_retry(store, name)
+        ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
         self._tell_of_data(ready)
         return ready
 
@@ -208,6 +230,34 @@ class Trainer:
         for sentence in sentences if self.options.share is None else ():
             self.view.note(f"{kind}: {sentence}")
 
+    def _refuse_retry(self, store: Store, name: str) -> None:
+        if name not in store.status.jobs or read_job_file(self.output / name) is None:
+            raise SpecError(f"--retry {name}: it has not started yet; leave --retry out")
+        if store.job(name).state is State.SUCCEEDED:
+            raise SpecError(f"--retry {name}: it has succeeded; train it anew with --restart {name}")
+
+    def _is_lost(self, store: Store, name: str) -> bool:
+        """Whether a job that has begun has no checkpoint left to go on from. It is paused with the reason:
+        to begin anew is the user's decision."""
+        if name in self.options.restart:
+            return False
+        folder = self.output / name / CHECKPOINTS
+        found = checkpoint.survey(folder)
+        has_begun = name in store.status.jobs and store.job(name).step > 0
+        if found.progress is not None:
+            if found.damaged:
+                names = ", ".join(path.name for path in found.damaged)
+                self._tell(store)(
+                    f"{name}: damaged checkpoints are left aside ({names}); it goes on from step "
+                    f"{found.progress.step}."
+                )
+            return False
+        if not found.damaged and not (has_begun and not folder.exists()):
+            return False
+        store.pause_job(name, lost_sentence(name, found))
+        self.view.update(JobRow(name=name, state=State.PAUSED, reason=store.job(name).reason))
+        return True
+
     def _sweep(self, store: Store) -> None:
         """A kill may have come between a job's success and the end of its checkpoints."""
         for name, job in store.status.jobs.items():
@@ -223,15 +273,18 @@ class Trainer:
             shutil.rmtree(old, ignore_errors=True)
 
     def _has_ended(self, store: Store, name: str) -> bool:
+        if name not in store.status.jobs and (self.output / name / JOB_FILE).exists():
+            # The status has lost it, or it was added from a callback; its folder says how it stands.
+            store.add_job(name)
         return name in store.status.jobs and store.job(name).state.ended
 
-    def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape) -> list[Ready]:
+    def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[Ready]:
         """Every job made ready, or the mistakes of all of them at once."""
         ready: list[Ready] = []
         mistakes: list[Mistake] = []
         for job in jobs:
             try:
-                ready.append(self._ready(job, shape))
+                ready.append(self._ready(job, shape, store))
             except OutputError:
                 raise
             except UserError as error:
@@ -240,14 +293,24 @@ class Trainer:
             raise SpecError(dict.fromkeys(mistakes))
         return ready
 
-    def _ready(self, job: JobSpec, shape: ModelShape) -> Ready:
+    def _ready(self, job: JobSpec, shape: ModelShape, store: Store) -> Ready:
+        if job.name not in self.options.restart:
+            job = self._as_retried(job)
         if mistakes := check_targets([job], shape, self._place):
             raise SpecError(mistakes)
         place = list(self.jobs).index(job.name)
         ready = make_ready(job, place, self.tokenizer, shape, cache_folder() / "tokens", self.max_steps)
         if job.name not in self.options.restart:
-            refuse_changes(self.output / job.name, describe(ready, self.spec))
+            allowed = self.options.changes if job.name in self.options.retry else ()
+            if mended := refuse_changes(self.output / job.name, describe(ready, self.spec), allowed):
+                self._tell(store)(mended)
         return ready
+
+    def _as_retried(self, job: JobSpec) -> JobSpec:
+        """The job with what retries have changed, those of earlier runs and one of this."""
+        with suppress(DamagedJobFile):
+            job = as_retried(job, retries_of(self.output / job.name))
+        return with_changes(job, self.options.changes) if job.name in self.options.retry else job
 
     def _setup(self, device: torch.device, shape: ModelShape) -> Setup:
         options = self.options
@@ -271,10 +334,24 @@ class Trainer:
         """From here on the output holds a run: killed at any later moment, it can be resumed."""
         for name in self.options.restart:
             store.restart_job(name)
+        self._record_retries(store, ready)
         self._rewind(store, ready)
         store.write_status()
         for name in self.options.restart:
             self._clear(name)
+
+    def _record_retries(self, store: Store, ready: Sequence[Ready]) -> None:
+        """In job.yaml, by which later resumptions know the changed keys, and as a note of the job."""
+        for job in ready:
+            if job.name not in self.options.retry:
+                continue
+            folder = self.output / job.name
+            before, after = read_job_file(folder), describe(job, self.spec)
+            assert before is not None, "a job that has not started is refused"
+            progress = checkpoint.newest_progress(folder / CHECKPOINTS) or Progress()
+            retry = new_retry(before.values["job"], after["job"], progress.step, store.job(job.name).reason)
+            write_job_file(folder, with_retries(after, folder, retry))
+            store.retry_job(job.name, retry.sentence())
 
     def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
         return engine.loop(self.tokenizer, store, journal)
@@ -289,6 +366,12 @@ class Trainer:
         )
 
     # -- after -------------------------------------------------------------------------------------------
+
+    def _write_last_status(self, store: Store) -> None:
+        try:
+            store.write_status()
+        except OutputError as error:
+            self.view.note(f"warning: {error}; --resume finds out by the folders of the jobs.")
 
     def _tell(self, store: Store) -> Callable[[str], None]:
         """Say a sentence to whoever watches, and keep it with the run."""
@@ -310,7 +393,10 @@ class Trainer:
     def results(self, store: Store) -> dict[str, Result]:
         """How every job stands; drawn as a report, unless others are still at work."""
         if self.options.share is None:
-            write_report(self.output)
+            try:
+                write_report(self.output)
+            except OutputError as error:
+                self.view.note(f"warning: {error}; weftune report {self.output} draws it again.")
         records = {record.name: record for record in read_records(self.output).jobs}
         return {name: self._result(store, name, records[name]) for name in self.jobs}
 

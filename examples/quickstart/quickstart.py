@@ -1,4 +1,4 @@
-"""Trains the four jobs of jobs.yaml together, then asks the base and each adapter a held-out question."""
+"""Trains the four jobs of jobs.yaml together, then asks the base and two adapters a held-out question."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from weftune.base.generate import answers
 from weftune.cli.generate import side_by_side
+from weftune.data.prompt import prompt_tokens
 from weftune.errors import UserError
 from weftune.jobs.read import read_run
 from weftune.report.ending import final_table
@@ -34,10 +35,12 @@ def main() -> int:
     question, answer = (message["content"] for message in held_out["messages"])
     console.print(f"\n[bold]A question nobody was trained on[/bold]\n{escape(question)}")
     console.print(f"[dim]Expected: {escape(answer)}[/dim]")
-    adapters = {name: result.path for name, result in results.items() if result.state == "succeeded"}
-    console.print(side_by_side(answers(run.base, adapters, question, max_tokens=40)))
+    finished = {name: result.path for name, result in results.items() if result.state == "succeeded"}
+    science = {name: path for name, path in finished.items() if name.startswith("science")}
+    said = answers(run.base, science, question, tokenise=prompt_tokens, max_tokens=40)
+    console.print(side_by_side(said))
     console.print(f"Report: {run.output / 'report.html'}", highlight=False, soft_wrap=True)
-    return 0 if len(adapters) == len(results) else 1
+    return 0 if len(finished) == len(results) else 1
 
 
 if __name__ == "__main__":

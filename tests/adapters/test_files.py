@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
+import sys
 from dataclasses import replace
 
 import pytest
@@ -15,9 +17,10 @@ from tests.adapters.aboard import weights_of
 from tests.base.packs import base_of
 from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config, write_start
+from weftune.adapters.folder import no_weights
 from weftune.adapters.kind import Member, kind_named, kind_of
 from weftune.adapters.lora.files import read_adapter, read_start
-from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.lora.spec import LoraSpec, weight_names
 from weftune.base.shape import model_shape
 from weftune.errors import AdapterError
 
@@ -128,7 +131,9 @@ def test_a_folder_that_is_none_is_a_sentence(tmp_path, llama, start):
     assert "is no adapter folder: it holds no adapter_config.json" in refused(tmp_path / "nowhere", sites)
     assert "is no adapter folder" in refused(start / "adapter_config.json", sites)
     (start / "adapter_model.safetensors").rename(start / "adapter_model.bin")
-    assert "has no adapter_model.safetensors; convert .bin files" in refused(start, sites)
+    assert "Weftune opens safetensors only; if you trust it, convert it: python -c" in refused(start, sites)
+    (start / "adapter_model.bin").unlink()
+    assert "holds no adapter_model.safetensors" in refused(start, sites)
 
 
 @pytest.mark.parametrize(
@@ -261,3 +266,19 @@ def test_a_start_is_copied_and_a_new_adapter_is_drawn_from_its_seed(start):
     LORA.initialise(Member("a", replace(SPEC, init_from=str(start)), 0), base.shape.sites, views)
     saved = load_file(start / "adapter_model.safetensors")
     assert torch.equal(views["model.layers.0.self_attn.q_proj", "b_rN"], saved[NAME].T)
+
+
+def test_the_command_converts_a_pickled_adapter(start, monkeypatch):
+    _, weights = read_adapter(start)
+    tensors = {
+        name: value.contiguous()
+        for site, pair in weights.items()
+        for name, value in zip(weight_names(site), pair, strict=True)
+    }
+    torch.save(tensors, start / "adapter_model.bin")
+    (start / "adapter_model.safetensors").unlink()
+    _, flag, code, *words = shlex.split(no_weights(start).partition("convert it: ")[2])
+    monkeypatch.setattr(sys, "argv", [flag, *words])
+    exec(code, {})
+    for site, pair in read_adapter(start)[1].items():
+        assert all(map(torch.equal, pair, weights[site]))

@@ -108,6 +108,23 @@ def test_a_gguf_file_loads_to_the_model_that_is_in_it(tmp_path: Path, own_cache:
     assert [folder.parent.name for folder in own_cache.glob("*/*")] == ["gguf"]
 
 
+def test_a_gguf_file_is_parsed_once_and_the_reader_is_the_packages_own_again(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path: str) -> None:
+            parsed.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
+    converted(file)
+    assert parsed == [str(file)]
+    assert gguf.GGUFReader is Counted
+
+
 def test_a_conversion_is_reused_until_the_file_changes(tmp_path: Path, own_cache: Path) -> None:
     file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
     first = converted(file)

@@ -11,9 +11,10 @@ import torch
 from tests.base.folders import model_folder, word_tokenizer
 from tests.base.packs import CPU
 from tests.families import tiny
-from weftune.base.generate import answers, prompt_tokens
+from weftune.base.generate import answers
 from weftune.base.spec import BaseSpec
-from weftune.errors import AdapterError, BaseModelError
+from weftune.data.prompt import prompt_tokens
+from weftune.errors import AdapterError
 
 
 def adapter_folder(folder: Path, seed: int, family: str = "llama") -> Path:
@@ -47,7 +48,9 @@ def spoken_by_peft(base: Path, adapter: Path | None, prompt: str) -> str:
 def test_the_base_and_each_adapter_answer_for_themselves(tmp_path: Path) -> None:
     base = model_folder(tmp_path / "base")
     adapters = {f"job.{seed}": adapter_folder(tmp_path / str(seed), seed) for seed in (1, 2)}
-    said = answers(BaseSpec(model=str(base)), adapters, "w10 w20 w30", max_tokens=8, device=CPU)
+    said = answers(
+        BaseSpec(model=str(base)), adapters, "w10 w20 w30", tokenise=prompt_tokens, max_tokens=8, device=CPU
+    )
     assert list(said) == ["base", "job.1", "job.2"]
     assert said["base"] == spoken_by_peft(base, None, "w10 w20 w30")
     for name, folder in adapters.items():
@@ -57,24 +60,18 @@ def test_the_base_and_each_adapter_answer_for_themselves(tmp_path: Path) -> None
 
 def test_a_folder_that_is_no_adapter_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"is no adapter folder: it holds no adapter_config\.json"):
-        answers(BaseSpec(model="never/loaded"), {"job": tmp_path}, "w10", device=CPU)
+        answers(BaseSpec(model="never/loaded"), {"job": tmp_path}, "w10", tokenise=prompt_tokens, device=CPU)
 
 
 def test_an_adapter_of_another_base_is_a_sentence(tmp_path: Path) -> None:
     base = model_folder(tmp_path / "base", "opt")
     adapter = adapter_folder(tmp_path / "adapter", 1, "llama")
     with pytest.raises(AdapterError, match="does not fit this base"):
-        answers(BaseSpec(model=str(base)), {"job": adapter}, "w10", max_tokens=2, device=CPU)
-
-
-def test_a_prompt_is_rendered_by_the_chat_template_and_has_one_beginning() -> None:
-    tokenizer = word_tokenizer()
-    [tokens] = prompt_tokens(tokenizer, "w10", "w11").tolist()
-    assert tokenizer.decode(tokens) == "<s> system w11 </s> <s> user w10 </s> <s> assistant"
-
-
-def test_without_a_template_the_prompt_is_plain_and_a_system_message_is_refused() -> None:
-    tokenizer = word_tokenizer(chat_template=None)
-    assert tokenizer.decode(prompt_tokens(tokenizer, "w10 w12", None)[0]) == "w10 w12"
-    with pytest.raises(BaseModelError, match="no chat template"):
-        prompt_tokens(tokenizer, "w10", "w11")
+        answers(
+            BaseSpec(model=str(base)),
+            {"job": adapter},
+            "w10",
+            tokenise=prompt_tokens,
+            max_tokens=2,
+            device=CPU,
+        )

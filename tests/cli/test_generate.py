@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 import yaml
 from rich.console import Console
@@ -62,3 +63,14 @@ def test_a_device_that_is_none_is_a_sentence() -> None:
     with pytest.raises(UserError, match="--device: gpu is no device"):
         device_named("gpu")
     assert device_named("cpu").type == "cpu"
+
+
+def test_a_gpu_without_a_number_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's functions about memory refuse a device without an index."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert device_named("cuda") == device_named(None) == torch.device("cuda", 0)
+    assert device_named("cuda:1") == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device_named("cuda") == device_named(None) == torch.device("cuda", 3)

@@ -24,6 +24,13 @@ CHATML = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
+LLAMA2 = """{%- for message in messages %}
+{%- if message.role == 'system' %}{{- '<<SYS>> ' + message.content + ' <</SYS>>' }}
+{%- elif message.role == 'user' %}{{- bos_token + '[INST] ' + message.content | trim + ' [/INST]' }}
+{%- else %}{{- ' ' + message.content | trim + ' ' + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+
 QWEN25 = """{%- if tools %}
 {{- '<|im_start|>system\nTools:' }}
 {%- for tool in tools %}{{- '\n' + tool | tojson }}{%- endfor %}
@@ -123,6 +130,28 @@ def llama3() -> PreTrainedTokenizerFast:
     made = byte_level(special, lead=special[0], bos_token=special[0], eos_token="<|eot_id|>")
     made.chat_template = LLAMA3
     return made
+
+
+def llama2() -> PreTrainedTokenizerFast:
+    """As SentencePiece does: a space before a text, and spaces as part of words."""
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    made.train_from_iterator(
+        CORPUS * 4,
+        trainers.BpeTrainer(
+            vocab_size=600,
+            initial_alphabet=[chr(code) for code in range(32, 127)],
+            special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+            show_progress=False,
+        ),
+    )
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = LLAMA2
+    return tokenizer
 
 
 def qwen25() -> PreTrainedTokenizerFast:

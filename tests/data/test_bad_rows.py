@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -195,15 +197,75 @@ def test_many_bad_rows_are_listed_up_to_twenty_and_then_counted(smollm2, tmp_pat
     assert error.value.mistakes[-1].sentence == "and 30 more"
 
 
-def test_truncation_that_leaves_nothing_supervised_makes_a_row_bad(smollm2, tmp_path, write_lines):
-    long = chat(
-        '{"role": "user", "content": "' + "Hello " * 50 + '"}', '{"role": "assistant", "content": "yes"}'
+def long_row(words: int) -> str:
+    return chat(
+        '{"role": "user", "content": "' + "Hello " * words + '"}', '{"role": "assistant", "content": "yes"}'
     )
-    path = write_lines([GOOD, long])
-    with pytest.raises(
-        DataError, match=r"rows\.jsonl:2: the row has no supervised token within its first 30 tokens"
-    ):
+
+
+def first_supervised(words: int, tokenizer, folder) -> int:
+    """How many tokens of a long row must be kept for one of them to be supervised."""
+    samples = prepare(DataSpec(rows=[json.loads(long_row(words))]), None, tokenizer, folder).train
+    return int(samples.mask(0).argmax()) + 1
+
+
+def test_a_row_that_is_cut_before_its_answer_is_told_with_both_remedies(smollm2, tmp_path, write_lines):
+    needed = first_supervised(50, smollm2, tmp_path / "whole")
+    path = write_lines([GOOD, long_row(50)])
+    with pytest.raises(DataError) as error:
         prepare(DataSpec(path=str(path), max_length=30), None, smollm2, tmp_path / "cache")
+    assert str(error.value) == (
+        "rows.jsonl:2: the row has no supervised token within its first 30 tokens; "
+        f"raise `data.max_length` to {needed} or more, or leave such rows out with `data.skip_bad_rows: true`"
+    )
+    cut = prepare(DataSpec(path=str(path), max_length=needed), None, smollm2, tmp_path / "cache")
+    assert cut.train.supervised.tolist()[1] == 1
+    with pytest.raises(DataError, match=f"to {needed} or more"):
+        prepare(DataSpec(path=str(path), max_length=needed - 1), None, smollm2, tmp_path / "cache")
+
+
+def test_a_thousand_rows_that_are_cut_before_their_answer_are_told_once(smollm2, tmp_path, write_lines):
+    needed = first_supervised(60, smollm2, tmp_path / "whole")
+    path = write_lines([GOOD, *[long_row(50)] * 700, GOOD, *[long_row(60)] * 300])
+    spec = DataSpec(path=str(path), max_length=30)
+    with pytest.raises(DataError) as error:
+        prepare(spec, None, smollm2, tmp_path / "cache")
+    assert str(error.value) == (
+        "rows.jsonl:2: the row has no supervised token within its first 30 tokens (1000 such rows: "
+        "rows.jsonl:2, rows.jsonl:3, rows.jsonl:4, …); raise `data.max_length` to "
+        f"{needed} or more, or leave such rows out with `data.skip_bad_rows: true`"
+    )
+    skipped = prepare(replace(spec, skip_bad_rows=True), None, smollm2, tmp_path / "cache")
+    assert len(skipped.train) == 2
+    assert skipped.notes[0] == (
+        "1000 of 1002 rows were skipped: rows.jsonl:2: the row has no supervised token within its first 30 "
+        "tokens (1000 such rows: rows.jsonl:2, rows.jsonl:3, rows.jsonl:4, …)."
+    )
+
+
+def test_rows_that_the_base_cannot_read_to_their_answer_are_not_told_to_raise_max_length(smollm2, tmp_path):
+    rows = [json.loads(long_row(words)) for words in (40, 50, 60)]
+    context = first_supervised(40, smollm2, tmp_path / "whole")
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(rows=rows, max_length=30), None, smollm2, tmp_path, context=context)
+    shorter, longer = (mistake.sentence for mistake in error.value.mistakes)
+    assert f"within its first 30 tokens; raise `data.max_length` to {context} or more" in shorter
+    assert f"first {context} tokens, which is all that the base reads (2 such rows: rows:2, rows:3)" in longer
+    assert "cannot be raised beyond that; shorten such rows, or leave" in longer
+
+
+def test_other_mistakes_are_told_beside_rows_that_are_cut_before_their_answer(smollm2, tmp_path):
+    rows = [{"input_ids": [1, 10**6]}, {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}] * 2
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(rows=rows, max_length=2), None, smollm2, tmp_path)
+    assert [mistake.place for mistake in error.value.mistakes] == ["rows:1", "rows:2", "rows:3"]
+    assert "(2 such rows: rows:2, rows:4)" in error.value.mistakes[1].sentence
+
+
+def test_a_long_row_without_any_supervised_token_is_not_told_to_be_cut(smollm2, tmp_path):
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3], "labels": [-100] * 3}]
+    with pytest.raises(DataError, match=r"rows:2: the row has no supervised token$"):
+        prepare(DataSpec(rows=rows, max_length=2), None, smollm2, tmp_path)
 
 
 def test_a_template_that_refuses_a_row_names_the_row(tmp_path, write_lines):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weftune.data import build
 from weftune.data.cache import StoreWriter, open_store
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec
@@ -131,3 +132,13 @@ def test_a_cache_folder_that_cannot_be_written_is_a_sentence(gpt2, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"the cache folder .* cannot be written"):
         prepare(DataSpec(rows=ROWS), None, gpt2, tmp_path / "file" / "cache")
+
+
+def test_tokens_made_by_an_older_version_are_not_taken_for_these(gpt2, tmp_path, monkeypatch):
+    spec, seen = DataSpec(rows=ROWS), []
+    monkeypatch.setattr(build, "VERSION", 1)  # chats had a BOS that their template did not print
+    older = prepare(spec, None, gpt2, tmp_path, progress=seen.append).train.fingerprint
+    monkeypatch.undo()
+    assert build.VERSION > 1
+    assert prepare(spec, None, gpt2, tmp_path, progress=seen.append).train.fingerprint != older
+    assert seen == [len(ROWS)] * 2

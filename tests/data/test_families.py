@@ -78,7 +78,7 @@ GOLDEN = {
     ),
     "opt with chatml": Golden(
         families.opt,
-        "</s><|im_start|>user\nWhat is two plus two?</s>\n<|im_start|>assistant\nIt is four.</s>\n"
+        "<|im_start|>user\nWhat is two plus two?</s>\n<|im_start|>assistant\nIt is four.</s>\n"
         "<|im_start|>user\nyes?</s>\n<|im_start|>assistant\nyes\n\nno</s>\n",
         ("It is four.</s>", "yes\n\nno</s>"),
         "chatml",
@@ -94,7 +94,7 @@ def test_a_chat_is_printed_and_supervised_as_its_family_does(name, samples_of):
     assert len(samples) == 1
     assert whole_text(samples, 0, tokenizer) == golden.text
     assert supervised_runs(samples, 0, tokenizer) == list(golden.runs)
-    # The text is what the tokenizer itself makes of the template's print, and BOS stands there once.
+    # The text is what the tokenizer itself makes of the template's print.
     expected = tokenizer(golden.text, add_special_tokens=False).input_ids
     assert samples.tokens(0).tolist() == expected
     ends = np.flatnonzero(samples.mask(0))
@@ -196,7 +196,7 @@ def test_a_single_turn_of_qwen3_is_one_sample(samples_of):
     assert supervised_runs(samples, 0, tokenizer) == ["<think>\n\n</think>\n\nIt is four.<|im_end|>"]
 
 
-def test_the_real_stories_tokenizer_gives_one_bos_and_the_assistants_text(stories, samples_of):
+def test_the_real_stories_tokenizer_gives_no_bos_that_its_template_does_not_print(stories, samples_of):
     rows = [
         {
             "messages": [
@@ -207,11 +207,7 @@ def test_the_real_stories_tokenizer_gives_one_bos_and_the_assistants_text(storie
     ]
     samples = samples_of(rows, stories)
     tokens = samples.tokens(0).tolist()
-    assert tokens[0] == stories.bos_token_id
-    assert tokens.count(stories.bos_token_id) == 1
-    assert (
-        tokens[1:] == stories("user: Tell\nassistant: Once upon a time\n", add_special_tokens=False).input_ids
-    )
+    assert tokens == stories("user: Tell\nassistant: Once upon a time\n", add_special_tokens=False).input_ids
     taught = [stories.convert_ids_to_tokens(t) for t, m in zip(tokens, samples.mask(0), strict=True) if m]
     assert taught == ["▁Once", "▁upon", "▁a", "▁time", "<0x0A>"]
 

@@ -90,14 +90,18 @@ def test_an_assistant_in_the_prompt_is_not_supervised(smollm2, samples_of):
 
 
 def test_an_assistants_message_of_weight_0_is_not_supervised(smollm2, samples_of):
-    first = [CHAT[0], {**CHAT[1], "content": "no", "weight": 0}]
-    samples = samples_of([{"messages": first + CHAT}], smollm2)
-    assert supervised_runs(samples, 0, smollm2) == ["yes<|im_end|>"]
+    unlearned = [CHAT[0], {**CHAT[1], "content": "no", "weight": 0}]
+    learned = [CHAT[0], {**CHAT[1], "weight": 1}]
+    for messages in (unlearned + CHAT, unlearned + learned, learned + unlearned):
+        samples = samples_of([{"messages": messages}], smollm2)
+        assert supervised_runs(samples, 0, smollm2) == ["yes<|im_end|>"]
+        assert "no<|im_end|>" in whole_text(samples, 0, smollm2)
 
 
-def test_messages_after_the_last_assistant_are_left_out(smollm2, samples_of):
+def test_messages_after_the_last_assistant_are_not_supervised(smollm2, samples_of):
     samples = samples_of([{"messages": [*CHAT, {"role": "user", "content": "there"}]}], smollm2)
-    assert whole_text(samples, 0, smollm2) == HEAD + "yes<|im_end|>\n"
+    assert whole_text(samples, 0, smollm2) == HEAD + "yes<|im_end|>\n<|im_start|>user\nthere<|im_end|>\n"
+    assert supervised_runs(samples, 0, smollm2) == ["yes<|im_end|>"]
 
 
 def test_pretokenised_rows_are_taken_as_they_are_without_their_padding(smollm2, samples_of):

@@ -28,6 +28,32 @@ def test_truncated_rows_are_counted(gpt2, tmp_path):
     assert prepared.train.lengths.dtype == prepared.train.supervised.dtype == np.int32
 
 
+@pytest.mark.parametrize("given", [{"max_length": 6}, {"max_length": 7}, {"max_length": 8}, {"context": 7}])
+def test_a_row_of_exactly_max_length_is_neither_cut_nor_counted(given, gpt2, tmp_path):
+    row = {"input_ids": [5, 6, 7, 8, 9, 10, 11]}
+    spec = DataSpec(rows=[row], max_length=given.get("max_length", 100))
+    prepared = prepare(spec, None, gpt2, tmp_path, context=given.get("context"))
+    kept = row["input_ids"][: given.get("max_length", 7)]
+    assert prepared.train.tokens(0).tolist() == kept
+    cut = ("1 of 1 rows were truncated to 6 tokens.",)
+    assert prepared.notes == (cut if len(kept) < 7 else ())
+
+
+@pytest.mark.parametrize("form", ["chat", "text", "pair"])
+def test_max_length_counts_every_token_of_a_row_of_any_form(form, smollm2, tmp_path):
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "yes there"}]
+    row = {
+        "chat": {"messages": chat},
+        "text": {"text": "yes there"},
+        "pair": {"prompt": "Hello", "completion": " there yes"},
+    }[form]
+    whole = prepare(DataSpec(rows=[row]), None, smollm2, tmp_path).train.tokens(0).tolist()
+    for more in (-1, 0, 1):
+        prepared = prepare(DataSpec(rows=[row], max_length=len(whole) + more), None, smollm2, tmp_path)
+        assert prepared.train.tokens(0).tolist() == whole[: len(whole) + more]
+        assert len(prepared.notes) == (more < 0)
+
+
 def test_the_bases_context_shortens_samples_too(gpt2, tmp_path):
     prepared = prepare(DataSpec(rows=[{"text": "cat " * 40}]), None, gpt2, tmp_path, context=9)
     assert prepared.train.lengths.tolist() == [9]

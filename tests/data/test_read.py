@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
-from weftune.data.json_rows import PIECE, read_json
+from weftune.data.json_rows import PIECE, read_json, read_lines
 from weftune.data.prepare import prepare
 from weftune.data.read import open_path, open_rows
 from weftune.data.spec import DataSpec
@@ -165,3 +165,64 @@ def test_a_row_longer_than_the_limit_is_bad_and_the_next_is_read(tmp_path, monke
     assert "longer than" in first.problem
     assert dict(second.value) == {"text": "a"}
     assert second.place == "rows:2"
+
+
+COLUMNS = {
+    '{"text": ': 9,
+    '{"text": "a"': 13,
+    '{"text": "a': 10,
+    '{"text": "a", }': 13,
+    '{"text": "a" "b": 1}': 14,
+    "{'text': 1}": 2,
+    '{"text": "a"} x': 15,
+    '{"te NaN xt": "NaN", "n": NaN}': 27,
+    '{"é猫": -Infinity}': 8,
+    '{"text": [1, 1e999]}': 14,
+    "hello": 1,
+}
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "  \n"])
+@pytest.mark.parametrize("line", COLUMNS)
+def test_a_broken_line_is_told_with_the_column_where_it_breaks(line, end, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(('{"text": "a"}\n' + line + end).encode())
+    problem = list(read_lines(path, "rows"))[1].problem
+    # An unfinished text breaks where it starts; from Python 3.13 on a comma too many is found at the comma.
+    assert problem.startswith("not valid JSON: ")
+    assert problem.endswith(f" at column {COLUMNS[line]}") or (
+        line.endswith(", }") and problem.endswith(f" at column {COLUMNS[line] + 2}")
+    )
+    assert " at at " not in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('[{"text": "a"}\n  {"text": "b"}]', "rows:2: not valid JSON: expected ',', found '{' at column 3"),
+        (
+            '[{"text": "a"},\n {"text":\n  "b"\n "c"}]',
+            "rows:4: not valid JSON: expecting ',' delimiter at column 2",
+        ),
+        ('[{"text": "a"},\n', "rows:2: not valid JSON: expecting value at column 1"),
+        (
+            '\n[{"text": "a"} ',
+            "rows:2: not valid JSON: expected ',', found 'the end of the file' at column 16",
+        ),
+        (
+            '[{"text": "' + "x" * PIECE + '" 1}]',
+            f"rows:1: not valid JSON: expecting ',' delimiter at column {PIECE + 14}",
+        ),
+        (
+            '[{"text": "' + "x" * PIECE + '"},\n {"a": 1,\n"b" 1}]',
+            "rows:3: not valid JSON: expecting ':' delimiter at column 5",
+        ),
+        ('[{"text": "a"}] 1', "rows:1: something stands after the end of the array"),
+    ],
+)
+def test_a_broken_array_is_told_with_the_line_and_column_where_it_breaks(text, place, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        list(read_json(path, "rows"))
+    assert str(error.value) == place

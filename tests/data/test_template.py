@@ -63,13 +63,8 @@ def test_a_template_comes_from_a_file(gpt2, tmp_path, samples_of):
     )
     samples = samples_of([{"messages": CHAT}], gpt2, chat_template=str(path))
     assert whole_text(samples, 0, gpt2) == "user: Hello<|endoftext|>assistant: yes<|endoftext|>"
-    # The prompt's last space and the answer would be one token; at inference the prompt stands alone.
-    assert supervised_runs(samples, 0, gpt2) == ["yes<|endoftext|>"]
-    assert samples.tokens(0).tolist()[-4:] == [
-        *gpt2(" ").input_ids,
-        *gpt2("yes").input_ids,
-        gpt2.eos_token_id,
-    ]
+    # The prompt's last space and the answer are one token, which is supervised: else no answer would begin.
+    assert supervised_runs(samples, 0, gpt2) == [" yes<|endoftext|>"]
     with pytest.raises(DataError, match="cannot be read: No such file"):
         template_source(gpt2, str(tmp_path / "absent.jinja"))
 
@@ -117,6 +112,9 @@ def test_what_a_template_does_silently_is_told_in_a_note(tmp_path):
         "without an end-of-turn token"
         in notes(plain + "{% if add_generation_prompt %}assistant:{% endif %}")[0]
     )
+    spaced = families.CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant: '")
+    spaced = spaced.replace("'\n' + message.content", "': ' + message.content")
+    assert "one token holds the end of the prompt" in notes(spaced)[0]
     think = families.CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
     assert "supervised from where they part" in notes(think)[0]
 
@@ -126,12 +124,3 @@ def test_a_template_that_rewrites_what_came_before_is_refused(tmp_path):
     tokenizer.chat_template = "{{ messages | length }}" + families.CHATML
     with pytest.raises(DataError, match="rows:1: the chat template does not print message 2 after"):
         prepare(DataSpec(rows=[{"messages": CHAT}]), None, tokenizer, tmp_path)
-
-
-def test_two_bos_printed_by_a_template_become_one(samples_of):
-    tokenizer = families.llama3()
-    tokenizer.chat_template = "{{ bos_token }}" + families.LLAMA3
-    tokens = samples_of([{"messages": CHAT}], tokenizer).tokens(0).tolist()
-    assert tokens.count(tokenizer.bos_token_id) == 1
-    tokenizer.chat_template = families.LLAMA3.replace("{{- bos_token }}", "")
-    assert samples_of([{"messages": CHAT}], tokenizer).tokens(0).tolist() == tokens

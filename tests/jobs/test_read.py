@@ -79,6 +79,7 @@ def test_paths_are_relative_to_the_file_whatever_the_working_folder(
     (inner / "model").mkdir()
     (inner / "old").mkdir()
     (inner / "old" / "adapter_config.json").write_text("{}")
+    (inner / "old" / "adapter_model.safetensors").touch()
     (inner / "chat.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(tmp_path)
     text = """

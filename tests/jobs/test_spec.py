@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import yaml
@@ -60,6 +59,7 @@ def test_a_job_made_of_records_equals_one_made_of_mappings(rows_file: Path) -> N
 
 def test_rows_can_be_given_themselves() -> None:
     assert JobSpec(name="a", data=ROWS).data.rows is ROWS
+    datasets = pytest.importorskip("datasets")
     held = datasets.Dataset.from_list(ROWS)
     assert JobSpec(name="a", data=held).data.rows is held
     assert JobSpec(name="a", data={"rows": ROWS, "max_length": 8}).data.max_length == 8

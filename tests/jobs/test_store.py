@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,8 +47,8 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
     }  # fmt: skip
     whole = status_of(tmp_path / "out")
     assert list(whole) == [
-        "version", "base", "device", "dtype", "started", "updated", "seconds", "solo_seconds", "peak_bytes",
-        "notes", "jobs",
+        "format", "base", "device", "dtype", "started", "updated", "seconds", "solo_seconds", "peak_bytes",
+        "notes", "jobs", "checksum",
     ]  # fmt: skip
     with open_store(tmp_path / "out", resume=True) as store:
         assert store.job("a").state is State.QUEUED
@@ -96,13 +98,14 @@ def test_a_refused_output_is_not_left_locked(tmp_path: Path) -> None:
     [
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: text.replace('"version": 1', '"version": 2'),
+        lambda text: text.replace('"format": 1', '"format": 3'),
         lambda text: text.replace('"queued"', '"asleep"'),
         lambda text: text.replace('"step": 0', '"step": "many"'),
+        lambda text: text.replace('"step": 0', '"step": 4'),
         lambda text: text.replace('"jobs": {', '"jobs": {"b": 3, '),
     ],
 )
-def test_a_damaged_status_is_a_sentence_and_its_successor_is_used_if_whole(
+def test_in_the_place_of_a_damaged_status_its_successor_is_used_if_whole(
     tmp_path: Path, damage: Callable[[str], str]
 ) -> None:
     with open_store(tmp_path, resume=False) as store:
@@ -112,11 +115,62 @@ def test_a_damaged_status_is_a_sentence_and_its_successor_is_used_if_whole(
     whole = status.read_text()
     status.write_text(damage(whole))
     assert status.read_text() != whole
-    with pytest.raises(OutputError, match=r"status.json cannot be used \("):
-        open_store(tmp_path, resume=True)
     (tmp_path / ".status.json.new").write_text(whole)
     with open_store(tmp_path, resume=True) as store:
         assert store.job("a") == JobStatus()
+        assert store.rebuilt == ""
+
+
+def test_a_status_of_a_later_format_is_refused_and_one_from_before_formats_is_read(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.advance_job("a", 3, 9, 30)
+        store.write_status()
+    status = tmp_path / "status.json"
+    plain = {key: value for key, value in json.loads(status.read_text()).items() if key != "checksum"}
+    status.write_text(json.dumps({**plain, "format": 2}))
+    with pytest.raises(
+        OutputError, match=r"status.json has the format 2, and this Weftune knows formats up to 1"
+    ):
+        open_store(tmp_path, resume=True)
+    assert json.loads(status.read_text())["format"] == 2
+    del plain["format"]
+    status.write_text(json.dumps({"version": 1, **plain}))
+    with open_store(tmp_path, resume=True) as store:
+        assert store.job("a").step == 3
+
+
+def test_an_output_that_is_not_there_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"there is no folder .*out, so there is nothing to resume"):
+        open_store(tmp_path / "out", resume=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_status_is_on_disk_within_two_seconds_though_nobody_asks_again(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        for step in range(1, 200):
+            store.append_metrics({"job": "a", "step": step})
+            store.advance_job("a", step, 1000, step)
+            store.write_status_soon()
+        assert status_of(tmp_path)["jobs"]["a"]["step"] < 199, "not at every step"
+        deadline = time.monotonic() + 2
+        while status_of(tmp_path)["jobs"]["a"]["step"] < 199:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_files_have_the_mode_of_the_users_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with open_store(tmp_path / "out", resume=False) as store:
+            store.add_job("a")
+            store.append_metrics({"job": "a", "step": 1})
+            store.write_status()
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys((".lock", "metrics.jsonl", "status.json"), "0o640")
 
 
 def test_rewinding_drops_what_lies_beyond_the_cursor_and_a_torn_line(tmp_path: Path) -> None:
@@ -173,24 +227,47 @@ def test_an_illegal_move_is_a_bug(tmp_path: Path) -> None:
             store.move_job("a", State.SUCCEEDED)
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_no_half_line(tmp_path: Path) -> None:
-    script = f"""
-import resource, signal
-from pathlib import Path
-from weftune.errors import OutputError
-from weftune.jobs.store import open_store
-store = open_store(Path({str(tmp_path)!r}), resume=False)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
-try:
-    for step in range(100):
-        store.append_metrics({{"job": "a", "step": step, "text": "x" * 50}})
-except OutputError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"cannot write {tmp_path / 'metrics.jsonl'}: ")
-    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: a disk that is full, as the writer sees it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        with largest_file(300):
+            for step in range(3):
+                store.append_metrics({"job": "a", "step": step, "text": "x" * 50})
+            for step in range(3, 6):
+                with pytest.raises(OutputError, match=r"cannot write .*metrics.jsonl: File too large"):
+                    store.append_metrics({"job": "a", "step": step, "text": "x" * 50})
+            assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [0, 1, 2], (
+                "no half line"
+            )
+        store.write_status()
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == list(range(6))
+
+
+def test_a_status_that_cannot_be_written_leaves_the_one_before_and_no_draft(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.write_status()
+        before = (tmp_path / "status.json").read_bytes()
+        store.note_job("a", "n" * 1000)
+        with (
+            largest_file(800),
+            pytest.raises(OutputError, match=r"cannot write .*status.json: File too large"),
+        ):
+            store.write_status()
+        assert (tmp_path / "status.json").read_bytes() == before
+        assert not (tmp_path / ".status.json.new").exists()
+        store.write_status()
+        assert status_of(tmp_path)["jobs"]["a"]["notes"] == ["n" * 1000]
 
 
 def test_a_killed_trainer_leaves_a_status_that_resumes(tmp_path: Path) -> None:

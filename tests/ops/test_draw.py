@@ -104,7 +104,16 @@ def test_neighbours_do_not_lie_on_planes():
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_the_same_bits():
-    for dtype, count in itertools.product((torch.float32, torch.float64, torch.bfloat16), (1, 3_000_001)):
+def test_a_gpu_draws_the_same_bits(monkeypatch):
+    monkeypatch.setattr(draw, "CHUNK", 60_000)
+    for dtype, count in itertools.product((torch.float32, torch.float64, torch.bfloat16), (1, 200_001)):
         here, there = (drawn(11, count, 5, 0.0221, dtype, device) for device in ("cpu", "cuda"))
         assert torch.equal(here, there)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_draws_for_a_parameter_in_host_memory():
+    value = torch.full((200_001,), math.nan)
+    fill_uniform(value, 11, 0.0221, start=5, drawn_on=torch.device("cuda", 0))
+    assert torch.equal(value, drawn(11, len(value), 5, 0.0221, torch.float32))

@@ -26,6 +26,9 @@ def test_values_and_gradients_equal_plain_log_softmax(rows, softcap, bias, multi
     head = Head(weight, bias_V, softcap, multiplier)
     h = torch.randn(rows, 16, dtype=dtype, device=device, requires_grad=True)
     targets = torch.randint(0, 53, (rows,), device=device)
+    # Of random targets hardly one is the most probable: every other row's is.
+    with torch.no_grad():
+        targets[::2] = head.logits(h).argmax(-1)[::2]
     coefficients = torch.randn(rows, dtype=dtype, device=device)
 
     got, hits = target_logprobs(h, targets, head)
@@ -37,6 +40,19 @@ def test_values_and_gradients_equal_plain_log_softmax(rows, softcap, bias, multi
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(gradient, expected)
     assert torch.equal(hits, logits.argmax(-1) == targets)
+    assert hits[::2].all()
+    assert not hits.all() or rows < 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_hit_is_a_target_than_which_no_token_is_more_probable(softcap, dtype, device):
+    """Logits are the rows themselves: the highest, one below it, the lowest, and one of two equals."""
+    head = Head(torch.eye(4, dtype=dtype, device=device), softcap=softcap)
+    rows = [[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 3.0, 0.0], [-1.0, -2.0, -3.0, -4.0], [2.0, 0.0, 2.0, 1.0]]
+    h = torch.tensor(rows, dtype=dtype, device=device)
+    _, hits = target_logprobs(h, torch.tensor([2, 1, 3, 2], device=device), head)
+    assert hits.tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -1,9 +1,12 @@
 """The parted and rotated queries, keys and values: in float32 here, in half precision on a GPU."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from tests.cases import some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
 from weftune.ops.rotary import rotary_split, rotary_split_reference
 
@@ -101,11 +104,25 @@ def test_nothing_but_the_angles_is_kept(device):
     assert {saved.shape for saved in q_THD.grad_fn.saved_tensors} == {cos_TE.shape}
 
 
+HALVES = (torch.bfloat16, torch.float16)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "rotary"), [*WIDTHS, (128, 128)])
-@pytest.mark.parametrize(("heads", "groups"), HEADS_AND_GROUPS)
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "rotary", "dtype"),
+    some_of(
+        (
+            (*heads, *widths, dtype)
+            for heads, widths, dtype in product(HEADS_AND_GROUPS, [*WIDTHS, (128, 128)], HALVES)
+        ),
+        [
+            *((*HEADS_AND_GROUPS[-1], *widths, torch.bfloat16) for widths in [*WIDTHS, (128, 128)]),
+            *((*heads, 128, 128, torch.bfloat16) for heads in HEADS_AND_GROUPS[:-1]),
+            (*HEADS_AND_GROUPS[0], *WIDTHS[0], torch.float16),
+        ],
+    ),
+)
 def test_in_half_precision_the_rotation_is_as_exact_as_that_of_transformers(
     heads, groups, width, rotary, dtype
 ):

@@ -109,11 +109,11 @@ class Values:
 
 
 def values(case: Case) -> Values:
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator(case.device).manual_seed(case.seed)
     outputs = sum(case.widths)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(case.dtype).to(case.device)
+        return torch.randn(*shape, generator=generator, device=case.device).to(case.dtype)
 
     made = Values(
         x=normal(case.rows, case.features),

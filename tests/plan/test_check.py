@@ -20,9 +20,11 @@ from weftune.plan.program import (
     Load,
     MicrobatchPlan,
     Placed,
+    Program,
     Recv,
     Reduce,
     Save,
+    SegmentPlan,
     Send,
     Step,
 )
@@ -115,46 +117,128 @@ def broken(program, how):
             late = [a for a in actions if isinstance(a, Evaluate)][-1]
             actions.remove(late)
             actions.insert(first, late)
-        case "a microbatch over capacity":
-            return replace(program, capacity=5)
+        case "a microbatch one row over capacity":
+            return replace(program, capacity=max(one.rows for one in program.microbatches) - 1)
+        case "padding one row over capacity":
+            largest = max(program.microbatches, key=lambda one: one.tokens)
+            padded = replace(largest, rung=program.capacity + 1)
+            return with_microbatch(program, program.microbatches.index(largest), padded)
         case "a sample left out":
             number = actions[first].microbatch
             segment = program.microbatches[number].segments[0]
             cut = MicrobatchPlan((replace(segment, samples=segment.samples[1:]),))
-            return replace(
-                program,
-                microbatches=(*program.microbatches[:number], cut, *program.microbatches[number + 1 :]),
+            return with_microbatch(program, number, cut)
+        case "one sample twice and another never":
+            number = actions[first].microbatch
+            held = program.microbatches[number].segments
+            one = next(segment for segment in held if len(segment.samples) > 1)
+            twice = replace(one, samples=(one.samples[1], *one.samples[1:]))
+            return with_microbatch(
+                program, number, MicrobatchPlan(tuple(twice if s is one else s for s in held))
             )
-        case "a wrong offset":
+        case "a batch that nobody planned":
+            return replace(program, batches=program.batches[:-1])
+        case "a wrong offset in the batch":
             batch = program.batches[0]
             moved = replace(batch, samples=(replace(batch.samples[0], offset=1), *batch.samples[1:]))
             return replace(program, batches=(moved, *program.batches[1:]))
+        case "a wrong offset in batch and segments alike":
+            return shifted(program, program.batches[-1])
+        case "an Evaluate twice":
+            once = next(a for a in actions if isinstance(a, Evaluate))
+            actions.insert(actions.index(once), once)
+        case "held-out samples evaluated by two microbatches":
+            once = next(a for a in actions if isinstance(a, Evaluate))
+            actions.insert(actions.index(once), Evaluate(len(program.microbatches)))
+            again = program.microbatches[once.microbatch]
+            program = replace(program, microbatches=(*program.microbatches, again))
+        case "two segments of one job":
+            number = actions[first].microbatch
+            held = program.microbatches[number].segments
+            one = next(segment for segment in held if len(segment.samples) > 1)
+            halves = replace(one, samples=one.samples[:1]), replace(one, samples=one.samples[1:])
+            others = tuple(segment for segment in held if segment is not one)
+            return with_microbatch(program, number, MicrobatchPlan((*halves, *others)))
+        case "a microbatch that never runs":
+            return replace(program, microbatches=(*program.microbatches, program.microbatches[0]))
+        case "a Step twice":
+            actions.append(Step("b", 7))
+        case "a Step that no batch asks for":
+            actions.append(Step("b", 8))
     return replace(program, devices=(tuple(actions),))
 
 
+def with_microbatch(program, number, microbatch):
+    held = list(program.microbatches)
+    held[number] = microbatch
+    return replace(program, microbatches=tuple(held))
+
+
+def shifted(program, batch):
+    """The batch's samples stand one token further on, in the batch and in the segments that train it."""
+
+    def moved(one):
+        if (one.job, one.step) != (batch.job, batch.step):
+            return one
+        return replace(one, samples=tuple(replace(s, offset=s.offset + 1) for s in one.samples))
+
+    return replace(
+        program,
+        batches=tuple(map(moved, program.batches)),
+        microbatches=tuple(
+            replace(one, segments=tuple(map(moved, one.segments))) for one in program.microbatches
+        ),
+    )
+
+
 @pytest.mark.parametrize(
-    "how",
+    ("how", "sentence"),
     [
-        "a Step before its Backward",
-        "a Backward without its Forward",
-        "a Forward twice",
-        "a Backward left out",
-        "the next batch before the Step",
-        "a Save of a step not made",
-        "an evaluation too early",
-        "a microbatch over capacity",
-        "a sample left out",
-        "a wrong offset",
+        (
+            "a Step before its Backward",
+            r"Step\(job='a', step=1\) comes before the last Backward of its batch",
+        ),
+        ("a Backward without its Forward", r"the samples of \('a', 1\) are not trained exactly once each"),
+        ("a Forward twice", r"the samples of \('a', 1\) are not trained exactly once each"),
+        ("a Backward left out", r"Step\(job='a', step=1\) comes before the last Backward of its batch"),
+        ("the next batch before the Step", r"Forward\(microbatch=\d, stage=0\): b is only at step 4"),
+        ("a Save of a step not made", r"Save\(job='a', step=2\): a is at step 0"),
+        ("an evaluation too early", r"Evaluate\(microbatch=\d, stage=0\): a is at step 0"),
+        ("a microbatch one row over capacity", r"microbatch 1 has 20 rows, more than 19"),
+        ("padding one row over capacity", r"microbatch \d has 21 rows, more than 20"),
+        ("a sample left out", r"the samples of \('a', 1\) are not trained exactly once each"),
+        (
+            "one sample twice and another never",
+            r"the samples of \('a', 1\) are not trained exactly once each",
+        ),
+        ("a batch that nobody planned", "the batches trained are not the batches planned"),
+        ("a wrong offset in the batch", r"the samples of \('a', 1\) are not trained exactly once each"),
+        ("a wrong offset in batch and segments alike", r"sample 0 of \('b', 7\) has the wrong offset"),
+        ("an Evaluate twice", r"Evaluate\(microbatch=0, stage=0\) runs a microbatch a second time"),
+        ("held-out samples evaluated by two microbatches", "sample 0 of a is evaluated twice at step 0"),
+        ("two segments of one job", r"microbatch 1 holds two segments of one job: \('\w', '\w'"),
+        ("a microbatch that never runs", "a microbatch is never run$"),
+        ("a Step twice", r"Step\(job='b', step=7\) comes before the last Backward of its batch"),
+        ("a Step that no batch asks for", r"Step\(job='b', step=8\) comes before the last Backward"),
     ],
 )
-def test_the_checker_refuses(how):
-    with pytest.raises(IllegalProgram):
-        check(broken(two_jobs(), how), {"a": 0, "b": 4})
+def test_the_checker_refuses(how, sentence):
+    program, done = two_jobs(), {"a": 0, "b": 4}
+    check(program, done)
+    with pytest.raises(IllegalProgram, match=sentence):
+        check(broken(program, how), done)
+
+
+def test_a_microbatch_may_fill_the_capacity_to_the_last_row():
+    program = two_jobs()
+    check(replace(program, capacity=max(one.rows for one in program.microbatches)), {"a": 0, "b": 4})
 
 
 def test_a_job_may_not_skip_a_batch_at_the_seam():
-    with pytest.raises(IllegalProgram):
-        check(plan_window([course("a", [[3]], step=4)], 10), {"a": 3})
+    program = plan_window([course("a", [[3]], step=4)], 10)
+    check(program, {"a": 4})
+    with pytest.raises(IllegalProgram, match="a is only at step 3"):
+        check(program, {"a": 3})
 
 
 def swapped(program, device, one, other):
@@ -201,6 +285,10 @@ GRADIENT = (0, 0, "gradient")
         (lambda p: swapped(p, 0, Forward(0, 0), Send(*ACTIVATION, 1)), "before what it sends"),
         (lambda p: swapped(p, 0, Send(0, 1, "activation", 1), Send(1, 1, "activation", 1)), "before what"),
         (lambda p: left_out(p, 1, Recv(*ACTIVATION, 0), Forward(0, 1)), "no Forward before it"),
+        (
+            lambda p: with_list(p, 1, (*p.devices[1], Forward(0, 1))),
+            r"Forward\(microbatch=0, stage=1\) runs a microbatch a second time",
+        ),
         (lambda p: left_out(p, 0, Send(*ACTIVATION, 1)), "differ in their order|waits forever"),
         (lambda p: left_out(p, 0, Send(7, 1, "activation", 1)), "waits forever"),
         (lambda p: left_out(p, 1, Step("job0", 1)), "only at step"),
@@ -286,9 +374,12 @@ def test_a_streamed_stage_is_used_between_its_load_and_its_evict():
     forward, backward, step = program.actions
     streamed = (Load(0), forward, Evict(0), Load(0), backward, Evict(0), step)
     check(replace(program, devices=(streamed,)))
-    for missing in (0, 3):
+    for missing, sentence in (
+        (0, "ends with other stages than it began with"),
+        (3, "Backward.* uses a stage that is not loaded"),
+    ):
         without = tuple(one for place, one in enumerate(streamed) if place != missing)
-        with pytest.raises(IllegalProgram):
+        with pytest.raises(IllegalProgram, match=sentence):
             check(replace(program, devices=(without,)))
 
 
@@ -296,3 +387,113 @@ def test_a_stage_that_was_there_before_may_be_evicted_if_it_returns():
     program = plan_window([course("a", [[3, 4]])], 10)
     forward, backward, step = program.actions
     check(replace(program, devices=((forward, Evict(0), Load(0), backward, step),)))
+
+
+def test_a_load_of_a_stage_that_is_already_there_is_refused():
+    program = plan_window([course("a", [[3, 4]])], 10)
+    twice = (Load(0), Load(0), *program.actions, Evict(0))
+    with pytest.raises(IllegalProgram, match=r"Load\(stage=0\) brings a stage that is already there"):
+        check(replace(program, devices=(twice,)))
+
+
+def in_chunks(*actions):
+    """One sample of three chunks, each a microbatch of its own."""
+    chunks = tuple(Placed(0, 4, offset) for offset in (0, 4, 8))
+    microbatches = tuple(MicrobatchPlan((SegmentPlan("a", 1, (chunk,)),)) for chunk in chunks)
+    batches = (GlobalBatch("a", 1, chunks, 12),)
+    return Program(4, microbatches, batches, ((*actions, Step("a", 1)),), chunk=4)
+
+
+FORTH = Forward(0), Forward(1), Forward(2)
+BACK = Backward(2), Backward(1), Backward(0)
+
+
+def test_chunks_of_a_sample_go_forth_in_order_and_back_in_the_opposite_one():
+    check(in_chunks(*FORTH, *BACK))
+
+
+@pytest.mark.parametrize(
+    ("actions", "sentence"),
+    [
+        ((Forward(1), Forward(0), Forward(2), *BACK), r"Forward\(microbatch=0, .* sample 0 out of order"),
+        ((Forward(0), Forward(2), Forward(1), *BACK), r"Forward\(microbatch=1, .* sample 0 out of order"),
+        ((*FORTH, Backward(2), Backward(0), Backward(1)), r"Backward\(microbatch=1, .* out of order"),
+        ((*FORTH, Backward(0), Backward(1), Backward(2)), r"Backward\(microbatch=1, .* out of order"),
+    ],
+)
+def test_chunks_out_of_order_are_refused(actions, sentence):
+    with pytest.raises(IllegalProgram, match=sentence):
+        check(in_chunks(*actions))
+    check(replace(in_chunks(*actions), chunk=0))
+
+
+def on_one_device(*actions):
+    """One microbatch through three stages of one device."""
+    sample = (Placed(0, 4, 0),)
+    microbatches = (MicrobatchPlan((SegmentPlan("a", 1, sample),)),)
+    batches = (GlobalBatch("a", 1, sample, 4),)
+    return Program(4, microbatches, batches, ((*actions, Step("a", 1)),), stages=(0, 0, 0))
+
+
+def test_several_stages_of_one_device_hand_on_to_each_other_without_a_message():
+    there = [Forward(0, stage) for stage in range(3)]
+    back = [Backward(0, stage) for stage in (2, 1, 0)]
+    check(on_one_device(*there, *back))
+    with pytest.raises(IllegalProgram, match=r"Forward\(microbatch=0, stage=2\) comes before its activation"):
+        check(on_one_device(there[0], there[2], there[1], *back))
+    with pytest.raises(IllegalProgram, match=r"Backward\(microbatch=0, stage=0\) comes before its gradient"):
+        check(on_one_device(*there, back[0], back[2], back[1]))
+    with pytest.raises(IllegalProgram, match="goes to its own device"):
+        check(on_one_device(there[0], Send(0, 1, "activation", 0), *there[1:], *back))
+
+
+def test_of_several_jobs_evaluated_together_each_must_be_at_its_step():
+    courses = [course(job, [], evaluation=[3], evaluate_at={0}, begins=True) for job in ("a", "b")]
+    program = plan_window(courses, 10)
+    assert [one.jobs for one in program.microbatches] == [("a", "b")]
+    check(program, {"a": 0, "b": 0})
+    with pytest.raises(IllegalProgram, match=r"Evaluate\(microbatch=0, stage=0\): b is at step 1"):
+        check(program, {"a": 0, "b": 1})
+
+
+def replaced(program, device, one, *others):
+    actions = list(program.devices[device])
+    place = actions.index(one)
+    actions[place : place + 1] = others
+    return with_list(program, device, actions)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "sentence"),
+    [
+        (
+            lambda p: replaced(p, 0, Send(*ACTIVATION, 1), Send(*ACTIVATION, 2)),
+            r"Send\(.* peer=2\) goes to a device without that stage",
+        ),
+        (
+            lambda p: replaced(p, 0, Send(*ACTIVATION, 1), Send(0, 3, "activation", 1)),
+            r"Send\(.* stage=3, .*\) comes before what it sends is computed",
+        ),
+        (
+            lambda p: replaced(p, 1, Recv(*ACTIVATION, 0), Recv(*ACTIVATION, 2)),
+            r"Recv\(.* peer=2\) comes from a device without the stage before it",
+        ),
+        (
+            lambda p: replaced(p, 1, Recv(*ACTIVATION, 0), Recv(0, 2, "activation", 1)),
+            r"Recv\(.* stage=2, .*\) is of a stage that does not live on device 1",
+        ),
+        (
+            lambda p: replaced(p, 1, Recv(*ACTIVATION, 0), *[Recv(*ACTIVATION, 0)] * 2),
+            r"Recv\(.*\) is received a second time",
+        ),
+        (
+            lambda p: replaced(p, 1, Reduce("job0", 1), Reduce("job0", 1, "gradient"), Reduce("job0", 1)),
+            r"Reduce\(.* what='gradient'\) has nobody to hand its gradient to",
+        ),
+    ],
+)
+def test_the_checker_refuses_messages_that_go_astray(break_it, sentence):
+    program = one_forward_one_backward(work(jobs=2, steps=2, microbatches=2), 3)
+    check(program)
+    with pytest.raises(IllegalProgram, match=sentence):
+        check(break_it(program))

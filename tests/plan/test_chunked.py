@@ -53,7 +53,7 @@ def test_chunks_that_run_back_in_the_wrong_order_are_illegal():
     swapped = [one for one in first if isinstance(one, Backward)]
     turned = iter(reversed(swapped))
     wrong = tuple(next(turned) if isinstance(one, Backward) else one for one in first)
-    with pytest.raises(IllegalProgram):
+    with pytest.raises(IllegalProgram, match="comes before what it sends is computed"):
         check(replace(program, devices=(*program.devices[:-1], wrong)))
 
 

@@ -87,7 +87,7 @@ def test_a_resumed_run_plans_by_what_was_recorded() -> None:
     assert again.memory == run.memory
     assert (again.version, again.windows) == (run.version, run.windows)
     for wrong in (None, {}, {"version": 1, "windows": 1, "memory": {}}, {"memory": 3}):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="no record of a run's models"):
             learned().resume(wrong)
 
 
@@ -108,6 +108,19 @@ def test_fused_layers_never_count_for_less_than_was_known() -> None:
         run.adopt()
     assert plain.memory.fit.activations < 1.0
     assert fused.memory.fit.activations == 1.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused: bool) -> None:
+    one, known = program(30, 50), MemoryFit(slack=0.7)
+    run = learned(fused=fused, fit=known)
+    for _ in range(2):
+        run.learn(one, COMPANY, outcome(one, peak=8 << 30))
+        assert run.adopt()
+    assert run.fitted.fit.slack > 1.5 * known.slack
+    assert run.memory.fit.slack == known.slack
+    assert run.memory.fit.activations == run.fitted.fit.activations
+    assert run.memory.fit.error == run.fitted.fit.error
 
 
 def test_a_peak_that_is_the_highest_so_far_teaches_only_when_it_rises() -> None:

@@ -127,5 +127,5 @@ def test_no_ablation_of_a_pipeline_breaks_down(lengths):
 def test_the_independent_telling_can_fail():
     jobs = made([[[5, 7], [9]]])
     program = outlook(ground("H100"), jobs).run.program
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Counter"):
         trains(program, made([[[5, 7], [8]]]))

@@ -174,6 +174,31 @@ def test_a_microbatch_in_two_replicas_is_found():
         check(broken(program, 1, lambda actions: [*actions, look]))
 
 
+def idle_at_the_second_batch():
+    """A Program of one job, and the device that has nothing of its second batch."""
+    program = plan_pipeline([course("a", [[9], [8]])], rules(stages=1))
+    return program, next(d for d in range(2) if Reduce("a", 2, "gradient") not in program.devices[d])
+
+
+def test_a_device_without_a_share_hands_out_nothing():
+    program, idle = idle_at_the_second_batch()
+    share = Reduce("a", 2, "gradient")
+    with pytest.raises(IllegalProgram, match=r"what='gradient'\) hands out nothing"):
+        check(broken(program, idle, lambda actions: [*actions[:-1], share, actions[-1]]))
+
+
+def test_a_second_step_of_a_device_without_a_share_is_found():
+    program, idle = idle_at_the_second_batch()
+    with pytest.raises(IllegalProgram, match=r"Step\(job='a', step=2\) comes a second time"):
+        check(broken(program, idle, lambda actions: [*actions, Step("a", 2)]))
+
+
+def test_replicas_with_another_number_of_devices_are_found():
+    program = even_window(2, stages=1)
+    with pytest.raises(IllegalProgram, match="replicas differ in their devices"):
+        check(replace(program, devices=(*program.devices, ())))
+
+
 def crossing(first, second):
     """One microbatch of each of two jobs on both of two replicas; each device adds up as it is told."""
     courses = [course("a", [[9, 9]]), course("b", [[8, 8]])]

@@ -96,6 +96,14 @@ def write_example(output: Path, jobs: Sequence[Job] = SWEEP, windows: int = 30) 
     return output
 
 
+def with_status(output: Path, **changes: Any) -> Path:
+    """The folder, after these keys of its status.json have changed."""
+    file = output / "status.json"
+    status = json.loads(file.read_text(encoding="utf-8")) | changes
+    file.write_text(json.dumps(status), encoding="utf-8")
+    return output
+
+
 def write_job_file(output: Path, job: Job) -> None:
     spec = {
         "name": job.name,

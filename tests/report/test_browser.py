@@ -6,12 +6,12 @@ import html
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from tests.report.example import write_example
+from tests.report.example import SWEEP, write_example
 from tests.report.hostile import hostile_run
 from weftune.report.page import write_report
 
@@ -37,12 +37,13 @@ class Seen:
         return len(re.findall(r'<div class="[^"]*js-plotly-plot', self.document))
 
 
-def load(page: Path, profile: Path) -> Seen:
+def load(page: Path, profile: Path, width: int = 1280) -> Seen:
     assert BROWSER is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     output = ["--dump-dom", "--enable-logging=stderr", "--virtual-time-budget=4000"]
+    flags += ["--disable-quic", "--no-first-run", "--disable-component-update", "--disable-sync"]
     done = subprocess.run(
-        [BROWSER, *flags, *output, f"--user-data-dir={profile}", page.as_uri()],
+        [BROWSER, *flags, *output, f"--window-size={width},900", f"--user-data-dir={profile}", page.as_uri()],
         capture_output=True,
         text=True,
         timeout=120,
@@ -95,3 +96,17 @@ def test_the_legend_hides_and_shows_the_curves_of_a_job(tmp_path: Path) -> None:
     page = without_policy(with_script(write_report(write_example(tmp_path / "run")), script))
     before, hidden, after = map(int, load(page, tmp_path / "profile").title.split())
     assert (before - hidden, after) == (2, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 1024, 800, 500])
+def test_nothing_is_cut_off_at_the_right(tmp_path: Path, width: int) -> None:
+    script = """
+        const wide = [...document.querySelectorAll('body, .scroll, .tile, dd, td.key')]
+            .filter((part) => part.scrollWidth > part.clientWidth + 1 && !part.closest('#windows'));
+        document.title = `${innerWidth} ${wide.map((part) => part.className || part.tagName).join(' ')}`;
+    """
+    folder = tmp_path / "a-folder-with-a-long-name"
+    long = tuple(replace(job, path=str(folder / f"{job.name}_from_a_long_file_name.jsonl")) for job in SWEEP)
+    page = without_policy(with_script(write_report(write_example(tmp_path / "run", long)), script))
+    assert load(page, tmp_path / "profile", width).title == f"{width} "

@@ -3,6 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.report.example import SWEEP, Job, write_example
 from weftune.report.compare import best_jobs, by_result, differing_keys, kept_validation, validation_key
 from weftune.report.read import JobRecord, read_run
@@ -71,6 +73,30 @@ def test_a_failed_job_is_never_best(tmp_path: Path) -> None:
         tmp_path, Job(name="low", floor=0.1), Job(name="high"), Job(name="higher", floor=2.0)
     )
     assert best_jobs([replace(low, state="failed"), high, higher]) == {"high": ""}
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled"])
+def test_a_job_that_ended_badly_is_no_rival(tmp_path: Path, state: str) -> None:
+    low, high = jobs_of(tmp_path, Job(name="low", floor=0.1), Job(name="high"))
+    assert best_jobs([low, high]) == {"low": ""}
+    assert best_jobs([replace(low, state=state), high]) == {}
+
+
+def test_the_validation_of_a_failed_job_hides_no_training_loss(tmp_path: Path) -> None:
+    validated, a, b = jobs_of(
+        tmp_path,
+        Job(name="validated", floor=0.1),
+        Job(name="a", evaluate=False, floor=2.0),
+        Job(name="b", evaluate=False, floor=1.0),
+    )
+    assert best_jobs([replace(validated, state="failed"), a, b]) == {"b": ""}
+
+
+def test_of_equal_results_the_job_that_stands_first_in_the_file_is_best(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, Job(name="z"))
+    again = replace(job, name="a")
+    assert best_jobs([job, again]) == {"z": ""}
+    assert best_jobs([again, job]) == {"a": ""}
 
 
 def test_jobs_on_one_validation_file_can_be_compared_whatever_they_train_on(tmp_path: Path) -> None:

@@ -49,6 +49,12 @@ def test_the_table_tells_where_each_job_came_from_and_got_to(
     ]
     assert rows[6].startswith("late: waits for 1.2 GiB")
     assert rows[7].startswith("hot: the loss was not finite")
+    assert rows[8].strip() == "weftune train jobs.yaml --resume --retry hot --set learning_rate=1e+08"
+
+
+def test_predictions_are_told_of_only_when_enough_of_them_were_right(tmp_path: Path) -> None:
+    assert "Predicted times were off by 4." in printed(write_example(tmp_path / "many"), 120)
+    assert "Predicted" not in printed(write_example(tmp_path / "few", windows=3), 120)
 
 
 def test_a_job_without_validation_shows_the_change_of_its_training_loss(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.report.example import SWEEP, Job, write_example
+from tests.report.example import SWEEP, Job, with_status, write_example, write_lines
 from tests.report.hostile import HOSTILE, hostile_run
 from weftune.report.page import write_report
 
@@ -92,12 +93,11 @@ def test_the_headline_numbers_are_there(sweep: Page) -> None:
 
 def test_the_table_is_sorted_by_result_and_shows_only_what_differs(sweep: Page) -> None:
     heading, *rows = [" ".join(row.split()) for row in sweep.rows[:7]]
-    assert heading.startswith(
-        "job state final loss validation loss adapter.rank eval.every eval.fraction keep"
-    )
-    assert "targets" not in heading
+    assert heading == "job state final loss validation loss settings"
+    assert "adapter.rank 64 eval.every 0.1 eval.fraction 0.1 keep best learning_rate 0.0005" in rows[0]
+    assert not any("targets" in row for row in rows)
     assert rows[0].startswith("r64-best best succeeded 60 steps")
-    assert "2.4500 → 1.2256 −50.0 % best 1.2256 at step 42, last 1.2847 64" in rows[0]
+    assert "2.4500 → 1.2256 −50.0 % best 1.2256 at step 42, last 1.2847" in rows[0]
     assert [row.split()[0] for row in rows] == ["r64-best", "r16", "r8-slow", "no-validation", "late", "hot"]
     assert sum(" best succeeded" in row for row in rows) == 1
 
@@ -156,8 +156,75 @@ def test_the_policy_lets_only_the_scripts_of_the_page_run(sweep: Page) -> None:
 def test_a_chart_without_data_is_words(tmp_path: Path) -> None:
     page = Page(write_report(write_example(tmp_path, [Job(name="only", evaluate=False)], windows=0)))
     assert list(page.figures) == ["loss"]
-    for words in ("No job has held-out rows", "No window was recorded.", "No peak memory was recorded."):
-        assert words in page.text
+    assert "No job has held-out rows" in page.text
+    assert "Time and memory" not in page.text
+
+
+def test_two_windows_are_a_table_and_no_curve(tmp_path: Path) -> None:
+    page = Page(write_report(write_example(tmp_path, [Job(name="only")], windows=2)))
+    assert list(page.figures) == ["loss", "validation"]
+    assert "Predicted and measured, window by window" in page.text
+
+
+def test_few_short_settings_have_a_column_each(tmp_path: Path) -> None:
+    page = Page(write_report(write_example(tmp_path, [Job(name="a", rank=8), Job(name="b", rank=64)])))
+    heading, first, second = [" ".join(row.split()) for row in page.rows[:3]]
+    assert heading == "job state final loss validation loss adapter.rank"
+    assert (first.split()[-1], second.split()[-1]) == ("8", "64")
+
+
+def test_paths_are_told_by_their_file_names_and_break_only_behind_a_mark(tmp_path: Path) -> None:
+    folder = tmp_path / "a-folder-with-a-long-name"
+    jobs = [Job(name=name, path=f"{folder}/{name}_held_out.jsonl") for name in ("one", "two")]
+    page = Page(write_report(write_example(tmp_path / "run", jobs)))
+    assert ">one_<wbr>held_<wbr>out.jsonl<" in page.source
+    assert f'title="{folder}/one_held_out.jsonl"' in page.source
+
+
+def test_a_note_that_two_files_hold_is_told_once(tmp_path: Path) -> None:
+    note = "3 rows were cut at 64 tokens"
+    output = write_example(tmp_path, [Job(name="only", notes=(note,))])
+    record = yaml.safe_load((output / "only" / "job.yaml").read_text())
+    record["data"]["notes"] = [note]
+    (output / "only" / "job.yaml").write_text(yaml.safe_dump(record))
+    assert Page(write_report(output)).text.count(note) == 1
+
+
+@pytest.mark.parametrize("solo", [150.0, 184.2, 190.0, None])
+def test_no_tile_tells_of_time_that_was_not_saved(tmp_path: Path, solo: float | None) -> None:
+    page = Page(write_report(with_status(write_example(tmp_path), solo_seconds=solo)))
+    assert "minutes saved" not in page.text
+    assert ("One after another" in page.text) is (solo is not None)
+
+
+def test_no_tile_trusts_predictions_that_were_few_or_wrong(tmp_path: Path) -> None:
+    few = Page(write_report(write_example(tmp_path / "few", windows=4)))
+    wrong = write_example(tmp_path / "wrong")
+    lines = [json.loads(line) for line in (wrong / "windows.jsonl").read_text().splitlines()]
+    write_lines(wrong / "windows.jsonl", [line | {"seconds": 1.4 * line["seconds"]} for line in lines])
+    for page in (few, Page(write_report(wrong))):
+        assert "minutes saved" not in page.text
+
+
+def test_a_failed_job_says_how_to_go_on(sweep: Page) -> None:
+    assert "weftune train jobs.yaml --resume --retry hot --set learning_rate=1e+08" in sweep.text
+    assert "weftune train jobs.yaml --resume --restart hot" in sweep.text
+    assert sweep.text.count("the loss was not finite at step 4") == 1
+
+
+@pytest.mark.parametrize("state", ["paused", "interrupted"])
+def test_a_paused_job_says_how_to_go_on(tmp_path: Path, state: str) -> None:
+    halted = Job(name="halted", done=30, state=state, reason="the disk is full")
+    page = Page(write_report(write_example(tmp_path, [halted])))
+    assert f"halted {state} after 30 of 60 steps: the disk is full" in " ".join(page.text.split())
+    assert "weftune train jobs.yaml --resume" in page.text
+    assert "--restart" not in page.text
+
+
+def test_a_state_that_is_not_known_is_shown_as_it_is(tmp_path: Path) -> None:
+    page = Page(write_report(write_example(tmp_path, [Job(name="odd", done=3, state="dreaming")])))
+    assert "1 dreaming" in page.text
+    assert "There is no finished adapter to load." in page.text
 
 
 def test_a_run_that_has_only_begun_has_a_page_without_charts(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weftune.report.promises import COLUMNS, off_text, peak_off, rows, seconds_off, sentences, tally
+from weftune.report.promises import COLUMNS, headline, off_text, peak_off, rows, seconds_off, sentences, tally
 from weftune.report.read import WindowLine
 
 
@@ -45,7 +45,7 @@ def test_every_window_has_a_row_and_says_what_is_special_about_it() -> None:
 def test_the_first_window_is_told_by_what_it_was_predicted_from() -> None:
     told = sentences(RUN)
     assert told[0].startswith(
-        "Time was predicted to within 20.0% and peak memory by 10.0% on average, over 2"
+        "Predicted time was off by 20.0% and peak memory by 10.0% on average, over 2 windows"
     )
     assert "Counted apart: 2 windows" in told[1]
     assert told[2] == (
@@ -63,3 +63,12 @@ def test_below_zero_is_too_little() -> None:
     assert seconds_off(window(0.5, 1.0)) == pytest.approx(-0.5)
     assert peak_off(window(1.0, 1.0, peak_bytes=None)) is None
     assert off_text(None) == "–"
+
+
+def test_a_headline_needs_four_windows_that_were_predicted_well() -> None:
+    good = window(1.1, 1.0)
+    assert headline([good] * 3) is None
+    assert headline([good] * 4) == (
+        "Predicted times were off by 10.0%, peak memory by 10.0% on average, over 4 windows."
+    )
+    assert headline([window(0.61, 1.0)] * 9) is None

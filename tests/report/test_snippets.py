@@ -4,7 +4,11 @@ import ast
 import shlex
 from pathlib import Path
 
-from weftune.report.snippets import generate_command, load_snippet
+import pytest
+
+from tests.report.example import Job, write_example
+from weftune.report.read import JobRecord, read_run
+from weftune.report.snippets import generate_command, load_snippet, remedies
 
 
 def calls(snippet: str) -> dict[str, list[object]]:
@@ -38,3 +42,30 @@ def test_quotes_in_a_path_stay_inside_the_text() -> None:
     folder = Path('/out/it\'s "odd"; rm -rf $HOME')
     assert calls(load_snippet("b", None, folder))["PeftModel"] == [str(folder)]
     assert shlex.split(generate_command(folder))[2] == str(folder)
+
+
+def record(folder: Path, state: str, reason: str = "", name: str = "one") -> JobRecord:
+    (job,) = read_run(write_example(folder, [Job(name=name, state=state, reason=reason, done=3)])).jobs
+    return job
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "commands"),
+    [
+        ("succeeded", "", []),
+        ("failed", "its loss at step 4 is nan", ["--retry one --set learning_rate=2e-05", "--restart one"]),
+        ("failed", "it cannot run even alone: it needs information", ["--restart one"]),
+        ("paused", "the disk is full", [""]),
+        ("running", "", [""]),
+        ("cancelled", "", ["--restart one"]),
+    ],
+)
+def test_every_state_has_its_remedy(tmp_path: Path, state: str, reason: str, commands: list[str]) -> None:
+    found = [remedy.command for remedy in remedies(record(tmp_path, state, reason))]
+    assert found == [f"weftune train jobs.yaml --resume {command}".strip() for command in commands]
+
+
+def test_a_name_stays_one_word_of_the_command(tmp_path: Path) -> None:
+    odd = "a; rm -rf $HOME"
+    (remedy,) = remedies(record(tmp_path, "cancelled", name=odd))
+    assert shlex.split(remedy.command)[-1] == odd

@@ -105,6 +105,14 @@ def test_states_are_coloured() -> None:
     assert "\x1b[32msucceeded" in file.getvalue()
 
 
+def test_a_state_that_is_not_known_is_counted_too() -> None:
+    console, file = terminal_console()
+    with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:
+        view.update(JobRow(name="a", steps=1, state="paused"))
+        view.update(JobRow(name="b", steps=1, state="dreaming"))
+    assert "1 paused · 1 dreaming" in last_frame(file)
+
+
 def test_a_job_that_joins_later_gets_a_row() -> None:
     console, file = terminal_console()
     with LiveView(console, [JobRow(name="a", steps=1)], Clock()) as view:

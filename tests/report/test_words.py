@@ -2,7 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from weftune.report.words import bytes_text, change_text, duration_text, loss_text, minutes_text, printable
+from weftune.report.words import (
+    breakable,
+    bytes_text,
+    change_text,
+    duration_text,
+    loss_text,
+    minutes_text,
+    printable,
+    short_paths,
+)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65, "1:05"), (3725, "1:02:05"), (59.6, "1:00")])
@@ -30,3 +39,25 @@ def test_a_change_is_signed_and_in_percent() -> None:
 
 def test_control_characters_become_spaces() -> None:
     assert printable("a\x1b[31m\nb\u202e") == "a [31m b "
+
+
+def test_paths_are_as_short_as_tells_them_apart() -> None:
+    assert short_paths(["/data/a.jsonl", "/data/b.jsonl"]) == {
+        "/data/a.jsonl": "a.jsonl",
+        "/data/b.jsonl": "b.jsonl",
+    }
+    assert list(short_paths(["/x/a.jsonl", "/y/a.jsonl"]).values()) == ["x/a.jsonl", "y/a.jsonl"]
+    assert short_paths([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("owner/some_rows.jsonl", ("owner/", "some_", "rows.jsonl")),
+        ("q_proj, k_proj", ("q_proj, k_proj",)),
+        ("folder/", ("folder/",)),
+        ("", ("",)),
+    ],
+)
+def test_a_line_may_break_between_the_words_of_a_path(text: str, pieces: tuple[str, ...]) -> None:
+    assert breakable(text) == pieces

@@ -4,9 +4,18 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from tests.bench import CPU
-from weftune.run.measure import Stopwatch, begin_peak, is_out_of_memory, peak_bytes, release, resident_bytes
+from weftune.run.measure import (
+    Clock,
+    Stopwatch,
+    begin_peak,
+    is_out_of_memory,
+    peak_bytes,
+    release,
+    resident_bytes,
+)
 
 
 def test_a_stopwatch_counts_from_each_mark_to_the_next() -> None:
@@ -18,6 +27,27 @@ def test_a_stopwatch_counts_from_each_mark_to_the_next() -> None:
     first, second = watch.laps()
     assert 0.01 <= first < second
     assert second >= 0.03
+
+
+def test_a_clock_tells_moments_in_the_seconds_of_the_machine() -> None:
+    before, clock = time.time(), Clock(CPU)
+    first = clock.mark()
+    time.sleep(0.01)
+    second = clock.mark()
+    assert before <= clock.seconds(first) <= clock.seconds(second) - 0.01 <= time.time()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_moment_on_a_gpu_is_when_the_device_came_to_it() -> None:
+    clock = Clock(torch.device("cuda", 0))
+    first = clock.mark()
+    torch.cuda._sleep(400_000_000)
+    second, asked = clock.mark(), time.time()
+    begun, done = clock.seconds(first), clock.seconds(second)
+    assert asked < done <= time.time() + 1e-3
+    assert begun < asked
+    assert done - begun > 0.1
 
 
 def test_a_peak_that_was_begun_forgets_what_came_before() -> None:

@@ -36,7 +36,7 @@ def slow_leader(wires, folder):
     held = cut_layers(inspect(spec, bench.CPU), wires.place.ranks)
     pipeline = open_pipeline(staff, spec, bench.CPU, held, lambda job: folder / job)
     jobs = [
-        aboard.ready(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS, save_every=1)
+        aboard.ready(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS + 1, save_every=1)
         for seed, name in enumerate("ab", start=1)
     ]
     base = pipeline.base

@@ -15,6 +15,7 @@ from tests.run.ranks import run_ranks
 from tests.run.test_stage_executor import CAPACITY, assert_equal, losses_of, make_jobs, views, whole_base
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed_rank import stream_rank
+from weftune.ops.lora import Route
 from weftune.plan.program import Evaluate, Forward
 from weftune.plan.rank_cut import RanksCut
 from weftune.plan.rank_window import plan_ranks
@@ -108,6 +109,18 @@ def alone(family, dtype, make, names="abcd"):
 
 def of(answers, place):
     return {key: value for answer in answers for key, value in answer[place].items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_layers_are_fused_though_those_between_are_on_another_rank(rank):
+    cut = CUTS["two ranks, a slot each"].of(rank)
+    streamed = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), bench.CPU, cut)
+    transport = Transport(
+        Lanes(*[None] * 7, words_out=()), streamed.whole.shape.hidden, torch.float32, bench.CPU
+    )
+    executor = RankExecutor(streamed, transport, rank, Route.tiled)
+    assert executor.layers.paths == [f"model.layers.{at}" for at in range(rank, LAYERS, 2)]
+    executor.unweave()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -127,3 +127,76 @@ def test_ranks_meet_in_every_way_in_one_order_before_a_receive_is_posted():
     ways = [(0, 1), (1, 0), (2, 3), (3, 2), (0, 2), (1, 3), (2, 0), (3, 1)]
     for rank, own in enumerate(met):
         assert own == [way for way in ways if rank in way]
+
+
+LATE = 0.2
+"""Seconds after which the receiver of a message first asks for it."""
+
+SENDS = {
+    "activation": lambda transport, value: transport.send(Send(0, 1, "activation", 1), value),
+    "gradient": lambda transport, value: transport.send(Send(0, 0, "gradient", 0), value),
+    "sums": lambda transport, value: transport.sums_to_before(value),
+    "word": lambda transport, value: transport.word_on(value),
+    "share": lambda transport, value: transport.exchange.hand_out(("a", 1), value),
+}
+
+
+def lane_in(lanes, way):
+    found = {
+        "activation": lanes.activation_in,
+        "gradient": lanes.gradient_in,
+        "sums": lanes.sums_in,
+        "word": lanes.word_in,
+        "share": lanes.shares_in[0] if lanes.shares_in else None,
+    }
+    return found[way]
+
+
+def has_lane_out(lanes, way):
+    found = {
+        "activation": lanes.activation_out,
+        "gradient": lanes.gradient_out,
+        "sums": lanes.sums_out,
+        "word": lanes.words_out,
+        "share": lanes.shares_out,
+    }
+    return bool(found[way])
+
+
+def settle_each_way(wires):
+    """For every way: when this rank had settled what it sent, and when it first asked for what came."""
+    transport = Transport(wires.lanes, 4, torch.float64, bench.CPU)
+    found = {}
+    for way, send in SENDS.items():
+        settled = asked = None
+        # The one sends before the other asks, so that no two of them wait for each other.
+        for sends in (0, 1):
+            dist.barrier()
+            if wires.place.rank % 2 == sends:
+                if has_lane_out(wires.lanes, way):
+                    send(transport, torch.full((4,), 7.0, dtype=torch.float64))
+                    transport.settle()
+                    settled = time.monotonic()
+            elif (lane := lane_in(wires.lanes, way)) is not None:
+                time.sleep(LATE)
+                asked = time.monotonic()
+                inbox = Inbox(lane, torch.float64, bench.CPU)
+                inbox.expect([(4,)])
+                assert inbox.take().tolist() == [7.0] * 4
+        found[way] = settled, asked
+    transport.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ways"), [(1, {"activation", "gradient", "sums", "word"}), (2, {"word", "share"})]
+)
+def test_whatever_a_transport_sends_is_with_its_receiver_once_it_has_settled(replicas, ways):
+    first, second = run_ranks(2, settle_each_way, replicas=replicas)
+    seen = set()
+    for way in SENDS:
+        for (settled, _), (_, asked) in ((first[way], second[way]), (second[way], first[way])):
+            if settled is not None:
+                seen.add(way)
+                assert settled >= asked, f"{way} had settled before anybody asked for it"
+    assert seen == ways

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,21 @@ from weftune.errors import AdapterError
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 JOB_FILE = "job.yaml"
 """What training writes beside them before there are any."""
+PICKLE = "adapter_model.bin"
+
+CONVERT = (
+    "from sys import argv; import torch; from safetensors.torch import save_file; "
+    f"w = torch.load(argv[1] + '/{PICKLE}', map_location='cpu', weights_only=True); "
+    f"save_file({{k: v.clone() for k, v in w.items()}}, argv[1] + '/{WEIGHTS}', {{'format': 'pt'}})"
+)
+
+
+def no_weights(folder: Path) -> str:
+    """The sentence for a folder without safetensors; a pickle can run code when it is opened, so none is."""
+    if not (folder / PICKLE).exists():
+        return f"{folder} holds no {WEIGHTS}"
+    command = f'python -c "{CONVERT}" {shlex.quote(str(folder))}'
+    return f"{folder} has {PICKLE}; Weftune opens safetensors only; if you trust it, convert it: {command}"
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from weftune.adapters.folder import read_config
@@ -92,10 +93,17 @@ class Kind(Protocol):
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
         """Raise AdapterError where the spec's `init_from` cannot start an adapter at these sites."""
 
-    def initialise(self, member: Member, sites: Sequence[SiteShape], parameters: Parameters) -> None:
+    def initialise(
+        self,
+        member: Member,
+        sites: Sequence[SiteShape],
+        parameters: Parameters,
+        drawn_on: torch.device | None = None,
+    ) -> None:
         """Fill parameters of a new adapter, from the member's seed or from its `init_from`.
 
-        `sites` are those of the whole base; `parameters` may be those of some of them only, on any device.
+        `sites` are those of the whole base; `parameters` may be those of some of them only, on any device;
+        random numbers are drawn there, or on the device `drawn_on`.
         """
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> SiteBank: ...

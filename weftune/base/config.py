@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.errors import BaseModelError
 from weftune.hub import why_absent
@@ -21,7 +22,7 @@ def read_config(spec: BaseSpec) -> dict[str, Any]:
     file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetched(spec)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BaseModelError(f"The {CONFIG} of {spec.model} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise BaseModelError(f"The {CONFIG} of {spec.model} holds no mapping.")
@@ -56,6 +57,8 @@ def model_folder(spec: BaseSpec) -> str:
         return _converted(cache_folder() / "gguf", f"{path.stem}-*", spec)
     if path.is_dir() and not (path / CONFIG).is_file():
         raise BaseModelError(f"The folder {spec.model} holds no {CONFIG}, so it is no model folder.")
+    if path.is_dir():
+        refuse_unsafe(path, spec.model)
     return str(path) if path.is_dir() else spec.model
 
 

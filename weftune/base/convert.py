@@ -10,8 +10,14 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
@@ -69,9 +75,12 @@ def write_folder(file: Path, folder: Path) -> None:
     except ImportError:
         raise MissingPackage(f"Reading {file.name} needs the package gguf: pip install gguf") from None
     try:
-        pre_tokenizer = gguf_text(gguf.GGUFReader(file), "tokenizer.ggml.pre")
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        with read_once(gguf):
+            pre_tokenizer = gguf_text(gguf.GGUFReader(file), "tokenizer.ggml.pre")
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32
+            )
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         raise BaseModelError(f"The GGUF file {file} cannot be read: {error}") from error
     mend_tokenizer(tokenizer, pre_tokenizer, file)
@@ -79,6 +88,30 @@ def write_folder(file: Path, folder: Path) -> None:
     write_model(model, folder)
     for path in folder.iterdir():
         flush(path)
+
+
+@contextmanager
+def read_once(gguf: ModuleType) -> Iterator[None]:
+    """Parse a GGUF file once while this lasts, and list the names of a model's tensors once.
+
+    transformers parses the file for the tokenizer, the config and the weights, which takes seconds each time,
+    and lists the names anew for every module.
+    """
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+
+    class PlainReader(reader):  # type: ignore[misc, valid-type]
+        """Slices a plain array: of a memory map each of a million slices is a slow object of its own."""
+
+        def __setattr__(self, key: str, value: Any) -> None:
+            super().__setattr__(key, np.asarray(value) if key == "data" else value)
+
+    read = cache(PlainReader)
+    gguf.GGUFReader = lambda path: read(os.fspath(path))
+    gguf.get_tensor_name_map = cache(names)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
 
 
 def write_model(model: PreTrainedModel, folder: Path) -> None:

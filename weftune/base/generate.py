@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from weftune.base.load import best_device, load_plain, load_tokenizer
 from weftune.base.spec import BaseSpec
-from weftune.errors import AdapterError, BaseModelError
+from weftune.errors import AdapterError
+from weftune.patterns import ending, slow_sentence
 
 BASE = "base"
 """The key of the base's own answer."""
+Tokenise = Callable[[Any, str, str | None], Sequence[int]]
 
 
 def answers(
@@ -22,23 +25,29 @@ def answers(
     adapters: Mapping[str, Path],
     prompt: str,
     *,
+    tokenise: Tokenise,
     system: str | None = None,
     max_tokens: int = 128,
     device: torch.device | None = None,
     with_base: bool = True,
 ) -> dict[str, str]:
-    """What the base says (unless not asked), and what it says with each adapter. It is loaded once."""
+    """What the base says (unless not asked), and what it says with each adapter. It is loaded once.
+
+    `tokenise` makes tokens of a tokenizer, the prompt and the system message.
+    """
     assert BASE not in adapters, "that key is the base's own"
     for folder in adapters.values():
         refuse_no_adapter(folder)
     model: Any = load_plain(base, device or best_device())
     base_tokenizer = load_tokenizer(base)
-    said = {BASE: answer(model, base_tokenizer, prompt, system, max_tokens)} if with_base else {}
+    said = {}
+    if with_base:
+        said[BASE] = answer(model, base_tokenizer, tokenise(base_tokenizer, prompt, system), max_tokens)
     for index, (name, folder) in enumerate(adapters.items()):
         # PEFT makes module names of adapter names, and those cannot hold every character that a job's can.
         model = with_adapter(model, f"adapter{index}", folder)
         tokenizer = adapter_tokenizer(folder, base_tokenizer)
-        said[name] = answer(model, tokenizer, prompt, system, max_tokens)
+        said[name] = answer(model, tokenizer, tokenise(tokenizer, prompt, system), max_tokens)
     return said
 
 
@@ -55,6 +64,7 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
     """
     from peft import PeftModel
 
+    refuse_slow_patterns(model, folder)
     try:
         if not isinstance(model, PeftModel):
             model = PeftModel.from_pretrained(model, folder, adapter_name=name)
@@ -65,6 +75,21 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
         first_line = str(error).strip().partition("\n")[0]
         raise AdapterError(f"The adapter in {folder} does not fit this base: {first_line}") from error
     return model.eval()
+
+
+def refuse_slow_patterns(model: Any, folder: Path) -> None:
+    """PEFT matches what an adapter's config says against the name of every module."""
+    file = folder / "adapter_config.json"
+    try:
+        config: Any = json.loads(file.read_bytes())
+        targets = [config.get(key) for key in ("target_modules", "exclude_modules")]
+        expressions = [target for target in targets if isinstance(target, str)]
+        for key in ("rank_pattern", "alpha_pattern"):
+            expressions += [ending(pattern) for pattern in config.get(key) or {}]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from None
+    if slow := slow_sentence(expressions, [name for name, _ in model.named_modules()]):
+        raise AdapterError(f"{file}: one of its patterns {slow}.")
 
 
 def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -81,11 +106,10 @@ def adapter_tokenizer(folder: Path, base_tokenizer: PreTrainedTokenizerBase) -> 
 def answer(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    system: str | None,
+    tokens: Sequence[int],
     max_tokens: int,
 ) -> str:
-    tokens_1T = prompt_tokens(tokenizer, prompt, system).to(model.device)
+    tokens_1T = torch.tensor([tokens], device=model.device)
     ends = end_tokens(model, tokenizer)
     settings = GenerationConfig(
         do_sample=False,
@@ -97,24 +121,6 @@ def answer(
         input_ids=tokens_1T, attention_mask=torch.ones_like(tokens_1T), generation_config=settings
     )
     return str(tokenizer.decode(written_1T[0, tokens_1T.shape[1] :], skip_special_tokens=True)).strip()
-
-
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> torch.Tensor:
-    """The prompt as the tokenizer's chat template asks for an answer; without a template, as plain text."""
-    if tokenizer.chat_template is None:
-        if system is not None:
-            raise BaseModelError("This base has no chat template, so it takes no system message.")
-        tokens = tokenizer(prompt)["input_ids"]
-    else:
-        turns = [{"role": "system", "content": system}] if system is not None else []
-        turns.append({"role": "user", "content": prompt})
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        # As in training: exactly one BOS where the tokenizer opens every text with one.
-        opening = tokenizer(prompt)["input_ids"][:1]
-        if opening == [tokenizer.bos_token_id] and tokens[:1] != opening:
-            tokens = opening + tokens
-    return torch.tensor([tokens])
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

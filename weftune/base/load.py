@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from weftune.base.families import refuse_config
 from weftune.base.model import Base
 from weftune.base.place import at_hand, explained, place
+from weftune.base.safe_files import no_safetensors
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import stored_dtype, weight_files
@@ -28,7 +29,7 @@ from weftune.shapes import ModelShape
 
 def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     with explained(spec):
-        return AutoTokenizer.from_pretrained(place(spec), revision=spec.revision)
+        return AutoTokenizer.from_pretrained(place(spec), revision=spec.revision, trust_remote_code=False)
 
 
 def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
@@ -55,6 +56,8 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
     config = load_config(spec, where)
     transformers_logging.disable_progress_bar()
     with explained(spec):
+        if weight_files(where, spec.revision) is None:
+            raise no_safetensors(spec.model)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config,
@@ -62,6 +65,8 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
             dtype=base_dtype(spec, device),
             device_map={"": device},
             output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
@@ -75,7 +80,7 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
 
 def load_config(spec: BaseSpec, where: str) -> PretrainedConfig:
     with explained(spec):
-        config = AutoConfig.from_pretrained(where, revision=spec.revision)
+        config = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False)
     refuse_config(config, spec.model)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BaseModelError(f"{spec.model} ({config.model_type}) is no causal language model.")
@@ -99,7 +104,13 @@ def own_dtype(spec: BaseSpec) -> torch.dtype:
 
 
 def best_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _this_gpu() if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _this_gpu() -> torch.device:
+    """With its number, which torch wants when asked about memory. A process that has not used a GPU
+    so far has chosen none; to ask torch would start CUDA in processes that only start others."""
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def device_named(name: str | None) -> torch.device:
@@ -112,4 +123,4 @@ def device_named(name: str | None) -> torch.device:
         raise UserError(f"--device: {name} is no device; write cuda or cpu.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: this machine has no CUDA device that torch can use; see weftune doctor.")
-    return device
+    return _this_gpu() if device == torch.device("cuda") else device

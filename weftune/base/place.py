@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from weftune.base.config import refuse_absent
 from weftune.base.convert import FORMAT, converted, converted_into
+from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.errors import BaseModelError, MissingPackage, UserError
 from weftune.paths import cache_folder
@@ -32,6 +33,7 @@ def place(spec: BaseSpec) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise BaseModelError(f"The folder {spec.model} holds no config.json, so it is no model folder.")
+        refuse_unsafe(path, spec.model)
         return str(path)
     if path.exists():
         raise BaseModelError(
@@ -77,6 +79,13 @@ def demo_file() -> Path:
     return files[0]
 
 
+UNREADABLE = (
+    OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
+    ImportError, SafetensorError,
+)  # fmt: skip
+"""What transformers raises where a file holds other values than it takes for granted."""
+
+
 @contextmanager
 def explained(spec: BaseSpec) -> Iterator[None]:
     """What transformers raises while reading a base becomes one sentence."""
@@ -86,7 +95,7 @@ def explained(spec: BaseSpec) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         raise BaseModelError(f"{spec.model} does not fit in the memory of the device.") from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise BaseModelError(sentence(spec, error)) from error
 
 

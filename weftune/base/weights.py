@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from weftune.base.safe_files import weight_map
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """As safetensors names them."""
@@ -38,7 +39,7 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
     """What the index says, or the one file there is; None where weights are not in safetensors files."""
     index = _found(where, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
-        return WeightFiles(where, revision, json.loads(index.read_text())["weight_map"])
+        return WeightFiles(where, revision, weight_map(index))
     whole = _found(where, SAFE_WEIGHTS_NAME, revision)
     if whole is None:
         return None

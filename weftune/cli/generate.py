@@ -36,11 +36,13 @@ def generate(
 
     from weftune.base.generate import BASE, answers
     from weftune.base.load import device_named
+    from weftune.data.prompt import prompt_tokens
 
     said = answers(
         spec,
         {"adapter": folder},
         prompt,
+        tokenise=prompt_tokens,
         system=system,
         max_tokens=max_tokens,
         device=device_named(device),
@@ -52,24 +54,24 @@ def generate(
 
 def base_of(folder: Path) -> BaseSpec:
     """The base that the job in `folder` was trained on, as its job.yaml says."""
-    import yaml
-
     from weftune.base.spec import BaseSpec
+    from weftune.jobs.job_file import JOB_FILE, DamagedJobFile, read_job_file
 
-    path = folder / "job.yaml"
-    if not path.is_file():
-        raise AdapterError(f"{folder} is no folder of a finished job: it holds no job.yaml.")
     try:
-        record: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        base = record["base"]
+        found = read_job_file(folder)
+        if found is None:
+            raise AdapterError(f"{folder} is no folder of a finished job: it holds no {JOB_FILE}.")
+        base: Any = found.values["base"]
         return BaseSpec(
             model=str(base["model"]),
             dtype=base.get("dtype"),
             revision=base.get("revision"),
             written=base.get("written"),
         )
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
-        raise AdapterError(f"{path} does not say which base the adapter was trained on.") from error
+    except (DamagedJobFile, TypeError, KeyError, AttributeError) as error:
+        raise AdapterError(
+            f"{folder / JOB_FILE} does not say which base the adapter was trained on."
+        ) from error
 
 
 def side_by_side(answers: dict[str, str]) -> RenderableType:

@@ -91,6 +91,6 @@ def measured_link(base: BaseSpec) -> Link | None:
     # As base_dtype has it, which would import all of transformers.
     dtype: torch.dtype = getattr(torch, base.dtype or "bfloat16")
     try:
-        return measure_link(torch.device("cuda"), dtype)
+        return measure_link(torch.device("cuda", 0), dtype)
     except torch.OutOfMemoryError:
         return None

@@ -37,6 +37,14 @@ def train(
     restart: Annotated[
         list[str] | None, typer.Option(metavar="JOB", help="With --resume: train this job anew.")
     ] = None,
+    retry: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JOB", help="With --resume: go on with this job although it failed."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="With --retry: what that job goes on with."),
+    ] = None,
     pipeline: Annotated[
         str | None,
         typer.Option(metavar="N|auto", help="Cut the base into so many stages, a process for each."),
@@ -57,7 +65,14 @@ def train(
 
     if restart and not resume:
         raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
-    asked = Asked(jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory)
+    if retry and not resume:
+        raise UserError("--retry goes with --resume: it names the job of an earlier run to go on with")
+    if changes and not retry:
+        raise UserError("--set goes with --retry JOB, which goes on with that; else edit the jobs file")
+    asked = Asked(
+        jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory,
+        tuple(retry or ()), tuple(changes or ()),
+    )  # fmt: skip
     stages = 1 if pipeline is None else stages_of(pipeline)
     refuse_device(device)
     for text, option in ((memory, "--memory"), (gpu_memory, "--gpu-memory")):
@@ -86,7 +101,7 @@ def train(
 
     if attempt() > 0:
         # torchrun has started all ranks again, with the words of the first time.
-        asked = replace(asked, resume=True, restart=())
+        asked = asked.again()
     _join(asked, place)
 
 
@@ -103,6 +118,15 @@ class Asked:
     restart: tuple[str, ...]
     replicas: int = 1
     gpu_memory: str | None = None
+    retry: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+    def again(self) -> Asked:
+        """The same after a loss: what the first try has written is gone on with."""
+        from weftune.jobs.read import read_run
+
+        is_there = (self.output or read_run(self.jobs).output).exists()
+        return replace(self, resume=is_there, restart=(), retry=(), changes=())
 
     def words(self) -> list[str]:
         """The same as a command line, which ranks of a pipeline are started with."""
@@ -117,7 +141,8 @@ class Asked:
         words += [word for key, value in options.items() if value is not None for word in (key, str(value))]
         words += ["--replicas", str(self.replicas)] if self.replicas > 1 else []
         words += ["--resume"] if self.resume else []
-        return [*words, *(word for job in self.restart for word in ("--restart", job))]
+        repeated = {"--restart": self.restart, "--retry": self.retry, "--set": self.changes}
+        return [*words, *(word for key, values in repeated.items() for one in values for word in (key, one))]
 
 
 def _place() -> Place | None:
@@ -168,6 +193,7 @@ def _chosen(asked: Asked) -> StageCount:
     from weftune.jobs.read import read_run
     from weftune.pipelined import SPARE
     from weftune.plan.stage_count import choose_stages
+    from weftune.report.steady import steady_output
     from weftune.run.devices import devices_here
 
     device = device_named(asked.device)
@@ -178,7 +204,7 @@ def _chosen(asked: Asked) -> StageCount:
     # Whoever asks for replicas wants every job on all of them: no shares then.
     jobs = len(run.jobs) if asked.replicas == 1 else 1
     choice = choose_stages(shape, devices, SPARE, jobs, costs_here(shape, device))
-    Console().print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
+    Console(file=steady_output()).print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
     return choice
 
 
@@ -194,7 +220,7 @@ def _launch(asked: Asked, stages: int) -> int:
     shape = inspect(run.base)
     if stages > 1:
         cut_layers(shape, stages)
-    again = replace(asked, resume=True, restart=())
+    again = replace(asked, resume=True, restart=(), retry=(), changes=())
     ranks = stages * asked.replicas
     return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
 
@@ -213,12 +239,14 @@ def _train(asked: Asked, staff: Staff | None) -> None:
 
     from weftune.base.load import shape_at_hand
     from weftune.jobs.read import read_run
+    from weftune.jobs.retry import read_changes
+    from weftune.report.steady import steady_output
     from weftune.report.terminal import LiveView
     from weftune.report.words import plural
     from weftune.trainer import Options, trainer_for
 
     run = read_run(asked.jobs, shape_at_hand)
-    console = Console()
+    console = Console(file=steady_output())
     ranks = f", in {_named(staff.wires.place)}" if staff else ""
     console.print(f"Weftune: {plural(len(run.jobs), 'job')} on {run.base.model}{ranks}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
@@ -226,6 +254,8 @@ def _train(asked: Asked, staff: Staff | None) -> None:
         device=asked.device,
         resume=asked.resume,
         restart=asked.restart,
+        retry=asked.retry,
+        changes=read_changes(asked.changes),
         memory=most,
         gpu_memory=bytes_of(asked.gpu_memory, "--gpu-memory") if asked.gpu_memory else None,
         staff=staff,
@@ -242,6 +272,8 @@ def _train_on(asked: Asked, devices: tuple[str, ...]) -> None:
 
     from weftune.base.load import shape_at_hand
     from weftune.jobs.read import read_run
+    from weftune.jobs.retry import read_changes
+    from weftune.report.steady import steady_output
     from weftune.report.terminal import LiveView
     from weftune.report.words import plural
     from weftune.shares import train_shares
@@ -251,11 +283,17 @@ def _train_on(asked: Asked, devices: tuple[str, ...]) -> None:
         _train(asked, None)
         return
     run = read_run(asked.jobs, shape_at_hand)
-    console = Console()
+    console = Console(file=steady_output())
     count = plural(len(run.jobs), "job")
     console.print(f"Weftune: {count} on {run.base.model}, shared by {len(devices)} devices", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
-    options = Options(resume=asked.resume, restart=asked.restart, memory=most)
+    options = Options(
+        resume=asked.resume,
+        restart=asked.restart,
+        retry=asked.retry,
+        changes=read_changes(asked.changes),
+        memory=most,
+    )
     with LiveView(console, []) as view:
         shared = train_shares(
             run, devices, output=asked.output, max_steps=asked.max_steps, options=options, view=view
@@ -273,7 +311,8 @@ def _finish(
     from weftune.report.read import read_run as read_records
 
     console.print(final_table(read_records(folder), console.width))
-    console.print(f"Report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    if (folder / "report.html").exists():
+        console.print(f"Report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
     if mistaken:
         raise typer.Exit(MISTAKE)
     if interrupted:

@@ -12,16 +12,18 @@ from pathlib import Path
 from weftune.data.cache import Store, StoreWriter, open_store
 from weftune.data.encode import Encoder
 from weftune.data.formats import Content, detect, normalise, refuse_untrainable, renamed
-from weftune.data.row import BadRow, Row, Table, row_hash
+from weftune.data.row import BadRow, CommonBadRow, Row, Table, row_hash
 from weftune.data.spec import DataSpec, Format
 from weftune.data.tally import Tally
 from weftune.data.template import Template
 from weftune.data.tokenise import Tokeniser
 from weftune.errors import DataError, Mistake
 
-VERSION = 1
+VERSION = 2
 """Raise it when the same rows become other samples, so that older caches are not taken for these."""
 SHOWN = 20
+PLACES_SHOWN = 3
+REASONS_KEPT = 5
 ROWS_AT_ONCE = 512
 CHARACTERS_AT_ONCE = 1_000_000
 
@@ -36,6 +38,8 @@ class Rules:
     template: Template | None
     template_source: str | None
     longest: int
+    context: int | None
+    """The most tokens that the base reads, if that is known; `longest` is never more."""
 
     def key(self, table: Table, format: Format) -> str:
         spec = self.spec
@@ -89,7 +93,7 @@ def find_format(table: Table, spec: DataSpec) -> Format:
     bad = _BadRows()
     for row in _limited(table, spec):
         if row.problem is not None:
-            bad.add(row.place, row.problem)
+            bad.add(row.place, BadRow(row.problem))
             continue
         format = detect(renamed(row.value, spec.columns))
         if format is not None:
@@ -112,7 +116,7 @@ def check(table: Table, format: Format, spec: DataSpec) -> None:
         try:
             _content(row, format, spec)
         except BadRow as problem:
-            bad.add(row.place, str(problem))
+            bad.add(row.place, problem)
     bad.refuse()
 
 
@@ -126,25 +130,71 @@ def _content(row: Row, format: Format, spec: DataSpec) -> Content:
     return normalise(row.value, format, spec)
 
 
+class _Alike:
+    """Rows that are bad for the same reason: the first of them, and their number."""
+
+    def __init__(self, problem: BadRow) -> None:
+        self._first = problem
+        self._places: list[str] = []
+        self._needed_tokens = 0
+        self.count = 0
+
+    def add(self, place: str, problem: BadRow) -> None:
+        self.count += 1
+        if len(self._places) < PLACES_SHOWN:
+            self._places.append(place)
+        if isinstance(problem, CommonBadRow):
+            self._needed_tokens = max(self._needed_tokens, problem.needed_tokens)
+
+    def mistake(self, with_remedy: bool) -> Mistake:
+        sentence = str(self._first)
+        if self.count > 1:
+            more = ", …" if self.count > len(self._places) else ""
+            sentence += f" ({self.count} such rows: {', '.join(self._places)}{more})"
+        if with_remedy and isinstance(self._first, CommonBadRow):
+            sentence += "; " + self._first.remedy.format(needed_tokens=self._needed_tokens)
+        return Mistake(self._places[0], sentence)
+
+
 class _BadRows:
-    """The first bad rows with their sentences, and a count of the rest."""
+    """The first bad rows with their sentences, a sentence for all that share a common reason, and a count of
+    the rest."""
 
     def __init__(self) -> None:
-        self.mistakes: list[Mistake] = []
+        self._found: list[_Alike] = []
+        self._common: dict[str, _Alike] = {}
         self.more = 0
 
-    def add(self, place: str, sentence: str) -> None:
-        if len(self.mistakes) < SHOWN:
-            self.mistakes.append(Mistake(place, sentence))
-        else:
+    @property
+    def full(self) -> bool:
+        return len(self._found) - len(self._common) == SHOWN
+
+    def add(self, place: str, problem: BadRow) -> None:
+        common = self._common.get(problem.kind) if isinstance(problem, CommonBadRow) else None
+        if common is not None:
+            common.add(place, problem)
+            return
+        if not isinstance(problem, CommonBadRow) and self.full:
             self.more += 1
+            return
+        alike = _Alike(problem)
+        alike.add(place, problem)
+        self._found.append(alike)
+        if isinstance(problem, CommonBadRow):
+            self._common[problem.kind] = alike
 
     def refuse(self, rest: str = "") -> None:
         """Raises if there is anything to refuse."""
-        if not self.mistakes:
+        if not self._found:
             return
         rest = f"and {self.more} more" if self.more else rest
-        raise DataError([*self.mistakes, *([Mistake("", rest)] if rest else [])])
+        mistakes = [alike.mistake(with_remedy=True) for alike in self._found]
+        raise DataError([*mistakes, *([Mistake("", rest)] if rest else [])])
+
+    def reasons(self, count: int) -> tuple[list[str], int]:
+        """The first sentences, and how many rows they speak of."""
+        first = self._found[:count]
+        return [str(alike.mistake(with_remedy=False)) for alike in first], sum(a.count for a in first)
 
 
 def _write(
@@ -153,20 +203,27 @@ def _write(
     tally = Tally()
     bad = _BadRows()
     spec = rules.spec
-    tokeniser = Tokeniser(rules.encoder, rules.template, spec.train_on, rules.longest, tally)
+    tokeniser = Tokeniser(
+        rules.encoder,
+        rules.template,
+        spec.train_on,
+        rules.longest,
+        tally,
+        context=rules.context,
+    )
     with StoreWriter(folder) as writer:
         for rows in _chunks(_limited(table, spec)):
             for row, problem in _write_chunk(rows, format, spec, tokeniser, writer):
-                bad.add(row.place, str(problem))
+                bad.add(row.place, problem)
                 tally.skipped += 1
-            if not spec.skip_bad_rows and len(bad.mistakes) == SHOWN:
+            if not spec.skip_bad_rows and bad.full:
                 bad.refuse("reading stopped here; there may be more")
             tally.rows += len(rows)
             if progress is not None:
                 progress(tally.rows)
         if not spec.skip_bad_rows:
             bad.refuse()
-        tally.reasons = [str(mistake) for mistake in bad.mistakes[:5]]
+        tally.reasons, tally.explained = bad.reasons(REASONS_KEPT)
         writer.commit(tally)
 
 

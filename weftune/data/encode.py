@@ -90,17 +90,17 @@ class Encoder:
         """What a chat template printed."""
         return self._encode(texts, parse=True)
 
-    def pieces(self, text: str, cuts: Sequence[int], stand_ins: Mapping[str, str]) -> Encoded:
-        """What a template printed, tokenised apart on both sides of every cut and of every stand-in.
+    def pieces(self, text: str, stand_ins: Mapping[str, str]) -> Encoded:
+        """What a template printed, tokenised apart on both sides of every stand-in.
 
         A stand-in is a private-use character that holds the place of a control token in a user's text; it
         becomes the tokens of that text.
         """
-        borders = {0, len(text), *cuts}
+        borders = {0, len(text)}
         for at, character in enumerate(text):
             if character in stand_ins:
                 borders |= {at, at + 1}
-        edges = sorted(borders)
+        edges = sorted(borders) if text else [0, 0]
         parts = []
         for start, stop in pairwise(edges):
             piece = text[start:stop]

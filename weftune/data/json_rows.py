@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
@@ -17,16 +18,26 @@ from weftune.errors import DataError, Mistake
 LONGEST_ROW = 64 * 2**20
 PIECE = 2**20
 SPACE = " \t\r\n"
+LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
+"""A text with its quotes, or a number or name between the marks of JSON."""
+
+
+class _Unfit(ValueError):
+    """A literal that the decoder would take; the decoder says not where it stands."""
+
+    def __init__(self, sentence: str, literal: str) -> None:
+        super().__init__(sentence)
+        self.literal = literal
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number that JSON knows")
+    raise _Unfit(f"{name} is not a number that JSON knows", name)
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is too large for a number")
+        raise _Unfit(f"{text} is too large for a number", text)
     return value
 
 
@@ -69,18 +80,32 @@ def _parse_line(line: bytes, place: str, first: bool) -> Row:
     except UnicodeDecodeError:
         return Row(place, {}, "the line is not valid UTF-8")
     try:
-        value = DECODER.decode(text)
+        # Without the line ending: behind it, what is missing would be missing at column 1 of another line.
+        value = DECODER.decode(text.rstrip(SPACE))
     except (ValueError, RecursionError) as problem:
-        return Row(place, {}, explain(problem))
+        return Row(place, {}, explain(problem, text))
     return Row(place, value) if type(value) is dict else as_row(place, value)
 
 
-def explain(problem: Exception) -> str:
+def explain(problem: Exception, line: str = "") -> str:
+    """The sentence for the user, with the column if the line is given."""
     if isinstance(problem, json.JSONDecodeError):
-        return f"not valid JSON: {problem.msg.lower()} at column {problem.colno}"
+        return f"not valid JSON: {_reason(problem)} at column {problem.colno}"
     if isinstance(problem, RecursionError):
         return "not usable JSON: nested too deeply"
+    if isinstance(problem, _Unfit) and (position := _find(problem.literal, line)) is not None:
+        return f"not valid JSON: {problem} at column {position + 1}"
     return f"not valid JSON: {problem}"
+
+
+def _reason(problem: json.JSONDecodeError) -> str:
+    """The decoder's own words, some of which end in `at`."""
+    return problem.msg.lower().removesuffix(" at")
+
+
+def _find(literal: str, line: str) -> int | None:
+    """Where it first stands outside of a text."""
+    return next((found.start() for found in LITERAL.finditer(line) if found.group() == literal), None)
 
 
 def read_json(path: Path, label: str) -> Iterator[Row]:
@@ -117,19 +142,30 @@ class _Window:
         self._label = label
         self._text = ""
         self._at = 0
+        self._line_start = 0
+        """Where the line begins, counted from the start of the text in memory: often before it."""
         self.line = 1
 
     def fail(self, sentence: str) -> NoReturn:
         raise DataError(Mistake(f"{self._label}:{self.line}", sentence))
 
+    def _fail_at(self, position: int, sentence: str) -> NoReturn:
+        """The line and the column of that position in the text in memory."""
+        self._move(position)
+        self.fail(f"not valid JSON: {sentence} at column {position - self._line_start + 1}")
+
     def _more(self) -> bool:
         piece = self._file.read(max(PIECE, len(self._text) - self._at))
         self._text = self._text[self._at :] + piece
+        self._line_start -= self._at
         self._at = 0
         return bool(piece)
 
     def _move(self, stop: int) -> None:
-        self.line += self._text.count("\n", self._at, stop)
+        breaks = self._text.count("\n", self._at, stop)
+        if breaks:
+            self.line += breaks
+            self._line_start = self._text.rindex("\n", self._at, stop) + 1
         self._at = stop
 
     def peek(self) -> str:
@@ -147,7 +183,7 @@ class _Window:
     def expect(self, character: str) -> None:
         found = self.peek()
         if found != character:
-            self.fail(f"not valid JSON: expected {character!r}, found {found or 'the end of the file'!r}")
+            self._fail_at(self._at, f"expected {character!r}, found {found or 'the end of the file'!r}")
         self._move(self._at + 1)
 
     def value(self) -> Any:
@@ -164,8 +200,9 @@ class _Window:
                 self.fail(explain(problem))
 
     def _grow_or_fail(self, problem: json.JSONDecodeError) -> None:
+        into_row = problem.pos - self._at  # `_more` moves the text in memory
         cut_short = problem.msg.startswith("Unterminated") or problem.pos >= len(self._text) - 16
         if len(self._text) - self._at > LONGEST_ROW:
             self.fail(f"the row is longer than {LONGEST_ROW // 2**20} MiB")
         if not cut_short or not self._more():
-            self.fail(f"not valid JSON: {problem.msg.lower()}")
+            self._fail_at(self._at + into_row, _reason(problem))

@@ -144,7 +144,7 @@ def _rules(data: DataSpec, tokenizer: Any, context: int | None) -> Rules:
     special = json.dumps(encoder.tokenizer.special_tokens_map, default=str)
     template = _template(source, special) if source is not None else None
     longest = data.max_length if context is None else min(data.max_length, context)
-    return Rules(data, encoder, encoder.fingerprint, template, source, longest)
+    return Rules(data, encoder, encoder.fingerprint, template, source, longest, context)
 
 
 @lru_cache(maxsize=8)

@@ -13,6 +13,18 @@ class BadRow(Exception):
     """This row cannot be used; the text is a sentence for the user, without the place."""
 
 
+class CommonBadRow(BadRow):
+    """Unusable for a reason that many rows of a file tend to share: they are told once, with their number."""
+
+    def __init__(self, sentence: str, *, kind: str, remedy: str, needed_tokens: int = 0) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+        """Rows of one kind are told together."""
+        self.remedy = remedy
+        """What the user can do; `{needed_tokens}` stands for the most that any row of the kind needs."""
+        self.needed_tokens = needed_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row and its place (`file.jsonl:LINE`); `problem` says why it could not even be read."""

@@ -13,19 +13,20 @@ class Tally:
     split: int = 0
     parted: int = 0
     endless: int = 0
+    merged: int = 0
     control: int = 0
     untold: int = 0
     reasons: list[str] = field(default_factory=list)
     """Places and sentences of the first skipped rows."""
+    explained: int = 0
+    """Skipped rows of which the reasons speak."""
 
     def notes(self, label: str | None, longest: int) -> list[str]:
         """Plain sentences for the report about what did happen; a label where there are several tables."""
         count = f"of {self.rows} rows" + (f" of {label}" if label is not None else "")
         told = []
         if self.skipped:
-            more = (
-                f"; and {self.skipped - len(self.reasons)} more" if self.skipped > len(self.reasons) else ""
-            )
+            more = f"; and {self.skipped - self.explained} more" if self.skipped > self.explained else ""
             told.append(f"{self.skipped} {count} were skipped: {'; '.join(self.reasons)}{more}.")
         if self.truncated:
             told.append(f"{self.truncated} {count} were truncated to {longest} tokens.")
@@ -43,6 +44,11 @@ class Tally:
             told.append(
                 f"In {self.endless} {count} the chat template ends an assistant turn without an end-of-turn "
                 "token, so the model does not learn to stop with one."
+            )
+        if self.merged:
+            told.append(
+                f"In {self.merged} {count} one token holds the end of the prompt and the beginning of an "
+                "answer; it is supervised, but at inference the prompt ends with other tokens."
             )
         if self.control:
             told.append(f"{self.control} {count} contain the text of a control token, which stays text.")

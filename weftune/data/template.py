@@ -1,30 +1,23 @@
-"""Chat templates: found, compiled in a sandbox, and rendered with a limit on what they may print."""
+"""Chat templates: found, and rendered in a process that can be stopped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
+from weftune.data import sandbox
+from weftune.data.formats import Chat
 from weftune.data.row import BadRow
+from weftune.data.sandbox import PLACE
+from weftune.data.turns import Rendering, rendering_of
 from weftune.errors import DataError, Mistake
+from weftune.limited import Stopped, run_limited
 
 CHATML = "chatml"
-LONGEST_PRINT = 16_000_000
-"""Characters. A template can print without end, and a row that long is no sample anyway."""
-TODAY = datetime(2024, 7, 26)
-"""Templates that print the date would give other samples every day; Llama's falls back to this one."""
-PLACE = "data.chat_template"
 
 
 def template_source(tokenizer: Any, chosen: str | None, *, tools: bool = False) -> str | None:
@@ -52,94 +45,56 @@ def _chatml(tokenizer: Any) -> str:
 
 
 class Template:
-    """One compiled template with the tokenizer's special tokens at hand."""
+    """One template with the tokenizer's special tokens at hand."""
 
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = TODAY.strftime
-        self._special = {name: value for name, value in special.items() if isinstance(value, str)}
-        try:
-            self._template = environment.from_string(source)
-            used = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateSyntaxError as problem:
-            sentence = f"the chat template does not compile: {problem.message} (its line {problem.lineno})"
-            raise DataError(Mistake(PLACE, sentence)) from problem
-        self.prints_tools = "tools" in used
-        self.knows_developer = "developer" in source
+        self._source = source
+        self._special = json.dumps({name: text for name, text in special.items() if isinstance(text, str)})
+        known = _facts(source, self._special)
+        self.prints_tools = known["prints_tools"]
+        self.knows_developer = known["knows_developer"]
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
         """The text that these messages make; with `prompt`, up to where the assistant begins to speak."""
-        pieces: list[str] = []
-        printed = 0
-        values = {**self._special, "messages": messages, "tools": tools, "documents": None}
+        made = self._ask(sandbox.render_one, messages, tools, prompt)
+        if "bad" in made:
+            raise BadRow(made["bad"])
+        return str(made["text"])
+
+    def renderings(self, chats: Sequence[Chat], ends: Collection[str] | None) -> list[Rendering | BadRow]:
+        """Whole rows at once, with what is supervised in them; without `ends` that is everything."""
+        made = self._ask(sandbox.render_rows, list(chats), ends) if chats else []
+        return [BadRow(row["bad"]) if "bad" in row else rendering_of(row) for row in made]
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        _refuse_stopped(self._source)
         try:
-            for piece in self._template.generate(values, add_generation_prompt=prompt):
-                printed += len(piece)
-                if printed > LONGEST_PRINT:
-                    raise _PrintsTooMuch
-                pieces.append(piece)
-        except _PrintsTooMuch:
-            sentence = f"the chat template printed more than {LONGEST_PRINT:,} characters for one row"
-            raise DataError(Mistake(PLACE, sentence)) from None
-        except RecursionError:
-            raise BadRow("the chat template nests too deeply on this row") from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as problem:
-            raise BadRow(f"the chat template refuses this row: {problem}") from problem
-        return "".join(pieces)
+            return run_limited(function, self._source, self._special, *arguments)
+        except Stopped as stopped:
+            _STOPPED[self._source] = str(stopped)
+            raise _refusal(str(stopped)) from None
 
 
-class _PrintsTooMuch(Exception):
-    pass
+_STOPPED: dict[str, str] = {}
+"""Templates that met a limit, with what they did: many jobs can share one, and it is waited for once."""
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Also stops a product or sum that would be too long before it is made."""
-
-    intercepted_binops = frozenset(["*", "+"])
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and (
-            isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
-        ):
-            sizes = [side if isinstance(side, int) else len(side) for side in (left, right)]
-            if sizes[0] * sizes[1] > LONGEST_PRINT:
-                raise _PrintsTooMuch
-        if operator == "+" and isinstance(left, str) and len(left) > LONGEST_PRINT:
-            raise _PrintsTooMuch
-        return super().call_binop(context, operator, left, right)
+@lru_cache(maxsize=8)
+def _facts(source: str, special: str) -> dict[str, bool]:
+    _refuse_stopped(source)
+    try:
+        known: dict[str, bool] = run_limited(sandbox.facts, source, special)
+    except Stopped as stopped:
+        _STOPPED[source] = str(stopped)
+        raise _refusal(str(stopped)) from None
+    return known
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text in some templates; we print it and need no mark."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _refuse_stopped(source: str) -> None:
+    if source in _STOPPED:
+        raise _refusal(_STOPPED[source])
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-        default=str,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _refusal(what: str) -> DataError:
+    sentence = f"the chat template {what} for one row and was stopped; use another template"
+    return DataError(Mistake(PLACE, sentence))

@@ -11,17 +11,21 @@ from numpy.typing import NDArray
 
 from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
 from weftune.data.formats import Chat, Content, Pair, Text, Tokens
-from weftune.data.row import BadRow
+from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.spec import TrainOn
 from weftune.data.tally import Tally
 from weftune.data.template import Template
-from weftune.data.turns import Rendered, Rendering, render_everything, render_turns
+from weftune.data.turns import Rendered, Rendering
 from weftune.errors import DataError
 
 NO_TEMPLATE = (
     "the base's tokenizer has no chat template, and these rows are chats; "
     "write `data.chat_template: chatml`, or name a Jinja file"
 )
+
+SKIP = "leave such rows out with `data.skip_bad_rows: true`"
+RAISE_OR_SKIP = f"raise `data.max_length` to {{needed_tokens}} or more, or {SKIP}"
+SHORTEN_OR_SKIP = f"`data.max_length` cannot be raised beyond that; shorten such rows, or {SKIP}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +46,31 @@ class _Draft:
     stand_ins: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A chat whose control tokens are hidden behind stand-ins."""
+
+    chat: Chat
+    stand_ins: Mapping[str, str]
+
+
 class Tokeniser:
     def __init__(
-        self, encoder: Encoder, template: Template | None, train_on: TrainOn, longest: int, tally: Tally
+        self,
+        encoder: Encoder,
+        template: Template | None,
+        train_on: TrainOn,
+        longest: int,
+        tally: Tally,
+        *,
+        context: int | None,
     ) -> None:
         self._encoder = encoder
         self._template = template
         self._train_on = train_on
         self._longest = longest
         self._tally = tally
+        self._context = context
 
     def outcomes(self, contents: Sequence[Content]) -> Iterator[Outcome]:
         """One outcome for each row, in order; all rows have one form, or chats and pairs mixed."""
@@ -73,12 +93,26 @@ class Tokeniser:
             if cut.mask[1:].any():
                 kept.append(cut)
         shortened = any(len(sample.tokens) > self._longest for sample in made)
-        if not kept and shortened:
-            return BadRow(f"the row has no supervised token within its first {self._longest} tokens")
         if not kept:
-            return BadRow("the row has no supervised token")
+            return self._unsupervised(made)
         self._tally.truncated += shortened
         return tuple(kept)
+
+    def _unsupervised(self, samples: Sequence[Sample]) -> BadRow:
+        """Why nothing of a row would be learned: it is cut before its first supervised token, or has none."""
+        reached = [int(sample.mask[1:].argmax()) + 2 for sample in samples if sample.mask[1:].any()]
+        if not reached:
+            return BadRow("the row has no supervised token")
+        sentence = "the row has no supervised token within its first {} tokens"
+        if self._context is not None and min(reached) > self._context:
+            whole = sentence.format(self._context) + ", which is all that the base reads"
+            return CommonBadRow(whole, kind="longer than the context", remedy=SHORTEN_OR_SKIP)
+        return CommonBadRow(
+            sentence.format(self._longest),
+            kind="longer than max_length",
+            remedy=RAISE_OR_SKIP,
+            needed_tokens=min(reached),
+        )
 
     def _given(self, content: Tokens) -> Outcome:
         tokens = content.tokens
@@ -118,12 +152,8 @@ class Tokeniser:
 
     def _chats(self, contents: Sequence[Content]) -> list[Outcome]:
         """One outcome for each row that is a chat; for the others an empty place."""
-        drafts: list[list[_Draft] | BadRow] = []
-        for content in contents:
-            try:
-                drafts.append(self._draft(content) if isinstance(content, Chat) else [])
-            except BadRow as problem:
-                drafts.append(problem)
+        chats = iter(self._drafts([content for content in contents if isinstance(content, Chat)]))
+        drafts = [next(chats) if isinstance(content, Chat) else [] for content in contents]
         simple = [
             draft.rendered.text
             for row in drafts
@@ -132,26 +162,41 @@ class Tokeniser:
             if not draft.stand_ins
         ]
         encoded = iter(self._encoder.rendered(simple))
-        return [
-            row if isinstance(row, BadRow) else tuple(self._supervise(draft, encoded) for draft in row)
-            for row in drafts
-        ]
+        return [row if isinstance(row, BadRow) else self._samples(row, encoded) for row in drafts]
 
-    def _draft(self, chat: Chat) -> list[_Draft]:
+    def _drafts(self, chats: Sequence[Chat]) -> list[list[_Draft] | BadRow]:
+        """All rows are rendered at once, for it is done in another process."""
+        if not chats:
+            return []
         if self._template is None:
             raise DataError(NO_TEMPLATE)
+        hidden = [self._hidden(chat) for chat in chats]
+        ends = None if self._train_on == "all" else sorted(self._encoder.added)
+        renderings = iter(
+            self._template.renderings([row.chat for row in hidden if isinstance(row, _Hidden)], ends)
+        )
+        return [row if isinstance(row, BadRow) else self._draft(row, next(renderings)) for row in hidden]
+
+    def _hidden(self, chat: Chat) -> _Hidden | BadRow:
+        assert self._template is not None
         stand_ins: Mapping[str, str] = {}
         if holds_control([chat.messages, chat.tools], self._encoder.control):
-            (messages, tools), stand_ins = hide_control([chat.messages, chat.tools], self._encoder.control)
+            try:
+                (messages, tools), stand_ins = hide_control(
+                    [chat.messages, chat.tools], self._encoder.control
+                )
+            except BadRow as problem:
+                return problem
             chat = replace(chat, messages=tuple(messages), tools=tools)
         if not self._template.knows_developer:
             chat = replace(chat, messages=tuple(_without_developer(message) for message in chat.messages))
-        if self._train_on == "all":
-            rendering = render_everything(chat, self._template)
-        else:
-            rendering = render_turns(chat, self._template, self._encoder.added)
-        self._count(rendering, chat, control=bool(stand_ins))
-        return [_Draft(rendered, stand_ins) for rendered in rendering.samples]
+        return _Hidden(chat, stand_ins)
+
+    def _draft(self, row: _Hidden, rendering: Rendering | BadRow) -> list[_Draft] | BadRow:
+        if isinstance(rendering, BadRow):
+            return rendering
+        self._count(rendering, row.chat, control=bool(row.stand_ins))
+        return [_Draft(rendered, row.stand_ins) for rendered in rendering.samples]
 
     def _count(self, rendering: Rendering, chat: Chat, control: bool) -> None:
         assert self._template is not None
@@ -161,34 +206,28 @@ class Tokeniser:
         self._tally.control += control
         self._tally.untold += chat.tools is not None and not self._template.prints_tools
 
-    def _supervise(self, draft: _Draft, simple: Iterator[Encoded]) -> Sample:
-        text, spans = draft.rendered.text, draft.rendered.spans
-        cuts = [start for start, _ in spans or ()]
-        if draft.stand_ins:
-            encoded = self._encoder.pieces(text, cuts, draft.stand_ins)
-        else:
-            encoded = next(simple)
-            if any(self._encoder.begins_inside(encoded, cut) for cut in cuts):
-                encoded = self._encoder.pieces(text, cuts, {})
+    def _samples(self, drafts: Sequence[_Draft], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
+        """The tokens that `apply_chat_template` gives and no others: BOS if the template prints it."""
+        encoded = [
+            self._encoder.pieces(draft.rendered.text, draft.stand_ins) if draft.stand_ins else next(simple)
+            for draft in drafts
+        ]
+        rows = list(zip(drafts, encoded, strict=True))
+        self._tally.merged += any(self._merges(draft, part) for draft, part in rows)
+        return tuple(self._supervise(draft, part) for draft, part in rows)
+
+    def _merges(self, draft: _Draft, encoded: Encoded) -> bool:
+        return any(self._encoder.begins_inside(encoded, start) for start, _ in draft.rendered.spans or ())
+
+    def _supervise(self, draft: _Draft, encoded: Encoded) -> Sample:
+        spans = draft.rendered.spans
         mask = np.full(len(encoded.tokens), spans is None)
         for start, stop in spans or ():
-            mask |= (encoded.starts >= start) & (encoded.starts < stop)
-        return self._with_lead(encoded.tokens, mask)
-
-    def _with_lead(self, tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> Sample:
-        """Exactly one BOS: the template's if it printed one, else what the tokenizer puts before a text."""
-        encoder = self._encoder
-        while len(tokens) > 1 and tokens[0] == tokens[1] == encoder.bos:
-            tokens, mask = tokens[1:], mask[1:]
-        lead = np.array(encoder.lead, dtype=np.int32)
-        if not np.array_equal(tokens[: len(lead)], lead):
-            tokens = np.concatenate([lead, tokens])
-            mask = np.concatenate([np.zeros(len(lead), dtype=np.bool_), mask])
-        mask = mask.copy()
-        mask[: len(lead)] = False
-        if len(tokens) and tokens[0] == encoder.bos:
+            # A token that begins in the prompt and goes on in the answer counts too: nothing else begins it.
+            mask |= ((encoded.starts >= start) | (encoded.stops > start)) & (encoded.starts < stop)
+        if len(mask) and encoded.tokens[0] == self._encoder.bos:
             mask[0] = False
-        return Sample(tokens, mask)
+        return Sample(encoded.tokens, mask)
 
 
 def _without_developer(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,18 @@ given at inference; what it prints on top of that for the turn is what the model
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from weftune.data.formats import Chat
 from weftune.data.row import BadRow
-from weftune.data.template import Template
+
+if TYPE_CHECKING:
+    from weftune.data.formats import Chat
+
+
+class Template(Protocol):
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,17 @@ class Rendering:
     """A turn ends without an end-of-turn token."""
 
 
+def rendering_of(plain: Mapping[str, Any]) -> Rendering:
+    """A rendering that has come as JSON."""
+    samples = tuple(
+        Rendered(
+            made["text"], None if made["spans"] is None else tuple((low, high) for low, high in made["spans"])
+        )
+        for made in plain["samples"]
+    )
+    return Rendering(**{**plain, "samples": samples})
+
+
 @dataclass(frozen=True, slots=True)
 class _Turn:
     text: str
@@ -51,19 +68,35 @@ def render_everything(chat: Chat, template: Template) -> Rendering:
 def render_turns(chat: Chat, template: Template, ends: Collection[str]) -> Rendering:
     """`ends` are the texts of the tokens at which a turn can end."""
     turns = [_render_turn(chat, at, template, ends) for at in chat.turns]
-    last = turns[-1].text
-    spans = [_span_within(last, turn, ends) for turn in turns]
-    whole = all(span is not None for span in spans)
-    if whole:
-        samples: tuple[Rendered, ...] = (Rendered(last, tuple(span for span in spans if span is not None)),)
+    whole = _render_whole(chat, turns, template, ends)
+    if whole is not None:
+        samples: tuple[Rendered, ...] = (whole,)
     else:
         samples = tuple(Rendered(turn.text, ((turn.start, turn.stop),)) for turn in turns)
     return Rendering(
         samples,
-        split=not whole,
+        split=whole is None,
         parted=any(turn.parted for turn in turns),
         endless=any(turn.endless for turn in turns),
     )
+
+
+def _render_whole(
+    chat: Chat, turns: Sequence[_Turn], template: Template, ends: Collection[str]
+) -> Rendered | None:
+    """All turns in one text, or None if the template prints one of them differently there.
+
+    The text is the whole chat's, unless what follows the last turn changes how a turn is printed.
+    """
+    texts = [turns[-1].text]
+    if chat.turns[-1] + 1 < len(chat.messages):
+        texts.insert(0, template.render(chat.messages, chat.tools, prompt=False))
+    for text in texts:
+        spans = [_span_within(text, turn, ends) for turn in turns]
+        found = tuple(span for span in spans if span is not None)
+        if len(found) == len(turns):
+            return Rendered(text, found)
+    return None
 
 
 def _render_turn(chat: Chat, at: int, template: Template, ends: Collection[str]) -> _Turn:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weftune.adapters.lora.config import read_spec
+from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
 from weftune.errors import AdapterError, Mistake
 from weftune.jobs.near import nearest
 from weftune.jobs.show import show
 from weftune.jobs.spec import JobSpec, in_steps, place_in_job
+from weftune.patterns import ending, slow_sentence
 from weftune.shapes import ModelShape, SiteShape
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
@@ -25,7 +26,23 @@ def check_targets(
     jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str] = place_in_job
 ) -> list[Mistake]:
     """A mistake for every target that matches no site of the base. `place` is `RunSpec.place` for a file."""
-    return [mistake for job in jobs for mistake in _target_mistakes(job, shape, place)]
+    names = [site.name for site in shape.sites]
+    mistakes: list[Mistake] = []
+    for job in jobs:
+        slow = list(_slow_patterns(job, names, place))
+        mistakes += slow or _target_mistakes(job, shape, place)
+    return mistakes
+
+
+def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]) -> Iterator[Mistake]:
+    """Expressions that would take too long on the names of this base."""
+    adapter = job.adapter
+    if isinstance(adapter.targets, str) and (slow := slow_sentence([adapter.targets], names)):
+        yield Mistake(place(job.name, "adapter", "targets"), slow)
+    for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
+        for pattern in patterns:
+            if slow := slow_sentence([ending(pattern)], names):
+                yield Mistake(place(job.name, "adapter", key, pattern), slow)
 
 
 def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
@@ -125,6 +142,7 @@ def _start_warnings(adapter: LoraSpec, folder: Path, aboard: Sequence[SiteShape]
     """PEFT's files hold A and B; what they add up to hangs on the scale, which the job states anew."""
     try:
         before = read_spec(folder)
+        refuse_slow(folder, before, [site.name for site in aboard])
     except AdapterError:
         return  # refused, with its reason, when the job is made ready
     for site in aboard:

@@ -6,11 +6,16 @@ import json
 import math
 import numbers
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from weftune.errors import OutputError
+
+MOST_UNWRITTEN = 50_000
+"""Lines that wait in memory while a disk takes none; of more than these the oldest are lost."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -48,6 +53,8 @@ def replace_file(path: Path, content: bytes) -> None:
         fresh.replace(path)
         sync_folder(path.parent)
     except OSError as error:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
 
@@ -63,17 +70,24 @@ def sync_folder(folder: Path) -> None:
 
 
 class LineFile:
-    """A file of JSON lines that is appended to, one write a line."""
+    """A file of JSON lines that is appended to. A line that cannot be written now waits for the next one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: int | None = None
+        self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        content = (json_text(line) + "\n").encode()
+        self._unwritten.append((json_text(line) + "\n").encode())
+        self._write()
+
+    def _write(self) -> None:
+        content = b"".join(self._unwritten)
+        if not content:
+            return
         try:
             if self._handle is None:
-                self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             size = os.fstat(self._handle).st_size
             try:
                 written = os.write(self._handle, content)
@@ -85,6 +99,7 @@ class LineFile:
                 raise
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+        self._unwritten.clear()
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         """Drop every line that is torn or not `wanted`, replacing the file only if that changes it."""
@@ -96,8 +111,12 @@ class LineFile:
             replace_file(self.path, kept)
 
     def sync(self) -> None:
+        self._write()
         if self._handle is not None:
-            os.fsync(self._handle)
+            try:
+                os.fsync(self._handle)
+            except OSError as error:
+                raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
 
     def close(self) -> None:
         if self._handle is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
 from weftune.errors import OutputError
+from weftune.formats import UnknownFormat
 from weftune.jobs.files import json_text, replace_file, temporary
 from weftune.jobs.states import State, move
 from weftune.jobs.status import RunStatus, from_json, to_json
@@ -21,7 +23,7 @@ RANKS = "ranks"
 
 def lock_folder(folder: Path, named: Path) -> int:
     """Held until the process ends, however it ends; the file itself stays. A user knows it as `named`."""
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         import fcntl
     except ImportError:
@@ -36,27 +38,37 @@ def lock_folder(folder: Path, named: Path) -> int:
     return handle
 
 
+class DamagedStatus(OutputError):
+    """There is a status.json, and neither it nor its successor can be read."""
+
+    def __init__(self, path: Path, complaint: str) -> None:
+        self.complaint = complaint
+        super().__init__(
+            f"{path} cannot be used ({complaint}); put back a copy of it, or choose another --output"
+        )
+
+
 def read_status(folder: Path) -> RunStatus:
     """status.json, or where a disk has damaged it, the next version of it that never took its name."""
     complaint = ""
     for path in (folder / STATUS, temporary(folder / STATUS)):
         try:
-            return from_json(json.loads(path.read_bytes()))
-        except (OSError, ValueError) as error:
+            return from_json(json.loads(path.read_bytes()), path)
+        except UnknownFormat:
+            raise
+        except (OSError, ValueError, TypeError) as error:
             complaint = complaint or str(error).splitlines()[0]
-    raise OutputError(
-        f"{folder / STATUS} cannot be used ({complaint}); put back a copy of it, or choose another --output"
-    )
+    raise DamagedStatus(folder / STATUS, complaint)
 
 
 def write_status(folder: Path, status: RunStatus) -> None:
     replace_file(folder / STATUS, (json_text(to_json(status), indent=2) + "\n").encode())
 
 
-def waiting_again(status: RunStatus) -> RunStatus:
-    """A job that was running when its process was killed waits for its turn again."""
+def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:
+    """Jobs that were paused, or running when their process was killed, wait for their turn again."""
     jobs = {
-        name: replace(job, state=move(job.state, State.QUEUED)) if job.state is State.RUNNING else job
+        name: replace(job, state=move(job.state, State.QUEUED), reason="") if job.state in states else job
         for name, job in status.jobs.items()
     }
     return replace(status, jobs=jobs)

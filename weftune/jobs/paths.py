@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weftune.adapters.folder import CONFIG, WEIGHTS, no_weights
 from weftune.jobs.near import nearest
 from weftune.jobs.show import show
 
@@ -99,6 +100,8 @@ def locate_adapter(folder: Path, text: str) -> Located:
     path = place_in(folder, text)
     if not exists(path):
         return Located(text, missing(folder, text, "folder"))
-    if not exists(path / "adapter_config.json"):
-        return Located(text, f"{show(text)} holds no adapter_config.json; name a PEFT adapter folder")
+    if not exists(path / CONFIG):
+        return Located(text, f"{show(text)} holds no {CONFIG}; name a PEFT adapter folder")
+    if not exists(path / WEIGHTS):
+        return Located(text, no_weights(path))
     return Located(str(path))

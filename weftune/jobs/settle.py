@@ -15,6 +15,7 @@ from weftune.jobs.paths import Locate, Located, locate_adapter, locate_rows, loc
 from weftune.jobs.places import ROWS, Fault, Loc, Placed, place_of
 from weftune.jobs.schema import EXPECTED, build
 from weftune.jobs.show import show
+from weftune.patterns import ending, slow_sentence
 
 Record = TypeVar("Record")
 BETAS = (0.9, 0.999)
@@ -168,6 +169,9 @@ def _adapter_faults(adapter: Any) -> Iterator[Fault]:
 def _expression(text: str, loc: Loc) -> Iterator[Fault]:
     if not text:
         yield Fault(loc, "must not be empty")
+    if slow := slow_sentence([text if loc[-1] == "targets" else ending(text)]):
+        yield Fault(loc, slow)
+        return
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:

@@ -27,6 +27,7 @@ from weftune.jobs.folder import (
     waiting_again,
     write_status,
 )
+from weftune.jobs.states import State
 from weftune.jobs.status import RunStatus
 from weftune.plan.shares import Share
 
@@ -94,7 +95,8 @@ def gather(output: Path, whole: RunStatus) -> RunStatus:
         replace_file(output / WINDOWS, _windows([output, *folders]))
         _keep_learned(output, folders)
         _keep_seconds(output, statuses)
-    return waiting_again(combined(output, whole, statuses))
+    # Those that are paused stay so: the run may be about to end.
+    return waiting_again(combined(output, whole, statuses), (State.RUNNING,))
 
 
 def dissolve(output: Path) -> None:

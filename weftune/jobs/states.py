@@ -9,19 +9,24 @@ from enum import StrEnum
 class State(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
+    PAUSED = "paused"
+    """Stopped where it stood, by Ctrl-C or by a file that could not be written; --resume goes on."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
     def ended(self) -> bool:
+        """Whether only the user's word (--restart, --retry) can set it going again."""
         return not MOVES[self]
 
 
 MOVES: Mapping[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.RUNNING, State.FAILED, State.CANCELLED}),
+    State.QUEUED: frozenset({State.RUNNING, State.PAUSED, State.FAILED, State.CANCELLED}),
     # Back to queued is preemption: the job leaves its slot and keeps its cursor.
-    State.RUNNING: frozenset({State.QUEUED, State.SUCCEEDED, State.FAILED, State.CANCELLED}),
+    State.RUNNING: frozenset({State.QUEUED, State.PAUSED, State.SUCCEEDED, State.FAILED, State.CANCELLED}),
+    # Back to queued is a resumption.
+    State.PAUSED: frozenset({State.QUEUED, State.CANCELLED}),
     State.SUCCEEDED: frozenset(),
     State.FAILED: frozenset(),
     State.CANCELLED: frozenset(),

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from weftune.formats import FORMAT, refuse_unknown_format
+from weftune.jobs.files import json_text
 from weftune.jobs.states import State
 
-VERSION = 1
+CHECKSUM = "checksum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     state: State = State.QUEUED
     reason: str = ""
-    """Why it waits, failed or was cancelled; empty otherwise."""
+    """Why it waits, is paused, failed or was cancelled; empty otherwise."""
     step: int = 0
     """Optimizer steps done."""
     steps: int = 0
@@ -53,21 +57,32 @@ def to_json(status: RunStatus) -> dict[str, Any]:
         name: {item.name: getattr(job, item.name) for item in fields(JobStatus)}
         for name, job in status.jobs.items()
     }
-    return {"version": VERSION, **whole}
+    whole = {"format": FORMAT, **whole}
+    return {**whole, CHECKSUM: _checksum(whole)}
 
 
-def from_json(value: Any) -> RunStatus:
-    """Raises ValueError for anything that `to_json` did not write."""
-    if not isinstance(value, dict) or not isinstance(value.get("jobs"), dict):
+def from_json(value: Any, path: Path) -> RunStatus:
+    """Raises ValueError for anything that `to_json` did not write, and UnknownFormat for a later one's."""
+    if not isinstance(value, dict):
         raise ValueError("it is no status")
-    if value.get("version") != VERSION:
-        raise ValueError(f"it is of version {value.get('version')}, and this Weftune reads version {VERSION}")
-    jobs = {name: _job(job) for name, job in value["jobs"].items()}
+    # Before the format: a flipped bit there is damage, no newer Weftune.
+    if CHECKSUM in value and value[CHECKSUM] != _checksum(value):
+        raise ValueError("it does not match its checksum")
+    refuse_unknown_format(value.get("format"), path)
+    if not isinstance(value.get("jobs"), dict):
+        raise ValueError("it is no status")
+    jobs = {name: job_from_json(job) for name, job in value["jobs"].items()}
     whole = _known(value, RunStatus) | {"jobs": jobs}
     return _typed(RunStatus, whole)
 
 
-def _job(value: Any) -> JobStatus:
+def _checksum(whole: Mapping[str, Any]) -> str:
+    """Of all the rest. A bit that a disk has flipped often leaves valid JSON with another number in it."""
+    rest = {key: value for key, value in whole.items() if key != CHECKSUM}
+    return f"{zlib.crc32(json_text(rest).encode()):08x}"
+
+
+def job_from_json(value: Any) -> JobStatus:
     if not isinstance(value, dict):
         raise ValueError("a job in it is no mapping")
     return _typed(JobStatus, _known(value, JobStatus) | {"state": State(str(value.get("state")))})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,30 +19,41 @@ from weftune.jobs.folder import (
     RANKS,
     STATUS,
     WINDOWS,
+    DamagedStatus,
     lock_folder,
     read_status,
     waiting_again,
     write_status,
 )
+from weftune.jobs.job_file import JOB_FILE
+from weftune.jobs.rebuild import found_job, rebuilt_status
 from weftune.jobs.shares import SHARES, dissolve, gather, share_folder
 from weftune.jobs.states import State, move
 from weftune.jobs.status import JobStatus, RunStatus
 
 
 def open_store(output: Path, resume: bool) -> Store:
-    """Take the output folder. A folder in use, or one that holds something and is not resumed, is refused."""
+    """Take the output folder. One in use, or one that holds something and is not resumed, is refused; so is
+    the resumption of one that is not there."""
     if output.exists() and not output.is_dir():
         raise OutputError(f"{output} is a file; choose another --output")
+    if resume and not output.exists():
+        raise OutputError(
+            f"there is no folder {output}, so there is nothing to resume; check the name of the output, or "
+            "leave --resume out"
+        )
     try:
         output.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(output, output)
     except OSError as error:
         raise OutputError(f"cannot write to {output}: {error.strerror}; choose another --output") from error
     try:
-        status = _status_of(output, resume)
+        status, rebuilt = _status_of(output, resume)
         store = Store(output, output, status, lock)
+        store.rebuilt = rebuilt
         if (output / SHARES).exists():
             store.gather()
+            store.status = waiting_again(store.status)
     except BaseException:
         os.close(lock)
         raise
@@ -66,24 +79,36 @@ def open_share(output: Path, number: int) -> Store:
     records = share_folder(output, number)
     lock = lock_folder(records, output)
     try:
-        return Store(output, records, _status_of(records, resume=True), lock)
+        return Store(output, records, _status_of(records, resume=True)[0], lock)
     except BaseException:
         os.close(lock)
         raise
 
 
-def _status_of(output: Path, resume: bool) -> RunStatus:
+def _status_of(output: Path, resume: bool) -> tuple[RunStatus, str]:
+    """The status to go on from, and where it had to be rebuilt, the sentence that says so."""
     left_over = {LOCK, RANKS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
     is_empty = all(entry.name in left_over for entry in output.iterdir())
     if is_empty:
-        return RunStatus(started=time.time())
+        return RunStatus(started=time.time()), ""
     if not resume:
         raise OutputError(f"{output} is not empty; continue it with --resume, or choose another --output")
-    if not (output / STATUS).exists():
+    if not (output / STATUS).exists() and not any(output.glob(f"*/{JOB_FILE}")):
         raise OutputError(
             f"{output} holds no {STATUS}, so there is nothing to resume; choose another --output"
         )
-    return waiting_again(read_status(output))
+    try:
+        return waiting_again(read_status(output)), ""
+    except DamagedStatus as damaged:
+        if output.parent.name == SHARES:
+            # The folders of the jobs lie elsewhere.
+            raise
+        rebuilt = rebuilt_status(output, damaged.complaint)
+        return rebuilt, rebuilt.notes[0]
+
+
+STATUS_SECONDS = 1.0
+"""Between two writes of the status that nothing but a step asks for."""
 
 
 class Store:
@@ -95,9 +120,16 @@ class Store:
         self.records = records
         """Where this store's own files are: the output, unless it is the store of a share."""
         self.status = status
+        self.rebuilt = ""
+        """Where the status was found damaged: the sentence that says so and what is used instead."""
         self._lock = lock
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
+        self._one_writer = threading.RLock()
+        self._written = float("-inf")
+        """When the status was last written, or last could not be."""
+        self._late: threading.Timer | None = None
+        """What will write a status that was too early to write at once."""
 
     def __enter__(self) -> Store:
         return self
@@ -117,14 +149,25 @@ class Store:
             self.status = replace(self.status, notes=(*self.status.notes, sentence))
 
     def add_job(self, name: str) -> None:
-        """Enter a job as queued; one that is already known keeps its status."""
+        """Enter a job as queued; one that is already known, or has left a folder, keeps its status."""
         if name not in self.status.jobs:
-            self._put(name, JobStatus())
+            folder = self.output / name
+            self._put(name, found_job(folder) if (folder / JOB_FILE).exists() else JobStatus())
 
     def restart_job(self, name: str) -> None:
         """Forget all that a job did, its metrics too; its folder is the caller's."""
         self._put(name, JobStatus())
         self._metrics.keep(lambda line: line.get("job") != name)
+
+    def pause_job(self, name: str, reason: str) -> None:
+        """Leave a job out of this run, whatever it waited for."""
+        self.add_job(name)
+        self._put(name, replace(self.job(name), state=State.PAUSED, reason=reason))
+
+    def retry_job(self, name: str, sentence: str) -> None:
+        """Queue a job that has stopped, by the user's word; it keeps what it did."""
+        self._put(name, replace(self.job(name), state=State.QUEUED, reason=""))
+        self.note_job(name, sentence)
 
     def move_job(self, name: str, state: State, reason: str = "") -> None:
         self._put(name, replace(self.job(name), state=move(self.job(name).state, state), reason=reason))
@@ -169,17 +212,54 @@ class Store:
         self._windows.keep(lambda line: True)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        self._metrics.append(line)
+        with self._one_writer:
+            self._metrics.append(line)
 
     def append_window(self, line: Mapping[str, Any]) -> None:
-        self._windows.append(line)
+        with self._one_writer:
+            self._windows.append(line)
 
     def write_status(self) -> None:
-        """Bring everything to the disk: the lines first, so that no status speaks of lines not there."""
-        self._metrics.sync()
-        self._windows.sync()
-        self.status = replace(self.status, updated=time.time())
-        write_status(self.records, self.status)
+        """Bring everything to the disk: the lines first, so that no status speaks of lines not there.
+
+        Where lines cannot be written the status still is, and the OutputError comes after it: what state a
+        job is in matters more than its curve.
+        """
+        with self._one_writer:
+            self._drop_late()
+            self._written = time.monotonic()
+            troubles = []
+            for file in (self._metrics, self._windows):
+                try:
+                    file.sync()
+                except OutputError as error:
+                    troubles.append(error)
+            self.status = replace(self.status, updated=time.time())
+            write_status(self.records, self.status)
+            if troubles:
+                raise troubles[0]
+
+    def write_status_soon(self) -> None:
+        """Have the status on disk within a second: at once, or later if it has just been written."""
+        with self._one_writer:
+            wait = self._written + STATUS_SECONDS - time.monotonic()
+            if wait <= 0:
+                self.write_status()
+            elif self._late is None:
+                self._late = threading.Timer(wait, self._write_late)
+                self._late.daemon = True
+                self._late.start()
+
+    def _write_late(self) -> None:
+        # Whoever writes next meets the same trouble and can speak of it.
+        with suppress(OutputError), self._one_writer:
+            if self._late is threading.current_thread():
+                self.write_status()
+
+    def _drop_late(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     def gather(self) -> None:
         """Take in what the shares of the jobs have recorded; their stores end with it."""
@@ -191,8 +271,10 @@ class Store:
         dissolve(self.output)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._windows.close()
+        with self._one_writer:
+            self._drop_late()
+            self._metrics.close()
+            self._windows.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -23,18 +23,21 @@ def parameter_key(seed: int, site: str, parameter: str) -> int:
     return mix(of_site ^ zlib.crc32(parameter.encode()))
 
 
-def fill_uniform(value: Tensor, key: int, bound: float, start: int = 0) -> None:
+def fill_uniform(
+    value: Tensor, key: int, bound: float, start: int = 0, drawn_on: torch.device | None = None
+) -> None:
     """Numbers between −bound and bound for every element of `value`, whose first is number `start`.
 
-    Made in float64, so that a parameter of any dtype starts from the same numbers.
+    Made in float64, so that a parameter of any dtype starts from the same numbers; on the device `drawn_on`,
+    if it is not the parameter's own.
     """
-    flat = value.view(-1)
+    flat, device = value.view(-1), drawn_on or value.device
     assert start + len(flat) < 1 << 31, "a parameter has fewer than 2³¹ elements"
-    chunk = CPU_CHUNK if flat.device.type == "cpu" else CHUNK
+    chunk = CPU_CHUNK if device.type == "cpu" else CHUNK
     for low in range(0, len(flat), chunk):
         part = flat[low : low + chunk]
         first = start + low + 1
-        count = torch.arange(first, first + len(part), dtype=torch.int32, device=flat.device)
+        count = torch.arange(first, first + len(part), dtype=torch.int32, device=device)
         bits = mixed(count * signed(STRIDE) ^ signed(key))
         # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.
         part.copy_((bits >> 8).double().mul_(bound * 2.0**-23))

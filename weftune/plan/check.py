@@ -28,14 +28,15 @@ from weftune.plan.program import (
 def check(program: Program, done: dict[str, int] | None = None) -> None:
     """Raise IllegalProgram unless every rule of training holds; `done` is each job's last executed step.
 
-    The rules: every sample of a global batch is trained exactly once, at its own offset; a microbatch keeps
-    to the capacity and holds each job's rows in one segment. On every device: Forward follows what it takes
-    from the stage before, Backward its Forward and what comes back from the stage after; Step follows every
-    Backward of its batch and, in a pipeline, its Reduce; a job's batches come in order, the
-    next Forward only after the Step before it; Evaluate and Save look at a step that has just been made; a
-    streamed stage is used between its Load and its Evict; the chunks of a sample go forth in order and back
-    in the opposite one. Every Send has its Recv, in one order per pair of devices; a Reduce waits for that of
-    the next device, a Step for that of the one before. Nothing is left over at the seam.
+    The rules: every sample of a global batch is trained exactly once, at its own offset; a held-out sample
+    is evaluated once at a step; a microbatch keeps to the capacity and holds each job's rows in one
+    segment. On every device: Forward follows what it takes from the stage before, Backward its Forward and
+    what comes back from the stage after; Step follows every Backward of its batch and, in a pipeline, its
+    Reduce; a job's batches come in order, the next Forward only after the Step before it; Evaluate and Save
+    look at a step that has just been made; a streamed stage is used between its Load and its Evict; the
+    chunks of a sample go forth in order and back in the opposite one. Every Send has its Recv, in one order
+    per pair of devices; a Reduce waits for that of the next device, a Step for that of the one before.
+    Nothing is left over at the seam.
 
     With replicas: every microbatch runs in one of them; each hands out the gradient of what it has of a batch
     once, behind its last Backward; the Reduce that adds them up waits for all of them, on an accumulator that
@@ -48,6 +49,7 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     for number in range(len(program.devices)):
         _DeviceCheck(program, number, shares[program.replica(number)], done or {}).run()
     _check_coverage(program)
+    _check_held_out(program)
     _check_transport(program)
     if program.chunk:
         _check_chunks(program)
@@ -93,6 +95,18 @@ def _check_samples(program: Program) -> None:
         for placed in batch.samples:
             _require(placed.offset == offset, "sample {} of {} has the wrong offset", placed.sample, key)
             offset += placed.length
+
+
+def _check_held_out(program: Program) -> None:
+    seen: set[tuple[str, int, Placed]] = set()
+    for action, microbatch in program.compute():
+        if isinstance(action, Evaluate):
+            for segment in microbatch.segments:
+                for placed in segment.samples:
+                    key = segment.job, segment.step, placed
+                    again = "sample {} of {} is evaluated twice at step {}"
+                    _require(key not in seen, again, placed.sample, segment.job, segment.step)
+                    seen.add(key)
 
 
 def _share(program: Program, replica: int) -> Counter[tuple[str, int]]:
@@ -151,8 +165,7 @@ class _DeviceCheck:
                     self._return(action)
         _require(not self.in_flight and not self.open_rows, "work is left over at the end of the window")
         _require(not self.arrived, "device {} received what it never used", self.device)
-        all_made = self.program.replicas == 1 or self.made == self.left.keys()
-        _require(all_made, "device {} does not make every Step", self.device)
+        _require(self.made == self.left.keys(), "device {} does not make every Step", self.device)
         _require(
             self.loaded == self.found, "device {} ends with other stages than it began with", self.device
         )

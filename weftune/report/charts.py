@@ -11,6 +11,7 @@ from typing import Any
 
 from weftune.report.compare import ENDED_BADLY
 from weftune.report.curves import Point, smooth, thin
+from weftune.report.promises import FEWEST, WORST
 from weftune.report.read import JobRecord, WindowLine
 
 _COLOURS = (
@@ -18,6 +19,9 @@ _COLOURS = (
     "#0e9db5", "#d9528f", "#8a8f1a", "#a3673f", "#6b7a90",
 )  # fmt: skip
 _DASHES = ("solid", "dash", "dot", "dashdot")
+
+_FEWEST_WINDOWS = 3
+_TOO_FEW = "Too few windows for a curve."
 
 _MEASURED, _PREDICTED = "#3b7ddd", "#8a94a6"
 
@@ -70,7 +74,7 @@ def _loss_chart(jobs: Sequence[JobRecord]) -> Chart:
     faint = [_job_trace(jobs, index, curve) | _FAINT for index, curve in enumerate(curves)]
     bold = [_job_trace(jobs, index, smooth(curve)) for index, curve in enumerate(curves)]
     layout = _layout("step", "loss") | _healthy_range(jobs, curves)
-    words = "Faint: the loss of each global batch. Bold: smoothed over about a twentieth of the run."
+    words = "Faint: the loss of each global batch. Bold: smoothed."
     return Chart(name="loss", title=title, words=words, figure={"data": faint + bold, "layout": layout})
 
 
@@ -96,8 +100,8 @@ def _throughput_chart(windows: Sequence[WindowLine]) -> Chart:
         for end, window in zip(ends, windows, strict=True)
         if window.seconds > 0
     ]
-    if not points:
-        return Chart(name="throughput", title=title, words="No window was recorded.")
+    if len(points) < _FEWEST_WINDOWS:
+        return Chart(name="throughput", title=title, words=_TOO_FEW)
     hover = "%{y:,.0f} tokens/s after %{x:.1f} minutes<extra></extra>"
     faint = _trace("each window", points, _MEASURED, hover) | _FAINT
     bold = _trace("smoothed", smooth(points), _MEASURED, hover)
@@ -111,7 +115,7 @@ def _throughput_chart(windows: Sequence[WindowLine]) -> Chart:
 
 def _time_chart(windows: Sequence[WindowLine]) -> Chart:
     return _promise_chart(
-        Chart(name="time", title="Time of each window", words="No window was recorded."),
+        Chart(name="time", title="Time of each window", words=_TOO_FEW),
         "seconds",
         windows,
         lambda window: window.seconds or None,
@@ -121,7 +125,7 @@ def _time_chart(windows: Sequence[WindowLine]) -> Chart:
 
 def _memory_chart(windows: Sequence[WindowLine]) -> Chart:
     return _promise_chart(
-        Chart(name="memory", title="Peak memory of each window", words="No peak memory was recorded."),
+        Chart(name="memory", title="Peak memory of each window", words=_TOO_FEW),
         "GiB",
         windows,
         lambda window: _gibibytes(window.peak_bytes),
@@ -139,7 +143,7 @@ def _promise_chart(
     """What was measured over what was predicted, window by window."""
     happened = [Point(number, measured(window)) for number, window in enumerate(windows, start=1)]
     promised = [Point(number, predicted(window)) for number, window in enumerate(windows, start=1)]
-    if all(point.y is None for point in happened):
+    if sum(point.y is not None for point in happened) < _FEWEST_WINDOWS:
         return empty
     errors = [
         abs(promise.y - fact.y) / fact.y
@@ -152,7 +156,9 @@ def _promise_chart(
     if errors:
         dashed = {"line": {"color": _PREDICTED, "width": 2, "dash": "dash"}}
         traces.append(_trace("predicted", promised, _PREDICTED, hover) | dashed)
-        words = f"The predictions were off by {100 * median(errors):.0f} % (median)."
+        words = "Dashed: as predicted just before the window ran."
+        if len(errors) >= FEWEST and median(errors) <= WORST:
+            words += f" Half of the windows were within {100 * median(errors):.0f} % of it."
     layout = _layout("window", unit) | {"showlegend": True}
     layout["yaxis"]["rangemode"] = "tozero"
     return Chart(name=empty.name, title=empty.title, words=words, figure={"data": traces, "layout": layout})

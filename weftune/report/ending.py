@@ -16,26 +16,41 @@ from weftune.report.compare import (
     kept_validation,
     last_loss,
 )
-from weftune.report.promises import sentences
+from weftune.report.promises import headline
 from weftune.report.read import JobRecord, Run
+from weftune.report.snippets import remedies
 from weftune.report.terminal import STATE_STYLES
 from weftune.report.words import NOTHING, change_text, loss_text, printable
 
 
 def final_table(run: Run, width: int = 80) -> Group:
-    """Every job, best result first: what it reached and where it lies; below, why some did not, and how far
-    the time and memory of windows were from what was predicted.
+    """Every job, best result first: what it reached, where it lies; below, why some failed and how to go on.
 
     Paths that would not fit beside the numbers in `width` columns stand in lines of their own.
     """
     jobs = by_result(run.jobs)
-    reasons = [Text(printable(f"{job.name}: {job.reason}")) for job in jobs if job.reason]
-    promises = [Text(printable(sentence), style="dim") for sentence in sentences(run.windows)]
+    below = [*_reasons(jobs), *_promise(run)]
     whole = _table(run, jobs, with_paths=True)
     if Console(width=10_000).measure(whole).maximum <= width:
-        return Group(whole, *reasons, *promises)
+        return Group(whole, *below)
     paths = [Text(_place(run.output, job)) for job in jobs if job.spec]
-    return Group(_table(run, jobs, with_paths=False), *reasons, *paths, *promises)
+    return Group(_table(run, jobs, with_paths=False), *paths, *below)
+
+
+def _reasons(jobs: tuple[JobRecord, ...]) -> list[Text]:
+    """Why jobs did not finish, and for those that failed the command that helps."""
+    lines = []
+    for job in jobs:
+        if job.reason:
+            lines.append(Text(printable(f"{job.name}: {job.reason}")))
+        if job.state == "failed":
+            lines.append(Text(f"  {printable(remedies(job)[0].command)}", style="dim"))
+    return lines
+
+
+def _promise(run: Run) -> list[Text]:
+    told = headline(run.windows)
+    return [] if told is None else [Text(printable(told), style="dim")]
 
 
 def _table(run: Run, jobs: tuple[JobRecord, ...], with_paths: bool) -> Table:

@@ -10,9 +10,11 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
+from weftune.errors import OutputError
 from weftune.report.charts import draw_charts
 from weftune.report.compare import by_result
 from weftune.report.read import Run, read_run
@@ -25,8 +27,14 @@ def write_report(output: Path) -> Path:
     run = read_run(output)
     target = output / "report.html"
     draft = output / "report.html.tmp"
-    draft.write_text(render_page(run, read_timelines(output)), encoding="utf-8")
-    draft.replace(target)
+    page = render_page(run, read_timelines(output))
+    try:
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise OutputError(f"{target} cannot be written: {error.strerror}") from error
     return target
 
 

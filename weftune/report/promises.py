@@ -26,6 +26,9 @@ COLUMNS = (
     "",
 )
 
+FEWEST, WORST = 4, 0.25
+"""A headline about predictions needs so many windows, and a mean error of at most this share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
@@ -82,16 +85,30 @@ def rows(windows: Sequence[WindowLine]) -> list[tuple[str, ...]]:
     ]
 
 
+def headline(windows: Sequence[WindowLine]) -> str | None:
+    """How good predictions were, where enough windows were predicted well enough to say so in one line.
+
+    On a busy machine windows take as long as its other work lets them, which is no news about predictions.
+    """
+    found = tally(windows).changed
+    if found.windows < FEWEST or found.seconds is None or found.seconds > WORST:
+        return None
+    memory = "" if found.peak is None else f", peak memory by {found.peak:.1%}"
+    counted = plural(found.windows, "window")
+    return f"Predicted times were off by {found.seconds:.1%}{memory} on average, over {counted}."
+
+
 def sentences(windows: Sequence[WindowLine]) -> list[str]:
-    """For the reader: how far predictions were off, and what the first was made from."""
+    """For the reader of the table: how far predictions were off, and what the first was made from."""
     found = tally(windows)
     told = []
     if found.changed.seconds is not None:
         peak = found.changed.peak
         memory = "" if peak is None else f" and peak memory by {peak:.1%}"
         told.append(
-            f"Time was predicted to within {found.changed.seconds:.1%}{memory} on average, over "
-            f"{plural(found.changed.windows, 'window')} whose jobs or lengths changed."
+            f"Predicted time was off by {found.changed.seconds:.1%}{memory} on average, over "
+            f"{plural(found.changed.windows, 'window')} whose jobs or lengths changed. "
+            "Other work on the machine makes windows slower than predicted."
         )
     if found.unsettled.windows and found.unsettled.seconds is not None:
         told.append(

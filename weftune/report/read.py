@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.errors import OutputError
+from weftune.formats import refuse_unknown_format
 from weftune.jobs.folder import METRICS, STATUS, WINDOWS
 from weftune.jobs.shares import combined, read_shares, share_folders
 from weftune.jobs.status import RunStatus, from_json, to_json
@@ -143,7 +144,7 @@ def read_run(output: Path) -> Run:
         solo_seconds=_number(record.get("solo_seconds")),
         peak_bytes=_number(record.get("peak_bytes"))
         or max((window.peak_bytes for window in windows if window.peak_bytes), default=None),
-        notes=(*_texts(record.get("notes")), *notes),
+        notes=tuple(dict.fromkeys((*_texts(record.get("notes")), *notes))),
         jobs=jobs,
         windows=windows,
     )
@@ -186,7 +187,7 @@ def _with_shares(output: Path, record: Mapping[str, Any], shares: Sequence[RunSt
     if not shares:
         return record
     try:
-        whole = from_json(record)
+        whole = from_json(record, output / STATUS)
     except ValueError:
         whole = RunStatus()
     return to_json(combined(output, whole, shares))
@@ -211,7 +212,9 @@ def _read_status(path: Path, notes: list[str]) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        return _mapping(json.loads(path.read_text(encoding="utf-8")))
+        record = _mapping(json.loads(path.read_text(encoding="utf-8")))
+        refuse_unknown_format(record.get("format"), path)
+        return record
     except ValueError:
         notes.append("status.json could not be read, so states and reasons are missing.")
         return {}
@@ -232,7 +235,8 @@ def _job(output: Path, name: str, state: Mapping[str, Any], curves: _Curves, not
         trained_tokens=_count(state.get("trained_tokens")) or sum(line.tokens for line in losses),
         best_step=None if best_step is None else int(best_step),
         eval_loss=_number(state.get("eval_loss")),
-        notes=(*_texts(state.get("notes")), *_texts(data.get("notes"))),
+        # Notes about a job's rows are in both files.
+        notes=tuple(dict.fromkeys((*_texts(state.get("notes")), *_texts(data.get("notes"))))),
         spec=_mapping(saved.get("job")),
         base=_mapping(saved.get("base")),
         data=data,

@@ -1,11 +1,26 @@
-"""How to use a finished adapter: lines to copy into Python or a shell."""
+"""How to use a finished adapter, and how to go on with an unfinished one: lines to copy."""
 
 from __future__ import annotations
 
+import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weftune.base.spec import BaseSpec
+from weftune.report.read import JobRecord
+
+TRAIN = "weftune train jobs.yaml --resume"
+"""The jobs file is not known to its output: the reader puts its name in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What to do about a job that has no finished adapter, and the command."""
+
+    words: str
+    command: str
 
 
 def load_snippet(base: str, revision: str | None, folder: Path) -> str:
@@ -32,3 +47,37 @@ def load_snippet(base: str, revision: str | None, folder: Path) -> str:
 def generate_command(folder: Path) -> str:
     """The shell command that lets the base and the adapter answer side by side."""
     return f'weftune generate {shlex.quote(str(folder))} "your prompt" --against-base'
+
+
+def remedies(job: JobRecord) -> tuple[Remedy, ...]:
+    """How to go on with a job, best first; nothing for one that has succeeded."""
+    name = shlex.quote(job.name)
+    anew = f"{TRAIN} --restart {name}"
+    if job.state == "succeeded":
+        return ()
+    if job.state == "cancelled":
+        return (Remedy("Train it anew", anew),)
+    if job.state == "failed" and _diverged(job.reason):
+        rate = _lower(job.spec.get("learning_rate"))
+        return (
+            Remedy(
+                "Go on from its last good checkpoint with a lower learning rate",
+                f"{TRAIN} --retry {name} --set learning_rate={rate}",
+            ),
+            Remedy("Or change its settings in the jobs file and train it anew", anew),
+        )
+    if job.state == "failed":
+        return (Remedy("Once the cause is mended, train it anew", anew),)
+    if job.state in ("paused", "interrupted"):
+        return (Remedy("Go on from its last checkpoint", TRAIN),)
+    return (Remedy("If nothing trains it any more, go on with", TRAIN),)
+
+
+def _diverged(reason: str) -> bool:
+    return re.search(r"\b(nan|inf|infinite|not finite)\b", reason.lower()) is not None
+
+
+def _lower(learning_rate: Any) -> str:
+    """A tenth of the job's own learning rate."""
+    known = isinstance(learning_rate, int | float) and learning_rate > 0
+    return f"{learning_rate / 10:g}" if known else "1e-5"

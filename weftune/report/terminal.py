@@ -21,6 +21,8 @@ from weftune.report.words import duration_text, loss_text, plural, printable, ra
 STATE_STYLES = {
     "queued": "dim",
     "running": "cyan",
+    "paused": "yellow",
+    "interrupted": "yellow",
     "succeeded": "green",
     "failed": "bold red",
     "cancelled": "yellow",
@@ -168,9 +170,12 @@ class LiveView:
             return Group(table, *more, *_reasons(shown), self._overall_line(rows))
 
     def _overall_line(self, rows: Sequence[JobRow]) -> Text:
-        counts = {state: sum(row.state == state for row in rows) for state in STATE_STYLES}
+        known = dict.fromkeys((*STATE_STYLES, *(row.state for row in rows)))
+        counts = {state: sum(row.state == state for row in rows) for state in known}
         parts = [
-            Text(f"{count} {state}", style=STATE_STYLES[state]) for state, count in counts.items() if count
+            Text(f"{count} {printable(state)}", style=STATE_STYLES.get(state, ""))
+            for state, count in counts.items()
+            if count
         ]
         left = sum(row.steps - row.step for row in rows if row.state in ("queued", "running"))
         parts += [
@@ -193,7 +198,7 @@ def _most_telling(rows: Sequence[JobRow], room: int) -> list[JobRow]:
     """The rows that fit, running jobs before queued and ended ones, in the order of the jobs file."""
     if len(rows) <= max(room, 3):
         return list(rows)
-    importance = {"running": 0, "failed": 1, "queued": 2}
+    importance = {"running": 0, "failed": 1, "paused": 1, "queued": 2}
     chosen = sorted(rows, key=lambda row: importance.get(row.state, 3))[: max(room, 3)]
     names = {row.name for row in chosen}
     return [row for row in rows if row.name in names]
@@ -223,8 +228,9 @@ def _live_table(rows: Sequence[JobRow], paces: dict[str, Pace]) -> Table:
 
 
 def _reasons(rows: Sequence[JobRow]) -> list[Text]:
-    """Why jobs failed or wait, failures first, one line each."""
-    told = sorted((row for row in rows if row.reason), key=lambda row: row.state != "failed")[:_REASONS]
+    """Why jobs failed, stopped or wait, those that will not go on by themselves first, one line each."""
+    stopped = ("failed", "paused")
+    told = sorted((row for row in rows if row.reason), key=lambda row: row.state not in stopped)[:_REASONS]
     return [
         Text(printable(f"{row.name}: {row.reason}"), style="dim", no_wrap=True, overflow="ellipsis")
         for row in told

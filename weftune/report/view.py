@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePath
+from typing import Any
 
 from weftune.report.charts import Chart, Pen, pen
 from weftune.report.compare import (
@@ -17,13 +18,14 @@ from weftune.report.compare import (
     last_loss,
     value_text,
 )
-from weftune.report.promises import COLUMNS, rows, sentences
-from weftune.report.read import JobRecord, Run, WindowLine
-from weftune.report.snippets import generate_command, load_snippet
+from weftune.report.promises import COLUMNS, headline, rows, sentences
+from weftune.report.read import JobRecord, Run
+from weftune.report.snippets import Remedy, generate_command, load_snippet, remedies
 from weftune.report.timelines import COLUMNS as BUBBLE_COLUMNS
 from weftune.report.timelines import Timelines, bubble_rows, timeline_charts
 from weftune.report.words import (
     NOTHING,
+    breakable,
     bytes_text,
     change_text,
     duration_text,
@@ -31,10 +33,18 @@ from weftune.report.words import (
     minutes_text,
     plural,
     rate_text,
+    short_paths,
 )
 
-_LONGEST_VALUE = 36
+_LONGEST_VALUE = 72
 _MOST_WINDOWS = 200
+_CURVES = ("loss", "validation")
+"""The charts about what was learned; the others are about time and memory."""
+_NARROW_LETTERS = 38
+"""Settings of up to this width have columns of their own: they fit beside the losses on 1024 pixels."""
+_STOPPED = ("failed", "cancelled", "paused", "interrupted")
+_LEAST_SAVED = 0.05
+"""Less than this share of the run is within what a time model can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +61,13 @@ class Value:
     """One cell of the table: shortened for the eye, whole on hover."""
 
     key: str
-    text: str
+    pieces: tuple[str, ...]
+    """Lines may break between them."""
     whole: str
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +91,16 @@ class JobView:
     notes: tuple[str, ...]
     snippet: str
     command: str
+    stopped: bool
+    """Ended or waiting without an adapter: told at the top of the page."""
+    remedies: tuple[Remedy, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromiseView:
-    """Predicted beside measured, window by window."""
+class EffortView:
+    """Time and memory, predicted beside measured, window by window."""
 
+    charts: tuple[Chart, ...]
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: tuple[str, ...]
@@ -104,11 +123,14 @@ class PageView:
     facts: tuple[str, ...]
     tiles: tuple[Tile, ...]
     keys: tuple[str, ...]
+    """In which the jobs differ."""
+    in_columns: bool
+    """Whether each key has a column; otherwise the values of a job stand together, with their names."""
     jobs: tuple[JobView, ...]
     table_words: str
     notes: tuple[str, ...]
     charts: tuple[Chart, ...]
-    promises: PromiseView
+    effort: EffortView
     pipeline: PipelineView | None
     """None where one device ran it all."""
 
@@ -119,6 +141,7 @@ def page_view(
     """`jobs` in the order of the table."""
     keys = differing_keys(jobs)
     best = best_jobs(jobs)
+    settings = _settings(jobs, keys)
     started = datetime.fromtimestamp(run.started).astimezone() if run.started else None
     facts = (
         run.base,
@@ -131,11 +154,12 @@ def page_view(
         facts=tuple(fact for fact in facts if fact),
         tiles=_tiles(run),
         keys=keys,
-        jobs=tuple(_job_view(run, job, index, keys, best) for index, job in enumerate(jobs)),
+        in_columns=_letters(keys, settings) <= _NARROW_LETTERS,
+        jobs=tuple(_job_view(run, job, index, settings[index], best) for index, job in enumerate(jobs)),
         table_words=_table_words(jobs, keys, best),
         notes=run.notes,
-        charts=charts,
-        promises=_promises(run.windows),
+        charts=tuple(chart for chart in charts if chart.name in _CURVES),
+        effort=_effort(run, tuple(chart for chart in charts if chart.name not in _CURVES)),
         pipeline=_pipeline(timelines) if timelines else None,
     )
 
@@ -146,14 +170,25 @@ def _pipeline(timelines: Timelines) -> PipelineView:
     )
 
 
-def _promises(windows: Sequence[WindowLine]) -> PromiseView:
+def _effort(run: Run, charts: tuple[Chart, ...]) -> EffortView:
+    windows = run.windows
     left_out = len(windows) - _MOST_WINDOWS
     cut = [f"The first {_MOST_WINDOWS} of {len(windows):,} windows are shown."] if left_out > 0 else []
-    return PromiseView(
+    return EffortView(
+        charts=tuple(chart for chart in charts if chart.figure is not None),
         columns=COLUMNS,
         rows=tuple(rows(windows[:_MOST_WINDOWS])),
-        words=(*sentences(windows), *cut),
+        words=(*sentences(windows), *_alone_words(run), *cut),
     )
+
+
+def _alone_words(run: Run) -> list[str]:
+    if run.seconds is None or run.solo_seconds is None:
+        return []
+    return [
+        f"One after another the jobs would have taken {minutes_text(run.solo_seconds)} minutes, by the time "
+        f"model that was fitted to this run; together they took {minutes_text(run.seconds)}."
+    ]
 
 
 def _tiles(run: Run) -> tuple[Tile, ...]:
@@ -169,7 +204,7 @@ def _tiles(run: Run) -> tuple[Tile, ...]:
             value=minutes_text(run.seconds) if run.seconds else NOTHING,
             detail=f"{duration_text(run.seconds)} from start to end" if run.seconds else "",
         ),
-        _saved_tile(run),
+        *_saved_tile(run),
         Tile(label="peak memory", value=bytes_text(run.peak_bytes), detail=run.device),
         Tile(
             label="shared microbatches",
@@ -189,18 +224,20 @@ def _jobs_tile(jobs: Sequence[JobRecord]) -> Tile:
     return Tile(label="jobs succeeded", value=f"{succeeded} of {len(jobs)}", detail=detail or "none failed")
 
 
-def _saved_tile(run: Run) -> Tile:
-    """Minutes saved against one after another; the other side of the comparison is a prediction."""
-    label = "minutes saved"
-    if run.seconds is None or run.solo_seconds is None:
-        return Tile(label=label, value=NOTHING, detail="no prediction of one after another")
+def _saved_tile(run: Run) -> tuple[Tile, ...]:
+    """Minutes saved against one after another, where the time model that says so has shown to be right."""
+    if run.seconds is None or run.solo_seconds is None or headline(run.windows) is None:
+        return ()
     saved = run.solo_seconds - run.seconds
+    if saved < _LEAST_SAVED * run.seconds:
+        return ()
     detail = f"predicted, against {minutes_text(run.solo_seconds)} one after another"
-    return Tile(label=label, value=minutes_text(saved).replace("-", "−"), detail=detail)
+    return (Tile(label="minutes saved", value=minutes_text(saved), detail=detail),)
 
 
-def _job_view(run: Run, job: JobRecord, index: int, keys: Sequence[str], best: Mapping[str, str]) -> JobView:
-    spec = flat_spec(job)
+def _job_view(
+    run: Run, job: JobRecord, index: int, values: tuple[Value, ...], best: Mapping[str, str]
+) -> JobView:
     first, kept = first_validation(job), kept_validation(job)
     folder = run.output.resolve() / job.name
     base, revision = job.base.get("model") or run.base, job.base.get("revision")
@@ -213,7 +250,7 @@ def _job_view(run: Run, job: JobRecord, index: int, keys: Sequence[str], best: M
         badge="" if rows is None else f"best on {rows}" if rows else "best",
         state=job.state,
         progress=_progress(job),
-        values=tuple(_value(key, value_text(spec.get(key)) if spec else NOTHING) for key in keys),
+        values=values,
         loss=loss_text(last_loss(job)),
         validation=f"{loss_text(first)} → {loss_text(kept)}" if kept is not None else NOTHING,
         validation_detail=_validation_detail(job),
@@ -223,6 +260,8 @@ def _job_view(run: Run, job: JobRecord, index: int, keys: Sequence[str], best: M
         notes=job.notes,
         snippet=load_snippet(str(base), str(revision) if revision else None, folder) if usable else "",
         command=generate_command(folder) if usable else "",
+        stopped=job.state in _STOPPED,
+        remedies=remedies(job),
     )
 
 
@@ -246,20 +285,39 @@ def _validation_detail(job: JobRecord) -> str:
     return f"best {loss_text(best.loss)} at step {best.step:,}, last {loss_text(known[-1].loss)}"
 
 
-def _value(key: str, whole: str) -> Value:
+def _settings(jobs: Sequence[JobRecord], keys: Sequence[str]) -> list[tuple[Value, ...]]:
+    """For each job its values of `keys`."""
+    specs = [flat_spec(job) for job in jobs]
+    columns = [_column(key, [spec.get(key) if spec else NOTHING for spec in specs]) for key in keys]
+    return [tuple(column[index] for column in columns) for index in range(len(jobs))]
+
+
+def _column(key: str, values: Sequence[Any]) -> list[Value]:
+    wholes = [value_text(value) for value in values]
+    names = short_paths(sorted({whole for whole in wholes if PurePath(whole).is_absolute()}))
+    return [
+        Value(key=key, pieces=breakable(_shortened(names.get(whole, whole))), whole=whole) for whole in wholes
+    ]
+
+
+def _shortened(text: str) -> str:
     half = _LONGEST_VALUE // 2
-    text = "/".join(PurePath(whole).parts[-2:]) if PurePath(whole).is_absolute() else whole
-    text = text if len(text) <= _LONGEST_VALUE else f"{text[: half - 1]}…{text[-half:]}"
-    return Value(key=key, text=text, whole=whole)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: half - 1]}…{text[-half:]}"
+
+
+def _letters(keys: Sequence[str], settings: Sequence[tuple[Value, ...]]) -> int:
+    """How wide the columns of all keys would be, with the room between them."""
+    widest = [max(len(key), *(len(job[index].text) for job in settings)) for index, key in enumerate(keys)]
+    return sum(width + 3 for width in widest)
 
 
 def _table_words(jobs: Sequence[JobRecord], keys: Sequence[str], best: Mapping[str, str]) -> str:
     sentences = []
     if len(jobs) > 1:
         sentences.append(
-            "Only the keys in which the jobs differ are shown."
+            "Only the settings in which the jobs differ are shown."
             if keys
-            else "The jobs do not differ in any key."
+            else "The jobs do not differ in any setting."
         )
     if any(best.values()):
         sentences.append("Losses on different validation rows cannot be compared: each set has its own best.")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
 NOTHING = "–"
 """Stands where there is no number."""
 
@@ -51,3 +55,21 @@ def printable(text: str) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def short_paths(paths: Sequence[str]) -> Mapping[str, str]:
+    """Each path by the fewest of its last parts that tell it from the others."""
+    parts = {path: PurePath(path).parts for path in paths}
+    for count in range(1, max(map(len, parts.values()), default=0) + 1):
+        tails = {path: "/".join(some[-count:]) for path, some in parts.items()}
+        if len(set(tails.values())) == len(tails):
+            return tails
+    return {path: path for path in paths}
+
+
+def breakable(text: str) -> tuple[str, ...]:
+    """The text in pieces between which a line may break, besides at spaces.
+
+    Paths and names break behind slashes and underscores; in a list of names the spaces are enough.
+    """
+    return (text,) if " " in text else tuple(re.split(r"(?<=[/_])(?=.)", text))

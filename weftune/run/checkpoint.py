@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 
 from weftune.adapters.layout import Layout, ParameterShape
+from weftune.formats import FORMAT, refuse_unknown_format
 from weftune.run.training import Progress, Training
 
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT = 2
-VERSION = 1
 
 
 def save(folder: Path, training: Training) -> Path:
@@ -46,15 +46,19 @@ def save(folder: Path, training: Training) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     state = {
-        "version": VERSION,
+        "format": FORMAT,
         "progress": asdict(training.progress),
         "seed": training.member.seed,
         "layout": layout_of(training),
     }
     written = {TENSORS: serialise(tensors_of(training)), STATE: json.dumps(state).encode()}
-    for name, content in {**written, SUMS: _sums(written)}.items():
-        write_synced(partial / name, content)
-    put_in_place(partial, final)
+    try:
+        for name, content in {**written, SUMS: _sums(written)}.items():
+            write_synced(partial / name, content)
+        put_in_place(partial, final)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return final
 
 
@@ -66,7 +70,7 @@ def put_in_place(partial: Path, final: Path) -> None:
     os.rename(partial, final)
     sync_folder(final.parent)
     for old in list(_newest_first(final.parent))[KEPT:]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def final_folder(folder: Path, step: int) -> Path:
@@ -106,12 +110,37 @@ def restore(folder: Path, training: Training) -> bool:
     return False
 
 
-def newest_progress(folder: Path) -> Progress | None:
-    """Where the newest intact checkpoint stands, without a model to put it into."""
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What there is of a job's checkpoints."""
+
+    progress: Progress | None
+    """Where the newest intact one stands; None if there is none."""
+    damaged: tuple[Path, ...]
+    """Those that are newer than it and cannot be used."""
+
+
+def survey(folder: Path) -> Survey:
+    """Look for the newest intact checkpoint, without a model to put it into."""
+    damaged: list[Path] = []
     for path in _newest_first(folder):
         if (stored := _read(path)) is not None:
-            return stored.progress
-    return None
+            return Survey(stored.progress, tuple(damaged))
+        damaged.append(path)
+    return Survey(None, tuple(damaged))
+
+
+def newest_progress(folder: Path) -> Progress | None:
+    """Where the newest intact checkpoint stands."""
+    return survey(folder).progress
+
+
+def set_aside(damaged: Iterable[Path]) -> None:
+    """Take damaged checkpoints out of the count, so that two intact ones are kept; their files stay."""
+    for path in damaged:
+        target = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(path, target)
 
 
 def _newest_first(folder: Path) -> Iterator[Path]:
@@ -149,16 +178,15 @@ class _Stored:
 
 
 def _read(path: Path) -> _Stored | None:
-    """The checkpoint at `path` if it is whole and its checksums hold."""
+    """The checkpoint at `path` if it is whole and its checksums hold. One that is whole and of a later
+    format raises UnknownFormat."""
     try:
-        state_bytes = (path / STATE).read_bytes()
-        state = json.loads(state_bytes)
-        if state["version"] != VERSION:
+        content = _whole_files(path)
+        if content is None:
             return None
+        state = json.loads(content[STATE])
+        refuse_unknown_format(state.get("format"), path / STATE)
         slices = state.get("slices") or [{"file": TENSORS, "layout": state["layout"]}]
-        content = {Path(one["file"]).name: (path / Path(one["file"]).name).read_bytes() for one in slices}
-        if (path / SUMS).read_bytes() != _sums({**content, STATE: state_bytes}):
-            return None
         parts = tuple(
             _Part(_layout_from(one["layout"]), load_tensors(content[Path(one["file"]).name]))
             for one in slices
@@ -166,6 +194,14 @@ def _read(path: Path) -> _Stored | None:
         return _Stored(Progress(**state["progress"]), parts, bool(state.get("best_is_master")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
+
+
+def _whole_files(path: Path) -> dict[str, bytes] | None:
+    """The files of a checkpoint, in whatever format, or None where one is not what was written."""
+    sums = (path / SUMS).read_bytes()
+    names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
+    content = {name: (path / name).read_bytes() for name in names}
+    return content if STATE in content and sums == _sums(content) else None
 
 
 def tensors_of(training: Training) -> dict[str, Tensor]:

@@ -43,6 +43,8 @@ class Failed:
 
     job: str
     reason: str
+    unsaved: bool = False
+    """Whether it is its checkpoint that could not be written: the job itself is sound and can go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,7 @@ class Pipeline:
         if answer.slice is None:
             del self._pending[key]
             self.kill(answer.job)
-            yield Failed(answer.job, f"its checkpoint cannot be written: {answer.error}")
+            yield Failed(answer.job, answer.error, unsaved=True)
             return
         self._pending[key].slices[rank] = answer.slice
 
@@ -291,7 +291,7 @@ class Pipeline:
             finish(pending.folder, progress, training.member.seed, pending.slices, training.best is not None)
         except OSError as error:
             self.kill(job)
-            yield Failed(job, f"its checkpoint cannot be written: {error}")
+            yield Failed(job, str(error), unsaved=True)
 
 
 def open_pipeline(

@@ -63,6 +63,7 @@ class RankExecutor(StageExecutor):
                 return
             case Forward(_, stage) | Backward(_, stage) | Evaluate(_, stage):
                 self.streamer.use(stage)
+                self._began = self._clock.mark()
         yield from super()._act(action)
         match action:
             case Backward(number, stage) if stage == self.cut.own[0]:

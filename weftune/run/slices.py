@@ -13,10 +13,10 @@ from typing import Any
 
 from safetensors.torch import save as serialise
 
+from weftune.formats import FORMAT
 from weftune.run.checkpoint import (
     STATE,
     SUMS,
-    VERSION,
     final_folder,
     layout_of,
     partial_folder,
@@ -53,7 +53,7 @@ def finish(
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     ordered = [slices[rank] for rank in sorted(slices)]
     state = {
-        "version": VERSION,
+        "format": FORMAT,
         "progress": asdict(progress),
         "seed": seed,
         "slices": [{"file": one.file, "layout": one.layout} for one in ordered],

@@ -10,7 +10,6 @@ Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -38,7 +37,7 @@ from weftune.run.events import Failed, SaveDue, Stepped
 from weftune.run.exchange import BEHIND
 from weftune.run.lay import lay
 from weftune.run.logprobs import segment_logprobs
-from weftune.run.measure import is_out_of_memory
+from weftune.run.measure import Clock, Moment, is_out_of_memory
 from weftune.run.passes import Plain
 from weftune.run.steps import Due, Sums, batch_sums, batch_totals, close_batch, make_updates, why_no_step
 from weftune.run.transport import Transport
@@ -57,8 +56,8 @@ DEAD = math.nan
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An action, and when it ran on its rank, in seconds of the machine's clock; a Reduce or a Step begins
-    when it has what it waits for."""
+    """An action, and when it ran on its rank's device, in seconds of the machine's clock; a Reduce or a Step
+    begins when it has what it waits for."""
 
     action: Action
     start: float
@@ -124,7 +123,8 @@ class StageExecutor(Woven):
         self._beyond: dict[int, Tensor] = {}
         """What batches came to on the stages after, where these ended in another order: replicas may."""
         self._words: dict[int, float] = {}
-        self._began = 0.0
+        self._clock = Clock(base.device)
+        self._began: Moment = 0.0
         """When the action that runs began; what it waited for others is not counted."""
         self._zero = torch.zeros((), dtype=base.dtype, device=base.device)
 
@@ -139,17 +139,21 @@ class StageExecutor(Woven):
         self.report = RankReport()
         sizes = {job: training.layout.size for job, training in self.aboard.items()}
         self.transport.expect(program, self.rank, sizes)
+        ran: list[tuple[Action, Moment, Moment]] = []
         try:
             with self._on_stream():
+                self._clock = Clock(self.base.device)
                 self._begin()
                 for action in actions:
-                    self._began = time.time()
+                    self._began = self._clock.mark()
                     yield from self._act(action)
-                    self.report.times.append(Timed(action, self._began, time.time()))
+                    ran.append((action, self._began, self._clock.mark()))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise RankFull(f"rank {self.rank} is out of memory: {error}") from error
+        told = self._clock.seconds
+        self.report.times = [Timed(action, told(start), told(stop)) for action, start, stop in ran]
         assert not self._flights, "a microbatch is still in flight at the window's end"
         assert not self._arrived, "something arrived that nobody used"
         assert not self._beyond, "sums came for which there is no Reduce"
@@ -285,7 +289,7 @@ class StageExecutor(Woven):
     def _add_shares(self, job: str, step: int) -> None:
         """Put the sums over all replicas in the place of this one's."""
         total_N = self.transport.exchange.sum((job, step), self.rank)
-        self._began = time.time()
+        self._began = self._clock.mark()
         if job not in self.dead:
             tokens = self._batches[job, step][1].tokens
             self.aboard[job].take_batch(total_N[:-BEHIND], total_N[-2], total_N[-1], tokens)
@@ -305,7 +309,7 @@ class StageExecutor(Woven):
             sums = torch.tensor([own.loss, own.hits, own.norm**2], dtype=torch.float64)
         if self.rank + 1 < self._program.width:
             sums += self._sums_beyond(at)
-        self._began = time.time()
+        self._began = self._clock.mark()
         if self.rank == 0:
             self._sums[at] = sums
         else:
@@ -344,7 +348,7 @@ class StageExecutor(Woven):
             number, norm = self.transport.word_from_before().tolist()
             self._words[int(number)] = norm
         norm = self._words.pop(at)
-        self._began = time.time()
+        self._began = self._clock.mark()
         if job in self.dead:
             return
         if math.isnan(norm):

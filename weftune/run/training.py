@@ -129,15 +129,18 @@ def new_training(
     dtype: torch.dtype,
     device: torch.device,
     whole_sites: tuple[SiteShape, ...] | None = None,
+    drawn_on: torch.device | None = None,
 ) -> Training:
     """A job at step 0, its weights drawn from its own seed or read from its `init_from`.
 
     Where `sites` are those of one stage, `whole_sites` are those of the base, which an `init_from` must fit.
+    Numbers are drawn on the device `drawn_on`, where it is another than the one that keeps them: a GPU does
+    so much faster than the host.
     """
     kind = kind_named(member.spec.kind)
     layout = kind.layout(member.spec, sites)
     master = torch.empty(layout.size, dtype=master_dtype(dtype), device=device)
-    kind.initialise(member, whole_sites or sites, layout.views(master))
+    kind.initialise(member, whole_sites or sites, layout.views(master), drawn_on)
     state = State(
         master=master,
         exp_avg=torch.zeros_like(master),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import Frozen, Member, Parameters, Pass
@@ -155,7 +156,13 @@ class Lora:
         if spec.init_from is not None:
             read_start(spec, sites)
 
-    def initialise(self, member: Member, sites: Sequence[SiteShape], parameters: Parameters) -> None:
+    def initialise(
+        self,
+        member: Member,
+        sites: Sequence[SiteShape],
+        parameters: Parameters,
+        drawn_on: torch.device | None = None,
+    ) -> None:
         """A uniform within ±1/√K as PEFT draws it, B zero; or both from the member's `init_from` folder."""
         start = None if member.spec.init_from is None else read_start(member.spec, sites)
         for (site, name), value in parameters.items():
@@ -163,7 +170,8 @@ class Lora:
                 a_rK, b_Nr = start[site]
                 value.copy_(a_rK if name == A else b_Nr.T)
             elif name == A:
-                fill_uniform(value, parameter_key(member.seed, site, A), bound=value.shape[1] ** -0.5)
+                drawn = parameter_key(member.seed, site, A)
+                fill_uniform(value, drawn, bound=value.shape[1] ** -0.5, drawn_on=drawn_on)
             else:
                 value.zero_()
 

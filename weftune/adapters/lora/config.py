@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weftune.adapters.folder import CONFIG, read_config
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.errors import AdapterError
+from weftune.patterns import ending, slow_sentence
 
 BEYOND = (
     "modules_to_save",
@@ -41,7 +42,15 @@ def read_spec(folder: Path) -> LoraSpec:
         raise AdapterError(f"{folder} is more than plain LoRA: its {CONFIG} sets {beyond[0]}")
     try:
         return _spec(config)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        re.error,
+    ) as error:
         raise AdapterError(f"{folder / CONFIG} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -59,5 +68,14 @@ def _spec(config: Mapping[str, Any]) -> LoraSpec:
     if min((spec.rank, *spec.rank_pattern.values())) < 1:
         raise ValueError("a rank is below 1")
     for pattern in (*spec.rank_pattern, *spec.alpha_pattern):
+        if slow := slow_sentence([ending(pattern)]):
+            raise ValueError(f"{pattern[:80]!r} {slow}")
         re.compile(pattern)
     return spec
+
+
+def refuse_slow(folder: Path, spec: LoraSpec, names: Sequence[str]) -> None:
+    """Raise if a pattern of a stranger's folder would take too long on the names of these modules."""
+    for pattern in (*spec.rank_pattern, *spec.alpha_pattern):
+        if slow := slow_sentence([ending(pattern)], names):
+            raise AdapterError(f"{folder / CONFIG}: {pattern[:80]!r} {slow}")

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weftune.adapters.folder import WEIGHTS
-from weftune.adapters.lora.config import read_spec
+from weftune.adapters.folder import WEIGHTS, no_weights
+from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import ALL_LINEAR, LoraSpec, site_of, weight_names
 from weftune.errors import AdapterError, MissingPackage
 from weftune.shapes import SiteShape
@@ -90,6 +90,7 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
     """The spec and the weights of a PEFT LoRA folder, checked against each other."""
     spec = read_spec(folder)
     weights = read_weights(folder)
+    refuse_slow(folder, spec, list(weights))
     for site, (a_rK, b_Nr) in weights.items():
         rank = spec.rank_at(site)
         if a_rK.ndim != 2 or b_Nr.ndim != 2 or not a_rK.shape[0] == b_Nr.shape[1] == rank:
@@ -106,11 +107,11 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
 def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     path = folder / WEIGHTS
     if not path.exists():
-        raise AdapterError(f"{folder} has no {WEIGHTS}; convert .bin files to safetensors first")
+        raise AdapterError(no_weights(folder))
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, MemoryError) as error:
         raise AdapterError(f"{path} is damaged: {error}") from error
     sites = list(dict.fromkeys(site for name in tensors if (site := site_of(name)) is not None))
     wanted = {name for site in sites for name in weight_names(site)}

@@ -1,0 +1,64 @@
+"""What a benchmark gives `weftune train`: a base in a real shape with random weights, rows, a jobs file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from weftune.bench.llama import Size, build
+from weftune.bench.timing import Place
+
+SPECIAL = ("<pad>", "<s>", "</s>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Random tokens, all of them supervised."""
+
+    samples: int
+    shortest: int
+    longest: int
+
+
+def write_base(folder: Path, size: Size, place: Place) -> None:
+    """A folder as it comes from the Hub; a word of the tokenizer is a token."""
+    build(size, place).save_pretrained(folder)
+    words = {word: number for number, word in enumerate(SPECIAL)}
+    words |= {f"w{number}": number for number in range(len(words), size.vocabulary)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def write_rows(path: Path, size: Size, rows: Rows, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(rows.shortest, rows.longest, rows.samples, endpoint=True)
+    drawn = (rng.integers(len(SPECIAL), size.vocabulary, length).tolist() for length in lengths)
+    path.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in drawn))
+
+
+def write_jobs(path: Path, base: Path, place: Place, ranks: Sequence[int], **defaults: object) -> None:
+    """A job for each of these ranks, all with the keys of `defaults`."""
+    jobs = {
+        "base": {"model": str(base), "dtype": str(place.dtype).removeprefix("torch.")},
+        "defaults": defaults,
+        "jobs": [
+            {"name": f"job{at}-r{rank}", "seed": at, "adapter": {"rank": rank}}
+            for at, rank in enumerate(ranks)
+        ],
+    }
+    path.write_text(yaml.safe_dump(jobs))
+
+
+def read_lines(path: Path) -> Iterable[dict[str, Any]]:
+    return map(json.loads, path.read_text().splitlines())

@@ -1,0 +1,144 @@
+"""Every command that the README and the guide name for a GPU, with one process to train.
+
+Run with `make smoke-gpu`. Each command is a process of its own, as a user starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests import bench
+from tests.smoke.commands import assert_trained, losses, surroundings, weftune
+
+pytestmark = [
+    pytest.mark.smoke,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not bench.STORIES.exists(), reason="stories15M is not here"),
+]
+
+
+def test_train_teaches_both_jobs(plain):
+    assert_trained(plain)
+    for found in losses(plain).values():
+        assert found[-1] < 0.9 * found[0]
+
+
+def test_generate_answers_beside_the_base(plain):
+    asked = ("There were 7 cats.", "--against-base", "--max-tokens", "12", "--device", "cuda")
+    said = weftune("generate", plain / "large", *asked).said
+    assert "base (" in said
+    # Of twelve tokens in each of two columns, with their titles.
+    assert len(re.findall("[A-Za-z]{2,}", said)) > 10, said
+
+
+def test_export_portable_and_merged(plain, tmp_path):
+    shutil.copytree(plain / "small", tmp_path / "small")
+    weftune("export", tmp_path / "small", "--portable")
+    weftune("export", tmp_path / "small", "--merged", tmp_path / "merged")
+    (portable,) = [path for path in tmp_path.rglob("adapter_config.json") if path.parent.name != "small"]
+    config = json.loads(portable.read_text())
+    assert config["lora_alpha"] == config["r"]
+    merged = load_file(next((tmp_path / "merged").glob("*.safetensors")))
+    original = load_file(next(bench.STORIES.glob("*.safetensors")))
+    changed = [name for name, value in original.items() if not torch.equal(value, merged[name])]
+    assert any("q_proj" in name for name in changed)
+
+
+def test_report_draws_it_again(plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "again")
+    (tmp_path / "again" / "report.html").unlink()
+    weftune("report", tmp_path / "again")
+    assert (tmp_path / "again" / "report.html").exists()
+
+
+def test_interrupted_it_goes_on_to_its_end(stories, tmp_path):
+    steps = 300
+    long = yaml.safe_load(stories.read_text())
+    long["defaults"]["steps"] = steps
+    (tmp_path / "long.yaml").write_text(yaml.safe_dump(long))
+    output = tmp_path / "output"
+    words = [sys.executable, "-m", "weftune", "train", str(tmp_path / "long.yaml"), "--output", str(output)]
+    process = subprocess.Popen(words, env=surroundings(), stdout=subprocess.DEVNULL)
+    wait_for_steps(output, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert all(1 < len(found) < steps for found in losses(output).values())
+    weftune("train", tmp_path / "long.yaml", "--output", output, "--resume")
+    assert_trained(output, steps=steps)
+
+
+def wait_for_steps(output: Path, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "it ended by itself"
+        found = losses(output) if (output / "metrics.jsonl").exists() else {}
+        if len(found) == 2 and min(map(len, found.values())) > 1:
+            return
+        time.sleep(0.1)
+    raise AssertionError("no step in a minute")
+
+
+def test_resume_and_restart_one_job(stories, plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "output")
+    weftune("train", stories, "--output", tmp_path / "output", "--resume", "--restart", "small")
+    assert_trained(tmp_path / "output", plain)
+
+
+def test_memory_by_hand(stories, plain, tmp_path):
+    weftune("train", stories, "--output", tmp_path / "output", "--memory", "8GiB")
+    assert_trained(tmp_path / "output", plain)
+
+
+def test_a_plan_for_other_gpus_and_its_picture(stories, tmp_path):
+    said = weftune("plan", stories, "--cluster", "4xA100-80G", "--gantt", tmp_path / "plan.html").said
+    assert "A100" in said
+    assert (tmp_path / "plan.html").stat().st_size > 10_000
+
+
+def test_doctor_finds_the_gpu_and_measures_a_profile(tmp_path):
+    assert (
+        "H200" in weftune("doctor").said
+        or torch.cuda.get_device_name(0).split()[-1] in weftune("doctor").said
+    )
+    weftune("doctor", "--profile", "--base", bench.STORIES, "--output", tmp_path / "profile.json")
+    assert json.loads((tmp_path / "profile.json").read_text())
+
+
+def test_bench_compares_on_this_card(tmp_path):
+    said = weftune("bench", "--quick", "--shape", "1b", cwd=tmp_path).said
+    assert "Weftune, together" in said
+    assert "frozen base" in said
+
+
+PYTHON = """
+import sys, weftune
+trainer = weftune.Trainer(sys.argv[1], output=sys.argv[2])
+rows = [{"prompt": f"There were {n} cats.", "completion": " Red hats."} for n in range(64)]
+for name in ("kept", "cancelled"):
+    trainer.add(weftune.JobSpec(name=name, data=rows, steps=12, batch_size=4, adapter={"rank": 4}))
+
+def hear(event):
+    if event.job == "cancelled" and event.step == 2:
+        trainer.cancel("cancelled")
+
+results = trainer.run(callback=hear)
+assert results["kept"].state == "succeeded", results
+assert results["cancelled"].state == "cancelled", results
+"""
+
+
+def test_from_python_a_job_is_cancelled_and_the_other_finishes(tmp_path):
+    words = [sys.executable, "-c", PYTHON, str(bench.STORIES), str(tmp_path / "output")]
+    ended = subprocess.run(words, env=surroundings(), capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

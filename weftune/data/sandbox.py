@@ -1,0 +1,184 @@
+"""A chat template compiled and rendered in Jinja's sandbox, with a limit on what it may print.
+
+This runs in a limited process (`weftune.limited`): Jinja's sandbox keeps a template from reaching out, and
+the process keeps it from running or swelling without end. What is asked of it there stands at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from weftune.data.row import BadRow
+from weftune.data.turns import render_everything, render_turns
+from weftune.errors import DataError, Mistake
+from weftune.limited import SECONDS, allow_seconds
+
+if TYPE_CHECKING:
+    from weftune.data.formats import Chat
+
+LONGEST_PRINT = 16_000_000
+"""Characters. A template can print without end, and a row that long is no sample anyway."""
+TODAY = datetime(2024, 7, 26)
+"""Templates that print the date would give other samples every day; Llama's falls back to this one."""
+PLACE = "data.chat_template"
+
+
+class SandboxedTemplate:
+    """One compiled template with the tokenizer's special tokens at hand."""
+
+    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = TODAY.strftime
+        self._special = {name: value for name, value in special.items() if isinstance(value, str)}
+        del environment.globals["lipsum"]  # random words without end, which no sample wants
+        try:
+            self._template = environment.from_string(source)
+            used = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        except MemoryError:
+            raise
+        except jinja2.TemplateSyntaxError as problem:
+            raise _uncompiled(f"{problem.message} (its line {problem.lineno})") from problem
+        except RecursionError:
+            raise _uncompiled("it is nested too deeply") from None
+        except Exception as problem:  # Jinja computes constants, and Python compiles what Jinja writes
+            raise _uncompiled(str(problem).partition(" (<")[0]) from problem
+        self.prints_tools = "tools" in used
+        self.knows_developer = "developer" in source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
+        """The text that these messages make; with `prompt`, up to where the assistant begins to speak."""
+        allow_seconds(SECONDS)
+        pieces: list[str] = []
+        printed = 0
+        values = {**self._special, "messages": messages, "tools": tools, "documents": None}
+        try:
+            for piece in self._template.generate(values, add_generation_prompt=prompt):
+                printed += len(piece)
+                if printed > LONGEST_PRINT:
+                    raise _PrintsTooMuch
+                pieces.append(piece)
+        except _PrintsTooMuch:
+            sentence = f"the chat template printed more than {LONGEST_PRINT:,} characters for one row"
+            raise DataError(Mistake(PLACE, sentence)) from None
+        except RecursionError:
+            raise BadRow("the chat template nests too deeply on this row") from None
+        except MemoryError:
+            raise
+        except jinja2.TemplateError as problem:
+            raise BadRow(f"the chat template refuses this row: {problem}") from problem
+        except Exception as problem:  # a template can call what raises anything
+            sentence = f"the chat template refuses this row: {type(problem).__name__}: {problem}"
+            raise BadRow(sentence) from problem
+        return "".join(pieces)
+
+
+def _uncompiled(reason: str) -> DataError:
+    return DataError(Mistake(PLACE, f"the chat template does not compile: {reason}"))
+
+
+class _PrintsTooMuch(Exception):
+    pass
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Also stops a product or sum that would be too long before it is made."""
+
+    intercepted_binops = frozenset(["*", "+"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*" and (
+            isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
+        ):
+            sizes = [side if isinstance(side, int) else len(side) for side in (left, right)]
+            if sizes[0] * sizes[1] > LONGEST_PRINT:
+                raise _PrintsTooMuch
+        if operator == "+" and isinstance(left, str) and len(left) > LONGEST_PRINT:
+            raise _PrintsTooMuch
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text in some templates; we print it and need no mark."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=str,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str, special: str) -> SandboxedTemplate:
+    """`special` are the tokenizer's special tokens as JSON."""
+    return SandboxedTemplate(source, json.loads(special))
+
+
+def facts(source: str, special: str) -> dict[str, bool]:
+    """What is to be known of a template before any row is rendered."""
+    template = compiled(source, special)
+    return {"prints_tools": template.prints_tools, "knows_developer": template.knows_developer}
+
+
+def render_one(
+    source: str, special: str, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool
+) -> dict[str, str]:
+    """The text of some messages, or under `bad` why there is none."""
+    try:
+        return {"text": compiled(source, special).render(messages, tools, prompt=prompt)}
+    except BadRow as problem:
+        return {"bad": str(problem)}
+
+
+def render_rows(
+    source: str, special: str, chats: Sequence[Chat], ends: Collection[str] | None
+) -> list[dict[str, Any]]:
+    """The renderings of whole rows, or under `bad` why one has none; without `ends`, of everything."""
+    template = compiled(source, special)
+    made: list[dict[str, Any]] = []
+    for chat in chats:
+        try:
+            rendering = (
+                render_everything(chat, template) if ends is None else render_turns(chat, template, ends)
+            )
+            made.append(asdict(rendering))
+        except BadRow as problem:
+            made.append({"bad": str(problem)})
+    return made
