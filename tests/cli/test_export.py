@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -21,6 +20,7 @@ from weftune import train
 from weftune.cli.export import vllm_advice
 from weftune.cli.main import app
 from weftune.errors import AdapterError, OutputError, UserError
+from weftune.jobs.job_file import read_job_file, write_job_file
 
 TOKENS = torch.arange(6, 30)[None]
 
@@ -44,6 +44,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(project: Path, tmp_path: Path) -> Path:
     """The finished job `narrow`, in a copy that a test may spoil."""
     return Path(shutil.copytree(project / "out" / "narrow", tmp_path / "narrow"))
+
+
+def put_on(job: Path, base: Path, **keys: str) -> None:
+    """As if the job had been trained on that base."""
+    found = read_job_file(job)
+    assert found is not None
+    write_job_file(job, {**found.values, "base": {**found.values["base"], "model": str(base), **keys}})
 
 
 def export(*words: str | Path) -> str:
@@ -103,9 +110,7 @@ def test_merged_keeps_the_dtype_of_the_base(project: Path, job: Path, tmp_path: 
     shutil.copytree(project / "base", low)
     model = AutoModelForCausalLM.from_pretrained(low, dtype=torch.bfloat16)
     model.save_pretrained(low)
-    record = yaml.safe_load((job / "job.yaml").read_text())
-    record["base"] |= {"model": str(low), "dtype": "float32"}
-    (job / "job.yaml").write_text(yaml.safe_dump(record))
+    put_on(job, low, dtype="float32")
     assert "a whole model in bfloat16" in export(job, "--merged")
     with safe_open(job / "merged" / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
@@ -188,14 +193,12 @@ def test_a_folder_that_is_no_finished_job_is_a_sentence(job: Path, tmp_path: Pat
 
 
 def test_an_adapter_of_another_base_is_a_sentence(job: Path, tmp_path: Path) -> None:
-    record = (job / "job.yaml").read_text()
-    base = next(line for line in record.splitlines() if line.startswith("  model: "))
     for family, why in (
         ("gpt2", "has no linear model.layers"),
         ("qwen3", "k_proj it goes from 32 to 16 features"),
     ):
         other = model_folder(tmp_path / family, family)
-        (job / "job.yaml").write_text(record.replace(base, f"  model: {other}"))
+        put_on(job, other)
         with pytest.raises(AdapterError, match=f"is for another base: .*{why}"):
             export(job, "--merged", tmp_path / "target")
 
