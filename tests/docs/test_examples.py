@@ -36,7 +36,8 @@ def folder(tmp_path: Path) -> Path:
     for name in ("rows.jsonl", "rows.csv", "chats.parquet"):
         (tmp_path / name).touch()
     (tmp_path / "adapters" / "earlier").mkdir(parents=True)
-    (tmp_path / "adapters" / "earlier" / "adapter_config.json").touch()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "adapters" / "earlier" / name).touch()
     return tmp_path
 
 
@@ -86,6 +87,8 @@ def test_the_defaults_of_the_guides_table_are_those_of_a_job() -> None:
 def value_of(cell: str) -> Any:
     """What a cell of the column `default` says; an empty one stands for none."""
     text = cell.strip("`")
+    if text.startswith("["):
+        return tuple(yaml.safe_load(text))
     try:
         return float(text)
     except ValueError:
