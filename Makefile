@@ -30,7 +30,7 @@ test-gpu: $(GPU_SETUP)
 	$(GPU_PYTHON) -m pytest -m gpu
 
 smoke-gpu: $(GPU_SETUP)
-	$(GPU_PYTHON) -m pytest -m smoke -n 3 --dist loadfile
+	$(GPU_PYTHON) -m pytest -m smoke tests/smoke -n 4 --dist loadfile
 # How many small changes to the code its tests find (docs/mutants.md). MODULES=plan/check takes a part, SAMPLE=200
 # so many of each module at random by SEED, JOBS so many processes at a time.
 JOBS ?= 2

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import weftune
 from weftune.bench.result import arguments, finish
 from weftune.plan.bucket import arrange, bucket, end_to_end, make_bucket
 from weftune.plan.chunk import align, chunk_size
@@ -29,7 +30,7 @@ from weftune.plan.fuse import Fusion, fuse, price
 from weftune.plan.overlap import Graph, Kind, Operator, overlap
 from weftune.plan.stage import Load, Pass, Pipeline, Stage, one_adapter
 
-LENGTHS = Path(__file__).parent / "lengths.json"
+LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
 PARAMETERS, LAYERS, HIDDEN = 8e9, 32, 4096
 FLOPS = 4e14
 GIB = 1 << 30

@@ -21,13 +21,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import weftune
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.plan.best import LIMITS, Limits, Packing, pack_many, packers
 from weftune.plan.instance import Instance, instance
 from weftune.plan.merge import BatchSample, MergeRules, merge
 
-LENGTHS = Path(__file__).parent / "lengths.json"
+LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
 LIKE = {"xsum": (472, 0.66), "cnn_dailymail": (850, 0.45), "wikisum": (1600, 0.55)}
 LONGEST = 4096
 SIZES = (32, 64, 128)

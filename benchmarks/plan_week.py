@@ -23,6 +23,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+import weftune
 from benchmarks.trace import WEEK, Kind, Pace, Served, Service, trace
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
@@ -35,7 +36,7 @@ from weftune.plan.places import places
 from weftune.plan.rivals import at_its_best, greedily_packed, one_piped_after_another
 from weftune.shapes import JobShape
 
-LENGTHS = json.loads((Path(__file__).parent / "lengths.json").read_text())
+LENGTHS = json.loads((Path(weftune.__file__).parent / "bench" / "lengths.json").read_text())
 GPUS, WIDTHS, MOST = 128, (1, 2, 4), 32
 REFERENCE = 4
 """GPUs of the separate instance that durations are told for."""

@@ -31,6 +31,14 @@ def _import_triton_for_its_interpreter() -> None:
 _import_triton_for_its_interpreter()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Where tests of one mark are asked for, files that do not have it are not even imported."""
+    mark = config.option.markexpr
+    if mark not in ("gpu", "smoke") or collection_path.suffix != ".py":
+        return None
+    return f"pytest.mark.{mark}" not in collection_path.read_text() or None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory):
     """Token caches of tests stay out of the user's."""

@@ -40,9 +40,13 @@ class Forks:
         self._server.wait(timeout=60)
         self._server.stdout.close()
 
-    def start(self, *arguments: str | Path, cwd: Path, memory: int | None = None) -> None:
-        """Run `weftune ARGUMENTS` in `cwd`, print to `cwd/log`, add at most `memory` bytes of memory."""
-        self._ask(verb="start", arguments=[str(a) for a in arguments], cwd=str(cwd), memory=memory)
+    def start(self, *arguments: str | Path, cwd: Path, **limits: Any) -> None:
+        """Run `weftune ARGUMENTS` in `cwd` and print to `cwd/log`.
+
+        `memory`: add at most so many bytes of memory. `file_bytes`: let no file grow larger. `away`: print
+        to this file, or into this command, in the place of the log, which keeps the errors.
+        """
+        self._ask(verb="start", arguments=[str(a) for a in arguments], cwd=str(cwd), limits=limits)
 
     def signal(self, number: signal.Signals) -> None:
         self._ask(verb="signal", number=int(number))
@@ -54,8 +58,8 @@ class Forks:
         """The exit code, or minus the signal that ended it."""
         return int(self._ask(verb="wait"))
 
-    def weftune(self, *arguments: str | Path, cwd: Path, memory: int | None = None) -> int:
-        self.start(*arguments, cwd=cwd, memory=memory)
+    def weftune(self, *arguments: str | Path, cwd: Path, **limits: Any) -> int:
+        self.start(*arguments, cwd=cwd, **limits)
         return self.wait()
 
     def _ask(self, **question: Any) -> Any:
@@ -82,7 +86,7 @@ def serve() -> None:
             case "start":
                 child = os.fork()
                 if child == 0:
-                    be_weftune(question["arguments"], question["cwd"], question["memory"])
+                    be_weftune(question["arguments"], question["cwd"], **question["limits"])
             case "signal" if child:
                 os.kill(child, question["number"])
             case "running" if child:
@@ -100,13 +104,30 @@ def serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def be_weftune(arguments: list[str], cwd: str, memory: int | None) -> None:
+def be_weftune(
+    arguments: list[str],
+    cwd: str,
+    memory: int | None = None,
+    file_bytes: int | None = None,
+    away: str | list[str] | None = None,
+) -> None:
     """In the forked child: what `python -m weftune ARGUMENTS` does, never to return."""
     os.chdir(cwd)
     log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    if isinstance(away, str):
+        os.dup2(os.open(away, os.O_WRONLY), 1)
+    elif away is not None:
+        reader = subprocess.Popen(away, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert reader.stdin is not None
+        os.dup2(reader.stdin.fileno(), 1)
+        reader.stdin.close()
+    if file_bytes is not None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     sys.argv = ["weftune", *arguments]
     if memory is not None:
         limit_memory(memory)

@@ -49,20 +49,25 @@ def train(output, dtype, device, jobs=None, **options):
     return trainer
 
 
-def test_float32_on_the_gpu_gives_the_losses_of_the_cpu(tmp_path):
-    train(tmp_path / "cpu", "float32", "cpu").run()
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory):
+    output = tmp_path_factory.mktemp("cpu") / "output"
+    train(output, "float32", "cpu").run()
+    return output
+
+
+def test_float32_on_the_gpu_gives_the_losses_of_the_cpu(on_the_cpu, tmp_path):
     train(tmp_path / "gpu", "float32", "cuda").run()
     for i in range(4):
-        cpu, gpu = bench.losses(tmp_path / "cpu", f"job{i}"), bench.losses(tmp_path / "gpu", f"job{i}")
+        cpu, gpu = bench.losses(on_the_cpu, f"job{i}"), bench.losses(tmp_path / "gpu", f"job{i}")
         assert gpu == pytest.approx(cpu, rel=2e-3)
         assert gpu[0] == pytest.approx(cpu[0], rel=1e-5)
 
 
-def test_bfloat16_on_the_gpu_stays_near_the_cpu_and_learns(tmp_path):
-    train(tmp_path / "cpu", "float32", "cpu").run()
+def test_bfloat16_on_the_gpu_stays_near_the_cpu_and_learns(on_the_cpu, tmp_path):
     train(tmp_path / "gpu", "bfloat16", "cuda").run()
     for i in range(4):
-        cpu, gpu = bench.losses(tmp_path / "cpu", f"job{i}"), bench.losses(tmp_path / "gpu", f"job{i}")
+        cpu, gpu = bench.losses(on_the_cpu, f"job{i}"), bench.losses(tmp_path / "gpu", f"job{i}")
         assert gpu == pytest.approx(cpu, rel=0.05)
         assert gpu[-1] < 0.6 * gpu[0]
 

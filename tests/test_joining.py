@@ -1,6 +1,12 @@
 """Jobs come and go while others train, and nobody else notices."""
 
+import errno
+import gc
+import warnings
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests import bench, oracle
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
@@ -8,6 +14,8 @@ from weftune import JobSpec
 from weftune.errors import SpecError, UserError
 from weftune.loop import ROUNDS
 from weftune.run.events import Evaluated, Stepped
+from weftune.run.executor import Executor
+from weftune.run.measure import taken_bytes
 
 
 def job(name, steps, **keys):
@@ -137,6 +145,110 @@ def test_a_cancelled_job_makes_no_further_step_and_the_others_equal_the_run_with
     assert_same_job(tmp_path / "out", solo(base, tmp_path, other), "other")
     with pytest.raises(SpecError, match="There is no running job victim"):
         trainer.cancel("victim")
+
+
+def tensor_bytes():
+    """Of all tensors that anybody holds."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
+    return sum(storages.values())
+
+
+MOMENTS = {
+    "waiting": lambda event: (event.job, event.step) == ("other", 1),
+    "first step": lambda event: (event.job, event.step) == ("victim", 1),
+    "evaluation": lambda event: isinstance(event, Evaluated) and event.job == "victim" and event.step == 2,
+    "last step": lambda event: isinstance(event, Stepped) and event.job == "victim" and event.step == 7,
+    "paused": lambda event: (event.job, event.step) == ("other", 6),
+    "ended": lambda event: (event.job, event.step) == ("other", 12),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_cancelled_in_any_state_a_job_ends_within_two_steps_and_its_memory_returns(
+    base, tmp_path, moment, monkeypatch
+):
+    """In the state that it is in when the moment comes; the other job trains on as if alone."""
+    victim, other = job("victim", 7, eval={"fraction": 0.3, "every": 2}, save_every=3), job("other", 16)
+    trainer = bench.trainer(base, tmp_path / "out", [other] if moment == "waiting" else [victim, other])
+    seen, taken = [], []
+
+    def unwritable(self, name, folder, save=Executor.save):
+        if moment == "paused" and name == "victim":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, name, folder)
+
+    def callback(event):
+        seen.append(event)
+        if MOMENTS[moment](event) and not any(isinstance(one, tuple) for one in taken):
+            if moment == "waiting":
+                trainer.add(victim)
+            before = trainer.loop.store.job("victim").state
+            trainer.cancel("victim")
+            taken.append((before, len(seen)))
+        if event.job == "other" and event.step in (1, 16):
+            taken.append(tensor_bytes())
+
+    monkeypatch.setattr(Executor, "save", unwritable)
+    results = trainer.run(callback)
+    ((state, at),) = [one for one in taken if isinstance(one, tuple)]
+    expected = {"waiting": "queued", "paused": "paused", "ended": "succeeded"}
+    assert state == expected.get(moment, "running")
+    assert results["victim"].state == ("succeeded" if moment == "ended" else "cancelled")
+    assert len([event for event in seen[at:] if event.job == "victim" and isinstance(event, Stepped)]) <= 2
+    first, last = [one for one in taken if isinstance(one, int)]
+    assert last <= first * 1.01
+    assert results["other"].state == "succeeded"
+    bench.train(base, tmp_path / "alone", [other])
+    assert_same_job(tmp_path / "out", tmp_path / "alone", "other")
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(500, marks=pytest.mark.slow)])
+def test_joins_and_leaves_keep_memory_and_open_files_flat(base, tmp_path, times):
+    trainer = bench.trainer(base, tmp_path / "out", [job("anchor", 3 * times + 60)])
+    joined, taken = [], []
+
+    def callback(event):
+        assert trainer.loop is not None
+        trainer.loop.rounds = 1
+        if event.job != "anchor" or len(joined) == times:
+            if len(joined) == times:
+                trainer.cancel("anchor")
+            return
+        if not joined or trainer.loop.store.job(joined[-1]).state.ended:
+            if len(joined) in (times // 5, times - 1):
+                files = len(list(Path("/proc/self/fd").iterdir()))
+                taken.append((tensor_bytes(), files, taken_bytes(base.device)))
+            joined.append(f"late-{len(joined)}")
+            trainer.add(job(joined[-1], 1))
+
+    results = trainer.run(callback)
+    assert [result.state for name, result in results.items() if name != "anchor"] == ["succeeded"] * times
+    for before, after in zip(*taken, strict=True):
+        assert after <= before * 1.02, taken
+
+
+def test_a_job_that_always_breaks_off_stops_at_once_and_blocks_nobody(base, tmp_path, monkeypatch):
+    cursed, others = job("cursed", 9, priority=9, save_every=2), [job("a", 6), job("b", 9)]
+    tries = []
+
+    def unwritable(self, name, folder, save=Executor.save):
+        if name == "cursed":
+            tries.append(self.aboard[name].progress.step)
+            raise OSError(errno.EIO, "Input/output error")
+        save(self, name, folder)
+
+    monkeypatch.setattr(Executor, "save", unwritable)
+    output = tmp_path / "out"
+    for attempt in range(1, 4):
+        bench.train(base, output, [cursed, *others], resume=output.exists())
+        assert states(output) == {"cursed": "paused", "a": "succeeded", "b": "succeeded"}
+        assert tries == [0] * attempt, "one try a run, at its first checkpoint"
+    for spec in others:
+        assert_same_job(output, solo(base, tmp_path, spec), spec.name)
 
 
 def test_a_job_cancelled_while_all_are_evaluated_reports_no_evaluation(base, tmp_path):

@@ -91,7 +91,7 @@ def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same
         run.signal(0, signal.SIGINT)
         assert run.wait() == 130
         before = lines(output)
-        assert "queued" in states(output).values()
+        assert "paused" in states(output).values()
         newest = [max(folder.glob("step-*")) for folder in output.glob("*/checkpoints")]
         assert newest
         for folder in newest:

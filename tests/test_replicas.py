@@ -77,7 +77,7 @@ def interrupted(place, name, ranks, replicas, at, *more):
     run.wait_for_lines(at)
     run.signal(0, signal.SIGINT)
     assert run.wait() == 130
-    assert "queued" in states(place / name).values()
+    assert "paused" in states(place / name).values()
     newest = [max(folder.glob("step-*")) for folder in (place / name).glob("*/checkpoints")]
     return {len(list(folder.glob("tensors-*.safetensors"))) for folder in newest}
 

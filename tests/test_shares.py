@@ -67,8 +67,8 @@ def test_interrupted_alone_then_in_two_shares_it_goes_on_in_three_and_ends_alone
         after = lines(output)
         assert len(after) > len(before)
         assert all(line in after for line in before), "no finished step was made again"
-        assert "queued" in states(output).values()
-    going = {name for name, state in states(output).items() if state == "queued"}
+        assert "paused" in states(output).values()
+    going = {name for name, state in states(output).items() if state == "paused"}
     assert going <= {name for share in dealt(output) for name in share}
     assert forks.weftune("train", "jobs.yaml", "--resume", "--output", "changing", cwd=place) == 0
     assert_whole(output)

@@ -70,7 +70,7 @@ def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_f
     unfinished = [name for name in lost if states(output)[name] != "succeeded"]
     assert unfinished
     for name in unfinished:
-        assert states(output)[name] == "queued"
+        assert states(output)[name] == "paused"
         reason = status(output)["jobs"][name]["reason"]
         assert reason == "share 0 was ended by SIGKILL; go on with --resume"
     told = capfd.readouterr().out
@@ -104,7 +104,7 @@ def test_ctrl_c_is_handed_to_all_and_resumed_by_one_process(place, forks, capfd)
     told = capfd.readouterr().out
     assert told.count("Stopping: this step is finished and saved first") == 1
     assert "Interrupted. Go on with --resume." in told
-    assert "queued" in states(output).values()
+    assert "paused" in states(output).values()
     assert {status(output)["jobs"][name]["reason"].partition(" at ")[0] for name in unended(output)} == {
         "interrupted"
     }
@@ -114,7 +114,7 @@ def test_ctrl_c_is_handed_to_all_and_resumed_by_one_process(place, forks, capfd)
 
 
 def unended(output):
-    return [name for name, state in states(output).items() if state == "queued"]
+    return [name for name, state in states(output).items() if state == "paused"]
 
 
 @pytest.mark.slow
@@ -166,4 +166,4 @@ def test_a_base_that_no_share_can_load_is_told_once_with_exit_code_2(tmp_path, c
     assert Shares(folder, "out", 2).wait() == 2
     told = capfd.readouterr().out
     assert told.count("model.safetensors") == 1 + 2, "once when it is found, and in the reasons of both jobs"
-    assert set(states(folder / "out").values()) == {"queued"}
+    assert set(states(folder / "out").values()) == {"paused"}

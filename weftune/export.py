@@ -5,16 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
 
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
 from weftune.adapters.kind import Kind, kind_of
-from weftune.base.load import load_plain, load_tokenizer
+from weftune.base.load import load_plain, load_tokenizer, own_dtype
 from weftune.base.shape import linears, model_shape
-from weftune.base.spec import BaseSpec
+from weftune.base.spec import BaseSpec, Dtype
+from weftune.disk import disk_errors, ordinary_modes
 from weftune.errors import AdapterError, OutputError
 from weftune.jobs.files import refuse_full_folder
 
@@ -29,12 +32,14 @@ def write_portable(folder: Path, target: Path) -> int:
     return rank
 
 
-def write_merged(folder: Path, base: BaseSpec, target: Path) -> torch.dtype:
-    """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype."""
+def write_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None = None) -> torch.dtype:
+    """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype, which
+    is that of the base's files unless another is asked for."""
     kind = finished_kind(folder)
     refuse_links_out(folder)
     with new_folder(target):
-        model = load_plain(base, torch.device("cpu"))
+        kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
+        model = load_plain(replace(base, dtype=kept), torch.device("cpu"))
         kind.merge(folder, linears(model), model_shape(model, model.dtype).sites)
         if not copy_tokenizer(folder, target):
             load_tokenizer(base).save_pretrained(target)
@@ -67,7 +72,9 @@ def new_folder(target: Path) -> Iterator[None]:
     refuse_full_folder(target)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        yield
+        with disk_errors():
+            yield
+            ordinary_modes(target)
     except BaseException as error:
         for path in target.iterdir() if target.is_dir() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()

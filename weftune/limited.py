@@ -78,7 +78,11 @@ class _LimitedProcess:
             process = self._started()
             assert process.stdin is not None
             assert process.stdout is not None
-            reply = _asked(process, process.stdin, process.stdout, payload)
+            try:
+                reply = _asked(process, process.stdin, process.stdout, payload)
+            except BaseException:  # interrupted: what it still answers must not meet the next call
+                self._end()
+                raise
             if reply is None or reply.get("stopped"):
                 self._end()
                 raise Stopped("memory" if reply else _ending(process.returncode), seconds)

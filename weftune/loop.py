@@ -218,8 +218,17 @@ class Loop:
             program = ahead.program.result()
             for gone in ahead.cursors.keys() - cursors.keys():
                 program = program.without(gone)
-            return program
-        return self._plan(cursors, beginners, room)
+        else:
+            program = self._plan(cursors, beginners, room)
+        self._forget_ended()
+        return program
+
+    def _forget_ended(self) -> None:
+        """Let go of the data of jobs that have left, which are open files. Not before a window that was
+        planned ahead has been taken: it may count on them."""
+        for name in list(self.jobs):
+            if self.store.job(name).state.ended:
+                del self.jobs[name]
 
     def _begins(self, name: str) -> bool:
         """Whether the job has yet to evaluate where it stands: at its start, or if something came between."""

@@ -126,7 +126,8 @@ def write_result(
     """
     kind = kind_named(job.spec.adapter.kind)
     own = copy.deepcopy(tokenizer)
-    own.chat_template = template_source(tokenizer, job.spec.data.chat_template)
+    if job.spec.data.chat_template is not None:
+        own.chat_template = template_source(tokenizer, job.spec.data.chat_template)
     partial = folder / PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -157,6 +157,11 @@ def _serve(
         for name in shares[trouble.share].jobs:
             if store.job(name).state is State.QUEUED:
                 store.move_job(name, State.PAUSED, trouble.sentence)
+    if service.interrupted:
+        for job in ready:
+            if store.job(job.name).state is State.QUEUED:
+                step = store.job(job.name).step
+                store.move_job(job.name, State.PAUSED, f"interrupted at step {step}; go on with --resume")
     store.write_status()
     return service
 

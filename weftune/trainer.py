@@ -170,6 +170,8 @@ class Trainer:
                 stack.callback(self._leave_loop)
                 for job in ready:
                     self.loop.enter(job)
+                # From here on the loop holds their data, as long as it needs them.
+                ready.clear()
                 self.loop.run(stop, callback)
                 for note in loggers.notes:
                     store.note(note)
@@ -334,6 +336,9 @@ class Trainer:
         """From here on the output holds a run: killed at any later moment, it can be resumed."""
         for name in self.options.restart:
             store.restart_job(name)
+        for job in ready:
+            # Should no later status find room, this one names them all.
+            store.add_job(job.name)
         self._record_retries(store, ready)
         self._rewind(store, ready)
         store.write_status()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,45 @@ def test_a_conversion_that_comes_second_leaves_the_first_ones_folder(
     assert list(target.parent.iterdir()) == [target]
     names = {path.name for path in target.iterdir()}
     assert {"first", "config.json", "model.safetensors", "tokenizer.json"} <= names
+
+
+def test_a_flipped_bit_in_a_converted_folder_is_found_said_and_mended(
+    tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
+    folder = converted(file)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {"0o644"}
+    rng = random.Random(5)
+    for name in ("model.safetensors", "tokenizer.json", "checksums.json"):
+        place, bit = rng.randrange(len(whole[name])), 1 << rng.randrange(8)
+        flipped = bytearray(whole[name])
+        flipped[place] ^= bit
+        (folder / name).write_bytes(flipped)
+        assert converted(file) == folder
+        assert (folder / name).read_bytes() == whole[name]
+        assert "is damaged; small.gguf is converted again." in capsys.readouterr().err
+    assert converted(file) == folder
+    assert capsys.readouterr().err == ""
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_any_flipped_bit_of_the_weights_is_found(tmp_path: Path, own_cache: Path) -> None:
+    folder = converted(write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32)))
+    path, rng = folder / "model.safetensors", random.Random(6)
+    whole = path.read_bytes()
+    for _ in range(100):
+        flipped = bytearray(whole)
+        flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        assert convert._damaged.__wrapped__(folder, ()) == "model.safetensors"
+
+
+def test_a_folder_from_before_checksums_is_converted_again(tmp_path: Path, own_cache: Path) -> None:
+    file = write_gguf(tmp_path / "small.gguf", tiny("llama", torch.float32))
+    folder = converted(file)
+    (folder / "checksums.json").unlink()
+    assert (converted(file) / "checksums.json").exists()
 
 
 def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, own_cache: Path) -> None:

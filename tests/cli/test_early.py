@@ -61,7 +61,7 @@ def lay_out(folder: Path) -> None:
     (folder / "used").mkdir()
     (folder / "used" / "notes.txt").write_text("mine")
     (folder / "adapter").mkdir()
-    (folder / "adapter" / "job.yaml").write_text("base: {model: demo}\n")
+    (folder / "adapter" / "job.yaml").write_text("base: {model: demo}\njob: {name: adapter}\n")
 
     def jobs(name: str, base: str = "model", job: str = "", data: str = "rows.jsonl", rest: str = "") -> None:
         text = f"base: {base}\noutput: fresh\njobs:\n- {{name: a, data: {data}{job}}}\n{rest}"

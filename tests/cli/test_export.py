@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
@@ -93,6 +95,21 @@ def test_merged_is_a_model_that_needs_neither_peft_nor_the_base(project: Path, t
     assert GenerationConfig.from_pretrained(target).eos_token_id == 2
     config = json.loads((target / "config.json").read_text())
     assert str(tmp_path) not in json.dumps(config)
+
+
+def test_merged_keeps_the_dtype_of_the_base(project: Path, job: Path, tmp_path: Path) -> None:
+    """It was trained in float32, as always on a CPU."""
+    low = tmp_path / "low"
+    shutil.copytree(project / "base", low)
+    model = AutoModelForCausalLM.from_pretrained(low, dtype=torch.bfloat16)
+    model.save_pretrained(low)
+    record = yaml.safe_load((job / "job.yaml").read_text())
+    record["base"] |= {"model": str(low), "dtype": "float32"}
+    (job / "job.yaml").write_text(yaml.safe_dump(record))
+    assert "a whole model in bfloat16" in export(job, "--merged")
+    with safe_open(job / "merged" / "model.safetensors", framework="pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+    assert json.loads((job / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_merged_in_another_dtype_is_the_same_but_for_rounding(project: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 from tests.data import families
 from tests.plan.outlooks import CONFIG
 from weftune.cli.main import main
-from weftune.cli.plan_show import layers_text
+from weftune.cli.plan_show import layers_text, span_text
+from weftune.plan.memory import gib
 
 WITHOUT_TORCH = """
 import sys
@@ -103,9 +104,8 @@ def test_where_the_base_fits_each_device_shares_come_first(folder, weftune):
     file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}", long="{rank: 64}")
     shown = weftune(file, "--cluster", "2xA100-80G", "--json", "out.json")
     words = " ".join(shown.out.split())
-    assert words.startswith("The base fits each device: train with --gpus 2, a share of the jobs on each"), (
-        shown.err
-    )
+    assert words.startswith("3 jobs on 2xA100-80G:nvlink: 14 s for the whole run, "), shown.err
+    assert "The base fits each device: train with --gpus 2, a share of the jobs on each" in words
     assert "times those of the base cut into 2 stages, which follows. Shares" in words
     numbers = json.loads((folder / "out.json").read_text())
     assert sorted(name for share in numbers["shares"] for name in share["jobs"]) == [
@@ -119,6 +119,27 @@ def test_where_the_base_fits_each_device_shares_come_first(folder, weftune):
     assert all(0 < share["needs_bytes"] <= share["budget_bytes"] for share in numbers["shares"])
     weftune(file, "--cluster", "H200", "--json", "out.json")
     assert json.loads((folder / "out.json").read_text())["shares"] is None
+
+
+def test_first_of_all_come_the_time_and_the_memory_of_the_run_and_of_each_job(folder, weftune):
+    file = jobs_file(folder, short="{rank: 8}", long="{rank: 64}")
+    shown = weftune(file, "--cluster", "H200", "--json", "out.json")
+    first, rest = shown.out.split("\n", 1)
+    run = json.loads((folder / "out.json").read_text())["run"]
+    assert first.startswith("2 jobs on 1xH200: "), shown.err
+    assert f"{span_text(run['seconds'])} for the whole run, {gib(run['needs_bytes'])} of the" in first
+    assert run["seconds"] == max(job["ends"] for job in run["jobs"].values()) > 0
+    assert run["jobs"]["long"]["state_bytes"] == 8 * run["jobs"]["short"]["state_bytes"] > 0
+    table = rest[: rest.index("they fit")]
+    for name, job in run["jobs"].items():
+        row = next(line for line in table.splitlines() if name in line)
+        assert [cell.strip() for cell in row.split("│")[2:5]] == [
+            str(job["steps"]),
+            span_text(job["ends"]),
+            gib(job["state_bytes"]),
+        ]
+    assert "bubbles" not in shown.out
+    assert "1F1B" not in shown.out
 
 
 @pytest.mark.slow

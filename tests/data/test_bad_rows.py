@@ -35,7 +35,22 @@ BAD = {
     "1e400": (GOOD[:-1] + ', "score": 1e400}', "too large"),
     "a duplicate key": (GOOD[:-1] + ', "messages": []}', "stands twice"),
     "a raw control character": ('{"messages": "a\x01b"}', "not valid JSON"),
-    "an endless nest": ("[" * 100_000, "nested too deeply"),
+    "an endless nest": ("[" * 100_000, "nested more than 64 levels deep"),
+    "a nest of 450 lists": (GOOD[:-1] + ', "x": ' + "[" * 450 + "]" * 450 + "}", "64 levels deep"),
+    "a nest of 900 objects": (GOOD[:-1] + ', "x": ' + '{"a": ' * 900 + "1" + "}" * 901, "64 levels deep"),
+    "tools in a nest": (
+        chat(ASK, '{"role": "assistant", "content": "a"}', rest=f', "tools": "{"[" * 500}{"]" * 500}"'),
+        "`tools` is nested more than 64 levels deep",
+    ),
+    "arguments in a nest": (
+        tail(
+            '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "'
+            + "[" * 600
+            + "]" * 600
+            + '"}}]}'
+        ),
+        "arguments` is nested more than 64 levels deep",
+    ),
     "a list": ("[1, 2]", "not a list"),
     "a number": ("17", "not a number"),
     "null": ("null", "not null"),
@@ -303,3 +318,42 @@ def test_a_dataset_of_which_every_row_is_skipped_is_a_sentence(smollm2, tmp_path
     path = write_lines([chat(ASK)])
     with pytest.raises(DataError, match="none of its 1 rows can be used"):
         prepare(DataSpec(path=str(path), skip_bad_rows=True), None, smollm2, tmp_path / "cache")
+
+
+def test_sixty_kinds_of_bad_rows_are_known() -> None:
+    assert len(BAD) + len(OTHERS) >= 60
+
+
+@pytest.mark.timed
+def test_ten_megabytes_of_every_kind_are_found_within_two_seconds(smollm2, tmp_path):
+    lines = [line for name, (line, _) in BAD.items() if "nest" not in name]
+    good = chat(ASK, '{"role": "assistant", "content": "' + "yes " * 60 + '"}')
+    part = "".join(f"{line}\n{good}\n" for line in lines)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(GOOD + "\n" + part * (10_000_000 // len(part)))
+    started = time.process_time()
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
+    assert time.process_time() - started < 2
+    assert len(error.value.mistakes) == 21
+
+
+TABLES = {
+    "a bad quote in the header": ('te"xt,"b\na,b\n', "rows.csv:1", "the header is not valid CSV"),
+    "an open quote in the header": ('"text\na\n', "rows.csv:1", "the header is not valid CSV"),
+    "a bad quote": ('text,b\na,b\n"a"c,b\na,b\n', "rows.csv:3", "not valid CSV"),
+    "a field too many": ("text,b\na,b\na,b,c\n", "rows.csv:3", "the row has 3 fields"),
+    "two columns of one name": ("text,text\na,b\n", "rows.csv:1", "two columns have the same name"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_bad_line_of_a_table_is_refused_with_its_line(name, smollm2, tmp_path):
+    text, place, expected = TABLES[name]
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(path=str(path)), None, smollm2, tmp_path / "cache")
+    (mistake,) = error.value.mistakes
+    assert mistake.place == place
+    assert expected in mistake.sentence

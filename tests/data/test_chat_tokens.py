@@ -131,7 +131,7 @@ CHATS = st.lists(st.tuples(ASKED, ANSWERED), min_size=1, max_size=3).flatmap(
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=CHATS)
 def test_any_chat_is_the_tokens_of_its_template(name, drawn):
     messages = [*drawn[0], *drawn[1:]]
@@ -141,7 +141,7 @@ def test_any_chat_is_the_tokens_of_its_template(name, drawn):
         assert samples.tokens(0).tolist() == theirs(family(name), messages)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=CHATS)
 def test_turns_that_a_template_prints_differently_later_are_the_tokens_of_the_chat_up_to_them(drawn):
     tokenizer = family("qwen3")
@@ -219,3 +219,16 @@ def test_an_answer_is_supervised_from_its_first_letter_though_a_token_begins_in_
     tokens = samples.tokens(0)
     assert tokens.tolist() == theirs(tokenizer, messages)
     assert tokenizer.decode(tokens[samples.mask(0)]).lstrip(" ") == content.lstrip(" ") + "<|im_end|>"
+
+
+def test_rows_with_tools_take_the_template_that_the_tokenizer_names_for_them():
+    tokenizer = families.smollm2()
+    tokenizer.chat_template = {"default": families.CHATML, "tool_use": families.QWEN25}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    rows = [{"messages": CHAT}, {"messages": CHAT, "tools": tools}, {"messages": CHAT}]
+    samples = samples_of(rows, tokenizer)
+    plain, with_tools = theirs(tokenizer, CHAT), theirs(tokenizer, CHAT, tools=tools)
+    assert [samples.tokens(i).tolist() for i in range(3)] == [plain, with_tools, plain]
+    assert len(with_tools) > len(plain)
+    tokenizer.chat_template = {"default": families.CHATML, "tool_use": families.CHATML}
+    assert samples_of(rows, tokenizer).fingerprint != samples.fingerprint

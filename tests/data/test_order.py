@@ -73,3 +73,29 @@ def test_a_weight_with_a_fraction_is_met_on_average_by_every_sample():
 def test_the_smallest_weight_still_shows_a_sample():
     order = Order(3, 2, seed=0, weights=np.full(3, 0.01))
     assert len(order.batch(1)) == 1
+
+
+def test_the_order_never_changes_where_samples_have_weights():
+    """A run that goes on under a later release must see what it would have seen."""
+    weights = np.array([1.0, 2.0, 0.5, 0.5, 0.5, 1.25, 1.25, 1.25, 1.25])
+    order = Order(9, 4, seed=2, weights=weights)
+    assert [order.batch(step).tolist() for step in range(1, 7)] == [
+        *([7, 6, 8, 3], [1, 7, 4, 1], [0, 5]),
+        *([2, 0, 1, 6], [7, 8, 5, 8], [4, 1]),
+    ]
+    assert [order.epoch(step) for step in (1, 2, 3)] == pytest.approx([0.4, 0.8, 1.0])
+
+
+@pytest.mark.parametrize(("count", "size", "seed"), [(0, 1, 0), (1, 0, 0), (1, 1, -1), (-1, 1, 0)])
+def test_an_order_of_nothing_is_a_bug(count, size, seed):
+    assert Order(1, 1, 0).batch(1).tolist() == [0]
+    with pytest.raises(AssertionError):
+        Order(count, size, seed)
+
+
+def test_steps_are_counted_from_one_and_epochs_from_zero():
+    order = Order(3, 2, seed=0)
+    assert order.epoch(0) == 0
+    for ask in (lambda: order.batch(0), lambda: order.epoch(-1)):
+        with pytest.raises(AssertionError):
+            ask()

@@ -93,9 +93,18 @@ def test_built_in_chatml_prints_tools_and_calls(smollm2, samples_of):
     )
 
 
-def test_a_developer_is_the_system_to_a_template_that_does_not_know_one(smollm2, samples_of):
-    samples = samples_of([{"messages": [{"role": "developer", "content": "fine"}, *CHAT]}], smollm2)
-    assert whole_text(samples, 0, smollm2).startswith("<|im_start|>system\nfine<|im_end|>")
+@pytest.mark.parametrize("otherwise", ["", "{{- raise_exception('no such role') }}"])
+def test_a_developer_is_the_system_to_a_template_that_drops_or_refuses_one(otherwise, smollm2, samples_of):
+    row = {"messages": [{"role": "developer", "content": "fine"}, *CHAT]}
+    # One that prints any role prints this one, as it does for others.
+    assert whole_text(samples_of([row], smollm2), 0, smollm2).startswith("<|im_start|>developer\nfine")
+    tokenizer = families.smollm2()
+    known = "{%- if message.role in ('system', 'user', 'assistant') %}\n"
+    tokenizer.chat_template = families.CHATML.replace("messages %}\n", "messages %}\n" + known).replace(
+        "{%- endfor %}", "{%- else %}" + otherwise + "{%- endif %}\n{%- endfor %}"
+    )
+    samples = samples_of([row], tokenizer)
+    assert whole_text(samples, 0, tokenizer).startswith("<|im_start|>system\nfine<|im_end|>")
 
 
 def test_what_a_template_does_silently_is_told_in_a_note(tmp_path):

@@ -36,8 +36,8 @@ def folder(tmp_path: Path) -> Path:
     for name in ("rows.jsonl", "rows.csv", "chats.parquet"):
         (tmp_path / name).touch()
     (tmp_path / "adapters" / "earlier").mkdir(parents=True)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / "adapters" / "earlier" / name).touch()
+    (tmp_path / "adapters" / "earlier" / "adapter_config.json").touch()
+    (tmp_path / "adapters" / "earlier" / "adapter_model.safetensors").touch()
     return tmp_path
 
 
@@ -88,7 +88,7 @@ def value_of(cell: str) -> Any:
     """What a cell of the column `default` says; an empty one stands for none."""
     text = cell.strip("`")
     if text.startswith("["):
-        return tuple(yaml.safe_load(text))
+        return tuple(map(float, text.strip("[]").split(",")))
     try:
         return float(text)
     except ValueError:

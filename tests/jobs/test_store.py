@@ -2,17 +2,16 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.faults import largest_file
 from weftune.errors import OutputError
 from weftune.jobs.states import State
 from weftune.jobs.status import JobStatus
@@ -225,17 +224,6 @@ def test_an_illegal_move_is_a_bug(tmp_path: Path) -> None:
         store.add_job("a")
         with pytest.raises(ValueError, match="cannot go from queued to succeeded"):
             store.move_job("a", State.SUCCEEDED)
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes: a disk that is full, as the writer sees it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`make mutants`: changes modules in small ways and counts how many of the changes their tests find.
 
-Each module has its tests in table.toml. Mutants that behave like the original are named, with the reason, in
-equivalent.toml and counted by themselves.
+Each module has its tests in table.toml. Survivors that are known, because they behave like the original or
+differ on a GPU only, are named with the reason in survivors.toml and counted by themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from tests.mutants.make import Mutant, changes, mutants_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-LEFT_BEHIND = (".git", ".venv", "__pycache__", "output", "build", "*.egg-info", ".*_cache", ".hypothesis")
 AT_LEAST = 0.95
 """The share of mutants that tests are to find."""
 
@@ -60,7 +59,7 @@ class Counts:
 
     @property
     def judged(self) -> int:
-        """Mutants that differ from the original."""
+        """Mutants whose survival is not explained."""
         return sum(self.outcomes[one] for one in ("found", "timed out", "survived"))
 
     @property
@@ -72,6 +71,7 @@ class Counts:
 class Running:
     mutant: Mutant
     changed: str
+    tree: Path
     ends: float
 
 
@@ -80,7 +80,13 @@ class Trees:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.paths = [folder / f"tree{number}" for number in range(count)]
-        shutil.copytree(ROOT, self.paths[0], ignore=shutil.ignore_patterns(*LEFT_BEHIND), symlinks=True)
+        self.paths[0].mkdir()
+        for entry in ROOT.iterdir():
+            there = self.paths[0] / entry.name
+            if entry.name in ("weftune", "tests"):
+                shutil.copytree(entry, there, ignore=shutil.ignore_patterns("__pycache__"))
+            elif entry.name != ".git":
+                there.symlink_to(entry)
 
     def fill(self) -> None:
         """All are like the first, in which tests have run: what Python compiles comes along."""
@@ -91,9 +97,11 @@ class Trees:
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     table = tomllib.loads((HERE / "table.toml").read_text())
-    equivalent = tomllib.loads((HERE / "equivalent.toml").read_text()).get("mutant", [])
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    named = tomllib.loads((HERE / "survivors.toml").read_text())["mutant"]
+    # A process that has talked to a GPU cannot be forked.
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     targets = list(_targets(table, options.modules))
     if options.list:
         return _list(targets)
@@ -103,7 +111,7 @@ def main() -> int:
         for target in targets:
             known = _watched(target, trees)
             for module in target.modules:
-                counts = _measure(module, target.tests, known, trees, options, equivalent)
+                counts = _measure(module, target.tests, known, trees, options, named)
                 found.append(counts)
                 print(_row(counts), *counts.survivors, sep="\n", flush=True)
     print()
@@ -117,7 +125,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=0, help="so many mutants of each module, at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--lines", default="", help="only mutants of these lines, e.g. 10-40")
+    parser.add_argument("--lines", default="", help="only mutants of these lines, e.g. 10-40,52")
     parser.add_argument("--list", action="store_true", help="only count the mutants")
     return parser.parse_args()
 
@@ -134,6 +142,12 @@ def _targets(table: Mapping[str, Any], parts: str) -> Iterator[Target]:
             yield Target(asked, tuple(one for one in entry["tests"] if (ROOT / one).exists()))
 
 
+def _numbers(ranges: str) -> Iterator[int]:
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
 def _list(targets: Sequence[Target]) -> int:
     for module in (module for target in targets for module in target.modules):
         print(f"{len(mutants_of(module, (ROOT / module).read_text())):5} {module}")
@@ -146,23 +160,23 @@ def _measure(
     known: trial.Known,
     trees: Trees,
     options: argparse.Namespace,
-    equivalent: Sequence[Mapping[str, str]],
+    named: Sequence[Mapping[str, str]],
 ) -> Counts:
     source = (ROOT / module).read_text()
     mutants = mutants_of(module, source)
     if options.lines:
-        first, _, last = options.lines.partition("-")
-        mutants = [one for one in mutants if int(first) <= one.line <= int(last or first)]
+        wanted = set(_numbers(options.lines))
+        mutants = [one for one in mutants if one.line in wanted]
     if options.sample and options.sample < len(mutants):
         mutants = random.Random(f"{options.seed} {module}").sample(mutants, options.sample)
-    mine = [one for one in equivalent if one["module"] == module]
+    mine = [one for one in named if one["module"] == module]
     accepted = {(one["was"].strip(), one["becomes"].strip()) for one in mine}
     outcomes: Counter[str] = Counter()
     survivors = []
     for mutant, changed, outcome in _tried(mutants, source, tests, known, trees):
         survivor = Survivor(mutant, *changes(source, changed)) if outcome == "survived" else None
         if survivor and (survivor.was, survivor.becomes) in accepted:
-            outcome = "equivalent"
+            outcome = "named"
         elif survivor:
             survivors.append(survivor)
         outcomes[outcome] += 1
@@ -170,15 +184,17 @@ def _measure(
 
 
 def _watched(target: Target, trees: Trees) -> trial.Known:
-    """The tests on the unchanged modules; it is a mistake if one fails."""
+    """The tests on the unchanged modules; those that fail are said and left out."""
     tree = trees.paths[0]
     record, output = tree.parent / "record.json", tree.parent / "output.txt"
     began = time.monotonic()
     child = trial.start(lambda: trial.watch(tree, target.modules, target.tests, record), output)
     _, status = os.waitpid(child, 0)
     if status:
-        sys.exit(f"{output.read_text()}\n{target.tests} fail without any change")
+        sys.exit(f"{output.read_text()}\n{target.tests} cannot be run")
     known = trial.known_from(record, time.monotonic() - began)
+    if known.failed:
+        print(output.read_text(), "left out, since they fail without any change:", *known.failed, sep="\n")
     trial.preload(known.imported)
     trees.fill()
     return known
@@ -188,28 +204,32 @@ def _tried(
     mutants: Sequence[Mutant], source: str, tests: Sequence[str], known: trial.Known, trees: Trees
 ) -> Iterator[tuple[Mutant, str, str]]:
     """Each mutant with its source and what came of it."""
-    limit = 20 + 3 * known.seconds
-    free, running = list(trees.paths), {}
+    free: list[Path] = list(trees.paths)
+    running: dict[int, Running] = {}
     left = iter(mutants)
-    while True:
-        while free and (mutant := next(left, None)) is not None:
-            changed = mutant.source(source)
-            if changed is None or changed == source:
-                continue
-            tree = free.pop()
-            _put(tree / mutant.module, changed)
-            child = trial.start(partial(trial.attempt, tree, tests, known, mutant.module, mutant.line))
-            running[child] = tree, Running(mutant, changed, time.monotonic() + limit)
-        if not running:
-            return
-        time.sleep(0.02)
-        for child, (tree, one) in list(running.items()):
-            outcome = _outcome(child, one.ends)
-            if outcome is not None:
-                del running[child]
-                _put(tree / one.mutant.module, source)
-                free.append(tree)
-                yield one.mutant, one.changed, outcome
+    try:
+        while True:
+            while free and (mutant := next(left, None)) is not None:
+                changed = mutant.source(source)
+                if changed is None or changed == source:
+                    continue
+                tree = free.pop()
+                _put(tree / mutant.module, changed)
+                child = trial.start(partial(trial.attempt, tree, tests, known, mutant.module, mutant.line))
+                running[child] = Running(mutant, changed, tree, time.monotonic() + 20 + 3 * known.seconds)
+            if not running:
+                return
+            time.sleep(0.02)
+            for child, one in list(running.items()):
+                outcome = _outcome(child, one.ends)
+                if outcome is not None:
+                    del running[child]
+                    _put(one.tree / one.mutant.module, source)
+                    free.append(one.tree)
+                    yield one.mutant, one.changed, outcome
+    finally:
+        for child in running:
+            _kill(child)
 
 
 def _outcome(child: int, ends: float) -> str | None:
@@ -240,7 +260,7 @@ def _put(path: Path, source: str) -> None:
         compiled.unlink(missing_ok=True)
 
 
-COLUMNS = ("found", "timed out", "survived", "equivalent")
+COLUMNS = ("found", "timed out", "survived", "named")
 
 
 def _row(counts: Counts) -> str:

@@ -1,6 +1,10 @@
 """The mutants of a module: its source with one small change each, by the operators of cosmic-ray and two of
-our own. Annotations, and the arguments of decorators, are left alone: mypy reads the ones, and whether a
-record is frozen or has slots changes no behaviour."""
+our own.
+
+Some places are left alone, since what stands there changes no behaviour on a CPU: annotations, which mypy
+reads; the arguments of decorators, such as whether a record is frozen; `zip`'s strictness, which is an
+assertion; and what only concerns the speed of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -153,6 +157,8 @@ def _left_alone(node: ast.AST) -> Iterable[ast.expr]:
             yield node.returns
     if isinstance(node, ast.ClassDef):
         yield from node.decorator_list
+    if isinstance(node, ast.keyword) and node.arg in ("strict", "non_blocking", "pin_memory", "num_warps"):
+        yield node.value
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
         yield node.annotation
 

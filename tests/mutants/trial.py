@@ -40,6 +40,8 @@ class Known:
     """Module → test → the lines of it that the test runs through."""
     imported: list[str] = field(default_factory=list)
     """Modules that are not ours."""
+    failed: list[str] = field(default_factory=list)
+    """Tests, and files of tests that cannot be imported: they can find nothing."""
 
 
 class _Watch:
@@ -48,6 +50,7 @@ class _Watch:
     def __init__(self, paths: Iterable[str]) -> None:
         self.durations: dict[str, float] = {}
         self.lines: dict[str, dict[str, set[int]]] = {path: {} for path in paths}
+        self.failed: list[str] = []
         self._test = ""
 
     @pytest.hookimpl(wrapper=True)
@@ -63,6 +66,12 @@ class _Watch:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.durations[report.nodeid] = self.durations.get(report.nodeid, 0.0) + report.duration
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
         return self._line if frame.f_code.co_filename in self.lines else None
@@ -80,6 +89,7 @@ class _Order:
         self.known, self.module, self.line = known, module, line
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self.known.failed]
         items.sort(key=self._place)
 
     def _place(self, item: pytest.Item) -> tuple[bool, float]:
@@ -97,6 +107,7 @@ def start(work: Callable[[], int], output: Path | None = None) -> int:
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         shown = os.open(output or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(shown, 1)
@@ -115,7 +126,7 @@ def watch(tree: Path, modules: Sequence[str], tests: Sequence[str], record: Path
     _enter(tree)
     paths = {module: str(tree / module) for module in modules}
     seen = _Watch(paths.values())
-    code = _pytest(tree, tests, seen, ["-v"])
+    _pytest(tree, tests, seen, ["-q", "--continue-on-collection-errors"])
     told = {
         "durations": seen.durations,
         "lines": {
@@ -123,15 +134,19 @@ def watch(tree: Path, modules: Sequence[str], tests: Sequence[str], record: Path
             for module, path in paths.items()
         },
         "imported": [name for name in sys.modules if name.partition(".")[0] not in OURS],
+        "failed": seen.failed,
     }
     record.write_text(json.dumps(told))
-    return code
+    return 0
 
 
 def attempt(tree: Path, tests: Sequence[str], known: Known, module: str, line: int) -> int:
     """Run the tests of a changed module until one fails."""
     _enter(tree)
-    return _pytest(tree, tests, _Order(known, module, line), ["-x"])
+    code = _pytest(
+        tree, [one for one in tests if one not in known.failed], _Order(known, module, line), ["-x"]
+    )
+    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
 
 
 def preload(modules: Iterable[str]) -> None:
@@ -153,7 +168,10 @@ def _enter(tree: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", here))]
-    os.environ["PYTHONPATH"] = str(tree)
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(tree), *(path for path in others if path not in ("", here))]
+    )
     os.chdir(tree)
     importlib.invalidate_caches()
 

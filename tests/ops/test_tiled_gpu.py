@@ -79,13 +79,22 @@ def no_worse_than_plain_torch(got, case, factor=2.0):
         assert (got[name].double() - want).norm() <= allowed, name
 
 
-WITHOUT_DROPOUT = ("ranks 8 to 64, sums in shares", "rank 256 in three parts", "float32")
-
-
-@pytest.mark.parametrize(
-    ("name", "drop"),
-    some_of(product(COMPILED, (0.0, 0.1)), [*product(COMPILED, (0.1,)), *product(WITHOUT_DROPOUT, (0.0,))]),
+DIFFERENT = (
+    ("ranks 1 to 24", 0.1),
+    ("ranks 8 to 64, sums in shares", 0.0),
+    ("rank 256 in three parts", 0.1),
+    ("64 adapters", 0.1),
+    ("one row, an empty slot", 0.1),
+    ("bias and residual", 0.1),
+    ("a transposed weight", 0.0),
+    ("widths of no alignment", 0.1),
+    ("q, k, v and a job with but k", 0.1),
+    ("float32", 0.1),
 )
+"""Kernels are compiled anew for nearly each of these, which takes most of the time."""
+
+
+@pytest.mark.parametrize(("name", "drop"), some_of(product(COMPILED, (0.0, 0.1)), DIFFERENT))
 def test_the_error_is_at_most_twice_that_of_plain_torch(name, drop):
     case = COMPILED[name].dropping(drop)
     no_worse_than_plain_torch(run(case), case)
@@ -105,7 +114,7 @@ def test_neither_the_order_of_the_frozen_product_nor_the_reads_of_dy_matter(one_
     ("rank", "drop", "columns"),
     some_of(
         product((16, 32, 64), (0.0, 0.1), (128, 256)),
-        [(16, 0.1, 128), (16, 0.1, 256), (32, 0.0, 256), (32, 0.1, 128), (64, 0.0, 128), (64, 0.1, 256)],
+        [(16, 0.1, 256), (32, 0.0, 128), (64, 0.1, 256), (64, 0.1, 128)],
     ),
 )
 def test_the_fused_product_is_right_in_blocks_of_either_width(rank, drop, columns):
@@ -142,9 +151,15 @@ def test_what_a_young_adapter_adds_is_not_rounded_away(order, rows, residual):
         assert kept == pytest.approx(1.0, abs=0.1), name
 
 
-@pytest.mark.parametrize("order", [Order.wide, Order.wide_beside])
 @pytest.mark.parametrize(
-    "name", ["rank 256 in three parts", "bias and residual", "a transposed weight", "widths of no alignment"]
+    ("name", "order"),
+    some_of(
+        product(
+            ("rank 256 in three parts", "bias and residual", "a transposed weight", "widths of no alignment"),
+            (Order.wide, Order.wide_beside),
+        ),
+        [("rank 256 in three parts", Order.wide), ("bias and residual", Order.wide_beside)],
+    ),
 )
 def test_a_wide_product_in_spans_is_right(name, order, monkeypatch):
     monkeypatch.setattr(wide, "SPAN_BYTES", 1)

@@ -475,6 +475,14 @@ def replaced(program, device, one, *others):
             r"Send\(.* stage=3, .*\) comes before what it sends is computed",
         ),
         (
+            lambda p: with_list(p, 2, (*p.devices[2], Send(0, 3, "activation", 0))),
+            r"Send\(.* stage=3, .*\) goes to a device without that stage",
+        ),
+        (
+            lambda p: with_list(p, 0, (*p.devices[0], Send(0, -1, "gradient", 2))),
+            r"Send\(.* stage=-1, .*\) goes to a device without that stage",
+        ),
+        (
             lambda p: replaced(p, 1, Recv(*ACTIVATION, 0), Recv(*ACTIVATION, 2)),
             r"Recv\(.* peer=2\) comes from a device without the stage before it",
         ),

@@ -67,3 +67,12 @@ def test_a_bin_takes_rows_up_to_its_capacity_and_no_more():
     case = instance([30, 30, 1], 60, multiple=10, jobs=[0, 1, 2])
     assert pack_padded(case) == [[0, 1], [2]]
     assert pack_padded(instance([30, 20, 10], 60, multiple=10, jobs=[0, 1, 2])) == [[0, 1, 2]]
+
+
+def test_even_the_smallest_padding_counts():
+    # 3, 3 and 1 are seven tokens, but ten rows.
+    assert pack_padded(instance([3, 3, 1], 8, multiple=2, jobs=[0, 1, 2])) == [[0, 1], [2]]
+
+
+def test_of_bins_that_are_alike_the_first_takes_a_sample():
+    assert pack_padded(instance([40, 40, 10], 50, multiple=10, jobs=[0, 1, 2])) == [[0, 2], [1]]

@@ -13,7 +13,7 @@ from weftune.plan.cost import Line
 from weftune.plan.merge import BatchSample
 from weftune.plan.pipeline_window import PipelineRules, StagePace, plan_pipeline, timeline_foreseen
 from weftune.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices, free_cluster
-from weftune.plan.program import Backward, Evaluate, Forward, IllegalProgram, Reduce, Save, Step
+from weftune.plan.program import Backward, Evaluate, Forward, IllegalProgram, Reduce, Save, Send, Step
 from weftune.plan.replicas import deal
 from weftune.plan.simulate import simulate
 
@@ -191,6 +191,14 @@ def test_a_second_step_of_a_device_without_a_share_is_found():
     program, idle = idle_at_the_second_batch()
     with pytest.raises(IllegalProgram, match=r"Step\(job='a', step=2\) comes a second time"):
         check(broken(program, idle, lambda actions: [*actions, Step("a", 2)]))
+
+
+def test_held_out_samples_that_never_reach_the_last_stage_are_found():
+    program = plan_pipeline([course("a", [], 3, [5], {3}, begins=True)], rules(stages=2, replicas=1))
+    check(program, {"a": 3})
+    without_send = broken(program, 0, lambda actions: [one for one in actions if not isinstance(one, Send)])
+    with pytest.raises(IllegalProgram, match="a microbatch is never run on one of the stages"):
+        check(replace(without_send, devices=(without_send.devices[0], ())), {"a": 3})
 
 
 def test_replicas_with_another_number_of_devices_are_found():

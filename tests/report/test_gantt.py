@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.plan.outlooks import ground, outlines
 from weftune.plan.outlook import outlook
 from weftune.plan.timeline import Lane
-from weftune.report.gantt import gantt, gantt_page
+from weftune.report.gantt import gantt, gantt_page, headline, job_colours
 
 
 def drawn():
@@ -30,3 +32,18 @@ def test_names_from_outside_stay_text():
     assert "<b>" not in figure["layout"]["title"]["text"]
     page = gantt_page(run.timeline, run.program, "2xH100 <script>")
     assert "2xH100 <script>" not in page
+
+
+def test_every_pass_shows_whose_it_is_and_the_legend_names_the_jobs():
+    run, figure = drawn()
+    strips = [trace for trace in figure["data"] if trace["name"].startswith("job ")]
+    assert [trace["name"] for trace in strips] == [f"job {name}" for name in job_colours(run.program)]
+    shown = sum(sum(trace["x"]) for trace in strips)
+    passes = sum(sum(trace["x"]) for trace in figure["data"] if trace["name"] in ("forward", "backward"))
+    assert shown == pytest.approx(passes)
+
+
+def test_one_device_is_not_spoken_of_with_bubbles():
+    alone = outlook(ground("1xH100"), outlines(2)).run.timeline
+    assert headline(alone, "1xH100") == f"1xH100: {alone.makespan:.3g} s"
+    assert "bubbles" in headline(drawn()[0].timeline, "2xH100")

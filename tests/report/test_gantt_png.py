@@ -8,8 +8,8 @@ import pytest
 
 from tests.plan.outlooks import ground, outlines
 from weftune.plan.outlook import outlook
-from weftune.report.gantt import COLOURS, rows
-from weftune.report.gantt_png import LEFT, RIGHT, ROW, TOP, WIDTH, gantt_png, require_pillow, ticks
+from weftune.report.gantt import COLOURS, job_colours, job_strips, rows
+from weftune.report.gantt_png import FOOT, GAP, LEFT, RIGHT, ROW, TOP, WIDTH, gantt_png, require_pillow, ticks
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -20,8 +20,9 @@ def written(colour: tuple[int, int, int]) -> str:
 
 def test_every_lane_has_a_row_and_bars_have_their_kind_s_colour():
     require_pillow()
-    timeline = outlook(ground("2xH100"), outlines(2)).run.timeline
-    picture = Image.open(io.BytesIO(gantt_png(timeline, "2xH100"))).convert("RGB")
+    run = outlook(ground("2xH100"), outlines(2)).run
+    timeline = run.timeline
+    picture = Image.open(io.BytesIO(gantt_png(timeline, run.program, "2xH100"))).convert("RGB")
     lanes = rows(timeline)
     assert picture.width == WIDTH
     assert picture.height > TOP + ROW * len(lanes)
@@ -31,6 +32,21 @@ def test_every_lane_has_a_row_and_bars_have_their_kind_s_colour():
     assert written(picture.getpixel((int(across), TOP + ROW // 2))) == COLOURS["forward"]
     seen = {written(colour) for _, colour in picture.getcolors(1 << 16)}
     assert {COLOURS[kind] for kind in ("forward", "backward", "send", "receive")} <= seen
+
+
+def test_the_foot_of_a_pass_and_the_legend_have_the_colour_of_its_job():
+    run = outlook(ground("1xH100"), outlines(3)).run
+    picture = Image.open(io.BytesIO(gantt_png(run.timeline, run.program, "1xH100"))).convert("RGB")
+    colours = job_colours(run.program)
+    assert len(set(colours.values())) == len(colours) == 3
+    foot = TOP + ROW - GAP // 2 - FOOT // 2
+    for strip in job_strips(run.timeline, run.program):
+        middle = (strip.start + strip.stop) / 2 / run.timeline.makespan
+        across = LEFT + (WIDTH - LEFT - RIGHT) * middle
+        assert written(picture.getpixel((int(across), foot))) == colours[strip.job]
+    legend = picture.crop((0, TOP + ROW * len(rows(run.timeline)), WIDTH, picture.height))
+    seen = {written(colour) for _, colour in legend.getcolors(1 << 16)}
+    assert set(colours.values()) <= seen
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,11 @@ def test_the_files_say_where_the_job_stands_and_what_they_hold(tmp_path, fresh):
     }
 
 
+def test_folders_above_are_made_where_there_are_none(tmp_path, fresh):
+    folder = tmp_path / "output" / "a" / "checkpoints"
+    assert checkpoint.save(folder, at_step(fresh(), 1)) == folder / "step-00000001"
+
+
 def test_a_checkpoint_that_says_the_same_is_left_as_it_is(tmp_path, fresh):
     training = at_step(fresh(), 2)
     folder = checkpoint.save(tmp_path, training)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.run import steps
 from weftune.run.steps import (
@@ -94,6 +95,13 @@ def test_what_clipping_leaves_of_a_gradient_is_below_zero_where_no_step_can_be_m
     assert left.tolist() == pytest.approx([0.25, 1.0, 1.0, -1.0, -1.0], rel=1e-6)
 
 
+def test_a_norm_next_to_nothing_is_clipped_by_what_is_added_to_it(base):
+    """As torch does: a clip of a millionth leaves half of a gradient of that norm."""
+    training = aboard.training(base, aboard.ready(base, "a", clip=1e-6))
+    norm_J = torch.tensor([1e-6], dtype=torch.float64)
+    assert factors([training], torch.ones(1, 2).double(), norm_J).tolist() == pytest.approx([0.5])
+
+
 def test_the_reason_names_the_step_that_was_to_come(training):
     training.progress.step = 6
     assert why_no_step(training, Sums(loss=1.0, norm=1.0, hits=0.0)) is None
@@ -101,11 +109,14 @@ def test_the_reason_names_the_step_that_was_to_come(training):
     assert why_no_step(training, Sums(1.0, math.nan, 0.0)) == "its gradient norm at step 7 is nan"
 
 
-def test_no_updates_have_no_reasons_and_finite_ones_none():
+def test_no_updates_have_no_reasons():
     assert make_updates([]) == []
 
 
-def test_updates_that_spoil_the_weights_are_named_in_their_place(base):
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_updates_that_spoil_the_weights_are_named_in_their_place(base, by_kernel, monkeypatch):
+    if by_kernel:
+        interpret(monkeypatch)
     good, bad = (aboard.training(base, aboard.ready(base, name)) for name in "ab")
     bad.master[0] = math.nan
     assert make_updates([good.update(), bad.update()]) == [None, "its weights after step 1 are not finite"]

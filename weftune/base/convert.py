@@ -7,11 +7,15 @@ loads in a second and has been mended.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
-import tempfile
+import sys
+import uuid
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,13 +25,25 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from weftune.errors import BaseModelError, MissingPackage
+from weftune.base.gguf_check import read_header
+from weftune.disk import ordinary_modes
+from weftune.errors import BaseModelError, MissingPackage, UserError
 from weftune.paths import cache_folder
 
 FORMAT = 1
 """Part of every cache key: raise it when a conversion gives other files than before."""
+
+CHECKSUMS = "checksums.json"
+"""In a converted folder: what every file of it holds, so that a bit that a disk has flipped is found."""
+PIECE_BYTES = 16 * 2**20
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder"})
 """The `tokenizer.ggml.pre` names whose digits are tokens of their own; transformers drops that rule."""
@@ -51,13 +67,20 @@ def fingerprint(file: Path) -> str:
 
 
 def converted_into(folder: Path, file: Path) -> Path:
-    """Make `folder` from `file` unless it is there. Whoever renames first wins; nobody sees half a folder."""
-    if folder.is_dir():
+    """Make `folder` from `file` unless it is there and whole. Whoever renames first wins; nobody sees half a
+    folder."""
+    bad = damaged(folder) if folder.is_dir() else ""
+    if folder.is_dir() and not bad:
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    if bad:
+        print(f"weftune: {folder / bad} is damaged; {file.name} is converted again.", file=sys.stderr)
+        discard(folder)
+    unfinished = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    unfinished.mkdir(parents=True)
     try:
         write_folder(file, unfinished)
+        ordinary_modes(unfinished)
+        write_checksums(unfinished)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -68,25 +91,100 @@ def converted_into(folder: Path, file: Path) -> Path:
     return folder
 
 
+# -- checksums ------------------------------------------------------------------------------------------
+
+
+def write_checksums(folder: Path) -> None:
+    record = {path.name: file_checksums(path) for path in sorted(folder.iterdir())}
+    path = folder / CHECKSUMS
+    path.write_text(json.dumps(record))
+    flush(path)
+
+
+def damaged(folder: Path) -> str:
+    """The name of a file of a converted folder that is not what was written; "" where all are.
+
+    Every byte is looked at, which brings it to memory for whoever loads it next. A folder from before there
+    were checksums is not trusted.
+    """
+    try:
+        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+        return _damaged(folder, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+    except OSError:
+        return CHECKSUMS
+
+
+@cache
+def _damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
+    """Looked at once in a process, as long as no file changes."""
+    try:
+        record = json.loads((folder / CHECKSUMS).read_bytes())
+        if not {"config.json", "model.safetensors"} <= record.keys():
+            return CHECKSUMS
+        bad = [name for name, sums in record.items() if file_checksums(folder / name) != sums]
+        return bad[0] if bad else ""
+    except (OSError, ValueError, AttributeError):
+        return CHECKSUMS
+
+
+def file_checksums(path: Path) -> list[int]:
+    """The CRC32 of every piece, on several threads: zlib lets go of the interpreter."""
+
+    def checksum(start: int) -> int:
+        with path.open("rb") as file:
+            file.seek(start)
+            return zlib.crc32(file.read(PIECE_BYTES))
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(checksum, range(0, path.stat().st_size, PIECE_BYTES)))
+
+
+def discard(folder: Path) -> None:
+    """Out of the way in one move, so that nobody meets a folder that is half deleted."""
+    aside = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def write_folder(file: Path, folder: Path) -> None:
     try:
         import gguf
     except ImportError:
         raise MissingPackage(f"Reading {file.name} needs the package gguf: pip install gguf") from None
-    try:
-        with read_once(gguf):
-            pre_tokenizer = gguf_text(gguf.GGUFReader(file), "tokenizer.ggml.pre")
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=torch.float32
-            )
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise BaseModelError(f"The GGUF file {file} cannot be read: {error}") from error
-    mend_tokenizer(tokenizer, pre_tokenizer, file)
-    tokenizer.save_pretrained(folder)
-    write_model(model, folder)
+    with readable(file), read_once(gguf):
+        refuse_larger(file)
+        pre_tokenizer = gguf_text(gguf.GGUFReader(file), "tokenizer.ggml.pre")
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        mend_tokenizer(tokenizer, pre_tokenizer, file)
+        tokenizer.save_pretrained(folder)
+        write_model(model, folder)
     for path in folder.iterdir():
         flush(path)
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Whatever is raised over a damaged file is one sentence; a tokenizer's panic is no Exception even."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BaseModelError(f"The GGUF file {file} cannot be read: {reason}") from error
+
+
+def refuse_larger(file: Path) -> None:
+    """Raise for a file whose header describes a larger model than its tensors make."""
+    header = read_header(file)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # An output layer that is tied to the embedding stands in the file once.
+    if sum(value.numel() for value in model.parameters()) > header.elements + header.largest:
+        raise ValueError("its header describes a larger model than its tensors make")
 
 
 @contextmanager
@@ -98,7 +196,7 @@ def read_once(gguf: Any) -> Iterator[None]:
     """
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
 
-    class PlainReader(reader):  # type: ignore[misc]
+    class PlainReader(reader):  # type: ignore[misc, valid-type]
         """Slices a plain array: of a memory map each of a million slices is a slow object of its own."""
 
         def __setattr__(self, key: str, value: Any) -> None:

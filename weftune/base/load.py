@@ -22,7 +22,7 @@ from weftune.base.place import at_hand, explained, place
 from weftune.base.safe_files import no_safetensors
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
-from weftune.base.weights import weight_files
+from weftune.base.weights import stored_dtype, weight_files
 from weftune.errors import BaseModelError, UserError
 from weftune.shapes import ModelShape
 
@@ -92,6 +92,15 @@ def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
+
+
+def own_dtype(spec: BaseSpec) -> torch.dtype:
+    """What the base's files hold, whatever it is trained in."""
+    where = place(spec)
+    with explained(spec):
+        files = weight_files(where, spec.revision)
+        found = None if files is None else stored_dtype(files)
+    return found or torch.float32
 
 
 def best_device() -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from weftune.base.safe_files import weight_map
+
+STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""As safetensors names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +129,11 @@ def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
 def _found(where: str, name: str, revision: str | None) -> Path | None:
     path = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if path is None else Path(path)
+
+
+def stored_dtype(files: WeightFiles) -> torch.dtype | None:
+    """Of most tensors of the first file; None where that is none which models are trained in."""
+    first = next(iter(files.files))
+    with safe_open(files.path(first), framework="pt") as file:
+        found = Counter(str(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+    return STORED.get(found.most_common(1)[0][0])

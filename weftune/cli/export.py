@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -35,7 +34,7 @@ def export(
     ] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="With --merged: the model's dtype, such as bfloat16.", show_default=False),
+        typer.Option(help="With --merged: another dtype than the base's own.", show_default=False),
     ] = None,
 ) -> None:
     """Write a finished adapter as a portable adapter, or merged into its base."""
@@ -74,5 +73,5 @@ def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: str | None
     from weftune.export import write_merged
 
     typer.echo(f"Merging {folder} into {base.published_name}.")
-    kept = write_merged(folder, replace(base, dtype=cast(Dtype | None, dtype) or base.dtype), target)
+    kept = write_merged(folder, base, target, cast(Dtype | None, dtype))
     typer.echo(f"Wrote {target}: a whole model in {str(kept).removeprefix('torch.')}, with its tokenizer.")

@@ -68,7 +68,7 @@ def base_of(folder: Path) -> BaseSpec:
             revision=base.get("revision"),
             written=base.get("written"),
         )
-    except (DamagedJobFile, TypeError, KeyError, AttributeError) as error:
+    except (DamagedJobFile, TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise AdapterError(
             f"{folder / JOB_FILE} does not say which base the adapter was trained on."
         ) from error

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from weftune.plan.estimate import JobOutline, Speed
     from weftune.plan.fit import Ground
     from weftune.plan.program import Program
+    from weftune.plan.share_outlook import ShareOutlook
     from weftune.plan.timeline import Timeline
+    from weftune.plan.whole_run import JobTotal, WholeRun
     from weftune.shapes import JobShape, ModelShape
 
 
@@ -83,8 +85,12 @@ class Wanted:
     ground: Ground
     company: Sequence[JobOutline]
     sampled: Sequence[str]
-    steps: Mapping[str, int]
-    """Of each job's whole run."""
+    totals: Mapping[str, JobTotal]
+
+    @property
+    def steps(self) -> Mapping[str, int]:
+        """Of each job's whole run."""
+        return {name: total.steps for name, total in self.totals.items()}
 
     def aboard(self, admission: Admission) -> list[JobOutline]:
         return [job for job in self.company if job.name in admission.admitted]
@@ -107,7 +113,7 @@ def read_wanted(jobs: Path, cluster: Cluster, asked: Asked) -> Wanted:
         make_ground(shape, cluster, measured_speeds(shape, cluster) if asked.here else ()),
         [one.job for one in outlined],
         [one.job.name for one in outlined if one.sampled],
-        {one.job.name: one.steps for one in outlined},
+        {one.job.name: one.total for one in outlined},
     )
 
 
@@ -138,65 +144,98 @@ def answer(wanted: Wanted, console: Console) -> Answered:
 
 def resident(wanted: Wanted, console: Console) -> Answered:
     """The base lies on the devices: whole on each where it fits, else a stage."""
-    from weftune.cli.plan_numbers import common_numbers, outlook_numbers, share_numbers
-    from weftune.cli.plan_show import show, show_more, show_shares
+    from weftune.cli.plan_numbers import common_numbers, outlook_numbers, run_numbers, share_numbers
+    from weftune.cli.plan_show import show, show_more, show_run, show_shares
     from weftune.plan.ablate import ablate
     from weftune.plan.explain import explain
     from weftune.plan.fit import why_not
     from weftune.plan.outlook import outlook, refuse
     from weftune.plan.share_outlook import share_outlook
+    from weftune.plan.whole_run import WholeRun, at_rate, endings
 
     refuse(wanted.ground, wanted.company)
     admission = admitted(wanted, by_outlines(wanted, why_not))
     found = outlook(wanted.ground, wanted.aboard(admission))
     shared = share_outlook(wanted.ground, wanted.company, wanted.steps)
+    totals, rate = wanted.totals, found.forecast.tokens_per_second
+    ends = endings(totals, admission.admitted, admission.waiting, at_rate(totals, rate))
+    run = WholeRun(ends, max(found.need_bytes), max(found.layout.budgets))
+    if shared is not None:
+        run = run_of_shares(shared, totals)
+    show_run(console, found.ground.cluster.name, run, totals, found.source)
     if shared is not None:
         show_shares(console, shared, found)
     show(console, found, wanted.sampled)
     ablations = ablate(found) if wanted.asked.ablated else ()
     show_more(console, admission, explain(found) if wanted.asked.explained else (), ablations)
     numbers = outlook_numbers(found) | share_numbers(shared) | common_numbers(found, admission, ablations)
+    numbers |= run_numbers(run, totals)
     return Answered(numbers, lambda: Picture(found.run.program, found.run.timeline))
 
 
 def streamed(wanted: Wanted, console: Console) -> Answered:
     """The base lies in the host's memory and comes to several devices in stages."""
-    from weftune.cli.plan_numbers import common_numbers, stream_numbers
-    from weftune.cli.plan_show import show_more, show_streams
+    from weftune.cli.plan_numbers import common_numbers, run_numbers, stream_numbers
+    from weftune.cli.plan_show import show_more, show_run, show_streams
     from weftune.plan.stream_explain import explain_streams
     from weftune.plan.stream_outlook import ablate_streams, refuse_streamed, stream_outlook, why_not_streamed
+    from weftune.plan.whole_run import WholeRun, endings
 
     refuse_streamed(wanted.ground, wanted.company)
     admission = admitted(wanted, by_outlines(wanted, why_not_streamed))
     found = stream_outlook(wanted.ground, wanted.aboard(admission))
+    seconds, layout = found.forecast.step_seconds, found.chosen.layout
+    ends = endings(wanted.totals, admission.admitted, admission.waiting, lambda _: seconds)
+    run = WholeRun(ends, max(layout.need_bytes), max(layout.budgets))
+    show_run(console, found.ground.cluster.name, run, wanted.totals, found.source)
     show_streams(console, found, wanted.sampled)
     ablations = ablate_streams(found) if wanted.asked.ablated else ()
     show_more(console, admission, explain_streams(found) if wanted.asked.explained else (), ablations)
     numbers = stream_numbers(found) | common_numbers(found, admission, ablations)
+    numbers |= run_numbers(run, wanted.totals)
     return Answered(numbers, lambda: Picture(found.run.program, found.run.timeline))
 
 
 def single(wanted: Wanted, chosen: Single, console: Console) -> Answered:
     """The base lies in the host's memory and comes to one device as a run would have it come."""
-    from weftune.cli.plan_numbers import common_numbers, single_numbers
-    from weftune.cli.plan_show import show_more, show_single
+    from weftune.cli.plan_numbers import common_numbers, run_numbers, single_numbers
+    from weftune.cli.plan_show import show_more, show_run, show_single
     from weftune.plan.single_outlook import ablate_single, first_window, single_memory, single_outlook
     from weftune.plan.stream_explain import explain_single
+    from weftune.plan.whole_run import WholeRun, endings
 
     memory = single_memory(wanted.ground, chosen.company.choice, chosen.place)
     admission = admitted(wanted, memory.why_not)
     aboard = wanted.aboard(admission)
     found = single_outlook(wanted.ground, aboard, chosen.company, chosen.place, chosen.source)
+    seconds = found.choice.step_seconds
+    ends = endings(wanted.totals, admission.admitted, admission.waiting, lambda _: seconds)
+    run = WholeRun(ends, found.choice.device_bytes, found.case.device.budget)
+    show_run(console, found.ground.cluster.name, run, wanted.totals, found.source)
     show_single(console, found, wanted.sampled)
     ablations = ablate_single(found) if wanted.asked.ablated else ()
     show_more(console, admission, explain_single(found) if wanted.asked.explained else (), ablations)
     numbers = single_numbers(found) | common_numbers(found, admission, ablations)
+    numbers |= run_numbers(run, wanted.totals)
 
     def picture() -> Picture:
         window = first_window(found)
         return Picture(window.program, window.timeline)
 
     return Answered(numbers, picture)
+
+
+def run_of_shares(shared: ShareOutlook, totals: Mapping[str, JobTotal]) -> WholeRun:
+    """Every device goes through its own jobs."""
+    from weftune.plan.whole_run import WholeRun, at_rate, endings
+
+    ends: dict[str, float] = {}
+    for share, part in zip(shared.shares, shared.parts, strict=True):
+        aboard = [job.name for job in part.jobs]
+        waiting = [name for name in share.jobs if name not in aboard]
+        ends |= endings(totals, aboard, waiting, at_rate(totals, part.forecast.tokens_per_second))
+    needs = max(part.need_bytes[0] for part in shared.parts)
+    return WholeRun(ends, needs, max(part.layout.budgets[0] for part in shared.parts))
 
 
 def described(base: BaseSpec, gpu: bool) -> ModelShape:
@@ -276,7 +315,7 @@ def write_gantt(file: Path, picture: Picture, title: str) -> None:
     if file.suffix.lower() == ".png":
         from weftune.report.gantt_png import gantt_png
 
-        _write(file, gantt_png(picture.timeline, title))
+        _write(file, gantt_png(picture.timeline, picture.program, title))
         return
     from weftune.report.gantt import gantt_page
 

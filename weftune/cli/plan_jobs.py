@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from weftune.data.encode import Encoder
@@ -11,9 +13,11 @@ from weftune.data.order import Order
 from weftune.data.prepare import Prepared, is_prepared, prepare
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
-from weftune.jobs.spec import JobSpec
+from weftune.jobs.spec import JobSpec, in_steps
 from weftune.paths import cache_folder
 from weftune.plan.estimate import JobOutline
+from weftune.plan.memory import MemoryModel
+from weftune.plan.whole_run import JobTotal, tokens_of
 from weftune.shapes import JobShape, ModelShape
 
 ROUNDS = 4
@@ -24,14 +28,15 @@ SAMPLED_ROWS, FEWEST_ROWS, ALL_ROWS = 2000, 100, 4000
 """Of a dataset that is not tokenised yet, so many rows stand for all: with many jobs fewer of each, since all
 are tokenised in the seconds that a plan may take."""
 
+LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
+
 
 @dataclass(frozen=True, slots=True)
 class Outlined:
     job: JobOutline
     sampled: bool
     """Whether its lengths are those of the first rows only."""
-    steps: int
-    """Of its whole run, or of one over the first rows."""
+    total: JobTotal
 
 
 def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> list[Outlined]:
@@ -45,8 +50,7 @@ def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> 
         try:
             read = reader.read(job)
             outline = _outline(job, place, read.samples, shape, rounds)
-            steps = job.total_steps(_order(job, read.samples).steps_per_epoch)
-            outlined.append(Outlined(outline, read.sampled, steps))
+            outlined.append(Outlined(outline, read.sampled, _total(job, outline, read, shape)))
         except DataError as error:
             mistakes += [_named(job.name, mistake) for mistake in error.mistakes]
     if mistakes:
@@ -77,6 +81,27 @@ def _outline(job: JobSpec, place: int, data: Prepared, shape: ModelShape, most: 
     )
 
 
+def _total(job: JobSpec, outline: JobOutline, read: _Read, shape: ModelShape) -> JobTotal:
+    """Of the whole run, although only the first rows may have been read."""
+    scale = read.scale
+    steps = job.total_steps(math.ceil(_order(job, read.samples).steps_per_epoch * (scale or 1.0)))
+    held_out = 0 if read.samples.evaluation is None else int(read.samples.evaluation.lengths.sum())
+    return JobTotal(
+        steps=steps,
+        tokens=tokens_of(outline.batches, held_out, _evaluations(job, steps), steps),
+        state_bytes=MemoryModel(shape, 0).state_bytes([outline.shape]),
+        at_least=scale is None and job.steps is None,
+    )
+
+
+def _evaluations(job: JobSpec, steps: int) -> int:
+    """At the start, every so many steps, and at the end."""
+    if job.eval is None:
+        return 0
+    every = steps if job.eval.every is None else max(1, in_steps(job.eval.every, steps))
+    return len(range(0, steps, every)) + 1
+
+
 def _order(job: JobSpec, data: Prepared) -> Order:
     return Order(len(data.train), job.batch_size, job.seed, data.train.weights)
 
@@ -87,6 +112,8 @@ class _Read:
     evaluation: EvalSpec | None
     samples: Prepared
     sampled: bool
+    scale: float | None
+    """How many times as many rows there are as were read; None where that is not known."""
 
 
 class _Reader:
@@ -109,7 +136,27 @@ class _Reader:
         limit = min(data.limit or self._rows, self._rows) if sampled else data.limit
         cut = replace(data, limit=limit)
         samples = prepare(cut, evaluation, self._encoder, cache, context=self._context)
-        return _Read(data, evaluation, samples, sampled)
+        scale = _scale(data, limit) if sampled and limit is not None else 1.0
+        return _Read(data, evaluation, samples, sampled, scale)
+
+
+def _scale(data: DataSpec, limit: int) -> float | None:
+    """All rows over the first `limit` of each file, where rows are lines and can be counted fast."""
+    if data.rows is not None:
+        counts = [len(data.rows)]
+    else:
+        paths = [Path(source.path) for source in data.sources]
+        if not all(path.is_file() and path.suffix.lower() in LINE_FILES for path in paths):
+            return None
+        counts = [_lines(path) for path in paths]
+    read = sum(min(count, limit) for count in counts)
+    whole = sum(min(count, data.limit or count) for count in counts)
+    return max(1.0, whole / max(1, read))
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as content:
+        return sum(part.count(b"\n") for part in iter(lambda: content.read(1 << 20), b""))
 
 
 def _named(job: str, mistake: Mistake) -> Mistake:

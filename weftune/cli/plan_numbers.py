@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from weftune.plan.share_outlook import ShareOutlook
     from weftune.plan.single_outlook import SingleOutlook
     from weftune.plan.stream_outlook import StreamOutlook
+    from weftune.plan.whole_run import JobTotal, WholeRun
 
 
 def outlook_numbers(found: Outlook) -> dict[str, Any]:
@@ -82,6 +83,21 @@ def single_numbers(found: SingleOutlook) -> dict[str, Any]:
         "unhidden_seconds": choice.unhidden * choice.step_seconds,
         "uploaded_bytes": found.uploaded_bytes,
         "why": choice.why,
+    }
+
+
+def run_numbers(run: WholeRun, totals: Mapping[str, JobTotal]) -> dict[str, Any]:
+    """Seconds and bytes of the whole run, and of each job in it."""
+    return {
+        "run": {
+            "seconds": run.seconds,
+            "needs_bytes": run.need_bytes,
+            "budget_bytes": run.budget_bytes,
+            "jobs": {
+                name: {"steps": totals[name].steps, "ends": ends, "state_bytes": totals[name].state_bytes}
+                for name, ends in run.ends.items()
+            },
+        }
     }
 
 

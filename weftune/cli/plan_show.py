@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from weftune.plan.memory import gib
 from weftune.report.words import duration_text, plural
@@ -19,12 +20,54 @@ if TYPE_CHECKING:
     from weftune.plan.share_outlook import ShareOutlook
     from weftune.plan.single_outlook import SingleOutlook
     from weftune.plan.stream_outlook import StreamOutlook
+    from weftune.plan.whole_run import JobTotal, WholeRun
+
+PIPELINES = ("1F1B per job", "mLoRA")
+"""Ways that say nothing new of a single device."""
+
+
+def show_run(
+    console: Console, cluster: str, run: WholeRun, totals: Mapping[str, JobTotal], source: str
+) -> None:
+    """First of all: how long, and how much memory, for all and for each."""
+    least = "at least " if any(total.at_least for total in totals.values()) else ""
+    console.print(
+        f"{plural(len(run.ends), 'job')} on {cluster}: {least}{span_text(run.seconds)} for the whole run, "
+        f"{gib(run.need_bytes)} of the {gib(run.budget_bytes)} that it may take of a device. "
+        f"Times are {source}.",
+        highlight=False,
+    )
+    console.print(run_table(run, totals))
+
+
+def run_table(run: WholeRun, totals: Mapping[str, JobTotal]) -> Table:
+    table = Table("job", title="The run")
+    for title in ("steps", "ends after", "memory of its own"):
+        table.add_column(title, justify="right")
+    for name, total in totals.items():
+        if name in run.ends:
+            steps = f"{'≥ ' if total.at_least else ''}{total.steps:,}"
+            table.add_row(Text(name), steps, span_text(run.ends[name]), gib(total.state_bytes))
+    return table
+
+
+def span_text(seconds: float) -> str:
+    """`36 s`, `12 min`, `3 h 20 min`: the two units that matter."""
+    if seconds < 1:
+        return "less than 1 s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
 def show(console: Console, found: Outlook, sampled: Sequence[str]) -> None:
     console.print(
         f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: they fit, with a token capacity "
-        f"of {found.layout.capacity:,}. Times are {found.source}.",
+        f"of {found.layout.capacity:,}.",
         highlight=False,
     )
     show_sampled(console, sampled)
@@ -53,8 +96,7 @@ def show_streams(console: Console, found: StreamOutlook, sampled: Sequence[str])
         f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: the base does not fit with a job "
         f"aboard, so it is streamed from the host's memory in {len(chosen.streams.stages)} stages, with a "
         f"token capacity of {found.forecast.capacity:,}. A step takes {found.forecast.step_seconds:.3g} s, "
-        f"of which {chosen.unhidden / steps:.3g} s are transfers that compute does not hide. Times are "
-        f"{found.source}.",
+        f"of which {chosen.unhidden / steps:.3g} s are transfers that compute does not hide.",
         highlight=False,
     )
     show_sampled(console, sampled)
@@ -70,8 +112,7 @@ def show_single(console: Console, found: SingleOutlook, sampled: Sequence[str]) 
         f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: the base does not fit with a job "
         f"aboard, so it is {where}. A round, a global batch of every job with the longest samples in it, "
         f"takes {choice.step_seconds:.3g} s; in {choice.unhidden * choice.step_seconds:.3g} s of them the "
-        f"device waits for the host: transfers that compute does not hide, or passes not yet asked for. "
-        f"Times are {found.source}.",
+        f"device waits for the host: transfers that compute does not hide, or passes not yet asked for.",
         highlight=False,
     )
     console.print(f"The base is {choice.why}.", highlight=False, markup=False)
@@ -178,28 +219,33 @@ def forecast_table(
     alternatives: Sequence[Forecast],
     title: str = "Predicted, each way with the token capacity that suits it best",
 ) -> Table:
-    titles = ("way", "step", "tokens/s", "bubbles", "microbatches", "capacity", "takes")
-    table = Table(*titles, title=title)
+    several = chosen.devices > 1
+    waits = ["bubbles"] if several else []
+    table = Table("way", "step", "tokens/s", *waits, "microbatches", "capacity", "takes", title=title)
     for one in (chosen, *alternatives):
-        table.add_row(
-            one.name,
-            f"{one.step_seconds:.3g} s",
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.bubbles:.1%}",
-            f"{one.microbatches}",
-            f"{one.capacity:,}",
-            _with_room(f"{one.seconds / chosen.seconds:.2f}×", one),
-        )
+        if several or one.name not in PIPELINES:
+            table.add_row(
+                one.name,
+                f"{one.step_seconds:.3g} s",
+                f"{one.tokens_per_second:,.0f}",
+                *([f"{one.bubbles:.1%}"] if several else []),
+                f"{one.microbatches}",
+                f"{one.capacity:,}",
+                _with_room(f"{one.seconds / chosen.seconds:.2f}×", one),
+            )
     return table
 
 
 def ablation_table(rows: Sequence[Ablation]) -> Table:
-    table = Table("mechanism", "instead", "step", "costs", "bubbles", title="What each mechanism is worth")
+    several = any(row.forecast.devices > 1 for row in rows)
+    titles = ("mechanism", "instead", "step", "costs", *(["bubbles"] if several else []))
+    table = Table(*titles, title="What each mechanism is worth")
     for row in sorted(rows, key=lambda one: one.added):
         one = row.forecast
         name = f"left out: {row.mechanism}" if row.added else row.mechanism
         cost = _with_room(f"{row.cost:+.1%}", one)
-        table.add_row(name, row.instead, f"{one.step_seconds:.3g} s", cost, f"{one.bubbles:.1%}")
+        bubbles = [f"{one.bubbles:.1%}"] if several else []
+        table.add_row(name, row.instead, f"{one.step_seconds:.3g} s", cost, *bubbles)
     return table
 
 

@@ -36,7 +36,8 @@ class Rules:
     encoder: Encoder
     encoder_fingerprint: str
     template: Template | None
-    template_source: str | None
+    tool_template: Template | None
+    """For rows with tools, where the tokenizer names one of its own for them."""
     longest: int
     context: int | None
     """The most tokens that the base reads, if that is known; `longest` is never more."""
@@ -47,7 +48,8 @@ class Rules:
             VERSION,
             table.digest,
             self.encoder_fingerprint,
-            self.template_source,
+            self.template and self.template.source,
+            self.tool_template and self.tool_template.source,
             self.longest,
             format,
             sorted(spec.columns.items()),
@@ -206,6 +208,7 @@ def _write(
     tokeniser = Tokeniser(
         rules.encoder,
         rules.template,
+        rules.tool_template,
         spec.train_on,
         rules.longest,
         tally,

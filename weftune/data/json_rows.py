@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
-from weftune.data.row import Row, as_row
+from weftune.data.row import TOO_DEEP, Row, as_row, is_deep_json
 from weftune.errors import DataError, Mistake
 
-LONGEST_ROW = 64 * 2**20
+LONGEST_ROW = 16 * 2**20
+"""Bytes, or characters: no sample is as long, and a row takes many times its size while it is read."""
 PIECE = 2**20
 SPACE = " \t\r\n"
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
@@ -44,8 +46,7 @@ def _finite(text: str) -> float:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice!r} stands twice in one object")
     return value
 
@@ -84,6 +85,8 @@ def _parse_line(line: bytes, place: str, first: bool) -> Row:
         value = DECODER.decode(text.rstrip(SPACE))
     except (ValueError, RecursionError) as problem:
         return Row(place, {}, explain(problem, text))
+    if is_deep_json(text, value):
+        return Row(place, {}, f"not usable JSON: {TOO_DEEP}")
     return Row(place, value) if type(value) is dict else as_row(place, value)
 
 
@@ -92,7 +95,7 @@ def explain(problem: Exception, line: str = "") -> str:
     if isinstance(problem, json.JSONDecodeError):
         return f"not valid JSON: {_reason(problem)} at column {problem.colno}"
     if isinstance(problem, RecursionError):
-        return "not usable JSON: nested too deeply"
+        return f"not usable JSON: {TOO_DEEP}"
     if isinstance(problem, _Unfit) and (position := _find(problem.literal, line)) is not None:
         return f"not valid JSON: {problem} at column {position + 1}"
     return f"not valid JSON: {problem}"
@@ -192,6 +195,8 @@ class _Window:
                 value, stop = DECODER.raw_decode(self._text, self._at)
                 # A number at the very end of the window may go on in the next piece.
                 if stop < len(self._text) or not self._more():
+                    if is_deep_json(self._text[self._at : stop], value):
+                        self.fail(f"not usable JSON: {TOO_DEEP}")
                     self._move(stop)
                     return value
             except json.JSONDecodeError as problem:

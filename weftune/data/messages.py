@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from weftune.data.row import BadRow, kind_name
+from weftune.data.row import TOO_DEEP, BadRow, is_deep_json, kind_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -27,6 +27,8 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 
+THINKING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
 Message = dict[str, Any]
 
 
@@ -43,10 +45,13 @@ def text_of(value: object, name: str) -> str:
 def list_of(value: object, name: str) -> Sequence[Any]:
     """A list, also one that a CSV or Parquet column holds as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
+        text = value
         try:
-            value = json.loads(value)
+            value = json.loads(text)
         except (ValueError, RecursionError):
             raise BadRow(f"`{name}` starts like a JSON list but is not one") from None
+        if is_deep_json(text, value):
+            raise BadRow(f"`{name}` is {TOO_DEEP}")
     if not isinstance(value, list | tuple):
         raise BadRow(f"`{name}` must be a list, not {kind_name(value)}")
     return value
@@ -130,20 +135,32 @@ def _clean(message: object, name: str, content: str = "content") -> Message:
         ]
         if not clean["tool_calls"]:
             del clean["tool_calls"]
-    clean["content"] = _clean_content(clean, f"{name}.{content}")
+    text = _clean_content(clean, f"{name}.{content}")
+    if text is not None or "content" in message:
+        clean["content"] = text
+    clean = _with_thinking(clean)
     if len(clean) > 2:  # beside the role and the content, which are checked
         check_values({key: value for key, value in clean.items() if key != "content"}, name)
     return clean
 
 
-def _clean_content(message: Message, name: str) -> str:
+def _with_thinking(message: Message) -> Message:
+    """Thinking under each of the names that chat templates read, as in transformers."""
+    thinking = next((message[name] for name in THINKING_NAMES if name in message), None)
+    if thinking is None:
+        return message
+    return {"thinking": thinking, **message, "reasoning_content": thinking}
+
+
+def _clean_content(message: Message, name: str) -> str | None:
+    """The text; None where tool calls are all that is said."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_part(part, f"{name}[{at}]") for at, part in enumerate(content))
     calls = message["role"] == "assistant" and "tool_calls" in message
     if content is None:
         if calls:
-            return ""
+            return None
         raise BadRow(f"`{name}` is missing")
     text = text_of(content, name)
     if message["role"] == "assistant" and not calls and not text.strip():
@@ -173,4 +190,6 @@ def _clean_call(call: object, name: str) -> Mapping[str, Any]:
         parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         raise BadRow(f"`{name}.function.arguments` is not valid JSON") from None
+    if is_deep_json(arguments, parsed):
+        raise BadRow(f"`{name}.function.arguments` is {TOO_DEEP}")
     return {**call, "function": {**function, "arguments": parsed}}

@@ -140,11 +140,11 @@ def _check_split(data: DataSpec) -> None:
 
 def _rules(data: DataSpec, tokenizer: Any, context: int | None) -> Rules:
     encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
-    source = template_source(encoder.tokenizer, data.chat_template)
+    sources = [template_source(encoder.tokenizer, data.chat_template, tools=tools) for tools in (False, True)]
     special = json.dumps(encoder.tokenizer.special_tokens_map, default=str)
-    template = _template(source, special) if source is not None else None
+    templates = [_template(source, special) if source is not None else None for source in sources]
     longest = data.max_length if context is None else min(data.max_length, context)
-    return Rules(data, encoder, encoder.fingerprint, template, source, longest, context)
+    return Rules(data, encoder, encoder.fingerprint, *templates, longest, context)
 
 
 @lru_cache(maxsize=8)

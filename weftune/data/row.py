@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 class BadRow(Exception):
     """This row cannot be used; the text is a sentence for the user, without the place."""
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it, for `bad_row` in another process."""
+        return {"bad": str(self)}
 
 
 class CommonBadRow(BadRow):
@@ -23,6 +27,15 @@ class CommonBadRow(BadRow):
         self.remedy = remedy
         """What the user can do; `{needed_tokens}` stands for the most that any row of the kind needs."""
         self.needed_tokens = needed_tokens
+
+    def plain(self) -> dict[str, Any]:
+        common = {"kind": self.kind, "remedy": self.remedy, "needed_tokens": self.needed_tokens}
+        return {"bad": str(self), "common": common}
+
+
+def bad_row(plain: Mapping[str, Any]) -> BadRow:
+    common = plain.get("common")
+    return BadRow(plain["bad"]) if common is None else CommonBadRow(plain["bad"], **common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,28 @@ class Table:
     label: str
     digest: str
     rows: Callable[[], Iterator[Row]]
+
+
+MAX_DEPTH = 64
+"""Of lists and objects inside one another: no row is so deep, and what walks through rows recurses."""
+TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
+
+
+def is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
+    """Whether there are more levels than that; never goes deeper itself."""
+    if isinstance(value, Mapping):
+        inner: Collection[object] = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    else:
+        return False
+    holds_more = any(issubclass(kind, Mapping | list | tuple) for kind in set(map(type, inner)))
+    return levels == 0 or (holds_more and any(is_deep(item, levels - 1) for item in inner))
+
+
+def is_deep_json(text: str, value: object) -> bool:
+    """The same for a value that was read from `text`; most texts have too few brackets to be looked into."""
+    return text.count("[") + text.count("{") > MAX_DEPTH and is_deep(value)
 
 
 def canonical(value: Mapping[str, Any]) -> bytes:

@@ -20,8 +20,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from weftune.data.row import BadRow
-from weftune.data.turns import render_everything, render_turns
+from weftune.data.forms import forms
+from weftune.data.printed import PrintCheck
+from weftune.data.row import BadRow, CommonBadRow
+from weftune.data.turns import Rendering, render_everything, render_turns
 from weftune.errors import DataError, Mistake
 from weftune.limited import SECONDS, allow_seconds
 
@@ -59,7 +61,6 @@ class SandboxedTemplate:
         except Exception as problem:  # Jinja computes constants, and Python compiles what Jinja writes
             raise _uncompiled(str(problem).partition(" (<")[0]) from problem
         self.prints_tools = "tools" in used
-        self.knows_developer = "developer" in source
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
         """The text that these messages make; with `prompt`, up to where the assistant begins to speak."""
@@ -153,32 +154,51 @@ def compiled(source: str, special: str) -> SandboxedTemplate:
 
 def facts(source: str, special: str) -> dict[str, bool]:
     """What is to be known of a template before any row is rendered."""
-    template = compiled(source, special)
-    return {"prints_tools": template.prints_tools, "knows_developer": template.knows_developer}
+    return {"prints_tools": compiled(source, special).prints_tools}
 
 
 def render_one(
     source: str, special: str, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """The text of some messages, or under `bad` why there is none."""
     try:
         return {"text": compiled(source, special).render(messages, tools, prompt=prompt)}
     except BadRow as problem:
-        return {"bad": str(problem)}
+        return problem.plain()
 
 
 def render_rows(
     source: str, special: str, chats: Sequence[Chat], ends: Collection[str] | None
 ) -> list[dict[str, Any]]:
     """The renderings of whole rows, or under `bad` why one has none; without `ends`, of everything."""
-    template = compiled(source, special)
+    template, check = compiled(source, special), print_check(source, special)
     made: list[dict[str, Any]] = []
     for chat in chats:
         try:
-            rendering = (
-                render_everything(chat, template) if ends is None else render_turns(chat, template, ends)
-            )
-            made.append(asdict(rendering))
+            made.append(asdict(_render_row(chat, template, ends, check)))
         except BadRow as problem:
-            made.append({"bad": str(problem)})
+            made.append(problem.plain())
     return made
+
+
+@lru_cache(maxsize=8)
+def print_check(source: str, special: str) -> PrintCheck:
+    return PrintCheck(compiled(source, special))
+
+
+def _render_row(
+    chat: Chat, template: SandboxedTemplate, ends: Collection[str] | None, check: PrintCheck
+) -> Rendering:
+    """In the first of the chat's forms that the template prints, all of it."""
+    problems: list[BadRow] = []
+    for form in forms(chat):
+        try:
+            rendering = (
+                render_everything(form, template) if ends is None else render_turns(form, template, ends)
+            )
+            check.refuse_dropped(form, rendering.samples[-1].text)
+            return rendering
+        except BadRow as problem:
+            problems.append(problem)
+    # That a part is dropped says more than that another form of the row is refused.
+    raise next((problem for problem in problems if isinstance(problem, CommonBadRow)), problems[0])

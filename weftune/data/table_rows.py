@@ -6,29 +6,34 @@ import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from weftune.data.row import Row, as_row
+from weftune.data.parquet import batches, refuse_swelling
+from weftune.data.row import TOO_DEEP, Row, as_row, is_deep
 from weftune.errors import DataError, Mistake
 
 ROWS_AT_ONCE = 256
-LONGEST_FIELD = 64 * 2**20
+LONGEST_LINE = 16 * 2**20
+"""Characters, of a line or a field of CSV."""
 
 
 def read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[Row]:
     """The first line names the columns. A row's place is the line on which it starts."""
-    csv.field_size_limit(
-        LONGEST_FIELD
-    )  # the csv module keeps this for the whole process, and its 128 KiB is short
+    # The csv module keeps this for the whole process, and its 128 KiB is short.
+    csv.field_size_limit(LONGEST_LINE)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        names = next(reader, None)
+        lines = _Lines(file)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, None)
+        except csv.Error as problem:
+            raise DataError(Mistake(f"{label}:1", f"the header is not valid CSV: {problem}")) from None
         if names is None:
             return
         if len(set(names)) < len(names):
             raise DataError(Mistake(f"{label}:1", "two columns have the same name"))
         while True:
-            place = f"{label}:{reader.line_num + 1}"
+            place = f"{label}:{lines.number + 1}"
             try:
                 fields = next(reader, None)
             except csv.Error as problem:
@@ -38,6 +43,28 @@ def read_csv(path: Path, label: str, delimiter: str = ",") -> Iterator[Row]:
                 return
             if fields:
                 yield _csv_row(place, names, fields)
+
+
+class _Lines:
+    """The lines of a file, none of them read further than a line may be long."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.number = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(LONGEST_LINE)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        if len(line) == LONGEST_LINE and not line.endswith("\n"):
+            while (rest := self._file.readline(LONGEST_LINE)) and not rest.endswith("\n"):
+                pass
+            raise csv.Error(f"the line is longer than {LONGEST_LINE // 2**20} Mi characters")
+        return line
 
 
 def _csv_row(place: str, names: list[str], fields: list[str]) -> Row:
@@ -50,22 +77,23 @@ def _csv_row(place: str, names: list[str], fields: list[str]) -> Row:
 
 def read_parquet(path: Path, label: str) -> Iterator[Row]:
     import pyarrow
-    import pyarrow.parquet
 
     number = 0
+    refuse_swelling(path, label)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield _present(f"{label}:{number}", value)
-    except (pyarrow.ArrowException, OSError) as problem:
-        raise DataError(Mistake(label, f"not a Parquet file that can be read: {problem}")) from problem
+        for batch in batches(path):
+            for value in batch.to_pylist():
+                number += 1
+                yield _present(f"{label}:{number}", value)
+    except (pyarrow.ArrowException, OSError, ValueError) as problem:
+        first_line = str(problem).partition("\n")[0]
+        raise DataError(Mistake(label, f"not a Parquet file that can be read: {first_line}")) from problem
 
 
 def read_given(rows: Iterable[Any], label: str) -> Iterator[Row]:
     for number, value in enumerate(_batched(rows), start=1):
-        yield _present(f"{label}:{number}", value)
+        place = f"{label}:{number}"
+        yield Row(place, {}, f"the row is {TOO_DEEP}") if is_deep(value) else _present(place, value)
 
 
 def _batched(rows: Any) -> Iterator[Any]:

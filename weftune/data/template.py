@@ -11,7 +11,7 @@ from typing import Any
 
 from weftune.data import sandbox
 from weftune.data.formats import Chat
-from weftune.data.row import BadRow
+from weftune.data.row import BadRow, bad_row
 from weftune.data.sandbox import PLACE
 from weftune.data.turns import Rendering, rendering_of
 from weftune.errors import DataError, Mistake
@@ -48,30 +48,29 @@ class Template:
     """One template with the tokenizer's special tokens at hand."""
 
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
-        self._source = source
+        self.source = source
         self._special = json.dumps({name: text for name, text in special.items() if isinstance(text, str)})
         known = _facts(source, self._special)
         self.prints_tools = known["prints_tools"]
-        self.knows_developer = known["knows_developer"]
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
         """The text that these messages make; with `prompt`, up to where the assistant begins to speak."""
         made = self._ask(sandbox.render_one, messages, tools, prompt)
         if "bad" in made:
-            raise BadRow(made["bad"])
+            raise bad_row(made)
         return str(made["text"])
 
     def renderings(self, chats: Sequence[Chat], ends: Collection[str] | None) -> list[Rendering | BadRow]:
         """Whole rows at once, with what is supervised in them; without `ends` that is everything."""
         made = self._ask(sandbox.render_rows, list(chats), ends) if chats else []
-        return [BadRow(row["bad"]) if "bad" in row else rendering_of(row) for row in made]
+        return [bad_row(row) if "bad" in row else rendering_of(row) for row in made]
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        _refuse_stopped(self._source)
+        _refuse_stopped(self.source)
         try:
-            return run_limited(function, self._source, self._special, *arguments)
+            return run_limited(function, self.source, self._special, *arguments)
         except Stopped as stopped:
-            _STOPPED[self._source] = str(stopped)
+            _STOPPED[self.source] = str(stopped)
             raise _refusal(str(stopped)) from None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +58,7 @@ class Tokeniser:
         self,
         encoder: Encoder,
         template: Template | None,
+        tool_template: Template | None,
         train_on: TrainOn,
         longest: int,
         tally: Tally,
@@ -67,6 +67,7 @@ class Tokeniser:
     ) -> None:
         self._encoder = encoder
         self._template = template
+        self._tool_template = tool_template
         self._train_on = train_on
         self._longest = longest
         self._tally = tally
@@ -168,17 +169,26 @@ class Tokeniser:
         """All rows are rendered at once, for it is done in another process."""
         if not chats:
             return []
-        if self._template is None:
-            raise DataError(NO_TEMPLATE)
         hidden = [self._hidden(chat) for chat in chats]
+        shown = [row.chat for row in hidden if isinstance(row, _Hidden)]
+        plain = self._renderings(self._template, [chat for chat in shown if chat.tools is None])
+        with_tools = self._renderings(self._tool_template, [chat for chat in shown if chat.tools is not None])
+        return [
+            row
+            if isinstance(row, BadRow)
+            else self._draft(row, next(plain if row.chat.tools is None else with_tools))
+            for row in hidden
+        ]
+
+    def _renderings(self, template: Template | None, chats: Sequence[Chat]) -> Iterator[Rendering | BadRow]:
+        if not chats:
+            return iter(())
+        if template is None:
+            raise DataError(NO_TEMPLATE)
         ends = None if self._train_on == "all" else sorted(self._encoder.added)
-        renderings = iter(
-            self._template.renderings([row.chat for row in hidden if isinstance(row, _Hidden)], ends)
-        )
-        return [row if isinstance(row, BadRow) else self._draft(row, next(renderings)) for row in hidden]
+        return iter(template.renderings(chats, ends))
 
     def _hidden(self, chat: Chat) -> _Hidden | BadRow:
-        assert self._template is not None
         stand_ins: Mapping[str, str] = {}
         if holds_control([chat.messages, chat.tools], self._encoder.control):
             try:
@@ -188,8 +198,6 @@ class Tokeniser:
             except BadRow as problem:
                 return problem
             chat = replace(chat, messages=tuple(messages), tools=tools)
-        if not self._template.knows_developer:
-            chat = replace(chat, messages=tuple(_without_developer(message) for message in chat.messages))
         return _Hidden(chat, stand_ins)
 
     def _draft(self, row: _Hidden, rendering: Rendering | BadRow) -> list[_Draft] | BadRow:
@@ -199,12 +207,14 @@ class Tokeniser:
         return [_Draft(rendered, row.stand_ins) for rendered in rendering.samples]
 
     def _count(self, rendering: Rendering, chat: Chat, control: bool) -> None:
-        assert self._template is not None
         self._tally.split += rendering.split
         self._tally.parted += rendering.parted
         self._tally.endless += rendering.endless
         self._tally.control += control
-        self._tally.untold += chat.tools is not None and not self._template.prints_tools
+        assert self._tool_template is not None or chat.tools is None
+        self._tally.untold += self._tool_template is not None and (
+            chat.tools is not None and not self._tool_template.prints_tools
+        )
 
     def _samples(self, drafts: Sequence[_Draft], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
         """The tokens that `apply_chat_template` gives and no others: BOS if the template prints it."""
@@ -228,8 +238,3 @@ class Tokeniser:
         if len(mask) and encoded.tokens[0] == self._encoder.bos:
             mask[0] = False
         return Sample(encoded.tokens, mask)
-
-
-def _without_developer(message: Mapping[str, Any]) -> dict[str, Any]:
-    """To a template that does not know the role, a developer's message is a system message."""
-    return {**message, "role": "system" if message["role"] == "developer" else message["role"]}

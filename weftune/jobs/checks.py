@@ -27,7 +27,7 @@ def check_targets(
 ) -> list[Mistake]:
     """A mistake for every target that matches no site of the base. `place` is `RunSpec.place` for a file."""
     names = [site.name for site in shape.sites]
-    mistakes = []
+    mistakes: list[Mistake] = []
     for job in jobs:
         slow = list(_slow_patterns(job, names, place))
         mistakes += slow or _target_mistakes(job, shape, place)

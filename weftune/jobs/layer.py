@@ -29,9 +29,12 @@ def written_out(values: Mapping[str, Any], places: Places) -> Layer:
         wrap(places, ("data",), "path")
     if isinstance(data, Mapping) and isinstance(data.get("path"), list | tuple):
         sources = [{"path": item} if isinstance(item, str) else item for item in data["path"]]
-        for index, item in enumerate(data["path"]):
-            if isinstance(item, str):
-                wrap(places, ("data", "path", index), "path")
+        plain = {index for index, item in enumerate(data["path"]) if isinstance(item, str)}
+        places |= {
+            (*loc, "path"): place
+            for loc, place in places.items()
+            if loc[:2] == ("data", "path") and len(loc) == 3 and loc[2] in plain
+        }
         whole["data"] = {**data, "path": sources}
     stop = whole.get("early_stop")
     if isinstance(stop, numbers.Real) and not isinstance(stop, bool):

@@ -15,14 +15,31 @@ import yaml
 from weftune.errors import Mistake, SpecError
 from weftune.jobs.places import Loc, Place, Placed, dotted
 
-MAX_NODES = 200_000
+MAX_NODES = 50_000
 """More than any honest file has; aliases of aliases can write billions in a few lines."""
+MAX_CHARACTERS = 1_000_000
+MAX_DEPTH = 50
+"""Of lists and mappings inside one another. What reads YAML looks at all open ones for every word."""
 
 TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  # the parent class declares it so
+    depth = 0
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def _resolve(tag: str, pattern: str, first: str) -> None:
@@ -69,6 +86,8 @@ def read_yaml(path: Path) -> Document:
 
 def parse_yaml(text: str, file: str) -> Document:
     document = Document(file)
+    if len(text) > MAX_CHARACTERS:
+        raise SpecError(Mistake(file, f"has more than {MAX_CHARACTERS:,} characters; write shorter files"))
     try:
         loader = _Loader(text)
         try:

@@ -41,6 +41,11 @@ def is_hub_id(text: str) -> bool:
     )
 
 
+def is_revision(text: str) -> bool:
+    """Whether `text` can name a revision on the Hub, whose client makes a path of it."""
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", text) is not None
+
+
 def place_in(folder: Path, text: str) -> Path:
     """`text` as written in a file that lies in `folder`, made absolute so that no working folder matters.
 

@@ -12,9 +12,9 @@ from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.checks import check_targets
 from weftune.jobs.keys import BASE_KEYS, RUN_KEYS, unknown_key
 from weftune.jobs.layer import Layer, is_rows, merged, written_out
-from weftune.jobs.lines import read_yaml
+from weftune.jobs.lines import MAX_NODES, read_yaml
 from weftune.jobs.names import repeated
-from weftune.jobs.paths import exists, is_hub_id, missing, place_in
+from weftune.jobs.paths import exists, is_hub_id, is_revision, missing, place_in
 from weftune.jobs.places import ROWS, Loc, Place, Placed, Places, dotted, in_file_order, places_of
 from weftune.jobs.schema import EXPECTED, build
 from weftune.jobs.settle import settle
@@ -113,6 +113,8 @@ class _Reader:
 
     def located_base(self, base: BaseSpec, loc: Loc) -> BaseSpec:
         path = place_in(self.folder, base.model)
+        if base.revision is not None and not is_revision(base.revision):
+            self.fault(("base", "revision"), f"must be a branch, tag or commit, got {show(base.revision)}")
         if not base.model:
             self.fault(loc, "must not be empty")
         elif base.model == DEMO:
@@ -155,6 +157,13 @@ class _Reader:
             )
             return (), {}
         defaults = self.defaults(values.get("defaults"))
+        if len(defaults.places) * len(listed) > MAX_NODES:
+            self.fault(
+                ("defaults",),
+                f"has {len(defaults.places):,} values for each of {len(listed):,} jobs, and a file can hold "
+                f"{MAX_NODES:,} in all; split it",
+            )
+            return (), {}
         made: list[JobSpec] = []
         places: dict[str, Places] = {}
         for index, keys in enumerate(listed):

@@ -17,8 +17,8 @@ from weftune.jobs.settle import settle
 from weftune.jobs.spec import JobSpec, changed_keys, resolved
 
 CHANGEABLE = (
-    "learning_rate", "schedule", "warmup", "weight_decay", "clip", "adapter.dropout", "early_stop",
-    "early_stop.patience", "early_stop.min_delta", "save_every", "priority",
+    "learning_rate", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "adapter.dropout",
+    "early_stop", "early_stop.patience", "early_stop.min_delta", "save_every", "priority",
 )  # fmt: skip
 """What a started job may change: how it steps, and nothing that decides its rows, its length or its shape."""
 

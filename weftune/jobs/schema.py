@@ -65,9 +65,10 @@ def _faults(error: ValidationError, values: Mapping[str, Any], section: str, roo
     found: dict[Loc, ErrorDetails] = {}
     for item in error.errors(include_url=False):
         found.setdefault(_way(item, values), item)
+    # A union complains once for each member: where one got further in, its finding is the one meant.
+    around = {loc[:length] for loc in found for length in range(len(loc))}
     for loc, item in found.items():
-        # A union complains once for each member: where one got further in, its finding is the one meant.
-        if not any(other[: len(loc)] == loc and other != loc for other in found):
+        if loc not in around:
             yield _fault(root + loc, item, section)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
+import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -78,13 +78,13 @@ class ChoiceFile:
         content = {"machine": asdict(self.machine), "shapes": shapes}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor, partial = tempfile.mkstemp(dir=self.folder, prefix=f".{self.path.name}.")
+            partial = self.folder / f".{self.path.name}.{uuid.uuid4().hex}"
             try:
-                with os.fdopen(descriptor, "w") as stream:
+                with partial.open("x") as stream:
                     json.dump(content, stream, indent=1, sort_keys=True)
                 os.replace(partial, self.path)
             except BaseException:
-                os.unlink(partial)
+                partial.unlink(missing_ok=True)
                 raise
         except OSError:
             # A cache that cannot be written costs a trial in every process, and no training.

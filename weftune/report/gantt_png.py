@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weftune.errors import UserError
+from weftune.plan.program import Program
 from weftune.plan.timeline import Event, Timeline
-from weftune.report.gantt import COLOURS, kind_of, row, rows
+from weftune.report.gantt import COLOURS, headline, job_colours, job_strips, kind_of, row, rows
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
 WIDTH = 1800
 LEFT, RIGHT, TOP, BOTTOM = 190, 30, 90, 60
-ROW, GAP = 34, 6
+ROW, GAP, FOOT = 40, 6, 10
+LINE = 26
+"""Between two lines of the legend of jobs."""
 TICKS = 8
 INK, PALE, PAPER = "#1c2430", "#d5dae1", "#ffffff"
 
@@ -31,31 +35,39 @@ def require_pillow() -> None:
         ) from None
 
 
-def gantt_png(timeline: Timeline, title: str) -> bytes:
-    """One picture; lanes in which nothing happens are left out."""
+def gantt_png(timeline: Timeline, program: Program, title: str) -> bytes:
+    """One picture; lanes in which nothing happens are left out. The foot of a pass shows whose it is."""
     from PIL import Image, ImageDraw
 
     lanes = rows(timeline)
-    height = TOP + len(lanes) * ROW + BOTTOM
+    jobs = _legend(job_colours(program))
+    height = TOP + len(lanes) * ROW + BOTTOM + LINE * (1 + max((one.line for one in jobs), default=0))
     image = Image.new("RGB", (WIDTH, height), PAPER)
     pen = ImageDraw.Draw(image)
     _title(pen, timeline, title)
-    _axis(pen, timeline.makespan, height)
+    _axis(pen, timeline.makespan, TOP + len(lanes) * ROW + BOTTOM)
     places = {lane: TOP + number * ROW for number, lane in enumerate(lanes)}
     for lane, top in places.items():
         pen.text((LEFT - 12, top + ROW // 2), lane, fill=INK, font=_font(14), anchor="rm")
     for event in timeline.events:
         if event.stop > event.start:
             _bar(pen, event, timeline.makespan, places[row(event.device, event.lane)])
+    colours = job_colours(program)
+    for strip in job_strips(timeline, program):
+        left, right = _across(strip.start, timeline.makespan), _across(strip.stop, timeline.makespan)
+        foot = places[strip.row] + ROW - GAP // 2
+        pen.rectangle((left, foot - FOOT, max(right, left + 1), foot), fill=colours[strip.job])
+    for entry in jobs:
+        top = TOP + len(lanes) * ROW + BOTTOM + LINE * entry.line
+        pen.rectangle((entry.across, top, entry.across + 14, top + 14), fill=colours[entry.job])
+        pen.text((entry.across + 20, top + 7), entry.text, fill=INK, font=_font(14), anchor="lm")
     stream = io.BytesIO()
     image.save(stream, "PNG", optimize=True)
     return stream.getvalue()
 
 
 def _title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
-    bubbles = ", ".join(f"{share:.1%}" for share in timeline.bubbles())
-    text = f"{title}: {timeline.makespan:.3g} s, bubbles {bubbles}"
-    pen.text((LEFT, 18), text, fill=INK, font=_font(20))
+    pen.text((LEFT, 18), headline(timeline, title), fill=INK, font=_font(20))
     across = LEFT
     kinds = {kind_of(event.action) for event in timeline.events if event.stop > event.start}
     for kind, colour in COLOURS.items():
@@ -63,6 +75,27 @@ def _title(pen: ImageDraw, timeline: Timeline, title: str) -> None:
             pen.rectangle((across, 55, across + 14, 69), fill=colour)
             pen.text((across + 20, 62), kind, fill=INK, font=_font(14), anchor="lm")
             across += 40 + int(pen.textlength(kind, font=_font(14)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    job: str
+    text: str
+    line: int
+    across: int
+
+
+def _legend(colours: Mapping[str, str]) -> list[_Entry]:
+    """The jobs below the picture, as many on a line as it holds."""
+    entries, line, across = [], 0, LEFT
+    for job in colours:
+        text = f"job {job}"
+        width = 40 + int(_font(14).getlength(text))
+        if across + width > WIDTH - RIGHT and across > LEFT:
+            line, across = line + 1, LEFT
+        entries.append(_Entry(job, text, line, across))
+        across += width
+    return entries
 
 
 def _axis(pen: ImageDraw, makespan: float, height: int) -> None:
@@ -93,7 +126,7 @@ def _bar(pen: ImageDraw, event: Event, makespan: float, top: int) -> None:
     pen.rectangle(box, fill=COLOURS[kind_of(event.action)], outline=rim)
     label = str(getattr(event.action, "microbatch", ""))
     if label and pen.textlength(label, font=_font(12)) + 4 < right - left:
-        middle = (left + right) / 2, top + ROW / 2
+        middle = (left + right) / 2, top + (ROW - FOOT) / 2
         pen.text(middle, label, fill=PAPER, font=_font(12), anchor="mm")
 
 

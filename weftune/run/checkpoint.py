@@ -122,7 +122,7 @@ class Survey:
 
 def survey(folder: Path) -> Survey:
     """Look for the newest intact checkpoint, without a model to put it into."""
-    damaged = []
+    damaged: list[Path] = []
     for path in _newest_first(folder):
         if (stored := _read(path)) is not None:
             return Survey(stored.progress, tuple(damaged))

@@ -1,0 +1,103 @@
+"""Parquet files, looked at before they are read: a few bytes of one can stand for gigabytes.
+
+One long text in the dictionary of a column and a count of its repeats is enough. The sizes that a file states
+of itself bound what becomes of it, if they are true and small. Where they are not small, the file is read
+once in a limited process, which counts what comes out and keeps nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weftune.errors import DataError, Mistake
+from weftune.limited import Stopped, run_limited
+
+if TYPE_CHECKING:
+    import pyarrow
+
+ROWS_AT_ONCE = 256
+HARMLESS_BYTES = 64 * 2**20
+MOST_TIMES = 500
+"""Honest files become some ten times larger, and with the same prompt in every row a hundred times."""
+SECONDS = 4.0
+SECONDS_PER_BYTE = 1e-7
+VALUE_BYTES = 16
+
+
+def batches(path: Path, mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
+    """Of few rows each, and fewer where the file says that its values can be long."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path, memory_map=mapped) as file:
+        longest = max((size for _, size in _columns(file.metadata)), default=0)
+        rows = max(1, min(ROWS_AT_ONCE, HARMLESS_BYTES // max(1, longest)))
+        yield from file.iter_batches(batch_size=rows, use_threads=False)
+
+
+def refuse_swelling(path: Path, label: str) -> None:
+    """Raise for a file that would become many times what it is, or that cannot be read to its end."""
+    status = path.stat()
+    _look(path, label, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _look(path: Path, label: str, size: int, _changed_ns: int) -> None:
+    """Once for as long as the file stays the same: rows are read several times."""
+    try:
+        if _bound(path) <= HARMLESS_BYTES:
+            return
+        seconds = SECONDS + size * SECONDS_PER_BYTE
+        run_limited(count_bytes, str(path), max(4 * HARMLESS_BYTES, MOST_TIMES * size), seconds=seconds)
+    except Stopped as stopped:
+        sentence = (
+            f"its {size:,} bytes cannot be read: that {stopped}; write it again with smaller row groups"
+        )
+        raise DataError(Mistake(label, sentence)) from None
+    except DataError as error:
+        raise DataError(Mistake(label, error.mistakes[0].sentence)) from None
+
+
+def count_bytes(path: str, most: int) -> int:
+    """Of everything in the file, once it is unpacked; DataError beyond `most`."""
+    import pyarrow
+
+    total = 0
+    try:
+        for batch in batches(Path(path), mapped=True):
+            total += batch.nbytes
+            if total > most:
+                raise DataError(
+                    f"its {Path(path).stat().st_size:,} bytes become more than {most >> 20:,} MiB of rows; "
+                    "write it again without what repeats"
+                )
+    except pyarrow.ArrowMemoryError as problem:
+        raise MemoryError from problem
+    except (pyarrow.ArrowException, OSError, ValueError) as problem:
+        first_line = str(problem).partition("\n")[0]
+        raise DataError(f"not a Parquet file that can be read: {first_line}") from None
+    return total
+
+
+def _bound(path: Path) -> int:
+    """The most bytes that its values can become by what the file states: each as long as its whole column."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return sum(values * (size + VALUE_BYTES) for values, size in _columns(file.metadata))
+    except (pyarrow.ArrowException, OSError, ValueError) as problem:
+        first_line = str(problem).partition("\n")[0]
+        raise DataError(f"not a Parquet file that can be read: {first_line}") from None
+
+
+def _columns(metadata: Any) -> Iterator[tuple[int, int]]:
+    """The number of values and the bytes of every column in every row group."""
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        for at in range(row_group.num_columns):
+            column = row_group.column(at)
+            yield max(0, column.num_values), max(0, column.total_uncompressed_size)
