@@ -11,6 +11,8 @@ import typer.main
 
 from tests.docs.pages import GUIDE, README, ROOT, commands, table_rows
 from weftune.cli.main import app
+from weftune.report.read import JobRecord
+from weftune.report.snippets import remedies
 
 PROGRAM = typer.main.get_command(app)
 VERBS = PROGRAM.commands  # type: ignore[attr-defined]
@@ -67,6 +69,17 @@ def test_every_option_that_the_guide_names_is_one_of_weftune_or_of_torchrun_or_p
         line for line in GUIDE.read_text().splitlines() if not re.search("torchrun|rdzv|pip install", line)
     ]
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(lines))) <= ours
+
+
+@pytest.mark.parametrize("state", ["failed", "paused", "cancelled", "running"])
+def test_what_the_report_advises_is_a_command(state: str) -> None:
+    job = JobRecord(
+        name="one", state=state, reason="its loss is nan", step=1, steps=2, trained_tokens=0,
+        best_step=None, eval_loss=None, notes=(),
+    )  # fmt: skip
+    for remedy in remedies(job):
+        verb, *words = arguments(remedy.command)
+        VERBS[verb].make_context(verb, words)
 
 
 def test_the_targets_of_make_that_the_readme_names_are_there() -> None:
