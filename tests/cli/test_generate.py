@@ -55,7 +55,7 @@ def test_a_folder_without_a_job_is_a_sentence(tmp_path: Path) -> None:
         base_of(tmp_path)
     for text in ("- a list", "base: demo", "{", "name: x"):
         (tmp_path / "job.yaml").write_text(text)
-        with pytest.raises(AdapterError, match="does not say which base"):
+        with pytest.raises(AdapterError, match="job.yaml cannot be used .*which base"):
             base_of(tmp_path)
 
 

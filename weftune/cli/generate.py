@@ -68,7 +68,9 @@ def base_of(folder: Path) -> BaseSpec:
             revision=base.get("revision"),
             written=base.get("written"),
         )
-    except (DamagedJobFile, TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+    except DamagedJobFile as error:
+        raise AdapterError(f"{error}, so nobody knows which base the adapter was trained on.") from error
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise AdapterError(
             f"{folder / JOB_FILE} does not say which base the adapter was trained on."
         ) from error
