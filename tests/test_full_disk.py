@@ -207,7 +207,7 @@ def test_paused_is_exit_1_and_the_table_says_how_to_go_on(tmp_path, forks):
     assert forks.weftune("train", "jobs.yaml", cwd=folder, file_bytes=2500) == 1
     log = (folder / "log").read_text()
     assert states(folder / "out") == {"a": "paused"}
-    assert "its checkpoint of step 0 cannot be written: File too large" in log
+    assert "its checkpoint of step 2 cannot be written: File too large" in log
     assert "--resume goes on from step 0" in log
     assert "report.html cannot be written" in log
     assert "Traceback" not in log

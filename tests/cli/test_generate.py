@@ -30,7 +30,7 @@ def test_base_and_adapter_are_shown_side_by_side(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("COLUMNS", "200")
     base = model_folder(tmp_path / "base")
     job = adapter_folder(tmp_path / "output" / "haiku", 1)
-    record = {"name": "haiku", "base": {"model": str(base), "dtype": None, "revision": None}}
+    record = {"job": {"name": "haiku"}, "base": {"model": str(base), "dtype": None, "revision": None}}
     (job / "job.yaml").write_text(yaml.safe_dump(record))
     with_adapter, alone = (spoken_by_peft(base, adapter, "w10 w20") for adapter in (job, None))
     shown = run(str(job), "w10 w20", "--against-base", "--max-tokens", "8", "--device", "cpu")
@@ -55,7 +55,7 @@ def test_a_folder_without_a_job_is_a_sentence(tmp_path: Path) -> None:
         base_of(tmp_path)
     for text in ("- a list", "base: demo", "{", "name: x"):
         (tmp_path / "job.yaml").write_text(text)
-        with pytest.raises(AdapterError, match="job.yaml cannot be used .*which base"):
+        with pytest.raises(AdapterError, match=r"job\.yaml cannot be used .*which base"):
             base_of(tmp_path)
 
 

@@ -76,7 +76,7 @@ def test_an_evaluation_is_reported_once_with_the_values_of_a_plain_forward(base,
         look = looks[job.name]
         assert look.loss == pytest.approx(loss / supervised, rel=1e-12)
         assert (look.step, look.tokens, look.token_accuracy) == (0, supervised, hits / supervised)
-    assert [event.job for event in events if isinstance(event, SaveDue)] == ["a", "b"]
+    assert not any(isinstance(event, SaveDue) for event in events)
 
 
 def test_a_killed_job_is_skipped_and_the_program_stands_for_the_others(base):

@@ -142,9 +142,9 @@ def _rules(data: DataSpec, tokenizer: Any, context: int | None) -> Rules:
     encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
     sources = [template_source(encoder.tokenizer, data.chat_template, tools=tools) for tools in (False, True)]
     special = json.dumps(encoder.tokenizer.special_tokens_map, default=str)
-    templates = [_template(source, special) if source is not None else None for source in sources]
+    plain, for_tools = (None if source is None else _template(source, special) for source in sources)
     longest = data.max_length if context is None else min(data.max_length, context)
-    return Rules(data, encoder, encoder.fingerprint, *templates, longest, context)
+    return Rules(data, encoder, encoder.fingerprint, plain, for_tools, longest, context)
 
 
 @lru_cache(maxsize=8)
