@@ -24,7 +24,7 @@ def undisturbed(tmp_path_factory):
 def crashed(tmp_path, model, undisturbed):
     """A run that broke off when both jobs had checkpoints of several steps."""
     with pytest.raises(Crash):
-        events_of(tmp_path / "out", model, 18)
+        events_of(tmp_path / "out", model, 28)
     return tmp_path / "out"
 
 

@@ -81,15 +81,14 @@ def test_a_stage_holds_its_own_layers_only_and_both_ends_hold_a_tied_matrix(tmp_
     assert torch.equal(last.head().weight_VD, embedding)
 
 
-def test_weights_in_another_format_are_read_whole_and_cut(tmp_path):
+def test_a_stage_of_pickled_weights_is_refused(tmp_path):
     folder = model_folder(tmp_path, "llama")
     state = {name: value.clone() for name, value in tiny("llama", torch.float32).state_dict().items()}
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")
     spec = BaseSpec(model=str(folder), dtype="float32")
-    whole, microbatch = load_base(spec, CPU), packed(random_samples())
-    stages = [load_stage(spec, CPU, held) for held in ranges([0, 1, 2])]
-    assert torch.equal(through(stages, microbatch), whole.hidden(microbatch))
+    with pytest.raises(BaseModelError, match=r"weights in pytorch_model\.bin, and Weftune opens safetensors"):
+        load_stage(spec, CPU, ranges([0, 1, 2])[0])
 
 
 def test_a_family_that_nobody_has_cut_is_refused_with_a_sentence():

@@ -46,7 +46,9 @@ def refuse_unsafe(folder: Path, name: str) -> None:
 
 
 def no_safetensors(name: str, found: str | None = None) -> BaseModelError:
-    what = "has no weights in safetensors files" if found is None else f"has its weights in {found}"
+    what = (
+        "has no model.safetensors and no index of several" if found is None else f"has its weights in {found}"
+    )
     return BaseModelError(
         f"{name} {what}, and Weftune opens safetensors only, since other files can run code when they are "
         f"opened. If you trust it, convert it once and name the new folder: {convert_command(name)}"
