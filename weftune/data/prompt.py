@@ -25,7 +25,8 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> lis
     messages.append({"role": "user", "content": prompt})
     hidden, stand_ins = hide_control(messages, encoder.control)
     try:
-        text = Template(source, tokenizer.special_tokens_map).render(hidden, None, prompt=True)
+        template = Template(source, tokenizer.special_tokens_map)
+        text = template.render(hidden, None, prompt=True, now=True)
     except BadRow as problem:
         raise DataError(f"This prompt cannot be put to the model: {problem}.") from problem
     return _filled(encoder.pieces(text, stand_ins).tokens.tolist())

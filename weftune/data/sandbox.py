@@ -62,12 +62,17 @@ class SandboxedTemplate:
             raise _uncompiled(str(problem).partition(" (<")[0]) from problem
         self.prints_tools = "tools" in used
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
-        """The text that these messages make; with `prompt`, up to where the assistant begins to speak."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
+    ) -> str:
+        """The text that these messages make; with `prompt`, up to where the assistant begins to speak. A date
+        in it is that of all rows, or with `now` today's."""
         allow_seconds(SECONDS)
         pieces: list[str] = []
         printed = 0
         values = {**self._special, "messages": messages, "tools": tools, "documents": None}
+        if now:
+            values["strftime_now"] = datetime.now().strftime
         try:
             for piece in self._template.generate(values, add_generation_prompt=prompt):
                 printed += len(piece)
@@ -158,11 +163,11 @@ def facts(source: str, special: str) -> dict[str, bool]:
 
 
 def render_one(
-    source: str, special: str, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool
+    source: str, special: str, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool, now: bool
 ) -> dict[str, Any]:
     """The text of some messages, or under `bad` why there is none."""
     try:
-        return {"text": compiled(source, special).render(messages, tools, prompt=prompt)}
+        return {"text": compiled(source, special).render(messages, tools, prompt=prompt, now=now)}
     except BadRow as problem:
         return problem.plain()
 

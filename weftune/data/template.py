@@ -53,9 +53,12 @@ class Template:
         known = _facts(source, self._special)
         self.prints_tools = known["prints_tools"]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
-        """The text that these messages make; with `prompt`, up to where the assistant begins to speak."""
-        made = self._ask(sandbox.render_one, messages, tools, prompt)
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool, now: bool = False
+    ) -> str:
+        """The text that these messages make; with `prompt`, up to where the assistant begins to speak. A date
+        in it is that of all rows, or with `now` today's."""
+        made = self._ask(sandbox.render_one, messages, tools, prompt, now)
         if "bad" in made:
             raise bad_row(made)
         return str(made["text"])
