@@ -88,7 +88,7 @@ CASES = [
     Case(("train", "hollow.yaml"), "holds no config.json"),
     Case(("train", "absent.yaml"), "there is no file"),
     Case(("train", "hub.yaml"), "There is no folder nobody/nothing here, and the Hub cannot be reached"),
-    Case(("train", "good.yaml", "--output", "used"), "used is not empty; continue it with --resume"),
+    Case(("train", "good.yaml", "--output", "used"), "used is not empty; it holds other things than a run"),
     Case(("train", "good.yaml", "--output", "rows.jsonl"), "is a file; choose another --output"),
     Case(("train", "good.yaml", "--output", "used", "--resume"), "holds no status.json"),
     Case(("train", "good.yaml", "--memory", "lots"), "--memory lots: write a number and a unit"),

@@ -61,7 +61,7 @@ def test_what_is_recorded_is_read_back_on_resume(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_something_is_refused_without_resume(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(OutputError, match="is not empty; continue it with --resume"):
+    with pytest.raises(OutputError, match="is not empty; it holds other things than a run"):
         open_store(tmp_path, resume=False)
     with pytest.raises(OutputError, match=r"holds no status.json, so there is nothing to resume"):
         open_store(tmp_path, resume=True)

@@ -91,9 +91,12 @@ def _status_of(output: Path, resume: bool) -> tuple[RunStatus, str]:
     is_empty = all(entry.name in left_over for entry in output.iterdir())
     if is_empty:
         return RunStatus(started=time.time()), ""
+    holds_a_run = (output / STATUS).exists() or any(output.glob(f"*/{JOB_FILE}"))
     if not resume:
-        raise OutputError(f"{output} is not empty; continue it with --resume, or choose another --output")
-    if not (output / STATUS).exists() and not any(output.glob(f"*/{JOB_FILE}")):
+        mend = "continue it with --resume, or choose another --output"
+        mend = mend if holds_a_run else "it holds other things than a run; choose another --output"
+        raise OutputError(f"{output} is not empty; {mend}")
+    if not holds_a_run:
         raise OutputError(
             f"{output} holds no {STATUS}, so there is nothing to resume; choose another --output"
         )
