@@ -42,7 +42,7 @@ def mutated(whole: bytes, seed: int) -> bytes:
             data[:8] = rng.choice(NUMBERS).to_bytes(8, "little")
         elif kind == 3:
             digits = [n for n in range(8, min(stop, len(data))) if chr(data[n]).isdigit()]
-            where = rng.choice(digits)
+            where = rng.choice(digits) if digits else at
             data[where : where + 1] = str(rng.choice(NUMBERS)).encode()
         elif kind == 4:
             del data[at : at + rng.randrange(1, 40)]
