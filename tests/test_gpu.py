@@ -33,7 +33,7 @@ TEXTS = [
 
 
 def job(name, index, **changes):
-    settings = dict(steps=12, batch_size=8, learning_rate=1e-3, seed=index)
+    settings = dict(steps=8, batch_size=4, learning_rate=1e-3, seed=index)
     adapter = dict(rank=4 * (index + 1), alpha=16.0, dropout=0.1 * (index % 2))
     return JobSpec(name=name, data=TEXTS, adapter=adapter, **(settings | changes))
 
@@ -52,7 +52,12 @@ def train(output, dtype, device, jobs=None, **options):
 @pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory):
     output = tmp_path_factory.mktemp("cpu") / "output"
-    train(output, "float32", "cpu").run()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, 4))
+    try:
+        train(output, "float32", "cpu").run()
+    finally:
+        torch.set_num_threads(threads)
     return output
 
 
@@ -132,14 +137,14 @@ def test_two_runs_give_the_same_bits(base):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("route", [Route.segmented, Route.concatenated, Route.tiled])
+@pytest.mark.parametrize("route", [Route.segmented, Route.tiled])
 def test_a_nan_in_one_job_does_not_reach_the_others_by_any_route(base, route):
     """Bits differ where company does, and Adam makes whole steps of them: within what company does."""
-    jobs = [ready(base, f"job{i}", i) for i in range(8)]
-    with_it, _, _ = trained(base, jobs, route=route)
-    without, _, _ = trained(base, jobs[:3] + jobs[4:], route=route)
-    spoilt, failed, _ = trained(base, jobs, route=route, spoilt=["job3"])
-    assert set(failed) == {"job3"}
+    jobs = [ready(base, f"job{i}", i) for i in range(4)]
+    with_it, _, _ = trained(base, jobs, rounds=4, route=route)
+    without, _, _ = trained(base, jobs[:2] + jobs[3:], rounds=4, route=route)
+    spoilt, failed, _ = trained(base, jobs, rounds=4, route=route, spoilt=["job2"])
+    assert set(failed) == {"job2"}
     for name in without:
         assert spoilt[name].isfinite().all()
         drift = (with_it[name] - without[name]).norm()
@@ -170,7 +175,7 @@ def test_a_nan_in_one_job_does_not_reach_the_others_on_the_gpu(tmp_path):
 
 def test_out_of_memory_halves_the_capacity_and_loses_no_job(tmp_path):
     """The allocator itself is capped, so that the first capacity cannot fit and a smaller one does."""
-    train(tmp_path / "free", "float32", "cuda").run()
+    train(tmp_path / "free", "float32", "cuda", [job("first", 0, steps=2)]).run()
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

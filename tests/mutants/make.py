@@ -112,11 +112,12 @@ class Mutant:
     line: int
 
     def source(self, original: str) -> str | None:
-        """The changed source; None where it cannot be compiled."""
-        changed = mutate_code(original, _operator(self.operator), self.occurrence)
+        """The changed source; None where it cannot be made or compiled."""
         try:
+            changed = mutate_code(original, _operator(self.operator), self.occurrence)
             ast.parse(changed)
-        except (SyntaxError, TypeError):
+        except (SyntaxError, TypeError, AttributeError):
+            # cosmic-ray knows no exceptions with a dot in their names.
             return None
         return changed
 

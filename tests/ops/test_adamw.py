@@ -34,6 +34,17 @@ def rules(step):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_job_gets_the_step_that_torch_gives_it(device, dtype):
     """In float32 by the kernel."""
+    as_torch_does(device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_every_job_gets_the_step_that_torch_gives_it():
+    """Betas and eps are each job's own there too."""
+    as_torch_does(torch.device("cuda"), torch.float32)
+
+
+def as_torch_does(device, dtype):
     made = states(device, dtype)
     theirs = [state.master.clone().requires_grad_() for state in made]
     optimizers = [torch.optim.AdamW([one], lr=1.0) for one in theirs]

@@ -1,12 +1,14 @@
 """The rule that chooses an order, with real trials on a CUDA device: run with `pytest -m gpu`."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from tests.cases import call_side_by_side, some_of
 from tests.ops.test_choice import Call
 from weftune.ops.choice import fastest
 from weftune.ops.choice_file import file_for
@@ -48,7 +50,19 @@ def _fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
 
 
-@pytest.mark.parametrize("name", CALLS)
+NAMES = some_of(CALLS, ["a group that drops", "onto a residual", "widths of no alignment", "one row"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_side_by_side():
+    asked = [call(name) for name in NAMES]
+    call_side_by_side(
+        partial(time_orders, one.shape, [order], DEVICE) for one in asked for order in orders(one)
+    )
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_order_gets_a_time_and_the_fastest_is_written_down(name):
     asked = call(name)
     allowed = orders(asked)

@@ -1,11 +1,17 @@
 """The gated activation: in float32 here, in half precision on a GPU."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers.activations import ACT2FN
 
+from tests.cases import some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
 from weftune.ops.swiglu import swiglu, swiglu_reference
+
+SIZES = [(1, 20), (7, 64), (33, 1536), (300, 14336)]
+"""Rows and their width."""
 
 
 def drawn(*shape, dtype=torch.float32, device="cpu"):
@@ -58,7 +64,12 @@ def test_nothing_but_the_input_is_kept(device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "width"), [(1, 20), (7, 64), (33, 1536), (300, 14336)])
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"),
+    some_of(
+        ((*size, dtype) for size, dtype in product(SIZES, (torch.bfloat16, torch.float16))),
+        [*((*size, torch.bfloat16) for size in SIZES), (33, 1536, torch.float16)],
+    ),
+)
 def test_in_half_precision_swiglu_is_as_exact_as_that_of_transformers(rows, width, dtype):
     check(rows, width, dtype, "cuda")

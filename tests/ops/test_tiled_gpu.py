@@ -1,11 +1,12 @@
 """The tiled route compiled for a CUDA device, in bfloat16: run with `pytest -m gpu`."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
-from tests.cases import some_of
+from tests.cases import call_side_by_side, some_of
 
 pytest.importorskip("triton")
 
@@ -94,12 +95,58 @@ DIFFERENT = (
 """Kernels are compiled anew for nearly each of these, which takes most of the time."""
 
 
-@pytest.mark.parametrize(("name", "drop"), some_of(product(COMPILED, (0.0, 0.1)), DIFFERENT))
+CASES = some_of(product(COMPILED, (0.0, 0.1)), DIFFERENT)
+
+
+BLOCKS = some_of(
+    product((16, 32, 64), (0.0, 0.1), (128, 256)),
+    [(16, 0.1, 256), (32, 0.0, 128), (64, 0.1, 256), (64, 0.1, 128)],
+)
+YOUNG = some_of(product(Order, (1024, 4096), (False, True)), product(Order, (1024,), (False, True)))
+
+
+def in_blocks(rank, drop):
+    """More tiles than programs, several runs in a block, row and column counts that fill no block."""
+    return Case(
+        [Job(1000, rank=rank), Job(2301, rank=5), Job(17, rank=1), Job(700, rank=rank - 3)],
+        **(BIG | dict(features=1096, widths=(1536, 256, 264), piece=1024)),
+        bias=True,
+        residual=True,
+    ).dropping(drop)
+
+
+def young(rows, residual):
+    return Case([Job(rows, rank=16)], **(BIG | dict(features=5120, widths=(5120,))), gap=0, residual=residual)
+
+
+def calls():
+    """What the tests below call with kernels of their own."""
+    for name, drop in CASES:
+        case = COMPILED[name].dropping(drop)
+        yield from (partial(run, case, order=order) for order in orders_of(case))
+    for rank, drop, columns in BLOCKS:
+        yield partial(run, in_blocks(rank, drop), order=Order.fused_beside, columns=columns)
+    for order, rows, residual in YOUNG:
+        yield partial(kept_of_a_young_adapter, young(rows, residual), order)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_side_by_side():
+    """The compiler takes most of the time of these tests."""
+    call_side_by_side(calls())
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("name", "drop"), CASES)
 def test_the_error_is_at_most_twice_that_of_plain_torch(name, drop):
     case = COMPILED[name].dropping(drop)
-    no_worse_than_plain_torch(run(case), case)
     for order in orders_of(case):
         no_worse_than_plain_torch(run(case, order=order), case)
+
+
+def test_through_autograd_the_error_is_as_small():
+    case = COMPILED["ranks 1 to 24"].dropping(0.1)
+    no_worse_than_plain_torch(run(case), case)
 
 
 @pytest.mark.parametrize("one_read", [False, True])
@@ -110,21 +157,9 @@ def test_neither_the_order_of_the_frozen_product_nor_the_reads_of_dy_matter(one_
 
 
 @hopper
-@pytest.mark.parametrize(
-    ("rank", "drop", "columns"),
-    some_of(
-        product((16, 32, 64), (0.0, 0.1), (128, 256)),
-        [(16, 0.1, 256), (32, 0.0, 128), (64, 0.1, 256), (64, 0.1, 128)],
-    ),
-)
+@pytest.mark.parametrize(("rank", "drop", "columns"), BLOCKS)
 def test_the_fused_product_is_right_in_blocks_of_either_width(rank, drop, columns):
-    """More tiles than programs, several runs in a block, row and column counts that fill no block."""
-    case = Case(
-        [Job(1000, rank=rank), Job(2301, rank=5), Job(17, rank=1), Job(700, rank=rank - 3)],
-        **(BIG | dict(features=1096, widths=(1536, 256, 264), piece=1024)),
-        bias=True,
-        residual=True,
-    ).dropping(drop)
+    case = in_blocks(rank, drop)
     no_worse_than_plain_torch(run(case, order=Order.fused_beside, columns=columns), case)
 
 
@@ -136,15 +171,13 @@ def test_the_fused_product_is_taken_where_it_can_be_and_only_there():
         assert (Order.fused in orders_of(case)) == (name not in refused), name
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("rows", [1024, 4096])
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize(("order", "rows", "residual"), YOUNG)
 def test_what_a_young_adapter_adds_is_not_rounded_away(order, rows, residual):
     """It is a twentieth of the last digit of what the frozen weights give, and there all the same on average.
 
     Where the library adds its product to a 16-bit tensor it rounds the product first, whatever it is told of
     its sums: a sixth was kept here when the adapters' part went before the product."""
-    case = Case([Job(rows, rank=16)], **(BIG | dict(features=5120, widths=(5120,))), gap=0, residual=residual)
+    case = young(rows, residual)
     if order not in orders_of(case):
         pytest.skip("not on this device")
     for name, kept in kept_of_a_young_adapter(case, order).items():
