@@ -1,0 +1,131 @@
+"""Windows that are drawn by seeds, and what was planned for them, as text that outlives a rebuilt planner.
+
+`python -m tests.frozen.programs` records them anew in programs.json; whatever differs then is listed in
+docs/design.md with its reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from tests.plan.test_check import course
+from weftune.plan.cost import Line
+from weftune.plan.memory import Recompute
+from weftune.plan.pipeline_window import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.plan.planner import Course, plan_window
+from weftune.plan.program import Action, MicrobatchPlan, Program
+from weftune.plan.rank_cut import RanksCut
+from weftune.plan.rank_window import plan_ranks
+from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_window import plan_streamed
+
+FILE = Path(__file__).parent / "programs.json"
+SEEDS = range(8)
+PACES = StagePace(Line(0.0, 1.0), Line(0.0, 2.0), step=3.0), StagePace(Line(2.0, 1.5), Line(1.0, 2.5))
+Plan = Callable[[], Program]
+
+
+def courses(seed: int) -> list[Course]:
+    """Two to five jobs with up to four batches each; some begin, evaluate and save on the way."""
+    rng = random.Random(seed)
+
+    def lengths(most: int) -> list[int]:
+        return [rng.randint(1, 40) for _ in range(rng.randint(1, most))]
+
+    found = []
+    for number in range(rng.randint(2, 5)):
+        step = rng.choice((0, 0, 3, 7))
+        batches = [lengths(8) for _ in range(rng.randint(1, 4))]
+        looks = {step + rng.randint(1, 4)} | ({0} if rng.random() < 0.3 else set())
+        evaluation = lengths(6) if rng.random() < 0.6 else []
+        saves = {step + rng.randint(0, 3)}
+        found.append(course(f"job{number}", batches, step, evaluation, looks, saves, begins=step == 0))
+    return found
+
+
+def stages(seed: int, fewest: int = 1) -> tuple[StreamStage, ...]:
+    """Stages of one to three layers, some of which stay on their device."""
+    rng = random.Random(1000 + seed)
+    ends = accumulate((rng.randint(1, 3) for _ in range(rng.randint(fewest, 6))), initial=0)
+    return tuple(StreamStage(start, stop, rng.random() < 0.3) for start, stop in pairwise(ends))
+
+
+def plans() -> Iterator[tuple[str, Plan]]:
+    """The four ways of running, for every seed."""
+    for seed in SEEDS:
+        yield from _on_one_device(seed)
+        yield from _streamed(seed)
+        yield from _pipelined(seed)
+        yield from _streamed_by_workers(seed)
+
+
+def _on_one_device(seed: int) -> Iterator[tuple[str, Plan]]:
+    made = courses(seed)
+    recompute = Recompute(seed % 2 == 0, seed % 3)
+    yield f"one device {seed}", lambda: plan_window(made, 48)
+    yield f"one device {seed} on a ladder", lambda: plan_window(made, 256, ladder=True, recompute=recompute)
+    yield f"one device {seed}, job1 dead", lambda: plan_window(made, 48).without("job1")
+
+
+def _streamed(seed: int) -> Iterator[tuple[str, Plan]]:
+    made, cut = courses(seed), stages(seed)
+    for slots in (1, 2):
+        kept = StreamCut(cut, slots)
+        yield f"streamed {seed}, {slots} slots", lambda kept=kept: plan_streamed(made, kept, 48)
+    away = StreamCut(cut, 2, travels=True, offloaded_rows=64)
+    yield f"streamed {seed}, offloaded", lambda: plan_streamed(made, away, 48, ladder=True)
+    yield f"streamed {seed}, job0 dead", lambda: plan_streamed(made, away, 48).without("job0")
+
+
+def _pipelined(seed: int) -> Iterator[tuple[str, Plan]]:
+    made, count = courses(seed), 2 + seed % 3
+    paces = tuple(PACES[(seed + stage) % 2] for stage in range(count))
+    for order in (None, *PipelineOrder):
+        rules = PipelineRules(64, paces, order, spare=seed % 2)
+        yield f"pipeline {seed} of {count}, {order}", lambda rules=rules: plan_pipeline(made, rules)
+    shared = PipelineRules(64, paces, replicas=2)
+    yield f"pipeline {seed} of {count}, replicas", lambda: plan_pipeline(made, shared)
+    yield f"pipeline {seed} of {count}, job1 dead", lambda: plan_pipeline(made, shared).without("job1")
+
+
+def _streamed_by_workers(seed: int) -> Iterator[tuple[str, Plan]]:
+    made, cut = courses(seed), stages(seed, fewest=3)
+    for slots in ((1, 1), (2, 1), (1, 1, 1)):
+        ranks = RanksCut(cut, slots)
+        yield f"streamed {seed} by {len(slots)}, {slots}", lambda ranks=ranks: plan_ranks(made, ranks, 48)
+
+
+def digest(program: Program) -> dict[str, object]:
+    """What a program is, short enough to be kept: its sizes, and hashes that say which part has changed."""
+    return {
+        "microbatches": _hash(map(_microbatch, program.microbatches)),
+        "batches": _hash(f"{one.job} {one.step} {one.supervised}" for one in program.batches),
+        "devices": [f"{len(actions)} {_hash(map(_action, actions))}" for actions in program.devices],
+        "rest": str(
+            (program.capacity, program.stages, astuple(program.recompute), program.chunk, program.replicas)
+        ),
+    }
+
+
+def _microbatch(plan: MicrobatchPlan) -> str:
+    held = (f"{one.job} {one.step} {[placed.sample for placed in one.samples]}" for one in plan.segments)
+    return f"{plan.rung}: {'; '.join(held)}"
+
+
+def _action(action: Action) -> str:
+    return " ".join(map(str, (type(action).__name__, *astuple(action))))
+
+
+def _hash(lines: Iterator[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps({name: digest(plan()) for name, plan in plans()}, indent=1) + "\n")
