@@ -8,7 +8,7 @@ from dataclasses import replace
 from weftune.plan.best import Limits, Packing, pack_best
 from weftune.plan.program import MicrobatchPlan, Placed, SegmentPlan
 
-QUICK = Limits(kicks=50, solver_cells=0)
+QUICK = Limits(kicks=50, solver_cells=0, room_cells=0)
 """Without the solver: a window is planned while the one before it runs, and alike on every machine."""
 
 
