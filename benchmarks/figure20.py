@@ -18,8 +18,9 @@ from random import Random
 from statistics import mean, pstdev
 
 from weftune.plan.group import JobLengths, group
+from weftune.plan.layer_cost import LayerCost
 from weftune.plan.merge import BatchSample, MergeRules, merge
-from weftune.plan.partition import LayerCost, StageLimit, balance
+from weftune.plan.partition import StageLimit, balance
 from weftune.plan.pipeline import Work, multi_job, one_forward_one_backward
 from weftune.plan.price import Prices, free_cluster, stage_prices
 from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan

@@ -16,18 +16,11 @@ from typing import Any
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.plan.contention import Root, contended_seconds, fastest_order
+from weftune.plan.layer_cost import LayerCost
 from weftune.plan.mapping import Topology, cross_order, sequential_order
-from weftune.plan.partition import LayerCost
+from weftune.plan.stream_cut import StreamStage
 from weftune.plan.stream_partition import largest_stages, smallest_stages, stream
-from weftune.plan.stream_step import (
-    Host,
-    StreamPartition,
-    StreamStage,
-    Visit,
-    Visits,
-    step_seconds,
-    visits,
-)
+from weftune.plan.stream_step import Host, StreamPartition, Visit, Visits, step_seconds, visits
 
 BYTES = 2
 RANK = 16

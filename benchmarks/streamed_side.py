@@ -23,12 +23,11 @@ from weftune.errors import PlanError
 from weftune.plan.planner import Course
 from weftune.plan.program import Program
 from weftune.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
-from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_need import StreamCase, StreamDevice
 from weftune.plan.stream_ring import step_bytes
 from weftune.plan.stream_run import gpu_place, pretended_place
 from weftune.plan.stream_search import largest_drafts, smallest_drafts
-from weftune.plan.stream_step import StreamStage
 from weftune.plan.stream_window import plan_streamed
 from weftune.run.link import Link
 from weftune.run.measure import CPU_SHARE, budget_bytes

@@ -15,10 +15,9 @@ from weftune.base.spec import BaseSpec
 from weftune.base.streamed import stream_model
 from weftune.batch import IGNORED, Microbatch
 from weftune.ops.lora import Route
-from weftune.plan.memory import NOTHING, Recompute
 from weftune.plan.planner import plan_window
-from weftune.plan.stream_cut import StreamCut
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.recompute import NOTHING, Recompute
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_window import plan_streamed
 from weftune.run.events import Failed, Stepped
 from weftune.run.stream_executor import StreamExecutor

@@ -21,9 +21,8 @@ from weftune.base.streamed import load_streamed
 from weftune.errors import BaseModelError
 from weftune.ops.adamw import update
 from weftune.plan.planner import plan_window
-from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_ring import PIECE
-from weftune.plan.stream_step import StreamStage
 from weftune.plan.stream_window import plan_streamed
 from weftune.run import travel_steps
 from weftune.run.executor import Executor

@@ -14,8 +14,7 @@ from tests.test_gpu import ready
 from tests.test_stream_gpu import LAYERS, SPEC, a_layer_each, attach, even, level, trained
 from weftune.base.host import host_bytes
 from weftune.base.streamed import load_streamed
-from weftune.plan.stream_cut import StreamCut
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.run.events import Failed, Stepped
 from weftune.run.graph_pool import GraphPool
 from weftune.run.stream_executor import StreamExecutor

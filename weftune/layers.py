@@ -26,7 +26,7 @@ from weftune.base.stages import Elsewhere
 from weftune.ops.norm import rms_norm, skip_rms_norm
 from weftune.ops.rotary import rotary_split
 from weftune.ops.swiglu import swiglu
-from weftune.plan.memory import Recompute
+from weftune.plan.recompute import Recompute
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2"})
 """Families whose layers are exactly that, whatever else their configs say."""

@@ -21,10 +21,11 @@ from weftune.jobs.store import Store
 from weftune.journal import Journal, Window
 from weftune.plan.cost import CostModel, PassTime, StateTime
 from weftune.plan.learned import Company, Learned, Outcome, Promise, sizes_of
-from weftune.plan.memory import MemoryModel, Recompute, longest
+from weftune.plan.memory import MemoryModel, longest
 from weftune.plan.planner import Course, plan_window
 from weftune.plan.prior import arithmetic
 from weftune.plan.program import MicrobatchPlan, Program
+from weftune.plan.recompute import Recompute
 from weftune.ready import Ready, lay_out
 from weftune.report.words import plural
 from weftune.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result

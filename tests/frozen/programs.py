@@ -16,14 +16,13 @@ from pathlib import Path
 
 from tests.plan.test_check import course
 from weftune.plan.cost import Line
-from weftune.plan.memory import Recompute
 from weftune.plan.pipeline_window import PipelineOrder, PipelineRules, StagePace, plan_pipeline
 from weftune.plan.planner import Course, plan_window
 from weftune.plan.program import Action, MicrobatchPlan, Program
 from weftune.plan.rank_cut import RanksCut
 from weftune.plan.rank_window import plan_ranks
-from weftune.plan.stream_cut import StreamCut
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.recompute import Recompute
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_window import plan_streamed
 
 FILE = Path(__file__).parent / "programs.json"

@@ -7,8 +7,9 @@ from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
-from weftune.plan.partition import LayerCost
-from weftune.plan.stream_step import Host, StreamPartition, StreamStage
+from weftune.plan.layer_cost import LayerCost
+from weftune.plan.stream_cut import StreamStage
+from weftune.plan.stream_step import Host, StreamPartition
 
 SECONDS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 

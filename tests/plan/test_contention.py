@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.plan.streams import HOSTS, bases, partition, partitions
 from weftune.plan.contention import Root, contended_seconds, fastest_order
+from weftune.plan.layer_cost import LayerCost
 from weftune.plan.mapping import Topology, cross_order, sequential_order
-from weftune.plan.partition import LayerCost
 from weftune.plan.stream_step import Host, StreamPartition, step_seconds, visits
 
 BLOCK = LayerCost("block", 1.0, 2.0, 40)

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from weftune.plan.memory import FUSED_SLACK_BYTES, NOTHING, SLACK_BYTES, MemoryModel, Recompute, gib, longest
+from weftune.plan.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryModel, gib, longest
+from weftune.plan.recompute import NOTHING, Recompute
 from weftune.shapes import JobShape, ModelShape, SiteShape
 
 SITES = (SiteShape("up", 100, 400), SiteShape("down", 400, 100))

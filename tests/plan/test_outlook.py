@@ -16,9 +16,9 @@ from weftune.plan.estimate import sheet_speed
 from weftune.plan.explain import explain
 from weftune.plan.fit import frugal, full_rows, lay_out, make_ground, why_not
 from weftune.plan.forecast import run_scheme
-from weftune.plan.memory import NOTHING
 from weftune.plan.outlook import outlook
 from weftune.plan.places import ALIKE, places
+from weftune.plan.recompute import NOTHING
 from weftune.plan.rivals import rivals
 from weftune.plan.scheme import Order
 from weftune.plan.search import PIPELINE_ORDERS

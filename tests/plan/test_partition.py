@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.plan.streams import layer
 from weftune.errors import PlanError
-from weftune.plan.partition import LayerCost, StageCost, StageLimit, balance, stage_bytes, stage_cost
+from weftune.plan.layer_cost import LayerCost, StageCost, stage_cost
+from weftune.plan.partition import StageLimit, balance, stage_bytes
 
 LIMITS = st.lists(
     st.builds(

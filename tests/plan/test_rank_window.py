@@ -32,7 +32,7 @@ from weftune.plan.program import (
 from weftune.plan.rank_cut import RanksCut
 from weftune.plan.rank_window import plan_ranks
 from weftune.plan.simulate import simulate
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_cut import StreamStage
 
 
 def cut(*layers: int, ranks: int, resident: set[int] = frozenset(), slots: int = 1) -> RanksCut:

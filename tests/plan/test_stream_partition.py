@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.plan.streams import HOSTS, bases, every_partition, partitions
 from weftune.errors import PlanError
-from weftune.plan.partition import LayerCost
+from weftune.plan.layer_cost import LayerCost
 from weftune.plan.stream_bound import Bounds
 from weftune.plan.stream_partition import largest_stages, smallest_stages, stream
 from weftune.plan.stream_step import Host, step_seconds

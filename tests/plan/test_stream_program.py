@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
-from weftune.plan.partition import StageCost
+from weftune.plan.layer_cost import StageCost
 from weftune.plan.price import Link, PassPrice, PricedCluster, PricedDevice, Prices
 from weftune.plan.program import Evict, Forward, Load, Reduce, Step
 from weftune.plan.simulate import simulate

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.streams import HOSTS, bases, partition, partitions
-from weftune.plan.partition import LayerCost, StageCost
+from weftune.plan.layer_cost import LayerCost, StageCost
 from weftune.plan.stream_step import Host, StreamPartition, free_bytes, step_seconds, visits
 
 

@@ -12,8 +12,7 @@ from weftune.plan.check import check
 from weftune.plan.check_slots import check_slots
 from weftune.plan.planner import Course, plan_window
 from weftune.plan.program import Backward, Evaluate, Evict, Forward, IllegalProgram, Load, Program, Save, Step
-from weftune.plan.stream_cut import StreamCut
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_window import plan_streamed
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)

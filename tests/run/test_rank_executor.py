@@ -19,7 +19,7 @@ from weftune.ops.lora import Route
 from weftune.plan.program import Evaluate, Forward
 from weftune.plan.rank_cut import RanksCut
 from weftune.plan.rank_window import plan_ranks
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_cut import StreamStage
 from weftune.ready import lay_out
 from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
 from weftune.run.rank_executor import RankExecutor

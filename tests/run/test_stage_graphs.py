@@ -14,8 +14,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import stream_model
 from weftune.ops.lora import Route
-from weftune.plan.stream_cut import StreamCut
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_window import plan_streamed
 from weftune.ready import lay_out
 from weftune.run.events import Stepped

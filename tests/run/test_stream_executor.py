@@ -13,8 +13,7 @@ from weftune.errors import PlanError
 from weftune.plan.pipeline_window import PipelineRules, plan_pipeline
 from weftune.plan.planner import plan_window
 from weftune.plan.program import Load
-from weftune.plan.stream_cut import StreamCut
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_window import plan_streamed
 from weftune.ready import lay_out
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped

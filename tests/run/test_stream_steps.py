@@ -28,8 +28,7 @@ from weftune.base.streamed import stream_model
 from weftune.ops.adamw import update
 from weftune.plan import stream_ring
 from weftune.plan.program import Backward, Forward, Step
-from weftune.plan.stream_cut import StreamCut
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_window import plan_streamed
 from weftune.run import travel_steps
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped

@@ -8,9 +8,8 @@ from tests.bench import CPU
 from weftune.adapters.kind import Member
 from weftune.adapters.layout import Layout, ParameterShape
 from weftune.ops.adamw import State, update
-from weftune.plan.stream_cut import StreamCut
+from weftune.plan.stream_cut import StreamCut, StreamStage
 from weftune.plan.stream_ring import ring_bytes
-from weftune.plan.stream_step import StreamStage
 from weftune.run.schedule import Recipe
 from weftune.run.steps import Due, take_steps
 from weftune.run.streamer import Gone

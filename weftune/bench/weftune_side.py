@@ -19,9 +19,9 @@ from weftune.data.cache import Store
 from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
 from weftune.data.tally import Tally
-from weftune.plan.memory import NOTHING
 from weftune.plan.planner import Course, plan_window
 from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program
+from weftune.plan.recompute import NOTHING
 from weftune.run.events import Failed, Passed, Stepped
 from weftune.run.executor import Executor
 from weftune.run.schedule import Recipe

@@ -11,7 +11,8 @@ import numpy as np
 
 from weftune.errors import PlanError
 from weftune.plan.cost import Work
-from weftune.plan.partition import LayerCost, StageLimit, balance
+from weftune.plan.layer_cost import LayerCost
+from weftune.plan.partition import StageLimit, balance
 from weftune.plan.profile import Profile
 from weftune.plan.profile_cost import directions
 from weftune.shapes import LayerRange, ModelShape, layer_of

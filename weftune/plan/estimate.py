@@ -11,7 +11,7 @@ from typing import Literal
 
 from weftune.plan.cluster import Device
 from weftune.plan.cost import Line
-from weftune.plan.partition import LayerCost
+from weftune.plan.layer_cost import LayerCost
 from weftune.shapes import JobShape, ModelShape, SiteShape, layer_of
 
 GPU_PART, CPU_PART = 0.6, 0.45

@@ -8,16 +8,10 @@ from dataclasses import dataclass, replace
 from weftune.errors import PlanError
 from weftune.plan.cluster import Cluster
 from weftune.plan.estimate import BaseLayer, JobOutline, Rows, Speed, base_layers, layer_costs, sheet_speed
-from weftune.plan.memory import (
-    FUSED_SLACK_BYTES,
-    NOTHING,
-    SLACK_BYTES,
-    MemoryModel,
-    Recompute,
-    gib,
-    longest,
-)
-from weftune.plan.partition import LayerCost, StageCost, StageLimit, balance, stage_bytes, stage_cost
+from weftune.plan.layer_cost import LayerCost, StageCost, stage_cost
+from weftune.plan.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryModel, gib, longest
+from weftune.plan.partition import StageLimit, balance, stage_bytes
+from weftune.plan.recompute import NOTHING, Recompute
 from weftune.shapes import ModelShape
 
 MOST_GPU, MOST_CPU = 8192, 1024

@@ -18,8 +18,8 @@ from weftune.plan.estimate import (
     square_seconds,
 )
 from weftune.plan.fit import Ground, Layout
+from weftune.plan.layer_cost import StageCost
 from weftune.plan.merge import BatchSample, Merged, MergeRules, merge
-from weftune.plan.partition import StageCost
 from weftune.plan.pipeline import Work
 from weftune.plan.price import PassPrice, Prices
 from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan

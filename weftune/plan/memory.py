@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from weftune.plan.recompute import NOTHING, Recompute
 from weftune.shapes import JobShape, ModelShape
 
 ACTIVATION_FACTOR = 1.5
@@ -19,23 +20,13 @@ OUTPUTS_FACTOR = 0.64
 """The same for fused layers: 0.83 to 0.85 by counting, and 0.55 to 0.57 if outputs of norms and activations
 are made again; the rest is for what a backward holds for a moment."""
 
+ON_THE_WAY = 4
+"""Full microbatches' activations or gradients that a stage of the template may hold to be sent or used."""
+
 SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
 FUSED_SLACK_BYTES = 3 << 30
 """Logits of one chunk, temporaries and the allocator's rounding. A GPU's chunks are larger."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """What a backward makes again because its forward did not keep it."""
-
-    outputs: bool = False
-    """Outputs of norms and activations, which cost little to make."""
-    layers: int = 0
-    """Everything inside so many layers, which costs their forward."""
-
-
-NOTHING = Recompute()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

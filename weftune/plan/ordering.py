@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 from weftune.plan.fit import Layout
 from weftune.plan.lay import Laid
+from weftune.plan.memory import ON_THE_WAY
 from weftune.plan.pipeline import Passes, alternating_passes, gpipe_passes, multi_job_passes
 from weftune.plan.price import Link, Prices
 from weftune.plan.program import Action, Backward, Forward
 from weftune.plan.scheme import Order
 from weftune.plan.template import eager_passes
-
-ON_THE_WAY = 4
-"""Full microbatches' activations or gradients that a stage of the template may hold to be sent or used."""
 
 
 def passes_in(order: Order, laid: Laid, layout: Layout) -> Passes:

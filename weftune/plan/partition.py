@@ -13,47 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weftune.errors import PlanError
+from weftune.plan.layer_cost import LayerCost, StageCost, stage_cost
 from weftune.plan.memory import gib
 
 Costs = NDArray[np.float64]
 """[stage, first layer, layer after the last]: what that stage would cost; infinite where it may not be."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """What one layer takes, per microbatch where time and activations are meant."""
-
-    kind: str
-    forward: float
-    backward: float
-    weight_bytes: int
-    activation_bytes: int = 0
-    """What it hands to the next layer."""
-    gradient_bytes: int = 0
-    """What it hands back to the layer before."""
-    state_bytes: int = 0
-    """Adapters attached to it: parameters, gradients and moments, which never leave the device."""
-    kept_bytes: int = 0
-    """What a microbatch holds on the device between its forward and its backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """Layers `start` to `stop` taken together."""
-
-    start: int
-    stop: int
-    forward: float
-    backward: float
-    weight_bytes: int
-    activation_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    kept_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +29,6 @@ class StageLimit:
     """Microbatches that hold activations there at once."""
     pace: float = 1.0
     """Its time for the same work, over that of the device the layers were measured on."""
-
-
-def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
-    assert 0 <= start < stop <= len(layers), "a stage holds at least one layer"
-    held = layers[start:stop]
-    return StageCost(
-        start,
-        stop,
-        forward=sum(layer.forward for layer in held),
-        backward=sum(layer.backward for layer in held),
-        weight_bytes=sum(layer.weight_bytes for layer in held),
-        activation_bytes=held[-1].activation_bytes,
-        gradient_bytes=held[0].gradient_bytes,
-        state_bytes=sum(layer.state_bytes for layer in held),
-        kept_bytes=sum(layer.kept_bytes for layer in held),
-    )
 
 
 def stage_bytes(stage: StageCost, in_flight: int) -> int:

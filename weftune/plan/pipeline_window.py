@@ -14,12 +14,12 @@ from itertools import accumulate
 from weftune.plan.check import check
 from weftune.plan.cost import Line
 from weftune.plan.group import JobLengths, group
-from weftune.plan.memory import NOTHING, Recompute
 from weftune.plan.merge import BatchSample, MergeRules, merge
 from weftune.plan.pipeline import Work, evaluated, gpipe, multi_job, one_forward_one_backward
 from weftune.plan.planner import Course
 from weftune.plan.price import Link, PassPrice, Prices, free_cluster
 from weftune.plan.program import Action, GlobalBatch, MicrobatchPlan, Program, Save, SegmentPlan, Step
+from weftune.plan.recompute import NOTHING, Recompute
 from weftune.plan.replicas import Dealt, Rounds, deal, deal_looks, replicated
 from weftune.plan.segments import QUICK, pack_segments
 from weftune.plan.simulate import simulate

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weftune.plan.check import check
-from weftune.plan.memory import NOTHING, Recompute
 from weftune.plan.program import (
     Action,
     Backward,
@@ -20,6 +19,7 @@ from weftune.plan.program import (
     SegmentPlan,
     Step,
 )
+from weftune.plan.recompute import NOTHING, Recompute
 from weftune.plan.segments import pack_segments
 
 

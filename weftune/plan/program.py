@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weftune.plan.memory import NOTHING, Recompute
+from weftune.plan.recompute import NOTHING, Recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from weftune.plan.memory import NOTHING, MemoryModel, Need, Recompute
-from weftune.plan.ordering import ON_THE_WAY
+from weftune.plan.memory import ON_THE_WAY, MemoryModel, Need
 from weftune.plan.rank_cut import RanksCut
 from weftune.plan.rank_need import RanksCase
+from weftune.plan.recompute import NOTHING, Recompute
 from weftune.plan.stream_need import StreamCase, StreamDevice
 from weftune.shapes import JobShape
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from weftune.plan.memory import UNFITTED, Need
-from weftune.plan.ordering import ON_THE_WAY
+from weftune.plan.memory import ON_THE_WAY, UNFITTED, Need
 from weftune.plan.rank_cut import RankCut, RanksCut
 from weftune.plan.rank_seconds import Hops, StagePasses, round_seconds
 from weftune.plan.stream_need import StreamCase

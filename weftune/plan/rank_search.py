@@ -13,8 +13,8 @@ from itertools import chain, islice, pairwise, permutations
 
 from weftune.plan.rank_cut import RanksCut
 from weftune.plan.rank_need import RanksCase
+from weftune.plan.stream_cut import StreamStage
 from weftune.plan.stream_search import CLOSE, SIZES, SLOTS
-from weftune.plan.stream_step import StreamStage
 
 CHANGES = 2000
 """How many changes all descents may try, and the last one again: not seconds, since a plan must not depend on

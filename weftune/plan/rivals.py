@@ -9,10 +9,10 @@ from weftune.plan.candidate import alone
 from weftune.plan.estimate import JobOutline
 from weftune.plan.forecast import Forecast, in_turn, run_passes
 from weftune.plan.lay import Laid, lay
-from weftune.plan.memory import Recompute
 from weftune.plan.ordering import least_seconds, passes_in
 from weftune.plan.pipeline import Passes
 from weftune.plan.places import Place, descend
+from weftune.plan.recompute import Recompute
 from weftune.plan.scheme import GREEDY, Order, Scheme
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from weftune.plan.partition import LayerCost, StageCost
+from weftune.plan.layer_cost import LayerCost, StageCost
 from weftune.plan.stream_step import Host, passing_bytes
 
 T = TypeVar("T")

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weftune.plan.stream_step import StreamStage
 from weftune.shapes import LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStage:
+    start: int
+    stop: int
+    resident: bool = False
+    """True if its weights stay on the GPU from step to step."""
 
 
 @dataclass(frozen=True, slots=True)

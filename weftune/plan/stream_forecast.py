@@ -10,9 +10,9 @@ from weftune.plan.estimate import JobOutline
 from weftune.plan.fit import Ground, Layout, frugal, full_rows
 from weftune.plan.forecast import Run, forecast_of
 from weftune.plan.lay import make_work, price_all, stage_rates
+from weftune.plan.layer_cost import LayerCost, StageCost
+from weftune.plan.memory import ON_THE_WAY
 from weftune.plan.merge import BatchSample, Merged, MergeRules, merge
-from weftune.plan.ordering import ON_THE_WAY
-from weftune.plan.partition import LayerCost, StageCost
 from weftune.plan.pipeline import Work, rounds
 from weftune.plan.price import Link, PricedCluster, Prices
 from weftune.plan.program import Load

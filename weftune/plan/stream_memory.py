@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from weftune.plan.memory import NOTHING, MemoryModel, Need, Recompute
+from weftune.plan.memory import MemoryModel, Need
+from weftune.plan.recompute import NOTHING, Recompute
 from weftune.plan.stream_cut import BUFFERED, StreamCut, padded_rows
 from weftune.plan.stream_need import layer_bytes
 from weftune.plan.stream_ring import ring_bytes, stage_parts

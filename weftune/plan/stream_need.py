@@ -14,10 +14,16 @@ from operator import ge
 
 from weftune.plan.estimate import GPU_LAUNCH, base_layers
 from weftune.plan.memory import MemoryModel
-from weftune.plan.stream_cut import BUFFERED, StreamCut, held_inputs, offloaded_inputs, padded_rows
+from weftune.plan.stream_cut import (
+    BUFFERED,
+    StreamCut,
+    StreamStage,
+    held_inputs,
+    offloaded_inputs,
+    padded_rows,
+)
 from weftune.plan.stream_ring import ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weftune.plan.stream_slots import StageRound, compute_seconds, slotted_seconds
-from weftune.plan.stream_step import StreamStage
 from weftune.shapes import JobShape, ModelShape
 
 STREAM_SLACK_BYTES = 2 << 30

@@ -13,10 +13,10 @@ from weftune.plan.contention import Root, fastest_order
 from weftune.plan.estimate import JobOutline
 from weftune.plan.fit import Ground, capacities, why_not
 from weftune.plan.forecast import Forecast, Run, in_turn
+from weftune.plan.layer_cost import stage_cost
 from weftune.plan.mapping import Topology, cross_order, sequential_order
 from weftune.plan.memory import gib
 from weftune.plan.outlook import refuse_empty
-from weftune.plan.partition import stage_cost
 from weftune.plan.places import ALIKE
 from weftune.plan.stream_forecast import Bed, Streamed, make_bed, make_streams, run_streams
 from weftune.plan.stream_partition import largest_stages, smallest_stages, stream

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from weftune.errors import PlanError
+from weftune.plan.layer_cost import LayerCost, StageCost, stage_cost
 from weftune.plan.memory import gib
-from weftune.plan.partition import LayerCost, StageCost, stage_cost
 from weftune.plan.stream_bound import Bounds, Prefix
-from weftune.plan.stream_step import Host, StreamPartition, StreamStage, free_bytes, stages_seconds
+from weftune.plan.stream_cut import StreamStage
+from weftune.plan.stream_step import Host, StreamPartition, free_bytes, stages_seconds
 
 PREFIXES = 200_000
 """How many prefixes a search may look at: not seconds, since a plan must not depend on the clock."""

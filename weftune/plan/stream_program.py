@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from weftune.plan.partition import StageCost
+from weftune.plan.layer_cost import StageCost
 from weftune.plan.pipeline import Passes, Work, assemble, rounds
 from weftune.plan.program import Action, Backward, Evict, Forward, Load, Program
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 
 from weftune.errors import PlanError
-from weftune.plan.partition import LayerCost
+from weftune.plan.layer_cost import LayerCost
 from weftune.plan.stream_need import Draft, StreamCase
 from weftune.plan.stream_partition import largest_stages, smallest_stages, stream
 from weftune.plan.stream_step import Host, StreamPartition

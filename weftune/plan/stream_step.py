@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weftune.plan.partition import LayerCost, StageCost, stage_cost
+from weftune.plan.layer_cost import LayerCost, StageCost, stage_cost
+from weftune.plan.stream_cut import StreamStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,6 @@ class Host:
     """Bytes per second of one link."""
     stage_bytes: int = 0
     """What each stage holds all the time: its inputs of all microbatches, say."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStage:
-    start: int
-    stop: int
-    resident: bool = False
-    """True if its weights stay on the GPU from step to step."""
 
 
 @dataclass(frozen=True, slots=True)

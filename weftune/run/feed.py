@@ -13,7 +13,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack
 from weftune.batch import IGNORED, Microbatch
 from weftune.ops.rows import Rows
-from weftune.plan.memory import Recompute
+from weftune.plan.recompute import Recompute
 from weftune.run.deal import Dealt
 from weftune.run.lay import Laid
 

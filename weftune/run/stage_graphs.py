@@ -23,7 +23,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.base.streamed import StreamedBase
 from weftune.ops.lora import Route
-from weftune.plan.memory import NOTHING
+from weftune.plan.recompute import NOTHING
 from weftune.run.deal import Dealt
 from weftune.run.feed import Feed, Key, key_of
 from weftune.run.graph_pool import Pool

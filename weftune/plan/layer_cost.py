@@ -1,0 +1,59 @@
+"""What the layers of a base cost, one by one and taken together as a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What one layer takes, per microbatch where time and activations are meant."""
+
+    kind: str
+    forward: float
+    backward: float
+    weight_bytes: int
+    activation_bytes: int = 0
+    """What it hands to the next layer."""
+    gradient_bytes: int = 0
+    """What it hands back to the layer before."""
+    state_bytes: int = 0
+    """Adapters attached to it: parameters, gradients and moments, which never leave the device."""
+    kept_bytes: int = 0
+    """What a microbatch holds on the device between its forward and its backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Layers `start` to `stop` taken together."""
+
+    start: int
+    stop: int
+    forward: float
+    backward: float
+    weight_bytes: int
+    activation_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    kept_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
+    assert 0 <= start < stop <= len(layers), "a stage holds at least one layer"
+    held = layers[start:stop]
+    return StageCost(
+        start,
+        stop,
+        forward=sum(layer.forward for layer in held),
+        backward=sum(layer.backward for layer in held),
+        weight_bytes=sum(layer.weight_bytes for layer in held),
+        activation_bytes=held[-1].activation_bytes,
+        gradient_bytes=held[0].gradient_bytes,
+        state_bytes=sum(layer.state_bytes for layer in held),
+        kept_bytes=sum(layer.kept_bytes for layer in held),
+    )
