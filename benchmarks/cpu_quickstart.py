@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
 from weftune.bench.result import arguments, finish
+from weftune.core.paths import cache_folder
 from weftune.jobs.read import read_run
 from weftune.jobs.spec import JobSpec, RunSpec
-from weftune.paths import cache_folder
-from weftune.ready import Ready, make_ready
-from weftune.run.schedule import learning_rate
-from weftune.trainer import Trainer
+from weftune.run.training.schedule import learning_rate
+from weftune.train.job import Ready, make_ready
+from weftune.train.trainer import Trainer
 
 JOBS = Path(__file__).parent.parent / "examples" / "quickstart" / "jobs.yaml"
 CPU = torch.device("cpu")

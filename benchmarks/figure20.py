@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from random import Random
 from statistics import mean, pstdev
 
-from weftune.plan.group import JobLengths, group
-from weftune.plan.layer_cost import LayerCost
-from weftune.plan.merge import BatchSample, MergeRules, merge
-from weftune.plan.partition import StageLimit, balance
-from weftune.plan.pipeline import Work, multi_job, one_forward_one_backward
-from weftune.plan.price import Prices, free_cluster, stage_prices
-from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan
-from weftune.plan.scheme import SEARCHED
-from weftune.plan.simulate import simulate
+from weftune.plan.cost.layers import LayerCost
+from weftune.plan.layout.partition import StageLimit, balance
+from weftune.plan.outlook.scheme import SEARCHED
+from weftune.plan.pack.group import JobLengths, group
+from weftune.plan.pack.merge import BatchSample, MergeRules, merge
+from weftune.plan.program.prices import Prices, free_cluster, stage_prices
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan
+from weftune.plan.program.simulate import simulate
+from weftune.plan.window.orders import Work, multi_job, one_forward_one_backward
 
 LIKE = ((470, 0.60), (850, 0.45), (1600, 0.55))
 """Medians and sigmas, as in plan_packing."""

@@ -30,12 +30,12 @@ from weftune.bench.table import aligned
 from weftune.bench.timing import Place
 from weftune.data.spec import EvalSpec
 from weftune.jobs.spec import JobSpec
-from weftune.plan.profile import write_profile
+from weftune.plan.cost.profile import write_profile
 from weftune.report.promises import COLUMNS, rows, sentences, tally
 from weftune.report.read import read_run
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.profile import measure_profile
-from weftune.trainer import Options, Trainer
+from weftune.train.trainer import Options, Trainer
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories15m"
 

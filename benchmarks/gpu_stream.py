@@ -35,11 +35,11 @@ from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import Company
-from weftune.plan.memory import MemoryModel
-from weftune.plan.stream_ring import ROUNDS
+from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.layout.ring import ROUNDS
 from weftune.run.executor import Executor
-from weftune.run.link import Link, measure_link
-from weftune.run.measure import budget_bytes
+from weftune.run.measure.link import Link, measure_link
+from weftune.run.measure.memory import budget_bytes
 
 STREAMED, RESIDENT, SAME = "Weftune, streamed", "Weftune, resident", "Weftune, resident, same passes"
 COMPARED = ("same", "resident", "fsdp")

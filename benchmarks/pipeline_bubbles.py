@@ -33,26 +33,26 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.load import inspect, load_config
 from weftune.base.place import place as place_of
 from weftune.base.spec import BaseSpec
-from weftune.batch import Microbatch, Segment
 from weftune.bench.result import arguments, finish
-from weftune.launch import environment
-from weftune.plan.cost import Work
-from weftune.plan.cut import PartCosts, cut_layers, measured_costs
-from weftune.plan.pipeline_window import PipelineOrder, PipelineRules, plan_pipeline
-from weftune.plan.planner import Course
-from weftune.plan.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, Program
-from weftune.plan.timeline import Timeline
-from weftune.run.commands import Staff
-from weftune.run.paces import Paces
-from weftune.run.pipeline import Pipeline, open_pipeline
+from weftune.core.batch import Microbatch, Segment
+from weftune.core.shapes import LayerRange, ModelShape
+from weftune.launch.pipeline import environment
+from weftune.plan.cost.time import Work
+from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs
+from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, Program
+from weftune.plan.program.timeline import Timeline
+from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
+from weftune.plan.window.rounds import Course
 from weftune.run.profile import measure_profile
-from weftune.run.schedule import Recipe
-from weftune.run.stage_executor import RankReport
-from weftune.run.trace import timeline_of
-from weftune.run.training import new_training
-from weftune.run.wires import connect, place_here
-from weftune.run.worker import serve
-from weftune.shapes import LayerRange, ModelShape
+from weftune.run.training.schedule import Recipe
+from weftune.run.training.state import new_training
+from weftune.run.workers.driver import Pipeline, open_pipeline
+from weftune.run.workers.groups import connect, place_here
+from weftune.run.workers.messages import Staff
+from weftune.run.workers.paces import Paces
+from weftune.run.workers.stage_executor import RankReport
+from weftune.run.workers.trace import timeline_of
+from weftune.run.workers.worker import serve
 
 CPU = torch.device("cpu")
 RANKS = (8, 16, 4, 32)

@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks import figure20
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.pipeline import Work, gpipe, multi_job, one_forward_one_backward
-from weftune.plan.price import Link, PassPrice, PricedCluster, Prices, even_prices, free_cluster
-from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan
-from weftune.plan.simulate import simulate
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices, even_prices, free_cluster
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan
+from weftune.plan.program.simulate import simulate
+from weftune.plan.window.orders import Work, gpipe, multi_job, one_forward_one_backward
 
 DEVICES, JOBS, MICROBATCHES = range(2, 9), range(1, 11), range(1, 9)
 RATIOS = (1.0, 2.0)

@@ -23,12 +23,12 @@ from typing import Any
 
 import weftune
 from weftune.bench.result import arguments, finish
-from weftune.plan.bucket import arrange, bucket, end_to_end, make_bucket
-from weftune.plan.chunk import align, chunk_size
-from weftune.plan.cost import Line
-from weftune.plan.fuse import Fusion, fuse, price
-from weftune.plan.overlap import Graph, Kind, Operator, overlap
-from weftune.plan.stage import Load, Pass, Pipeline, Stage, one_adapter
+from weftune.plan.cost.time import Line
+from weftune.plan.studies.bucket import arrange, bucket, end_to_end, make_bucket
+from weftune.plan.studies.chunk import align, chunk_size
+from weftune.plan.studies.fuse import Fusion, fuse, price
+from weftune.plan.studies.overlap import Graph, Kind, Operator, overlap
+from weftune.plan.studies.stage import Load, Pass, Pipeline, Stage, one_adapter
 
 LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
 PARAMETERS, LAYERS, HIDDEN = 8e9, 32, 4096

@@ -18,15 +18,15 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from weftune.base.architecture import model_shape
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.ablate import ablate
-from weftune.plan.architecture import model_shape
-from weftune.plan.cluster import parse_cluster
-from weftune.plan.estimate import JobOutline
-from weftune.plan.fit import make_ground
-from weftune.plan.outlook import outlook
-from weftune.shapes import JobShape
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.cluster import parse_cluster
+from weftune.plan.cost.estimate import JobOutline
+from weftune.plan.outlook.ablate import ablate
+from weftune.plan.outlook.fit import make_ground
+from weftune.plan.outlook.outlook import outlook
 
 CONFIG = {
     "model_type": "llama",

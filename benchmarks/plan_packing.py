@@ -24,9 +24,9 @@ from typing import Any
 import weftune
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.best import LIMITS, Limits, Packing, pack_many, packers
-from weftune.plan.instance import Instance, instance
-from weftune.plan.merge import BatchSample, MergeRules, merge
+from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_many, packers
+from weftune.plan.pack.instance import Instance, instance
+from weftune.plan.pack.merge import BatchSample, MergeRules, merge
 
 LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
 LIKE = {"xsum": (472, 0.66), "cnn_dailymail": (850, 0.45), "wikisum": (1600, 0.55)}

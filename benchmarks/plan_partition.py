@@ -15,12 +15,12 @@ from typing import Any
 
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.contention import Root, contended_seconds, fastest_order
-from weftune.plan.layer_cost import LayerCost
-from weftune.plan.mapping import Topology, cross_order, sequential_order
-from weftune.plan.stream_cut import StreamStage
-from weftune.plan.stream_partition import largest_stages, smallest_stages, stream
-from weftune.plan.stream_step import Host, StreamPartition, Visit, Visits, step_seconds, visits
+from weftune.plan.cost.layers import LayerCost
+from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
+from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
+from weftune.plan.layout.mobius_step import Host, StreamPartition, Visit, Visits, step_seconds, visits
+from weftune.plan.program.stream_cut import StreamStage
+from weftune.plan.studies.contention import Root, contended_seconds, fastest_order
 
 BYTES = 2
 RANK = 16

@@ -21,11 +21,11 @@ from weftune.bench.baselines import Work
 from weftune.bench.llama import SIZES, outline
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
+from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
-from weftune.plan.stream_choice import WAYS, StreamChoice, Way
-from weftune.plan.stream_cut import held_inputs, padded_rows
-from weftune.plan.stream_run import gpu_place
-from weftune.shapes import ModelShape
+from weftune.plan.layout.one_device import gpu_place
+from weftune.plan.layout.stream_choice import WAYS, StreamChoice, Way
+from weftune.plan.program.stream_cut import held_inputs, padded_rows
 
 GIB = 1 << 30
 HOST = int(120e9)

@@ -25,16 +25,16 @@ from typing import Any
 
 import weftune
 from benchmarks.trace import WEEK, Kind, Pace, Served, Service, trace
+from weftune.base.architecture import model_shape
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.plan.architecture import model_shape
-from weftune.plan.cluster import GIB, Device, make_cluster
-from weftune.plan.estimate import JobOutline
-from weftune.plan.fit import Ground, make_ground
-from weftune.plan.outlook import outlook
-from weftune.plan.places import places
-from weftune.plan.rivals import at_its_best, greedily_packed, one_piped_after_another
-from weftune.shapes import JobShape
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.cluster import GIB, Device, make_cluster
+from weftune.plan.cost.estimate import JobOutline
+from weftune.plan.outlook.fit import Ground, make_ground
+from weftune.plan.outlook.outlook import outlook
+from weftune.plan.outlook.places import places
+from weftune.plan.outlook.rivals import at_its_best, greedily_packed, one_piped_after_another
 
 LENGTHS = json.loads((Path(weftune.__file__).parent / "bench" / "lengths.json").read_text())
 GPUS, WIDTHS, MOST = 128, (1, 2, 4), 32

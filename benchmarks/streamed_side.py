@@ -19,21 +19,21 @@ from weftune.bench.baselines import Work
 from weftune.bench.llama import Size, outline
 from weftune.bench.timing import Place
 from weftune.bench.weftune_side import Company
+from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
-from weftune.plan.planner import Course
-from weftune.plan.program import Program
-from weftune.plan.stream_choice import WAYS, StreamChoice, Way, choose_stream
-from weftune.plan.stream_cut import StreamCut, StreamStage
-from weftune.plan.stream_need import StreamCase, StreamDevice
-from weftune.plan.stream_ring import step_bytes
-from weftune.plan.stream_run import gpu_place, pretended_place
-from weftune.plan.stream_search import largest_drafts, smallest_drafts
-from weftune.plan.stream_window import plan_streamed
-from weftune.run.link import Link
-from weftune.run.measure import CPU_SHARE, budget_bytes
-from weftune.run.stream_executor import StreamExecutor
-from weftune.run.streamer import Waited
-from weftune.shapes import JobShape, ModelShape
+from weftune.plan.layout.need import StreamCase, StreamDevice
+from weftune.plan.layout.one_device import gpu_place, pretended_place
+from weftune.plan.layout.ring import step_bytes
+from weftune.plan.layout.search import largest_drafts, smallest_drafts
+from weftune.plan.layout.stream_choice import WAYS, StreamChoice, Way, choose_stream
+from weftune.plan.program.program import Program
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.window.rounds import Course
+from weftune.plan.window.streamed import plan_streamed
+from weftune.run.measure.link import Link
+from weftune.run.measure.memory import CPU_SHARE, budget_bytes
+from weftune.run.stream.executor import StreamExecutor
+from weftune.run.stream.weights import Waited
 
 SPREAD = 0.02
 

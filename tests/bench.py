@@ -23,10 +23,10 @@ from weftune.adapters.lora.spec import weight_names
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.data.order import Order
-from weftune.loop import Loop
-from weftune.plan.program import Program
-from weftune.run.schedule import Recipe
-from weftune.run.training import new_training
+from weftune.plan.program.program import Program
+from weftune.run.training.schedule import Recipe
+from weftune.run.training.state import new_training
+from weftune.train.loop import Loop
 
 CPU = torch.device("cpu")
 SHARED = Path(__file__).parents[2] / "shared"

@@ -21,7 +21,7 @@ from tests.run.models import deep
 from tests.run.ranks import context
 from weftune.cli.main import main
 from weftune.cli.train import train
-from weftune.launch import launch
+from weftune.launch.pipeline import launch
 
 
 def deep_folder(folder: Path, jobs: list[dict[str, Any]], family: str = "opt", **defaults: Any) -> Path:

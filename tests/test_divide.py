@@ -8,15 +8,15 @@ import pytest
 
 from tests import bench
 from weftune import JobSpec, Options
+from weftune.core.paths import cache_folder
 from weftune.errors import PlanError
-from weftune.paths import cache_folder
-from weftune.plan.memory import SLACK_BYTES, MemoryModel
-from weftune.plan.prior import arithmetic
-from weftune.ready import Ready, make_ready
+from weftune.launch.split import SAMPLED, Hosts, divide, work_left
+from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
+from weftune.plan.cost.prior import arithmetic
 from weftune.report.terminal import JobRow
-from weftune.run.measure import taken_bytes
-from weftune.run.training import Progress
-from weftune.shares import SAMPLED, Hosts, divide, work_left
+from weftune.run.measure.memory import taken_bytes
+from weftune.run.training.state import Progress
+from weftune.train.job import Ready, make_ready
 
 SHAPE = bench.base("llama").shape
 ROWS = bench.rows(bench.samples(24, seed=1))

@@ -12,8 +12,8 @@ from weftune import JobSpec, Options, Trainer
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora import Route
-from weftune.plan.planner import plan_window
-from weftune.plan.recompute import NOTHING, Recompute
+from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.window.rounds import plan_window
 from weftune.run.events import Failed, Stepped
 from weftune.run.executor import Executor
 

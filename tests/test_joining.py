@@ -12,10 +12,10 @@ from tests import bench, oracle
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
 from weftune import JobSpec
 from weftune.errors import SpecError, UserError
-from weftune.loop import ROUNDS
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.executor import Executor
-from weftune.run.measure import taken_bytes
+from weftune.run.measure.memory import taken_bytes
+from weftune.train.loop import ROUNDS
 
 
 def job(name, steps, **keys):

@@ -13,10 +13,10 @@ from tests.base.folders import word_tokenizer
 from tests.families import COMMON, randomised
 from tests.outputs import assert_same_results, assert_whole, jobs_folder, lines, status
 from weftune import JobSpec, Options
+from weftune.core.shapes import JobShape
 from weftune.ops import adamw
-from weftune.plan.memory import MemoryModel
+from weftune.plan.cost.memory import MemoryModel
 from weftune.run.events import Stepped
-from weftune.shapes import JobShape
 
 RANK = 4
 
@@ -44,7 +44,7 @@ def budget_for(base, jobs, capacity, taken=0):
 @pytest.fixture
 def settled(monkeypatch):
     """What the process holds is not the same twice; a budget to the byte wants it left out."""
-    monkeypatch.setattr("weftune.engine.taken_bytes", lambda device: 0)
+    monkeypatch.setattr("weftune.train.engine.taken_bytes", lambda device: 0)
 
 
 def test_jobs_that_do_not_fit_wait_with_the_reason_by_priority_then_file_order(tmp_path, settled):

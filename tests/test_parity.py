@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests import bench, oracle
 from tests.families import FAMILIES, tiny
 from weftune import JobSpec, Options, Trainer
+from weftune.core.paths import cache_folder
 from weftune.data.order import Order
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec
-from weftune.paths import cache_folder
 
 STEPS = 20
 

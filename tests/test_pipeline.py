@@ -16,7 +16,7 @@ from tests.run.models import deep
 from weftune import JobSpec
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
-from weftune.plan.profile import file_of, profile_folder, write_profile
+from weftune.plan.cost.profile import file_of, profile_folder, write_profile
 from weftune.report.timelines import read_timelines
 from weftune.run.profile import key_here
 

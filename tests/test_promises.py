@@ -11,7 +11,7 @@ from tests.outputs import lines
 from weftune import JobSpec, Options
 from weftune.errors import UserError
 from weftune.jobs.folder import LEARNED
-from weftune.plan.profile import write_profile
+from weftune.plan.cost.profile import write_profile
 from weftune.report.read import read_run
 from weftune.run.profile import measure_profile
 
@@ -56,7 +56,7 @@ def test_the_report_shows_predicted_beside_measured(trained) -> None:
 def test_where_only_the_highest_peak_so_far_can_be_measured_no_lower_one_is_promised(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("weftune.loop.begin_peak", lambda device: False)
+    monkeypatch.setattr("weftune.train.loop.begin_peak", lambda device: False)
     bench.trainer(bench.base(), tmp_path / "out", [job("a", 1)]).run()
     windows = read_run(tmp_path / "out").windows
     for before, after in pairwise(windows):

@@ -16,7 +16,7 @@ from tests.test_pipeline import FLOAT32, trained
 from weftune.cli.train import with_replicas
 from weftune.errors import UserError
 from weftune.report.timelines import read_timelines
-from weftune.run.wires import Place
+from weftune.run.workers.groups import Place
 
 REPOSITORY = Path(__file__).parents[1]
 

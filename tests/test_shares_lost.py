@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import typer
 
-import weftune.crew
+import weftune.launch.supervisor
 from tests.launches import Shares, dealt, fresh, share_metrics
 from tests.outputs import FIVE_JOBS, assert_same_results, assert_whole, jobs_folder, states, status
 from tests.run.ranks import context
@@ -51,7 +51,7 @@ def test_a_killed_share_alone_is_started_again_and_ends_in_the_same_adapters(pla
 
 
 def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch):
-    monkeypatch.setattr(weftune.crew, "SILENT_AFTER", 6.0)
+    monkeypatch.setattr(weftune.launch.supervisor, "SILENT_AFTER", 6.0)
     strike(place, "hangs", signal.SIGSTOP)
     assert "share 1 has given no sign of life for 6 seconds." in capfd.readouterr().out
 
@@ -59,7 +59,7 @@ def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch
 def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_finish(
     place, capfd, monkeypatch
 ):
-    monkeypatch.setattr(weftune.crew, "RESTARTS", 0)
+    monkeypatch.setattr(weftune.launch.supervisor, "RESTARTS", 0)
     output = place / fresh(place, "lost")
     run = Shares(place, "lost", 2)
     run.wait_for_lines(16)

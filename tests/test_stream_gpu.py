@@ -20,16 +20,16 @@ from weftune.base.spec import BaseSpec
 from weftune.base.streamed import load_streamed
 from weftune.errors import BaseModelError
 from weftune.ops.adamw import update
-from weftune.plan.planner import plan_window
-from weftune.plan.stream_cut import StreamCut, StreamStage
-from weftune.plan.stream_ring import PIECE
-from weftune.plan.stream_window import plan_streamed
-from weftune.run import travel_steps
+from weftune.plan.layout.ring import PIECE
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.window.rounds import plan_window
+from weftune.plan.window.streamed import plan_streamed
 from weftune.run.executor import Executor
-from weftune.run.inputs import Visitor, rows_at_once, stage_inputs
-from weftune.run.stream_executor import StreamExecutor
-from weftune.run.streamer import Waited
-from weftune.run.training import new_training
+from weftune.run.stream import adapter_steps
+from weftune.run.stream.activations import Visitor, rows_at_once, stage_inputs
+from weftune.run.stream.executor import StreamExecutor
+from weftune.run.stream.weights import Waited
+from weftune.run.training.state import new_training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -270,7 +270,7 @@ def poison(executor):
 )
 def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
     """Whoever came too early would take NaN along."""
-    monkeypatch.setattr(travel_steps, "PIECE", piece)
+    monkeypatch.setattr(adapter_steps, "PIECE", piece)
     cut = a_layer_each(slots, travels=True, resident={2})
     found = []
     for make, poisoned in ((update, False), (lingering, False), (lingering, True)):

@@ -14,10 +14,10 @@ from tests.test_gpu import ready
 from tests.test_stream_gpu import LAYERS, SPEC, a_layer_each, attach, even, level, trained
 from weftune.base.host import host_bytes
 from weftune.base.streamed import load_streamed
-from weftune.plan.stream_cut import StreamCut, StreamStage
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
 from weftune.run.events import Failed, Stepped
-from weftune.run.graph_pool import GraphPool
-from weftune.run.stream_executor import StreamExecutor
+from weftune.run.passes.graph_pool import GraphPool
+from weftune.run.stream.executor import StreamExecutor
 
 pytestmark = [
     pytest.mark.gpu,

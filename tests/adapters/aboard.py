@@ -13,7 +13,7 @@ from weftune.adapters.banks import Banks
 from weftune.adapters.kind import Member, kind_named
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.model import Base
-from weftune.batch import Microbatch, Segment
+from weftune.core.batch import Microbatch, Segment
 from weftune.ops.lora import Route
 
 

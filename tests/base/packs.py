@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.families import VOCABULARY
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.batch import IGNORED, Microbatch
+from weftune.core.batch import IGNORED, Microbatch
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 13, 1, 13, 8)

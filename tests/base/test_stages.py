@@ -11,8 +11,8 @@ from tests.families import FAMILIES, config, randomised, tiny
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import cut_base, load_stage
+from weftune.core.shapes import LayerRange
 from weftune.errors import BaseModelError
-from weftune.shapes import LayerRange
 
 
 def ranges(cuts):

@@ -13,7 +13,7 @@ from weftune.base.host import host_vectors
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import load_streamed, stream_model
-from weftune.plan.stream_cut import StreamCut, StreamStage
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
 
 
 def a_layer_each(family, resident=()):

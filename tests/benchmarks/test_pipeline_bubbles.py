@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from benchmarks import pipeline_bubbles
 from benchmarks.pipeline_bubbles import Case
 from tests.plan.costs import SHAPE
-from weftune.plan.cut import PartCosts, cut_layers
-from weftune.plan.pipeline_window import PipelineOrder
-from weftune.plan.program import Backward, Forward, Step
-from weftune.run.stage_executor import RankReport, Timed
+from weftune.plan.layout.cut import PartCosts, cut_layers
+from weftune.plan.program.program import Backward, Forward, Step
+from weftune.plan.window.pipeline import PipelineOrder
+from weftune.run.workers.stage_executor import RankReport, Timed
 
 
 def test_the_toy_measures_every_case_on_every_rank(monkeypatch, capsys, tmp_path):

@@ -14,7 +14,7 @@ from tests.data import families
 from tests.plan.outlooks import CONFIG
 from weftune.cli.main import main
 from weftune.cli.plan_show import layers_text, span_text
-from weftune.plan.memory import gib
+from weftune.plan.cost.memory import gib
 
 WITHOUT_TORCH = """
 import sys
@@ -363,11 +363,11 @@ def test_a_stage_is_told_by_the_layers_of_the_base(start, stop, text):
 
 
 def test_a_profile_of_this_machine_takes_the_place_of_the_data_sheet(folder, weftune, monkeypatch):
+    from tests.plan.cost.test_profile import profile
     from tests.plan.costs import CONFIG as SMALL
     from tests.plan.costs import SHAPE
-    from tests.plan.test_profile import profile
-    from weftune.plan import cluster
-    from weftune.plan.profile import cpu_threads, file_of, key_of, profile_folder, write_profile
+    from weftune.plan.cost import cluster
+    from weftune.plan.cost.profile import cpu_threads, file_of, key_of, profile_folder, write_profile
 
     monkeypatch.setattr(cluster, "_smi", lambda: "")
     base = folder / "small"
@@ -388,8 +388,8 @@ def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure
     """No GPU is here: what it would be measured as is given, and without it the data sheet stands."""
     import torch
 
-    from weftune.plan import cluster
-    from weftune.run.link import Link
+    from weftune.plan.cost import cluster
+    from weftune.run.measure.link import Link
 
     monkeypatch.setattr(cluster, "_smi", lambda: "NVIDIA H200, 143771\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

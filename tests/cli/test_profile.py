@@ -12,7 +12,7 @@ from tests.families import tiny
 from weftune.base.shape import model_shape
 from weftune.cli.main import app
 from weftune.errors import OutputError, UserError
-from weftune.plan.profile import profile_folder, profile_here, read_profile
+from weftune.plan.cost.profile import profile_folder, profile_here, read_profile
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weftune.batch import IGNORED, Segment
+from weftune.core.batch import IGNORED, Segment
 from weftune.data.collate import Part, collate
 
 ROWS = [

@@ -14,16 +14,16 @@ from dataclasses import astuple
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from tests.plan.test_check import course
-from weftune.plan.cost import Line
-from weftune.plan.pipeline_window import PipelineOrder, PipelineRules, StagePace, plan_pipeline
-from weftune.plan.planner import Course, plan_window
-from weftune.plan.program import Action, MicrobatchPlan, Program
-from weftune.plan.rank_cut import RanksCut
-from weftune.plan.rank_window import plan_ranks
-from weftune.plan.recompute import Recompute
-from weftune.plan.stream_cut import StreamCut, StreamStage
-from weftune.plan.stream_window import plan_streamed
+from tests.plan.program.test_check import course
+from weftune.plan.cost.time import Line
+from weftune.plan.program.program import Action, MicrobatchPlan, Program
+from weftune.plan.program.recompute import Recompute
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.program.worker_cut import RanksCut
+from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.plan.window.rounds import Course, plan_window
+from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.streamed_workers import plan_ranks
 
 FILE = Path(__file__).parent / "programs.json"
 SEEDS = range(8)

@@ -22,6 +22,6 @@ def test_a_program_is_the_same_without_the_solver(monkeypatch):
     def never():
         raise AssertionError("a window asks for no solver")
 
-    monkeypatch.setattr("weftune.plan.milp.available", never)
+    monkeypatch.setattr("weftune.plan.pack.milp.available", never)
     for name in list(PLANS)[::5]:
         PLANS[name]()

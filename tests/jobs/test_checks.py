@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from weftune.core.shapes import ModelShape, SiteShape
 from weftune.jobs.checks import check_targets, data_warnings, told_once, warnings
 from weftune.jobs.read import read_run
 from weftune.jobs.spec import JobSpec
-from weftune.shapes import ModelShape, SiteShape
 
 SHAPE = ModelShape(
     layers=2,

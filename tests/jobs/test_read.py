@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from weftune.base.spec import BaseSpec
+from weftune.core.shapes import ModelShape, SiteShape
 from weftune.data.spec import Source
 from weftune.errors import SpecError
 from weftune.jobs.read import parse_run, read_run
 from weftune.jobs.spec import RunSpec
-from weftune.shapes import ModelShape, SiteShape
 
 
 def run_of(folder: Path, text: str) -> RunSpec:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weftune.core.shapes import JobShape
 from weftune.jobs.scheduler import admit
-from weftune.shapes import JobShape
 
 ROOM = 100
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weftune.head import Head
+from weftune.core.head import Head
 from weftune.ops import logprobs
 from weftune.ops.logprobs import target_logprobs
 

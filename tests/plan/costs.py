@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from weftune.plan.architecture import model_shape
-from weftune.plan.cost import CostModel, PassTime, Rate, StateTime, Terms, Work
-from weftune.plan.planner import Course, plan_window
-from weftune.plan.program import GlobalBatch, Placed, Program
+from weftune.base.architecture import model_shape
+from weftune.plan.cost.time import CostModel, PassTime, Rate, StateTime, Terms, Work
+from weftune.plan.program.program import GlobalBatch, Placed, Program
+from weftune.plan.window.rounds import Course, plan_window
 
 CONFIG = {
     "model_type": "llama",

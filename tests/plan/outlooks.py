@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from weftune.plan.architecture import model_shape
-from weftune.plan.cluster import parse_cluster
-from weftune.plan.estimate import JobOutline
-from weftune.plan.fit import Ground, make_ground
-from weftune.shapes import JobShape
+from weftune.base.architecture import model_shape
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.cluster import parse_cluster
+from weftune.plan.cost.estimate import JobOutline
+from weftune.plan.outlook.fit import Ground, make_ground
 
 CONFIG = {
     "model_type": "llama",

@@ -6,7 +6,7 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from weftune.plan.instance import Bins, Instance, instance
+from weftune.plan.pack.instance import Bins, Instance, instance
 
 CAPACITY = 60
 

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from weftune.plan.cost import Line
-from weftune.plan.stage import Load, Pass, Pipeline, Stage, one_adapter
+from weftune.plan.cost.time import Line
+from weftune.plan.studies.stage import Load, Pass, Pipeline, Stage, one_adapter
 
 GIB = 1 << 30
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.plan.costs import SHAPE, step, work
-from weftune.plan.cost import PassTime, Terms
-from weftune.plan.memory import SLACK_BYTES
-from weftune.plan.prior import KindTerms
-from weftune.plan.profile import LayeredPass, Profile, key_of
+from weftune.plan.cost.memory import SLACK_BYTES
+from weftune.plan.cost.prior import KindTerms
+from weftune.plan.cost.profile import LayeredPass, Profile, key_of
+from weftune.plan.cost.time import PassTime, Terms
 
 LAYER = Terms(fixed=1e-3, token=8e-5, square=2e-8, sample=2e-5, segment=2e-4)
 KINDS = KindTerms(

@@ -6,10 +6,10 @@ from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
+from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.errors import PlanError
-from weftune.plan.stream_choice import WAYS, StreamChoice, capacities, choose_stream
-from weftune.plan.stream_need import Draft, StreamCase, StreamDevice
-from weftune.shapes import JobShape, ModelShape, SiteShape
+from weftune.plan.layout.need import Draft, StreamCase, StreamDevice
+from weftune.plan.layout.stream_choice import WAYS, StreamChoice, capacities, choose_stream
 
 HIDDEN, VOCABULARY = 256, 100
 LAYER = 4 * HIDDEN**2 * 2

@@ -7,9 +7,9 @@ from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
-from weftune.plan.layer_cost import LayerCost
-from weftune.plan.stream_cut import StreamStage
-from weftune.plan.stream_step import Host, StreamPartition
+from weftune.plan.cost.layers import LayerCost
+from weftune.plan.layout.mobius_step import Host, StreamPartition
+from weftune.plan.program.stream_cut import StreamStage
 
 SECONDS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 

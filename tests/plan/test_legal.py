@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.outlooks import SHAPE, ground, outline
-from weftune.plan.ablate import ablate
-from weftune.plan.candidate import alone
-from weftune.plan.check import check
-from weftune.plan.cluster import cluster_from
-from weftune.plan.estimate import JobOutline
-from weftune.plan.fit import Ground, frugal, lay_out, make_ground
-from weftune.plan.forecast import run_scheme
-from weftune.plan.outlook import outlook
-from weftune.plan.program import Forward, Program, Step
-from weftune.plan.scheme import GREEDY, SEARCHED, Order, Scheme
-from weftune.plan.stream_outlook import stream_outlook
+from weftune.plan.cost.cluster import cluster_from
+from weftune.plan.cost.estimate import JobOutline
+from weftune.plan.outlook.ablate import ablate
+from weftune.plan.outlook.candidates import alone
+from weftune.plan.outlook.fit import Ground, frugal, lay_out, make_ground
+from weftune.plan.outlook.forecast import run_scheme
+from weftune.plan.outlook.outlook import outlook
+from weftune.plan.outlook.scheme import GREEDY, SEARCHED, Order, Scheme
+from weftune.plan.outlook.streamed import stream_outlook
+from weftune.plan.program.check import check
+from weftune.plan.program.program import Forward, Program, Step
 
 LENGTHS = st.lists(
     st.lists(st.lists(st.integers(2, 900), min_size=1, max_size=5), min_size=1, max_size=3),

@@ -1,7 +1,7 @@
 """Work for pipelines: jobs whose microbatches each hold one sample."""
 
-from weftune.plan.pipeline import Work
-from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.window.orders import Work
 
 
 def batch(job: str, step: int, microbatches: int) -> tuple[GlobalBatch, tuple[MicrobatchPlan, ...]]:

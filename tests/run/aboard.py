@@ -9,14 +9,14 @@ from tests import bench
 from weftune import JobSpec
 from weftune.adapters.kind import Member
 from weftune.base.model import Base
+from weftune.core.paths import cache_folder
 from weftune.ops.lora import Route
-from weftune.paths import cache_folder
-from weftune.plan.planner import plan_window
-from weftune.plan.program import Program
-from weftune.ready import Ready, lay_out, make_ready
+from weftune.plan.program.program import Program
+from weftune.plan.window.rounds import plan_window
 from weftune.run.events import Event
 from weftune.run.executor import Executor
-from weftune.run.training import Training, new_training
+from weftune.run.training.state import Training, new_training
+from weftune.train.job import Ready, lay_out, make_ready
 
 
 def ready(base: Base, name: str, **keys: Any) -> Ready:

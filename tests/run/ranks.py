@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from weftune.processes import PRELOADED
+from weftune.launch.processes import PRELOADED
 
 MODULES = [*PRELOADED, "tests.bench", "tests.run.aboard", "transformers.models.opt.modeling_opt"]
 
@@ -83,7 +83,7 @@ def _be_rank(
     import torch
     import torch.distributed as dist
 
-    from weftune.run.wires import connect, place_here
+    from weftune.run.workers.groups import connect, place_here
 
     torch.set_num_threads(1)
     try:

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from tests import bench
 from tests.run import aboard
-from weftune.run import checkpoint
-from weftune.run.slices import finish, write_slice
+from weftune.run.training import checkpoint
+from weftune.run.training.slices import finish, write_slice
 
 
 @pytest.fixture(scope="module")

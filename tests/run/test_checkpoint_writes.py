@@ -9,9 +9,9 @@ import pytest
 from tests import bench
 from tests.faults import Disk
 from tests.run import aboard
-from tests.run.test_checkpoint import advance, same
+from tests.run.training.test_checkpoint import advance, same
 from weftune.errors import OutputError
-from weftune.run import checkpoint
+from weftune.run.training import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from tests.families import tiny
 from tests.run import aboard
 from weftune.errors import PlanError
 from weftune.ops.lora import Route
-from weftune.plan.program import Load
-from weftune.ready import lay_out
+from weftune.plan.program.program import Load
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
+from weftune.train.job import lay_out
 
 
 @pytest.fixture

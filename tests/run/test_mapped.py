@@ -7,7 +7,7 @@ import torch
 
 from tests import bench
 from tests.run.models import deep
-from tests.run.test_stream_executor import (
+from tests.run.stream.test_executor import (
     CAPACITY,
     CUTS,
     evaluated_jobs,
@@ -22,12 +22,12 @@ from weftune.base.source import MappedStage
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import load_streamed
 from weftune.errors import BaseModelError
-from weftune.plan.planner import plan_window
-from weftune.plan.stream_window import plan_streamed
+from weftune.plan.window.rounds import plan_window
+from weftune.plan.window.streamed import plan_streamed
 from weftune.run.events import Stepped
 from weftune.run.executor import Executor
-from weftune.run.link import SAMPLE_BYTES, measure_files
-from weftune.run.stream_executor import StreamExecutor
+from weftune.run.measure.link import SAMPLE_BYTES, measure_files
+from weftune.run.stream.executor import StreamExecutor
 
 
 def saved(folder, family):

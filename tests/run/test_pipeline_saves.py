@@ -8,19 +8,19 @@ from tests import bench
 from tests.run import aboard
 from tests.run.models import deep
 from tests.run.ranks import run_ranks
-from tests.run.test_stage_executor import CAPACITY, PACE, whole_base
+from tests.run.workers.test_stage_executor import CAPACITY, PACE, whole_base
 from weftune.adapters.kind import Member
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
-from weftune.plan.cut import cut_layers
-from weftune.plan.pipeline_window import PipelineRules, plan_pipeline
-from weftune.ready import lay_out
-from weftune.run import checkpoint
-from weftune.run.commands import Staff
+from weftune.plan.layout.cut import cut_layers
+from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.events import Failed, SaveDue
-from weftune.run.pipeline import open_pipeline
-from weftune.run.training import new_training
-from weftune.run.worker import serve
+from weftune.run.training import checkpoint
+from weftune.run.training.state import new_training
+from weftune.run.workers.driver import open_pipeline
+from weftune.run.workers.messages import Staff
+from weftune.run.workers.worker import serve
+from weftune.train.job import lay_out
 
 STEPS = 3
 

@@ -6,8 +6,8 @@ import torch
 from tests.bench import CPU
 from tests.families import tiny
 from weftune.base.shape import model_shape
-from weftune.plan.profile import cpu_threads
-from weftune.plan.profile_cost import cost_of
+from weftune.plan.cost.profile import cpu_threads
+from weftune.plan.cost.profile_cost import cost_of
 from weftune.run.profile import CASES, DEPTHS, measure_profile
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.plan.outlooks import ground, outline, outlines
 from weftune.errors import PlanError
-from weftune.plan.chunked import chunked
-from weftune.plan.fit import lay_out
-from weftune.plan.outlook import outlook
-from weftune.plan.stream_outlook import stream_outlook
+from weftune.plan.outlook.chunked import chunked
+from weftune.plan.outlook.fit import lay_out
+from weftune.plan.outlook.outlook import outlook
+from weftune.plan.outlook.streamed import stream_outlook
 from weftune.run.executor import refuse_what_is_not_run
 
 

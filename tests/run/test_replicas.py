@@ -8,7 +8,7 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.ranks import run_ranks
-from tests.run.test_stage_executor import (
+from tests.run.workers.test_stage_executor import (
     CUTS,
     STEPS,
     alone,
@@ -19,11 +19,11 @@ from tests.run.test_stage_executor import (
     pipeline_program,
     whole_base,
 )
-from weftune.plan.program import Forward
-from weftune.ready import lay_out
+from weftune.plan.program.program import Forward
 from weftune.run.events import Failed, Stepped
-from weftune.run.stage_executor import StageExecutor
-from weftune.run.transport import Transport
+from weftune.run.workers.stage_executor import StageExecutor
+from weftune.run.workers.transport import Transport
+from weftune.train.job import lay_out
 
 CUT = {1: [0, 4], 2: CUTS[2]}
 

@@ -10,8 +10,7 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
-from tests.run.test_stage_executor import make_jobs
-from tests.run.test_stream_executor import (
+from tests.run.stream.test_executor import (
     CAPACITY,
     CUTS,
     evaluated_jobs,
@@ -23,17 +22,18 @@ from tests.run.test_stream_executor import (
     windows,
 )
 from tests.run.travellers import Short, buffer_bytes, promised_bytes
+from tests.run.workers.test_stage_executor import make_jobs
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import stream_model
 from weftune.ops.adamw import update
-from weftune.plan import stream_ring
-from weftune.plan.program import Backward, Forward, Step
-from weftune.plan.stream_cut import StreamCut, StreamStage
-from weftune.plan.stream_window import plan_streamed
-from weftune.run import travel_steps
+from weftune.plan.layout import ring
+from weftune.plan.program.program import Backward, Forward, Step
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.window.streamed import plan_streamed
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
-from weftune.run.stream_executor import StreamExecutor
-from weftune.run.travel import OUTSIDE
+from weftune.run.stream import adapter_steps
+from weftune.run.stream.adapters import OUTSIDE
+from weftune.run.stream.executor import StreamExecutor
 
 ALL_CUTS = CUTS | {"in one piece": StreamCut((StreamStage(0, LAYERS, True),), slots=0)}
 
@@ -126,10 +126,10 @@ def poisoned_update(updates, factor_J=None):
     return update(updates, factor_J)
 
 
-@pytest.mark.parametrize("piece", [128, stream_ring.PIECE], ids=["many pieces", "a piece a part"])
+@pytest.mark.parametrize("piece", [128, ring.PIECE], ids=["many pieces", "a piece a part"])
 @pytest.mark.parametrize("cut", ALL_CUTS.values(), ids=ALL_CUTS.keys())
 def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_made(cut, piece, wanted, monkeypatch):
-    monkeypatch.setattr(travel_steps, "PIECE", piece)
+    monkeypatch.setattr(adapter_steps, "PIECE", piece)
     executor = executor_of(cut, poisoned_update)
     poison(executor, monkeypatch)
     jobs = evaluated_jobs(executor.base)
@@ -252,12 +252,12 @@ def test_gradients_leave_stage_by_stage_and_at_a_step_only_the_first_ones_are_le
 # -- the ring --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [64, stream_ring.PIECE])
+@pytest.mark.parametrize("piece", [64, ring.PIECE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_promised(
     piece, dtype, monkeypatch
 ):
-    for module in (travel_steps, stream_ring):
+    for module in (adapter_steps, ring):
         monkeypatch.setattr(module, "PIECE", piece)
     found = []
     for later in (False, True):
@@ -367,10 +367,10 @@ def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(name, at):
     assert "a" not in executor.travel.travellers
 
 
-@pytest.mark.parametrize("piece", [64, stream_ring.PIECE])
+@pytest.mark.parametrize("piece", [64, ring.PIECE])
 @pytest.mark.parametrize(("name", "at"), [("one slot", 1), ("a layer at a time", 0)])
 def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(name, at, piece, monkeypatch):
-    monkeypatch.setattr(travel_steps, "PIECE", piece)
+    monkeypatch.setattr(adapter_steps, "PIECE", piece)
     executor, other = (executor_of(CUTS[name]) for _ in range(2))
     jobs = make_jobs(executor.base)
     for each in (executor, other):
@@ -430,7 +430,7 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
 @pytest.mark.parametrize("at", [0, 1, 9, 30, 31, 45, 61])
 def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, halfway, monkeypatch):
     """Rounds are as they were: what comes of them has the bits of the undisturbed run."""
-    monkeypatch.setattr(travel_steps, "PIECE", 512)
+    monkeypatch.setattr(adapter_steps, "PIECE", 512)
     makes = Short(at, halfway), Noted()
     executors = [executor_of(CUTS["one slot"], make) for make in makes]
     jobs = make_jobs(executors[0].base)

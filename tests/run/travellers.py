@@ -8,14 +8,14 @@ from tests.bench import CPU
 from weftune.adapters.kind import Member
 from weftune.adapters.layout import Layout, ParameterShape
 from weftune.ops.adamw import State, update
-from weftune.plan.stream_cut import StreamCut, StreamStage
-from weftune.plan.stream_ring import ring_bytes
-from weftune.run.schedule import Recipe
-from weftune.run.steps import Due, take_steps
-from weftune.run.streamer import Gone
-from weftune.run.training import OpenBatch, Training
-from weftune.run.travel import Travel
-from weftune.run.travel_steps import TravelBegun, TravelSteps
+from weftune.plan.layout.ring import ring_bytes
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.run.stream.adapter_steps import TravelBegun, TravelSteps
+from weftune.run.stream.adapters import Travel
+from weftune.run.stream.weights import Gone
+from weftune.run.training.schedule import Recipe
+from weftune.run.training.state import OpenBatch, Training
+from weftune.run.training.steps import Due, take_steps
 
 WEIGHTS = {torch.float32: torch.bfloat16, torch.float64: torch.float64}
 """Dtype of masters → that of what passes read."""

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteBank, kind_named
 from weftune.adapters.layout import Layout
-from weftune.batch import Microbatch
+from weftune.core.batch import Microbatch
+from weftune.core.shapes import SiteShape
 from weftune.ops.choice_trial import choices_on
 from weftune.ops.dropout import step_key
 from weftune.ops.lora import Route
 from weftune.ops.rows import Rows, Seat
-from weftune.shapes import SiteShape
 
 SLOTS = 64
 """Jobs that the kernels' tables have room for at first; doubled when more come aboard."""

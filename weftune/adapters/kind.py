@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from weftune.adapters.folder import read_config
 from weftune.adapters.layout import Layout
-from weftune.batch import Microbatch
+from weftune.core.batch import Microbatch
+from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, SpecError
 from weftune.ops.choice import Choices
 from weftune.ops.lora import Route
 from weftune.ops.rows import Rows
-from weftune.shapes import SiteShape
 
 Parameters = Mapping[tuple[str, str], Tensor]
 """(site, name) → tensor, as `Layout.views` gives them."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from weftune.batch import to_device
+from weftune.core.batch import to_device
 from weftune.errors import BaseModelError
 
 NAME = "weftune"

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weftune.base.families import KNOWN
-from weftune.batch import IGNORED, Microbatch
+from weftune.core.batch import IGNORED, Microbatch
 from weftune.errors import BaseModelError, UserError
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
+from weftune.core.hub import why_absent
+from weftune.core.paths import cache_folder
 from weftune.errors import BaseModelError
-from weftune.hub import why_absent
-from weftune.paths import cache_folder
 
 CONFIG = "config.json"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}

@@ -34,9 +34,9 @@ from transformers import (
 )
 
 from weftune.base.gguf_check import read_header
-from weftune.disk import ordinary_modes
+from weftune.core.disk import ordinary_modes
+from weftune.core.paths import cache_folder
 from weftune.errors import BaseModelError, MissingPackage, UserError
-from weftune.paths import cache_folder
 
 FORMAT = 1
 """Part of every cache key: raise it when a conversion gives other files than before."""

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from weftune.base.load import best_device, load_plain, load_tokenizer
 from weftune.base.spec import BaseSpec
+from weftune.core.patterns import ending, slow_sentence
 from weftune.errors import AdapterError
-from weftune.patterns import ending, slow_sentence
 
 BASE = "base"
 """The key of the base's own answer."""

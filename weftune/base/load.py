@@ -23,8 +23,8 @@ from weftune.base.safe_files import no_safetensors
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import stored_dtype, weight_files
+from weftune.core.shapes import ModelShape
 from weftune.errors import BaseModelError, UserError
-from weftune.shapes import ModelShape
 
 
 def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:

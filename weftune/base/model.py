@@ -17,10 +17,10 @@ from weftune.base.check import check_packing
 from weftune.base.families import refuse_config, refuse_modules
 from weftune.base.shape import linears, model_shape
 from weftune.base.spec import BaseSpec
-from weftune.batch import Microbatch
+from weftune.core.batch import Microbatch
+from weftune.core.head import Head
+from weftune.core.shapes import LayerRange, ModelShape, SiteShape
 from weftune.errors import BaseModelError
-from weftune.head import Head
-from weftune.shapes import LayerRange, ModelShape, SiteShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)

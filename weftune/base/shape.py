@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from weftune.shapes import ModelShape, SiteShape
+from weftune.core.shapes import ModelShape, SiteShape
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:

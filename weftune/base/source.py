@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weftune.base.host import host_bytes
 from weftune.base.mapped import MappedTensor
-from weftune.plan.stream_need import STAGING_BYTES
+from weftune.plan.layout.need import STAGING_BYTES
 
 CHUNK_BYTES = STAGING_BYTES // 2
 

@@ -22,8 +22,8 @@ from weftune.base.place import explained, place
 from weftune.base.shape import linears, model_shape, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import WeightFiles, read_weights, weight_files
+from weftune.core.shapes import LayerRange, ModelShape
 from weftune.errors import BaseModelError
-from weftune.shapes import LayerRange, ModelShape
 
 
 @dataclass(frozen=True, slots=True)

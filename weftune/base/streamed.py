@@ -29,8 +29,8 @@ from weftune.base.source import HostStage, MappedStage, Part, StageSource, Stagi
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut, shape_here
 from weftune.base.weights import file_reader, make_buffers
-from weftune.plan.stream_cut import StreamCut
-from weftune.shapes import LayerRange
+from weftune.core.shapes import LayerRange
+from weftune.plan.program.stream_cut import StreamCut
 
 ALIGNMENT = 16
 """Bytes: what kernels load at a time. Sites that share their input then lie side by side."""

@@ -15,8 +15,8 @@ from weftune.base.spec import BaseSpec
 from weftune.base.stages import keep, outlined, refuse_uncut, shape_here
 from weftune.base.streamed import Fill, StreamedBase, placed
 from weftune.base.weights import file_reader
-from weftune.plan.rank_cut import RankCut
-from weftune.shapes import LayerRange, ModelShape
+from weftune.core.shapes import LayerRange, ModelShape
+from weftune.plan.program.worker_cut import RankCut
 
 
 def load_rank(spec: BaseSpec, device: torch.device, cut: RankCut) -> StreamedBase:

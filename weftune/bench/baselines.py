@@ -13,9 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from weftune.batch import IGNORED
 from weftune.bench.llama import Size, build, random_ids
 from weftune.bench.timing import Block, Measured, Pace, Place, measure, repeated
+from weftune.core.batch import IGNORED
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

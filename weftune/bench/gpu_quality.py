@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from weftune import JobSpec, Options, Trainer
 from weftune.base.load import inspect, load_plain, load_tokenizer
 from weftune.base.spec import BaseSpec, Dtype
-from weftune.batch import IGNORED
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number
 from weftune.bench.timing import here
+from weftune.core.batch import IGNORED
 from weftune.data.samples import Samples
-from weftune.ready import Ready, make_ready
-from weftune.run.schedule import learning_rate
+from weftune.run.training.schedule import learning_rate
+from weftune.train.job import Ready, make_ready
 
 SHARED = Path(__file__).parents[3] / "shared"
 MODEL = Path(os.environ.get("WEFTUNE_STORIES", SHARED / "models" / "stories15m"))

@@ -14,18 +14,18 @@ from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.batch import Microbatch
+from weftune.core.batch import Microbatch
 from weftune.data.cache import Store
 from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
 from weftune.data.tally import Tally
-from weftune.plan.planner import Course, plan_window
-from weftune.plan.program import GlobalBatch, MicrobatchPlan, Placed, Program
-from weftune.plan.recompute import NOTHING
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, Program
+from weftune.plan.program.recompute import NOTHING
+from weftune.plan.window.rounds import Course, plan_window
 from weftune.run.events import Failed, Passed, Stepped
 from weftune.run.executor import Executor
-from weftune.run.schedule import Recipe
-from weftune.run.training import new_training
+from weftune.run.training.schedule import Recipe
+from weftune.run.training.state import new_training
 
 Lengths = Sequence[Sequence[int]]
 """The lengths of the samples of each global batch of a job; after the last, the first comes again."""

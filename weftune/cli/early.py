@@ -11,9 +11,9 @@ from weftune.base.spec import DEMO, BaseSpec
 from weftune.errors import BaseModelError, DataError, Mistake, UserError
 
 if TYPE_CHECKING:
+    from weftune.core.shapes import ModelShape
     from weftune.data.spec import DataSpec, EvalSpec
     from weftune.jobs.spec import JobSpec, RunSpec
-    from weftune.shapes import ModelShape
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
@@ -31,8 +31,8 @@ def read_early(jobs: Path) -> RunSpec:
 
 def shape_of_folder(base: BaseSpec) -> ModelShape | None:
     """Of a folder that is here and of a family that we know; None where only the model itself can tell."""
+    from weftune.base.architecture import model_shape
     from weftune.base.config import bytes_per_value, read_config
-    from weftune.plan.architecture import model_shape
 
     if not Path(base.model).is_dir():
         return None

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from weftune.base.spec import BaseSpec
     from weftune.cli.plan_single import Single
+    from weftune.core.shapes import JobShape, ModelShape
     from weftune.jobs.scheduler import Admission
-    from weftune.plan.cluster import Cluster
-    from weftune.plan.estimate import JobOutline, Speed
-    from weftune.plan.fit import Ground
-    from weftune.plan.program import Program
-    from weftune.plan.share_outlook import ShareOutlook
-    from weftune.plan.timeline import Timeline
-    from weftune.plan.whole_run import JobTotal, WholeRun
-    from weftune.shapes import JobShape, ModelShape
+    from weftune.plan.cost.cluster import Cluster
+    from weftune.plan.cost.estimate import JobOutline, Speed
+    from weftune.plan.outlook.fit import Ground
+    from weftune.plan.outlook.split import ShareOutlook
+    from weftune.plan.outlook.whole_run import JobTotal, WholeRun
+    from weftune.plan.program.program import Program
+    from weftune.plan.program.timeline import Timeline
 
 
 def plan(
@@ -101,7 +101,7 @@ def read_wanted(jobs: Path, cluster: Cluster, asked: Asked) -> Wanted:
     from weftune.base.config import read_tokenizer
     from weftune.cli.plan_jobs import outline_jobs
     from weftune.jobs.read import read_run
-    from weftune.plan.fit import make_ground
+    from weftune.plan.outlook.fit import make_ground
 
     gpu = cluster.devices[0].is_gpu
     run = read_run(jobs, lambda base: described(base, gpu))
@@ -134,7 +134,7 @@ class Answered:
 def answer(wanted: Wanted, console: Console) -> Answered:
     """Through one device a base is streamed as a run would do it; over several by Mobius's recurrence."""
     from weftune.cli.plan_single import choose_single
-    from weftune.plan.stream_outlook import must_stream
+    from weftune.plan.outlook.streamed import must_stream
 
     if len(wanted.ground.cluster.devices) > 1:
         return (streamed if must_stream(wanted.ground, wanted.company) else resident)(wanted, console)
@@ -146,12 +146,12 @@ def resident(wanted: Wanted, console: Console) -> Answered:
     """The base lies on the devices: whole on each where it fits, else a stage."""
     from weftune.cli.plan_numbers import common_numbers, outlook_numbers, run_numbers, share_numbers
     from weftune.cli.plan_show import show, show_more, show_run, show_shares
-    from weftune.plan.ablate import ablate
-    from weftune.plan.explain import explain
-    from weftune.plan.fit import why_not
-    from weftune.plan.outlook import outlook, refuse
-    from weftune.plan.share_outlook import share_outlook
-    from weftune.plan.whole_run import WholeRun, at_rate, endings
+    from weftune.plan.outlook.ablate import ablate
+    from weftune.plan.outlook.explain import explain
+    from weftune.plan.outlook.fit import why_not
+    from weftune.plan.outlook.outlook import outlook, refuse
+    from weftune.plan.outlook.split import share_outlook
+    from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
 
     refuse(wanted.ground, wanted.company)
     admission = admitted(wanted, by_outlines(wanted, why_not))
@@ -177,9 +177,14 @@ def streamed(wanted: Wanted, console: Console) -> Answered:
     """The base lies in the host's memory and comes to several devices in stages."""
     from weftune.cli.plan_numbers import common_numbers, run_numbers, stream_numbers
     from weftune.cli.plan_show import show_more, show_run, show_streams
-    from weftune.plan.stream_explain import explain_streams
-    from weftune.plan.stream_outlook import ablate_streams, refuse_streamed, stream_outlook, why_not_streamed
-    from weftune.plan.whole_run import WholeRun, endings
+    from weftune.plan.outlook.streamed import (
+        ablate_streams,
+        refuse_streamed,
+        stream_outlook,
+        why_not_streamed,
+    )
+    from weftune.plan.outlook.streamed_explain import explain_streams
+    from weftune.plan.outlook.whole_run import WholeRun, endings
 
     refuse_streamed(wanted.ground, wanted.company)
     admission = admitted(wanted, by_outlines(wanted, why_not_streamed))
@@ -200,9 +205,9 @@ def single(wanted: Wanted, chosen: Single, console: Console) -> Answered:
     """The base lies in the host's memory and comes to one device as a run would have it come."""
     from weftune.cli.plan_numbers import common_numbers, run_numbers, single_numbers
     from weftune.cli.plan_show import show_more, show_run, show_single
-    from weftune.plan.single_outlook import ablate_single, first_window, single_memory, single_outlook
-    from weftune.plan.stream_explain import explain_single
-    from weftune.plan.whole_run import WholeRun, endings
+    from weftune.plan.outlook.one_device import ablate_single, first_window, single_memory, single_outlook
+    from weftune.plan.outlook.streamed_explain import explain_single
+    from weftune.plan.outlook.whole_run import WholeRun, endings
 
     memory = single_memory(wanted.ground, chosen.company.choice, chosen.place)
     admission = admitted(wanted, memory.why_not)
@@ -227,7 +232,7 @@ def single(wanted: Wanted, chosen: Single, console: Console) -> Answered:
 
 def run_of_shares(shared: ShareOutlook, totals: Mapping[str, JobTotal]) -> WholeRun:
     """Every device goes through its own jobs."""
-    from weftune.plan.whole_run import WholeRun, at_rate, endings
+    from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
 
     ends: dict[str, float] = {}
     for share, part in zip(shared.shares, shared.parts, strict=True):
@@ -240,15 +245,15 @@ def run_of_shares(shared: ShareOutlook, totals: Mapping[str, JobTotal]) -> Whole
 
 def described(base: BaseSpec, gpu: bool) -> ModelShape:
     """The base's sizes, from its config.json."""
+    from weftune.base.architecture import model_shape
     from weftune.base.config import bytes_per_value, read_config
-    from weftune.plan.architecture import model_shape
 
     return model_shape(read_config(base), base.model, bytes_per_value(base, gpu))
 
 
 def read_cluster(text: str, limit: int | None = None) -> Cluster:
     """`limit` is for GPUs: what else a run may take of a CPU's memory does not depend on it."""
-    from weftune.plan.cluster import limited
+    from weftune.plan.cost.cluster import limited
 
     cluster = _cluster(text)
     return limited(cluster, limit) if limit is not None and cluster.devices[0].is_gpu else cluster
@@ -256,7 +261,7 @@ def read_cluster(text: str, limit: int | None = None) -> Cluster:
 
 def _cluster(text: str) -> Cluster:
     from weftune.errors import Mistake, PlanError
-    from weftune.plan.cluster import cluster_from, parse_cluster, this_machine
+    from weftune.plan.cost.cluster import cluster_from, parse_cluster, this_machine
 
     if text == "auto":
         return this_machine()
@@ -275,9 +280,9 @@ def _cluster(text: str) -> Cluster:
 
 def measured_speeds(shape: ModelShape, machine: Cluster) -> Sequence[Speed]:
     """From a profile of this machine for this base, where `weftune doctor --profile` has made one."""
-    from weftune.plan.cluster import gpu_here
-    from weftune.plan.profile import profile_here
-    from weftune.plan.profile_cost import speed_of
+    from weftune.plan.cost.cluster import gpu_here
+    from weftune.plan.cost.profile import profile_here
+    from weftune.plan.cost.profile_cost import speed_of
 
     profile = profile_here(shape, gpu_here() if machine.devices[0].is_gpu else None)
     return [speed_of(profile, shape)] * len(machine.devices) if profile else ()

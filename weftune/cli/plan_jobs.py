@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weftune.core.paths import cache_folder
+from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.order import Order
 from weftune.data.prepare import Prepared, is_prepared, prepare
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
 from weftune.jobs.spec import JobSpec, in_steps
-from weftune.paths import cache_folder
-from weftune.plan.estimate import JobOutline
-from weftune.plan.memory import MemoryModel
-from weftune.plan.whole_run import JobTotal, tokens_of
-from weftune.shapes import JobShape, ModelShape
+from weftune.plan.cost.estimate import JobOutline
+from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.outlook.whole_run import JobTotal, tokens_of
 
 ROUNDS = 4
 """Global batches of each job that the outlook looks at, as many as a window has."""

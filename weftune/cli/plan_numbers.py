@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weftune.jobs.scheduler import Admission
-    from weftune.plan.ablate import Ablation
-    from weftune.plan.forecast import Forecast
-    from weftune.plan.outlook import Outlook
-    from weftune.plan.share_outlook import ShareOutlook
-    from weftune.plan.single_outlook import SingleOutlook
-    from weftune.plan.stream_outlook import StreamOutlook
-    from weftune.plan.whole_run import JobTotal, WholeRun
+    from weftune.plan.outlook.ablate import Ablation
+    from weftune.plan.outlook.forecast import Forecast
+    from weftune.plan.outlook.one_device import SingleOutlook
+    from weftune.plan.outlook.outlook import Outlook
+    from weftune.plan.outlook.split import ShareOutlook
+    from weftune.plan.outlook.streamed import StreamOutlook
+    from weftune.plan.outlook.whole_run import JobTotal, WholeRun
 
 
 def outlook_numbers(found: Outlook) -> dict[str, Any]:

@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weftune.plan.memory import gib
+from weftune.plan.cost.memory import gib
 from weftune.report.words import duration_text, plural
 
 if TYPE_CHECKING:
     from weftune.jobs.scheduler import Admission
-    from weftune.plan.ablate import Ablation
-    from weftune.plan.forecast import Forecast
-    from weftune.plan.outlook import Outlook
-    from weftune.plan.share_outlook import ShareOutlook
-    from weftune.plan.single_outlook import SingleOutlook
-    from weftune.plan.stream_outlook import StreamOutlook
-    from weftune.plan.whole_run import JobTotal, WholeRun
+    from weftune.plan.outlook.ablate import Ablation
+    from weftune.plan.outlook.forecast import Forecast
+    from weftune.plan.outlook.one_device import SingleOutlook
+    from weftune.plan.outlook.outlook import Outlook
+    from weftune.plan.outlook.split import ShareOutlook
+    from weftune.plan.outlook.streamed import StreamOutlook
+    from weftune.plan.outlook.whole_run import JobTotal, WholeRun
 
 PIPELINES = ("1F1B per job", "mLoRA")
 """Ways that say nothing new of a single device."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weftune.base.spec import BaseSpec
     from weftune.cli.plan import Wanted
-    from weftune.plan.stream_need import StreamDevice
-    from weftune.plan.stream_run import CompanyChoice
-    from weftune.run.link import Link
+    from weftune.plan.layout.need import StreamDevice
+    from weftune.plan.layout.one_device import CompanyChoice
+    from weftune.run.measure.link import Link
 
 ENOUGH = 1 << 50
 """Bytes of host memory: a cluster's description does not tell how much there is."""
@@ -29,7 +29,7 @@ class Single:
 def choose_single(wanted: Wanted) -> Single | None:
     """None where the run would stream nothing. PlanError where it would refuse the jobs."""
     from weftune.errors import HostTooSmall
-    from weftune.plan.stream_run import choose_company, fits_whole, in_files
+    from weftune.plan.layout.one_device import choose_company, fits_whole, in_files
 
     ground, jobs = wanted.ground, [job.shape for job in wanted.company]
     if ground.is_gpu:
@@ -56,7 +56,7 @@ class _Place:
 
 def _place(wanted: Wanted) -> _Place:
     """The device as the run would find it; one that is not here by its data sheet."""
-    from weftune.plan.stream_run import gpu_place, pretended_place
+    from weftune.plan.layout.one_device import gpu_place, pretended_place
 
     ground, limit = wanted.ground, wanted.asked.limit
     host = host_budget() if wanted.asked.here else ENOUGH
@@ -75,7 +75,7 @@ def host_budget() -> int:
     """Bytes of this host's memory that a run may take."""
     import psutil
 
-    from weftune.plan.fit import SHARES
+    from weftune.plan.outlook.fit import SHARES
 
     return int(psutil.virtual_memory().available * SHARES[False])
 
@@ -84,7 +84,7 @@ def measured_link(base: BaseSpec) -> Link | None:
     """As the run measures it; None where torch cannot use this machine's GPU, or others have filled it."""
     import torch
 
-    from weftune.run.link import measure_link
+    from weftune.run.measure.link import measure_link
 
     if not torch.cuda.is_available():
         return None

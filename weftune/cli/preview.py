@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+    from weftune.core.shapes import ModelShape
     from weftune.data.prepare import Prepared
     from weftune.data.samples import Samples
     from weftune.jobs.spec import JobSpec, RunSpec
-    from weftune.shapes import ModelShape
 
 SUPERVISED = "bold green"
 GIVEN = "dim"
@@ -74,9 +74,9 @@ def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 
 def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[Shown]:
     """Every job's samples, those of identical data once; the mistakes of all of them at once."""
+    from weftune.core.paths import cache_folder
     from weftune.data.prepare import prepare
     from weftune.errors import DataError, Mistake
-    from weftune.paths import cache_folder
 
     found: dict[tuple[str, str], Shown] = {}
     mistakes: dict[Mistake, None] = {}

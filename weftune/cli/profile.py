@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from weftune.base.spec import BaseSpec
-    from weftune.plan.profile import Profile
-    from weftune.shapes import ModelShape
+    from weftune.core.shapes import ModelShape
+    from weftune.plan.cost.profile import Profile
 
 
 def make_profile(base: str, device: str | None, output: Path | None) -> None:
@@ -26,7 +26,7 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
 
     from weftune.base.load import device_named, inspect
     from weftune.errors import OutputError
-    from weftune.plan.profile import check_place, file_of, profile_folder, write_profile
+    from weftune.plan.cost.profile import check_place, file_of, profile_folder, write_profile
     from weftune.run.profile import key_here
 
     spec, where, console = BaseSpec(model=base), device_named(device), Console()
@@ -65,8 +65,8 @@ def kinds_table(profile: Profile, shape: ModelShape) -> Table:
     """Milliseconds of a pass over 256 tokens in four samples, all supervised, with an adapter of rank 8."""
     from rich.table import Table
 
-    from weftune.plan.cost import Work
-    from weftune.plan.profile_cost import directions
+    from weftune.plan.cost.profile_cost import directions
+    from weftune.plan.cost.time import Work
 
     rank, tokens, samples = 8, 256, 4
     widths = sum(site.in_features + site.out_features for site in shape.sites)

@@ -13,10 +13,10 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weftune.plan.stage_count import StageCount
-    from weftune.run.commands import Staff
-    from weftune.run.wires import Place
-    from weftune.trainer import Result
+    from weftune.plan.layout.stage_count import StageCount
+    from weftune.run.workers.groups import Place
+    from weftune.run.workers.messages import Staff
+    from weftune.train.trainer import Result
 
 SOME_FAILED, INTERRUPTED = 1, 130
 AUTO = 0
@@ -87,7 +87,7 @@ def train(
     if place is None:
         _check_early(asked)
     if gpus is not None:
-        from weftune.run.devices import devices_asked
+        from weftune.run.measure.devices import devices_asked
 
         _train_on(asked, devices_asked(gpus_of(gpus), device))
         return
@@ -97,7 +97,7 @@ def train(
     place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.ranks > 1)
     if pipeline is not None and stages not in (AUTO, place.stages):
         raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
-    from weftune.run.wires import attempt
+    from weftune.run.workers.groups import attempt
 
     if attempt() > 0:
         # torchrun has started all ranks again, with the words of the first time.
@@ -149,7 +149,7 @@ def _place() -> Place | None:
     """None where this is the only process: known from the environment alone, before torch is imported."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         return None
-    from weftune.run.wires import place_here
+    from weftune.run.workers.groups import place_here
 
     return place_here()
 
@@ -170,7 +170,7 @@ def _check_early(asked: Asked) -> None:
 
 def _train_here(asked: Asked, stages: int) -> None:
     """On this machine, in the processes that were asked for or that the planner finds right."""
-    from weftune.run.devices import devices_asked
+    from weftune.run.measure.devices import devices_asked
 
     shares = 1
     if stages == AUTO:
@@ -189,12 +189,12 @@ def _chosen(asked: Asked) -> StageCount:
     from rich.console import Console
 
     from weftune.base.load import device_named, inspect
-    from weftune.engine import costs_here
     from weftune.jobs.read import read_run
-    from weftune.pipelined import SPARE
-    from weftune.plan.stage_count import choose_stages
+    from weftune.plan.layout.stage_count import choose_stages
     from weftune.report.steady import steady_output
-    from weftune.run.devices import devices_here
+    from weftune.run.measure.devices import devices_here
+    from weftune.train.engine import costs_here
+    from weftune.train.pipelined import SPARE
 
     device = device_named(asked.device)
     budget = bytes_of(asked.memory) if asked.memory else None
@@ -213,8 +213,8 @@ def _launch(asked: Asked, stages: int) -> int:
     from weftune.base.load import inspect
     from weftune.cli.main import main
     from weftune.jobs.read import read_run
-    from weftune.launch import launch
-    from weftune.plan.cut import cut_layers
+    from weftune.launch.pipeline import launch
+    from weftune.plan.layout.cut import cut_layers
 
     run = read_run(asked.jobs)
     shape = inspect(run.base)
@@ -227,7 +227,7 @@ def _launch(asked: Asked, stages: int) -> int:
 
 def _join(asked: Asked, place: Place) -> None:
     """Be one rank of a pipeline: the first trains, the others obey."""
-    from weftune.launch import joined
+    from weftune.launch.pipeline import joined
 
     with joined(place, asked.device) as staff:
         if staff is not None:
@@ -243,7 +243,7 @@ def _train(asked: Asked, staff: Staff | None) -> None:
     from weftune.report.steady import steady_output
     from weftune.report.terminal import LiveView
     from weftune.report.words import plural
-    from weftune.trainer import Options, trainer_for
+    from weftune.train.trainer import Options, trainer_for
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console(file=steady_output())
@@ -273,11 +273,11 @@ def _train_on(asked: Asked, devices: tuple[str, ...]) -> None:
     from weftune.base.load import shape_at_hand
     from weftune.jobs.read import read_run
     from weftune.jobs.retry import read_changes
+    from weftune.launch.split import train_shares
     from weftune.report.steady import steady_output
     from weftune.report.terminal import LiveView
     from weftune.report.words import plural
-    from weftune.shares import train_shares
-    from weftune.trainer import Options
+    from weftune.train.trainer import Options
 
     if len(devices) == 1:
         _train(asked, None)

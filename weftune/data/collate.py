@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weftune.batch import IGNORED, Microbatch, Segment
+from weftune.core.batch import IGNORED, Microbatch, Segment
 from weftune.data.samples import Samples
 
 

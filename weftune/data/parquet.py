@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weftune.core.limited import Stopped, run_limited
 from weftune.errors import DataError, Mistake
-from weftune.limited import Stopped, run_limited
 
 if TYPE_CHECKING:
     import pyarrow

@@ -1,7 +1,7 @@
 """A chat template compiled and rendered in Jinja's sandbox, with a limit on what it may print.
 
-This runs in a limited process (`weftune.limited`): Jinja's sandbox keeps a template from reaching out, and
-the process keeps it from running or swelling without end. What is asked of it there stands at the end.
+This runs in a limited process (`weftune.core.limited`): Jinja's sandbox keeps a template from reaching out,
+and the process keeps it from running or swelling without end. What is asked of it there stands at the end.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from weftune.core.limited import SECONDS, allow_seconds
 from weftune.data.forms import forms
 from weftune.data.printed import PrintCheck
 from weftune.data.row import BadRow, CommonBadRow
 from weftune.data.turns import Rendering, render_everything, render_turns
 from weftune.errors import DataError, Mistake
-from weftune.limited import SECONDS, allow_seconds
 
 if TYPE_CHECKING:
     from weftune.data.formats import Chat

@@ -9,13 +9,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from weftune.core.limited import Stopped, run_limited
 from weftune.data import sandbox
 from weftune.data.formats import Chat
 from weftune.data.row import BadRow, bad_row
 from weftune.data.sandbox import PLACE
 from weftune.data.turns import Rendering, rendering_of
 from weftune.errors import DataError, Mistake
-from weftune.limited import Stopped, run_limited
 
 CHATML = "chatml"
 

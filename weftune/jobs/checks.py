@@ -9,12 +9,12 @@ from pathlib import Path
 
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
+from weftune.core.patterns import ending, slow_sentence
+from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, Mistake
 from weftune.jobs.near import nearest
 from weftune.jobs.show import show
 from weftune.jobs.spec import JobSpec, in_steps, place_in_job
-from weftune.patterns import ending, slow_sentence
-from weftune.shapes import ModelShape, SiteShape
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
 """Above these somebody has probably missed a decimal point: Adam moves every weight by about its rate."""

@@ -8,8 +8,8 @@ from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
+from weftune.core.formats import UnknownFormat
 from weftune.errors import OutputError
-from weftune.formats import UnknownFormat
 from weftune.jobs.files import json_text, replace_file, temporary
 from weftune.jobs.states import State, move
 from weftune.jobs.status import RunStatus, from_json, to_json

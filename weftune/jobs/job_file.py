@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from weftune.adapters.folder import JOB_FILE
+from weftune.core.formats import refuse_unknown_format
 from weftune.errors import OutputError
-from weftune.formats import refuse_unknown_format
 from weftune.jobs.files import replace_file
 
 CHECKPOINTS = "checkpoints"

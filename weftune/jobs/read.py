@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from weftune.base.spec import DEMO, BaseSpec
+from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, SpecError, UserError
 from weftune.jobs.checks import check_targets
 from weftune.jobs.keys import BASE_KEYS, RUN_KEYS, unknown_key
@@ -20,7 +21,6 @@ from weftune.jobs.schema import EXPECTED, build
 from weftune.jobs.settle import settle
 from weftune.jobs.show import show
 from weftune.jobs.spec import JobSpec, RunSpec, Tracker
-from weftune.shapes import ModelShape
 
 OUTPUT = "output"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weftune.shapes import JobShape
+from weftune.core.shapes import JobShape
 
 Fits = Callable[[Sequence[JobShape]], str | None]
 """None where these jobs fit together, or the sentence that says why they do not."""

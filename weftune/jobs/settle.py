@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weftune.adapters.lora.spec import ALL_LINEAR
+from weftune.core.patterns import ending, slow_sentence
 from weftune.jobs.bounds import number_faults
 from weftune.jobs.layer import Layer
 from weftune.jobs.names import name_fault
@@ -15,7 +16,6 @@ from weftune.jobs.paths import Locate, Located, locate_adapter, locate_rows, loc
 from weftune.jobs.places import ROWS, Fault, Loc, Placed, place_of
 from weftune.jobs.schema import EXPECTED, build
 from weftune.jobs.show import show
-from weftune.patterns import ending, slow_sentence
 
 Record = TypeVar("Record")
 BETAS = (0.9, 0.999)

@@ -29,7 +29,7 @@ from weftune.jobs.folder import (
 )
 from weftune.jobs.states import State
 from weftune.jobs.status import RunStatus
-from weftune.plan.shares import Share
+from weftune.plan.layout.split import Share
 
 SHARES = ".shares"
 """The folder of the shares' stores, as long as they are at work; no job can have its name."""

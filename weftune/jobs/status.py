@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from weftune.formats import FORMAT, refuse_unknown_format
+from weftune.core.formats import FORMAT, refuse_unknown_format
 from weftune.jobs.files import json_text
 from weftune.jobs.states import State
 

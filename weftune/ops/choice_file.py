@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from weftune.core.paths import cache_folder
 from weftune.ops.weave import Order
-from weftune.paths import cache_folder
 
 
 @dataclass(frozen=True, slots=True)

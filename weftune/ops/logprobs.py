@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from weftune.head import Head
+from weftune.core.head import Head
 from weftune.ops.triton.at_hand import kernels_at_hand
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}

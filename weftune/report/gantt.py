@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftune.plan.program import Action, Backward, Evaluate, Forward, Load, Program, Recv, Send, Step
-from weftune.plan.timeline import Lane, Timeline
+from weftune.plan.program.program import Action, Backward, Evaluate, Forward, Load, Program, Recv, Send, Step
+from weftune.plan.program.timeline import Lane, Timeline
 
 STRIP = 0.28
 """Of the distance between rows: how much of a bar shows whose it is."""

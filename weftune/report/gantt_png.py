@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weftune.errors import UserError
-from weftune.plan.program import Program
-from weftune.plan.timeline import Event, Timeline
+from weftune.plan.program.program import Program
+from weftune.plan.program.timeline import Event, Timeline
 from weftune.report.gantt import COLOURS, headline, job_colours, job_strips, kind_of, row, rows
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weftune.core.formats import refuse_unknown_format
 from weftune.errors import OutputError
-from weftune.formats import refuse_unknown_format
 from weftune.jobs.folder import METRICS, STATUS, WINDOWS
 from weftune.jobs.shares import combined, read_shares, share_folders
 from weftune.jobs.status import RunStatus, from_json, to_json

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weftune.plan.program import Program
-from weftune.plan.timeline import Lane, Timeline
+from weftune.plan.program.program import Program
+from weftune.plan.program.timeline import Lane, Timeline
 from weftune.report.charts import Chart
 from weftune.report.gantt import COLOURS, Bar, about, bar_traces, kind_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weftune.plan.cost import PassTime, StateTime
-from weftune.plan.program import MicrobatchPlan
-from weftune.run.training import StepOutcome
+from weftune.plan.cost.time import PassTime, StateTime
+from weftune.plan.program.program import MicrobatchPlan
+from weftune.run.training.state import StepOutcome
 
 
 @dataclass(frozen=True, slots=True)

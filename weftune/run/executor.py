@@ -17,21 +17,31 @@ import torch
 from torch import Tensor
 
 from weftune.base.model import Base
-from weftune.batch import Microbatch, Segment
+from weftune.core.batch import Microbatch, Segment
 from weftune.errors import PlanError
 from weftune.objectives import sft
 from weftune.ops.lora import Route
 from weftune.ops.triton.at_hand import kernels_run
-from weftune.plan.cost import PassTime, StateTime, work_of
-from weftune.plan.program import Action, Backward, Evaluate, Forward, MicrobatchPlan, Program, Save, Step
-from weftune.run import checkpoint
+from weftune.plan.cost.time import PassTime, StateTime, work_of
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Forward,
+    MicrobatchPlan,
+    Program,
+    Save,
+    Step,
+)
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
-from weftune.run.lay import Laid, lay
-from weftune.run.logprobs import segment_logprobs
-from weftune.run.looks import Look, Looks
-from weftune.run.measure import Stopwatch, is_out_of_memory
-from weftune.run.steps import Due, NoStep, Outcome, Underway, begin_steps, take_steps
-from weftune.run.woven import Woven
+from weftune.run.measure.memory import is_out_of_memory
+from weftune.run.measure.timers import Stopwatch
+from weftune.run.passes.adapted import Woven
+from weftune.run.passes.logprobs import segment_logprobs
+from weftune.run.passes.rows import Laid, lay
+from weftune.run.training import checkpoint
+from weftune.run.training.evaluation import Look, Looks
+from weftune.run.training.steps import Due, NoStep, Outcome, Underway, begin_steps, take_steps
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
 """Lays out the planned samples, of the training or (True) of the held-out rows, as tensors."""

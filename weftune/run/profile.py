@@ -20,10 +20,11 @@ from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.batch import IGNORED, Microbatch, Segment
-from weftune.plan.cost import PassTime, StateTime
-from weftune.plan.profile import LayeredPass, Profile, ProfileKey, cpu_threads, key_of
-from weftune.plan.program import (
+from weftune.core.batch import IGNORED, Microbatch, Segment
+from weftune.core.shapes import ModelShape
+from weftune.plan.cost.profile import LayeredPass, Profile, ProfileKey, cpu_threads, key_of
+from weftune.plan.cost.time import PassTime, StateTime
+from weftune.plan.program.program import (
     Backward,
     Evaluate,
     Forward,
@@ -36,10 +37,9 @@ from weftune.plan.program import (
 )
 from weftune.run.events import OutOfMemory, Passed, StepsMade
 from weftune.run.executor import Executor
-from weftune.run.measure import begin_peak, peak_bytes, release, resident_bytes
-from weftune.run.schedule import Recipe
-from weftune.run.training import new_training
-from weftune.shapes import ModelShape
+from weftune.run.measure.memory import begin_peak, peak_bytes, release, resident_bytes
+from weftune.run.training.schedule import Recipe
+from weftune.run.training.state import new_training
 
 DEPTHS = (1, 4)
 RANKS = (8, 64)

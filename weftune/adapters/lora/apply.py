@@ -19,13 +19,13 @@ from weftune.adapters.layout import Layout, ParameterShape
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, write_adapter
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.batch import Segment
+from weftune.core.batch import Segment
+from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform, parameter_key
 from weftune.ops.dropout import key
 from weftune.ops.lora import Block, Blocks, Factors, add_lora
 from weftune.ops.table import Entry, Group, Table
 from weftune.ops.tiled import woven_linear
-from weftune.shapes import SiteShape
 
 A, B = "a_rK", "b_rN"
 LEAST_RANK = 16

@@ -9,8 +9,8 @@ from typing import Any
 
 from weftune.adapters.folder import CONFIG, read_config
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.core.patterns import ending, slow_sentence
 from weftune.errors import AdapterError
-from weftune.patterns import ending, slow_sentence
 
 BEYOND = (
     "modules_to_save",

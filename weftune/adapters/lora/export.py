@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from weftune.adapters.folder import read_config
 from weftune.adapters.lora.files import read_adapter, refuse_misfit, write_adapter
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
-from weftune.shapes import SiteShape
 
 
 def write_portable(folder: Path, target: Path) -> int:

@@ -19,8 +19,8 @@ from torch import Tensor
 from weftune.adapters.folder import WEIGHTS, no_weights
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import ALL_LINEAR, LoraSpec, site_of, weight_names
+from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, MissingPackage
-from weftune.shapes import SiteShape
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
 """Site → (A [r, K], B [N, r])."""

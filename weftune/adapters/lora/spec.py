@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from weftune.shapes import SiteShape
+from weftune.core.shapes import SiteShape
 
 ALL_LINEAR = "all-linear"
 

@@ -1,0 +1,166 @@
+"""A run promises its windows by what it has learned, plans by a recorded version of it, and resumes that."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.costs import SHAPE, TRUTH, measured, program
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.learned import Learned, Outcome
+from weftune.plan.cost.memory import MemoryFit, MemoryModel
+from weftune.plan.cost.memory_fit import Peak, fit_memory, safer, window_need
+from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.time import StateTime, work_of
+from weftune.plan.program.program import Program
+
+COMPANY = {"a": JobShape("a", 0, 0, trainable=10**6, longest=60)}
+JOBS = list(COMPANY.values())
+FIT = MemoryFit(state=1.05, activations=0.8, slack=0.4)
+
+
+def memory(**changes) -> MemoryModel:
+    return replace(MemoryModel(SHAPE, budget=4 << 30, taken=100 << 20), **changes)
+
+
+def learned(**changes) -> Learned:
+    return Learned(known=arithmetic(SHAPE), memory=memory(**changes))
+
+
+def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak: bool = True) -> Outcome:
+    """As a device with the true terms would measure it, with 0.1 s for the rest."""
+    passes = [
+        measured(work_of(microbatch, {"a": 10**6}), slower=slower, training=number > 0)
+        for number, (_, microbatch) in enumerate(one.compute())
+    ]
+    steps = [StateTime(1, 10**6, 0.009)]
+    need = window_need(memory(), JOBS, one).total(FIT)
+    seconds = sum(p.seconds for p in passes) + 0.009 + 0.1
+    return Outcome(
+        seconds, need if peak is None else peak, own_peak, passes, steps, [StateTime(1, 10**6, 0.02)]
+    )
+
+
+def test_the_first_window_has_a_time_only_with_a_profile() -> None:
+    assert learned().promise(program(30, 50), COMPANY).seconds is None
+    known = Learned(known=TRUTH, memory=memory())
+    assert known.promise(program(30, 50), COMPANY).seconds == pytest.approx(
+        TRUTH.program_seconds(program(30, 50), {"a": 10**6})
+    )
+
+
+def test_after_some_windows_another_is_promised_as_it_comes() -> None:
+    run = learned()
+    for lengths in ((30, 50), (20, 20, 60), (64, 10), (33, 44, 55), (12, 13, 14, 15)):
+        one = program(*lengths)
+        run.promise(one, COMPANY)
+        run.learn(one, COMPANY, outcome(one))
+    other = program(60, 40, 50)
+    promise, truth = run.promise(other, COMPANY), outcome(other)
+    assert promise.seconds == pytest.approx(truth.seconds, rel=0.1)
+    assert promise.peak_bytes == pytest.approx(truth.peak_bytes, rel=0.02)
+    assert "refitted" in promise.source
+
+
+def test_a_window_has_changed_when_its_company_or_its_lengths_have() -> None:
+    run = learned()
+    assert run.promise(program(30, 50), COMPANY).changed
+    assert not run.promise(program(30, 50), COMPANY).changed
+    assert run.promise(program(30, 51), COMPANY).changed
+
+
+def test_plans_change_their_model_only_when_the_windows_have_doubled_and_each_time_is_counted() -> None:
+    run, one, versions = learned(), program(30, 50), []
+    for _ in range(9):
+        run.learn(one, COMPANY, outcome(one))
+        before = run.memory
+        assert run.adopt() == (run.memory != before or run.windows in (1, 2, 4, 8))
+        versions.append(run.version)
+    assert versions == [1, 2, 2, 3, 3, 3, 3, 4, 4]
+
+
+def test_a_resumed_run_plans_by_what_was_recorded() -> None:
+    run, one = learned(), program(30, 50)
+    run.learn(one, COMPANY, outcome(one))
+    run.adopt()
+    again = learned()
+    again.resume(run.recorded())
+    assert again.memory == run.memory
+    assert (again.version, again.windows) == (run.version, run.windows)
+    for wrong in (None, {}, {"version": 1, "windows": 1, "memory": {}}, {"memory": 3}):
+        with pytest.raises(ValueError, match="no record of a run's models"):
+            learned().resume(wrong)
+
+
+def test_whether_a_job_can_run_alone_is_not_judged_by_the_noise_of_a_run() -> None:
+    one = program(30, 50)
+    tight = learned(budget=memory().peak_bytes(JOBS, 60))
+    assert tight.why_not(JOBS) is None
+    tight.learn(one, COMPANY, outcome(one, peak=8 << 30))
+    tight.adopt()
+    assert tight.memory.why_not(JOBS) is not None
+    assert tight.why_not(JOBS) is None
+
+
+def test_fused_layers_never_count_for_less_than_was_known() -> None:
+    one, plain, fused = program(30, 50), learned(), learned(fused=True)
+    for run in (plain, fused):
+        run.learn(one, COMPANY, outcome(one, peak=SHAPE.base_bytes + (110 << 20)))
+        run.adopt()
+    assert plain.memory.fit.activations < 1.0
+    assert fused.memory.fit.activations == 1.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused: bool) -> None:
+    one, known = program(30, 50), MemoryFit(slack=0.7)
+    run = learned(fused=fused, fit=known)
+    for _ in range(2):
+        run.learn(one, COMPANY, outcome(one, peak=8 << 30))
+        assert run.adopt()
+    assert run.fitted.fit.slack > 1.5 * known.slack
+    assert run.memory.fit.slack == known.slack
+    assert run.memory.fit.activations == run.fitted.fit.activations
+    assert run.memory.fit.error == run.fitted.fit.error
+
+
+def test_a_peak_that_is_the_highest_so_far_teaches_only_when_it_rises() -> None:
+    run, one = learned(), program(30, 50)
+    for peak in (10**9, 10**9, 2 * 10**9):
+        run.learn(one, COMPANY, outcome(one, peak=peak, own_peak=False))
+    assert [seen.measured for seen in run.peaks] == [10**9, 2 * 10**9]
+
+
+def test_the_fit_finds_the_factors_that_made_the_peaks_and_states_how_far_it_is_below_them() -> None:
+    model = memory()
+    needs = [
+        model.need([JobShape(str(n), 0, n, size, 60) for n in range(jobs)], tokens)
+        for jobs, size, tokens in ((1, 10**6, 100), (8, 10**7, 200), (4, 10**7, 2000), (2, 10**6, 4000))
+    ]
+    fit = fit_memory([Peak(need, need.total(FIT)) for need in needs])
+    assert fit.activations == pytest.approx(FIT.activations, rel=0.05)
+    for need in needs:
+        assert need.total(fit) == pytest.approx(need.total(FIT), rel=0.02)
+    higher = [Peak(need, need.total(FIT) + (90 << 20) * (number == 0)) for number, need in enumerate(needs)]
+    wary = fit_memory(higher)
+    assert all(peak.need.total(wary) + wary.error >= peak.measured - 1 for peak in higher)
+    assert fit_memory([]) == MemoryFit()
+
+
+def test_the_stated_error_is_kept_free_by_whoever_must_fit() -> None:
+    sure, wary = memory(), memory(fit=MemoryFit(error=1 << 30))
+    assert wary.peak_bytes(JOBS, 100) == sure.peak_bytes(JOBS, 100)
+    assert wary.capacity(JOBS, 10**9) < sure.capacity(JOBS, 10**9)
+    need = sure.peak_bytes(JOBS, 60)
+    assert memory(budget=need).why_not(JOBS) is None
+    assert memory(budget=need, fit=MemoryFit(error=1)).why_not(JOBS) is not None
+
+
+def test_an_evaluation_holds_about_one_layer() -> None:
+    looks = program(60)
+    only = replace(looks, devices=(looks.actions[:1],))
+    whole, look = window_need(memory(), JOBS, looks), window_need(memory(), JOBS, only)
+    assert look.activations == pytest.approx(whole.activations / SHAPE.layers, rel=0.01)
+
+
+def test_the_safer_of_two_fits_has_the_larger_of_each_factor() -> None:
+    assert safer(FIT, MemoryFit(error=5)) == MemoryFit(state=1.05, error=5)

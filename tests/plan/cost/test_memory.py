@@ -1,0 +1,110 @@
+from dataclasses import replace
+
+import pytest
+
+from weftune.core.shapes import JobShape, ModelShape, SiteShape
+from weftune.plan.cost.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryModel, gib, longest
+from weftune.plan.program.recompute import NOTHING, Recompute
+
+SITES = (SiteShape("up", 100, 400), SiteShape("down", 400, 100))
+
+
+def shape(bytes_per_value: int = 2) -> ModelShape:
+    return ModelShape(
+        layers=1, hidden=100, vocabulary=50, parameters=10**6, bytes_per_value=bytes_per_value, sites=SITES,
+        context=64,
+    )  # fmt: skip
+
+
+def job(name: str = "a", trainable: int = 1000, tokens: int = 10) -> JobShape:
+    return JobShape(name=name, priority=0, order=0, trainable=trainable, longest=tokens)
+
+
+def model(spare: int, taken: int = 0) -> MemoryModel:
+    """With `spare` bytes beyond what the base, the process and the slack take."""
+    return MemoryModel(shape(), shape().base_bytes + SLACK_BYTES + taken + spare, taken)
+
+
+def test_bytes_follow_from_widths_and_dtype() -> None:
+    assert model(0).bytes_per_token() == 1.5 * 1000 * 2
+    assert model(0).bytes_per_parameter == 2 + 4 * 4
+    precise = MemoryModel(shape(8), 0)
+    assert precise.bytes_per_parameter == 8 + 4 * 8
+    assert precise.bytes_per_token() == 4 * model(0).bytes_per_token()
+
+
+def test_the_peak_adds_process_base_adapters_and_one_microbatch() -> None:
+    memory = model(0, taken=12345)
+    both = memory.peak_bytes([job("a"), job("b", 500)], 7)
+    assert both == 12345 + 2 * 10**6 + SLACK_BYTES + 1500 * 18 + 7 * 3000
+
+
+def test_the_capacity_is_the_largest_that_fits() -> None:
+    for spare in (18_000 + 12 * 3000, 18_000 + 13 * 3000 - 1):
+        memory = model(spare)
+        assert memory.capacity([job()], most=1000) == 12
+        assert memory.peak_bytes([job()], 12) <= memory.budget < memory.peak_bytes([job()], 13)
+
+
+def test_the_capacity_is_never_above_the_most_nor_below_the_longest_sample() -> None:
+    assert model(10**9).capacity([job()], most=64) == 64
+    assert model(10**9).capacity([job(tokens=90)], most=64) == 90
+    assert model(0).capacity([job("a", tokens=3), job("b", tokens=10)], most=64) == 10
+
+
+def test_jobs_fit_exactly_where_their_longest_sample_does() -> None:
+    need = 18_000 + 10 * 3000
+    assert model(need).why_not([job()]) is None
+    why = model(need - 1).why_not([job()])
+    assert why is not None
+    assert "needs 0.25 GiB with 0 other jobs aboard and its longest sample of 10 tokens" in why
+    assert "but 0.25 GiB are available" in why
+
+
+@pytest.mark.parametrize("spare", [0, 10**5, 10**7])
+def test_whoever_does_not_fit_does_not_fit_with_company_either(spare: int) -> None:
+    memory = model(spare)
+    for tokens in (1, 30, 3000):
+        alone, company = [job(tokens=tokens)], [job(tokens=tokens), job("b")]
+        assert memory.why_not(alone) is None or memory.why_not(company) is not None
+
+
+def test_the_longest_of_nobody_is_nothing() -> None:
+    assert longest([]) == 0
+    assert gib(3 << 29) == "1.50 GiB"
+    assert gib(3 << 20) == "3.00 MiB"
+    assert gib(300) == "300 bytes"
+    assert gib(0) == "0.00 GiB"
+
+
+def deep(budget: int) -> MemoryModel:
+    """Ten fused layers."""
+    sites = tuple(
+        SiteShape(f"{n}.{site.name}", site.in_features, site.out_features)
+        for n in range(10)
+        for site in SITES
+    )
+    wide = replace(shape(), layers=10, sites=sites)
+    return MemoryModel(wide, wide.base_bytes + FUSED_SLACK_BYTES + 18_000 + budget, fused=True)
+
+
+def test_what_is_recomputed_is_the_least_that_lets_the_capacity_fit() -> None:
+    whole, outputs = deep(0).bytes_per_token(), deep(0).bytes_per_token(Recompute(outputs=True))
+    assert outputs < whole
+    assert deep(1000 * whole).recompute([job()], 1000) == NOTHING
+    assert deep(1000 * whole - 1).recompute([job()], 1000) == Recompute(outputs=True)
+    assert deep(1000 * outputs - 1).recompute([job()], 1000) == Recompute(True, 2)
+    assert deep(0).recompute([job()], 1000) == Recompute(True, 10)
+    assert model(0).recompute([job()], 1000) == NOTHING
+
+
+def test_every_further_layer_that_is_recomputed_takes_less() -> None:
+    sizes = [deep(0).bytes_per_token(Recompute(True, layers)) for layers in range(2, 11)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < 0.4 * deep(0).bytes_per_token(Recompute(True))
+
+
+def test_a_job_that_fits_only_with_everything_recomputed_is_let_aboard() -> None:
+    everything = deep(0).bytes_per_token(Recompute(True, 10))
+    assert deep(10 * everything).why_not([job()]) is None
+    assert deep(10 * everything - 1).why_not([job()]) is not None

@@ -1,0 +1,55 @@
+"""The time model prices a Program by its terms, and says nothing before anything was measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.costs import SHAPE, TRUTH, program, work
+from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.time import Rate, Terms, counts, terms_of, work_of
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+
+
+def test_a_program_costs_its_passes_looks_steps_and_saves() -> None:
+    model = replace(TRUTH, save=Rate(job=0.5), between=0.25)
+    found = model.program_seconds(program(30, 50), {"a": 1000})
+    passes = sum(model.pass_seconds(work([length], 0.5, 1000)) for length in (30, 50))
+    look = model.evaluation(work([30], 0.5, 1000))
+    assert found == pytest.approx(passes + look + model.step(1, 1000) + 0.5 + 5 * 0.25)
+
+
+def test_every_term_has_its_own_count() -> None:
+    one = work([3, 5], 0.25, 7, jobs=2)
+    assert counts(one) == (1, 8, 34, 2, 2, 56, 2)
+    for place, count in enumerate(counts(one)):
+        only = terms_of([float(place == other) for other in range(len(counts(one)))])
+        assert only(one) == count
+
+
+def test_work_counts_padding_as_rows_and_each_adapter_by_its_own_rows() -> None:
+    segments = (
+        SegmentPlan("a", 1, (Placed(0, 3, 0, 1), Placed(1, 4, 3, 2))),
+        SegmentPlan("b", 1, (Placed(0, 5, 0, 5),)),
+    )
+    found = work_of(MicrobatchPlan(segments, rung=16), {"a": 10, "b": 100})
+    assert (found.tokens, found.squares, found.samples, found.supervised) == (16, 9 + 16 + 25, 3, 8)
+    assert (found.adapted, found.segments) == (7 * 10 + 5 * 100, 2)
+
+
+def test_a_model_without_a_level_has_no_price() -> None:
+    model = arithmetic(SHAPE)
+    assert not model.measured
+    assert model.program_seconds(program(30), {"a": 1}) is None
+    assert model.alone_seconds([], 64, {}) is None
+
+
+def test_alone_costs_one_pass_for_each_microbatch_of_one_job() -> None:
+    model = replace(TRUTH, forward=Terms(fixed=1.0), backward=Terms())
+    batch = GlobalBatch("a", 1, (Placed(0, 30, 0), Placed(1, 50, 30)), supervised=80)
+    assert model.alone_seconds([batch, batch], 64, {"a": 1}) == pytest.approx(4.0)
+
+
+def test_another_level_changes_passes_alone() -> None:
+    slower = TRUTH.times(2.0)
+    assert slower.pass_seconds(work([64])) == pytest.approx(2 * TRUTH.pass_seconds(work([64])))
+    assert slower.step == TRUTH.step

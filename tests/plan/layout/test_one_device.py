@@ -1,0 +1,108 @@
+"""For whom a streamed run is planned: as many jobs as fit, found without a search for each number of them."""
+
+from dataclasses import replace
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.plan.outlooks import SHAPE, outline
+from tests.plan.stream_cases import DEVICES, base, gpu, job, sized
+from weftune.errors import PlanError
+from weftune.plan.cost.cluster import Device, make_cluster
+from weftune.plan.layout.need import StreamCase
+from weftune.plan.layout.one_device import choose_company, fits_whole
+from weftune.plan.layout.stream_choice import choose_stream, fits_streamed
+from weftune.plan.outlook.fit import make_ground
+from weftune.plan.outlook.one_device import draft_of
+from weftune.plan.outlook.streamed import must_stream
+
+COMPANIES = st.lists(
+    st.tuples(st.sampled_from([5000, 80_000, 300_000]), st.integers(1, 60), st.integers(0, 2)),
+    min_size=1,
+    max_size=5,
+).map(
+    lambda wants: [
+        replace(job(str(at), trainable, longest), priority=priority, order=at, batch_tokens=3 * longest)
+        for at, (trainable, longest, priority) in enumerate(wants)
+    ]
+)
+SHARES = st.integers(15, 80).map(lambda percent: percent / 100)
+
+
+def chooses(shape, company, device, waiting=()):
+    tokens = sum(one.batch_tokens for one in company)
+    try:
+        choose_stream(shape, company, device, 256, tokens, waiting=waiting)
+    except PlanError:
+        return False
+    return True
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), COMPANIES, DEVICES, SHARES, st.integers(0, 4))
+def test_whether_jobs_fit_streamed_is_told_without_the_search(layers, jobs, device, share, aboard):
+    shape = base(layers)
+    device = sized(device, share, shape, jobs, 200)
+    company, waiting = jobs[: aboard + 1], jobs[aboard + 1 :]
+    tokens = sum(one.batch_tokens for one in company)
+    told = fits_streamed(shape, company, device, 256, tokens)
+    assert told == chooses(shape, company, device)
+    if fits_streamed(shape, company, device, 256, tokens, waiting):
+        assert told
+        assert chooses(shape, company, device, waiting)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), COMPANIES, DEVICES, SHARES)
+def test_the_company_is_the_first_jobs_in_order_and_one_more_would_not_fit(layers, jobs, device, share):
+    shape = base(layers)
+    device = sized(device, share, shape, jobs, 200)
+    ordered = sorted(jobs, key=lambda one: (-one.priority, one.order))
+    try:
+        found = choose_company(shape, jobs, device, 256)
+    except PlanError:
+        assert not chooses(shape, ordered[:1], device)
+        return
+    count = len(found.company)
+    assert list(found.company) == ordered[:count]
+    for waiting in (lambda at: ordered[at:], lambda at: []):
+        if chooses(shape, ordered[:count], device, waiting(count)):
+            tokens = sum(one.batch_tokens for one in found.company)
+            choice = choose_stream(shape, ordered[:count], device, 256, tokens, waiting=waiting(count))
+            assert found.choice == choice
+            assert count == len(jobs) or not chooses(shape, ordered[: count + 1], device, waiting(count + 1))
+            break
+
+
+def test_a_cut_that_serves_fewer_jobs_now_and_each_of_the_others_later_is_preferred():
+    """Two small jobs and a large one that fits by itself only."""
+    shape, device = base(8), gpu(2_200_000)
+    jobs = [replace(job(name, 1000), order=at, batch_tokens=100) for at, name in enumerate("ab")]
+    large = replace(job("c", 100_000, longest=60), order=2, batch_tokens=400)
+
+    def serves(choice):
+        capacity, cut = max(choice.capacity, large.longest), choice.cut
+        alone = StreamCase(shape, (large,), device, 400, capacity, cut.travels, cut.offloads)
+        return alone.fits(draft_of(cut))
+
+    found = choose_company(shape, [*jobs, large], device, 64)
+    assert [one.name for one in found.company] == ["a", "b"]
+    assert serves(found.choice)
+    assert not serves(choose_company(shape, jobs, device, 64).choice)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(2, 3000), min_size=1, max_size=4),
+    st.sampled_from([4, 64, 1024]),
+    st.integers(1500, 4000),
+)
+@example([524], 16, 1885)
+@example([524], 16, 1895)
+def test_on_one_gpu_the_plan_streams_where_the_run_does(lengths, rank, hundredths):
+    """Also where the longest sample fits and twice as many tokens would not."""
+    job = outline("a", 100, rank=rank)
+    job = replace(job, batches=(tuple(lengths),), shape=replace(job.shape, longest=max(lengths)))
+    card = Device("card", 1 << 40, 60e12, 500e9, limit=(hundredths << 30) // 100)
+    ground = make_ground(SHAPE, make_cluster([card], "pcie"))
+    assert must_stream(ground, [job]) == (not fits_whole(SHAPE, [job.shape], ground.budgets[0]))

@@ -1,0 +1,101 @@
+"""Samples move into the round before theirs where a pipeline may run them, and it never costs a place."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weftune.plan.pack.best import Limits
+from weftune.plan.pack.merge import NO_OP, BatchSample, MergeRules, merge, verify
+from weftune.plan.program.program import IllegalProgram
+
+SMALL = Limits(tries=100, kicks=0, solver_nodes=0, solver_cells=0, room_cells=0)
+
+
+def batch(job, number, *lengths):
+    return [BatchSample(job, number, place, length) for place, length in enumerate(lengths)]
+
+
+@st.composite
+def schedules(draw):
+    """Rounds of one or two groups of jobs taking turns."""
+    groups = draw(st.sampled_from([("a",), ("ab",), ("abc",), ("a", "b"), ("ab", "c")]))
+    lengths = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+    return [
+        [sample for job in members for sample in batch(job, number, *draw(lengths))]
+        for number in range(draw(st.integers(1, 4)))
+        for members in groups
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules(), st.integers(1, 5), st.sampled_from([1, 8]))
+def test_whatever_is_merged_is_legal_and_takes_no_more_places(rounds, stages, multiple):
+    rules = MergeRules(64, stages, multiple, SMALL)
+    merged, plain = merge(rounds, rules), merge(rounds, rules, shift=False)
+    verify(rounds, merged.microbatches, rules)
+    assert len(merged.microbatches) <= len(plain.microbatches)
+    assert plain.moved == 0
+    if stages == 1:
+        assert merged.no_ops == 0
+
+
+def test_on_one_device_a_job_absent_from_the_last_microbatch_moves_in():
+    rounds = [batch("a", 0, 60) + batch("b", 0, 50), batch("a", 1, 50) + batch("b", 1, 10)]
+    merged = merge(rounds, MergeRules(64))
+    assert merged.moved == 0  # b's last batch is in the last microbatch, and 50 of a have no room in it
+    rounds = [batch("a", 0, 60) + batch("b", 0, 50), batch("a", 1, 14) + batch("b", 1, 60)]
+    merged = merge(rounds, MergeRules(64))
+    assert (len(merged.microbatches), merged.moved, merged.packed) == (3, 1, 4)
+
+
+def test_a_job_never_meets_its_own_next_batch_in_one_microbatch():
+    merged = merge([batch("a", 0, 10), batch("a", 1, 10)], MergeRules(64))
+    assert len(merged.microbatches) == 2
+
+
+def test_another_group_fills_the_end_of_a_round_in_a_pipeline():
+    rounds = [batch("a", 0, 60, 30), batch("b", 0, 60, 30)]
+    merged = merge(rounds, MergeRules(64, stages=4))
+    assert (len(merged.microbatches), merged.no_ops) == (3, 0)
+
+
+@pytest.mark.parametrize(("stages", "no_ops"), [(1, 0), (2, 1), (4, 3)])
+def test_a_job_alone_waits_with_no_ops_for_its_own_step(stages, no_ops):
+    merged = merge([batch("a", 0, 60), batch("a", 1, 60)], MergeRules(64, stages))
+    assert merged.microbatches[1:-1] == (NO_OP,) * no_ops
+
+
+def test_the_window_before_is_kept_at_its_distance():
+    before = [tuple(batch("a", 0, 60)), tuple(batch("b", 0, 60))]
+    rounds = [batch("a", 1, 60) + batch("b", 1, 60)]
+    merged = merge(rounds, MergeRules(64, stages=3), before)
+    assert [[one.job for one in microbatch] for microbatch in merged.microbatches] == [[], ["a"], ["b"]]
+
+
+def test_a_no_op_takes_the_place_of_what_stood_between_two_batches_of_a_job():
+    rounds = [batch("a", 0, 60), batch("b", 0, 4), batch("a", 1, 60)]
+    merged = merge(rounds, MergeRules(64, stages=2))
+    assert [len(microbatch) for microbatch in merged.microbatches] == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "sentence"),
+    [
+        ([batch("a", 0, 40), batch("b", 0, 40), batch("a", 1, 40)], "too early"),
+        ([batch("a", 0, 40), NO_OP, NO_OP, batch("b", 0, 40)], "exactly once"),
+        ([batch("a", 1, 40), batch("b", 0, 40), batch("a", 0, 40)], "after a later one"),
+        ([batch("a", 0, 40) + batch("b", 0, 40), NO_OP, NO_OP, batch("a", 1, 40)], "over the capacity"),
+    ],
+)
+def test_an_illegal_order_is_refused_with_the_reason(microbatches, sentence):
+    rounds = [batch("a", 0, 40), batch("b", 0, 40), batch("a", 1, 40)]
+    with pytest.raises(IllegalProgram, match=sentence):
+        verify(rounds, [tuple(one) for one in microbatches], MergeRules(64, stages=3))
+
+
+def test_a_merge_explains_itself():
+    rounds = [batch("a", 0, 60, 30), batch("b", 0, 60, 30)]
+    assert merge(rounds, MergeRules(64)).why() == (
+        "3 microbatches and 0 no-ops, where the rounds each for itself need 4: "
+        "1 samples moved into the round before theirs"
+    )

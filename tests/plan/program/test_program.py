@@ -1,0 +1,32 @@
+"""A Program as a value: one list per device, and what is left of it when a job is dead."""
+
+import pytest
+
+from tests.plan.works import work
+from weftune.plan.program.check import check
+from weftune.plan.program.program import Forward, Load, Step
+from weftune.plan.window.orders import one_forward_one_backward
+
+
+def test_only_a_program_of_one_device_has_a_single_order():
+    assert Step("job0", 1) in one_forward_one_backward(work(1, 1, 2), 1).actions
+    with pytest.raises(AssertionError, match="2 devices"):
+        _ = one_forward_one_backward(work(1, 1, 2), 2).actions
+
+
+def test_a_pass_is_counted_once_however_many_stages_it_crosses():
+    program = one_forward_one_backward(work(jobs=2, steps=2, microbatches=3), 4)
+    assert [action for action, _ in program.compute()] == [Forward(number) for number in range(12)]
+
+
+def test_without_a_dead_job_a_pipeline_is_still_legal_and_keeps_its_loads():
+    program = one_forward_one_backward(work(jobs=3, steps=2, microbatches=2), 3)
+    left = program.without("job1")
+    check(left)
+    assert left.jobs == {"job0", "job2"}
+    gone = sum(len(actions) for actions in program.devices) - sum(len(actions) for actions in left.devices)
+    # Four microbatches: a pass either way on three stages, two hops either way with both ends; two Steps,
+    # each with its Reduce.
+    assert gone == 4 * (6 + 8) + 2 * 2 * 3
+    streamed = type(left)(left.capacity, left.microbatches, left.batches, ((Load(0),), (), ()), (0, 1, 2))
+    assert streamed.without("job0").devices[0] == (Load(0),)

@@ -1,0 +1,123 @@
+"""Orders for pipelines: legal, complete, and as full as the papers' formulas say."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.works import work
+from weftune.plan.program.check import check
+from weftune.plan.program.prices import even_prices, free_cluster, stage_prices
+from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.program.simulate import simulate
+from weftune.plan.window.orders import Work, gpipe, multi_job, one_forward_one_backward, rounds
+
+STEPS = 10
+STEADY = (4, 9)
+"""Steps between which the pattern has long settled."""
+
+
+def mlora_ratio(devices, jobs, microbatches):
+    """mLoRA 3.2.2: equal stages, any ratio of forward to backward, communication and Steps for nothing."""
+    slots = devices + microbatches - 1
+    return max((slots - jobs * microbatches) / slots, 0)
+
+
+def steady_bubbles(program, prices, steady=STEADY):
+    devices = len(program.devices)
+    timeline = simulate(program, prices, free_cluster(devices))
+    spans = [timeline.between_steps(device, "job0", *steady) for device in range(devices)]
+    return [1 - timeline.busy_share(device, span) for device, span in enumerate(spans)]
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_many_jobs_leave_the_bubbles_of_mloras_formula(devices, microbatches):
+    for jobs in range(1, 7):
+        plan = work(jobs, STEPS, microbatches)
+        prices = even_prices(len(plan.microbatches), devices)
+        found = steady_bubbles(multi_job(plan, devices, prices), prices)
+        assert found == pytest.approx([mlora_ratio(devices, jobs, microbatches)] * devices, abs=1e-9)
+
+
+@pytest.mark.parametrize("order", [gpipe, one_forward_one_backward])
+@pytest.mark.parametrize("backward", [1.0, 2.0, 2.5])
+def test_one_job_alone_leaves_the_bubbles_of_gpipes_formula(order, backward):
+    for devices in range(1, 9):
+        for microbatches in range(1, 9):
+            plan = work(1, 4, microbatches)
+            prices = even_prices(len(plan.microbatches), devices, 1.0, backward)
+            found = steady_bubbles(order(plan, devices), prices, (1, 4))
+            assert found == pytest.approx([(devices - 1) / (microbatches + devices - 1)] * devices)
+
+
+def test_1f1b_keeps_as_many_in_flight_as_stages_are_left_and_gpipe_all():
+    plan = work(1, 1, 12)
+    prices = even_prices(12, 4)
+    assert simulate(one_forward_one_backward(plan, 4), prices, free_cluster(4)).peaks == (4, 3, 2, 1)
+    assert simulate(gpipe(plan, 4), prices, free_cluster(4)).peaks == (12, 12, 12, 12)
+
+
+def test_1f1b_never_drains_where_the_bubble_lemma_holds():
+    plan = work(jobs=4, steps=6, microbatches=1)
+    passes = [a for a in one_forward_one_backward(plan, 4).devices[0] if isinstance(a, Forward | Backward)]
+    assert passes[:5] == [Forward(0), Forward(1), Forward(2), Forward(3), Backward(0)]
+    assert passes[5:-3] == [x for n in range(1, 21) for x in (Forward(n + 3), Backward(n))]
+
+
+def test_a_job_that_waits_for_its_step_lets_others_pass():
+    """job0 alone would block: its second batch stands in the list right behind its first."""
+    mine, other = work(1, 3, 1), work(2, 3, 1)
+    ordered = Work(8, tuple(sorted(other.microbatches, key=lambda m: m.segments[0].job)), other.batches)
+    prices = even_prices(6, 2)
+    assert len(mine.microbatches) == 3
+    firsts = [a.microbatch for a in multi_job(ordered, 2, prices).devices[0] if isinstance(a, Forward)]
+    assert firsts == [0, 3, 1, 4, 2, 5]
+
+
+def test_a_round_ends_where_a_job_begins_its_next_batch():
+    assert rounds(work(jobs=2, steps=2, microbatches=2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_microbatch_without_rows_only_keeps_its_place():
+    plan = work(1, 1, 2)
+    padded = Work(8, (plan.microbatches[0], MicrobatchPlan(()), plan.microbatches[1]), plan.batches)
+    for program in (gpipe(padded, 2), one_forward_one_backward(padded, 2)):
+        assert [a.microbatch for a in program.devices[1] if isinstance(a, Forward)] == [0, 2]
+
+
+@st.composite
+def mixed_work(draw):
+    """Rounds of jobs whose samples share microbatches at random; not every job is in every round."""
+    microbatches, batches = [], []
+    steps = [0, 0, 0]
+    for _ in range(draw(st.integers(1, 3))):
+        count = draw(st.integers(1, 4))
+        segments = [[] for _ in range(count)]
+        for job in draw(st.sets(st.integers(0, 2), min_size=1)):
+            steps[job] += 1
+            homes = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4))
+            samples = tuple(Placed(i, 1, i) for i in range(len(homes)))
+            batches.append(GlobalBatch(f"job{job}", steps[job], samples, 1))
+            for home in sorted(set(homes)):
+                held = tuple(one for one, where in zip(samples, homes, strict=True) if where == home)
+                segments[home].append(SegmentPlan(f"job{job}", steps[job], held))
+        microbatches += [MicrobatchPlan(tuple(held)) for held in segments]
+    return Work(12, tuple(microbatches), tuple(batches))
+
+
+@settings(max_examples=80, deadline=None)
+@given(plan=mixed_work(), stages=st.integers(1, 5), seed=st.integers(0, 1000))
+def test_every_order_is_legal_and_the_simulator_runs_it_to_its_end(plan, stages, seed):
+    random = Random(seed)
+    rows = [[(random.random(), random.random()) for _ in range(stages)] for _ in plan.microbatches]
+    prices = stage_prices(rows)
+    orders = gpipe(plan, stages), one_forward_one_backward(plan, stages), multi_job(plan, stages, prices)
+    for program in orders:
+        check(program)
+        timeline = simulate(program, prices, free_cluster(stages))
+        assert len(timeline.events) == sum(len(actions) for actions in program.devices)
+        busy = [sum(sum(rows[number][stage]) for number in plan.filled) for stage in range(stages)]
+        assert timeline.busy() == pytest.approx([seconds / timeline.makespan for seconds in busy])
+        assert max(timeline.peaks) <= len(plan.filled)

@@ -1,0 +1,188 @@
+"""Fused decoder layers and the tiled route, in Triton's interpreter, against the plain path."""
+
+import math
+
+import pytest
+import torch
+
+from tests import bench
+from tests.families import VOCABULARY, config, randomised
+from tests.interpreter import interpret
+from tests.run import aboard
+from weftune.adapters import banks
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.core.batch import IGNORED, Microbatch
+from weftune.ops.lora import Route
+from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.window.rounds import plan_window
+from weftune.plan.window.streamed import plan_streamed
+from weftune.run.events import Failed, Stepped
+from weftune.run.stream.executor import StreamExecutor
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="Triton compiles here; test_gpu.py trains on the GPU"
+    ),
+    # Half of a masked block is at −∞, and numpy minds what a GPU does not.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
+]
+
+STEPS = 2
+LENGTH = 7
+WINDOW = 3
+"""So that most rows of a sample do not see its beginning."""
+CAPACITY = 3 * LENGTH + 2
+JOBS = {
+    "dropping": dict(adapter={"rank": 7, "dropout": 0.1}, batch_size=2),
+    "values-only": dict(adapter={"rank": 24, "targets": ["v_proj"]}, batch_size=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    interpret(monkeypatch)
+    # A program takes milliseconds here, even one without work: the tables need no room for 64 jobs.
+    monkeypatch.setattr(banks, "SLOTS", len(JOBS))
+
+
+def one_layer(family):
+    shape = config(family)
+    shape.num_hidden_layers = 1
+    if family == "mistral":
+        shape.sliding_window = WINDOW
+    if getattr(shape, "layer_types", None):
+        shape.layer_types = shape.layer_types[:1]
+    spec = BaseSpec(model=f"tiny/{family}", dtype="float32")
+    return Base.from_model(randomised(shape, torch.float32), spec, bench.CPU)
+
+
+def jobs_for(base):
+    made = []
+    for seed, (name, keys) in enumerate(JOBS.items(), start=1):
+        data = bench.rows(bench.samples(6, seed, shortest=LENGTH, longest=LENGTH))
+        made.append(aboard.ready(base, name, seed=seed, steps=STEPS, data=data, **keys))
+    return made
+
+
+def woven(base, jobs, route, monkeypatch):
+    """An executor whose kernels are interpreted if it is to have any."""
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(route is Route.tiled)))
+    executor = aboard.executor(base, jobs, route)
+    assert executor.fused == (route is Route.tiled)
+    return executor
+
+
+def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
+    """Losses and final weights of the jobs; every pass is padded."""
+    jobs = jobs_for(base)
+    executor = woven(base, jobs, route, monkeypatch)
+    courses = [job.course(0, steps, False) for job in jobs]
+    program = plan_window(courses, CAPACITY, ladder=True, recompute=recompute)
+    assert all(plan.rows > plan.tokens for plan in program.microbatches)
+    events = list(aboard.events(executor, program, jobs))
+    executor.unweave()
+    losses = {(e.job, e.step): e.outcome.loss for e in events if isinstance(e, Stepped)}
+    assert len(losses) == steps * len(jobs)
+    return losses, {job.name: executor.aboard[job.name].master for job in jobs}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_fused_layers_train_as_the_plain_ones_do(family, monkeypatch):
+    """Two jobs: one that drops, and one with an adapter at one site of the q,k,v group only."""
+    base = one_layer(family)
+    plain_losses, plain = trained(base, Route.segmented, monkeypatch)
+    losses, weights = trained(base, Route.tiled, monkeypatch)
+    assert losses == pytest.approx(plain_losses, abs=1e-5)
+    for name in JOBS:
+        assert (weights[name] - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
+
+
+def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
+    base = one_layer("llama")
+    kept = trained(base, Route.tiled, monkeypatch, steps=1)
+    again = trained(base, Route.tiled, monkeypatch, steps=1, recompute=Recompute(outputs=True, layers=1))
+    assert again[0] == kept[0]
+    for name in JOBS:
+        assert torch.equal(again[1][name], kept[1][name]), name
+
+
+def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
+    """The sick weights turn NaN before the first pass; the healthy job trains as if it were not there."""
+    base = one_layer("llama")
+    jobs = jobs_for(base)
+    masters = []
+    for sick in (False, True):
+        executor = woven(base, jobs, Route.tiled, monkeypatch)
+        if sick:
+            executor.banks.write("dropping", torch.full_like(executor.aboard["dropping"].master, math.nan))
+        program = plan_window([job.course(0, 1, False) for job in jobs], CAPACITY, ladder=True)
+        assert program.shared() > 0
+        events = list(aboard.events(executor, program, jobs))
+        executor.unweave()
+        assert [event.job for event in events if isinstance(event, Failed)] == ["dropping"] * sick
+        masters.append(executor.aboard["values-only"].master)
+    assert torch.equal(*masters)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_unweaving_leaves_the_base_as_it_was(family, monkeypatch):
+    base = bench.base(family, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    tokens_T = torch.randint(4, VOCABULARY, (17,), generator=generator)
+    positions_T = torch.cat([torch.arange(9), torch.arange(8)])
+    microbatch = Microbatch(
+        tokens_T,
+        positions_T,
+        torch.full((17,), IGNORED),
+        torch.arange(17),
+        sample_lengths=(9, 8),
+        segments=(),
+    )
+
+    def logits():
+        with torch.no_grad():
+            return base.model.lm_head(base.hidden(microbatch))
+
+    def replaced():
+        return [name for name, module in base.model.named_modules() if "forward" in vars(module)]
+
+    before = logits()
+    executor = woven(base, jobs_for(base), Route.tiled, monkeypatch)
+    assert {"model.norm", "model.layers.0", "model.layers.1"} <= set(replaced())
+    executor.unweave()
+    assert replaced() == []
+    assert torch.equal(logits(), before)
+
+
+def two_layers(family):
+    shape = config(family)
+    shape.num_hidden_layers = 2
+    return randomised(shape, torch.float32), BaseSpec(model=f"tiny/{family}", dtype="float32")
+
+
+@pytest.mark.parametrize("travels", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
+    """Weights that share their input lie side by side in the arena, biases too: nothing is stacked anew."""
+    model, spec = two_layers("qwen2")
+    cut = StreamCut((StreamStage(0, 1), StreamStage(1, 2)), slots=1, travels=travels)
+    base = stream_model(model, spec, bench.CPU, cut)
+    before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
+    jobs = jobs_for(base.whole)
+    executor = StreamExecutor(base, Route.tiled)
+    assert executor.fused
+    assert [parameter.data_ptr() for parameter in base.whole.model.parameters()] == before
+    for job in jobs:
+        executor.attach(aboard.training(base.whole, job))
+    courses = [job.course(0, 1, False) for job in jobs]
+    list(aboard.events(executor, plan_streamed(courses, cut, CAPACITY), jobs))
+
+    resident = Base.from_model(two_layers("qwen2")[0], spec, bench.CPU)
+    wanted = woven(resident, jobs, Route.tiled, monkeypatch)
+    list(aboard.events(wanted, plan_window(courses, CAPACITY), jobs))
+    for job in jobs:
+        assert executor.aboard[job.name].progress.step == 1
+        assert torch.equal(executor.aboard[job.name].master, wanted.aboard[job.name].master), job.name

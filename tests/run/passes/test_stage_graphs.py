@@ -1,0 +1,276 @@
+"""Passes over streamed stages that are captured: which, when, and with the bits of plain ones.
+
+No GPU is here: what is captured is work that is done again; tests/test_stream_gpu.py has real graphs."""
+
+import pytest
+import torch
+
+from tests import bench
+from tests.families import config, randomised
+from tests.interpreter import interpret
+from tests.run import aboard
+from weftune.adapters import banks
+from weftune.adapters.banks import Banks
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.ops.lora import Route
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.window.streamed import plan_streamed
+from weftune.run.events import Stepped
+from weftune.run.passes.rows import lay
+from weftune.run.passes.stage_graphs import MOST_KEYS, StageGraphs, Visit, Way
+from weftune.run.stream.executor import StreamExecutor
+from weftune.run.training.state import new_training
+from weftune.train.job import lay_out
+
+STAGES = 3
+LENGTH = 7
+ADAPTER = {"rank": 4, "dropout": 0.1, "targets": ["v_proj"]}
+ROUND = [
+    *(Visit(Way.forth, stage) for stage in range(STAGES - 1)),
+    Visit(Way.turn, STAGES - 1),
+    *(Visit(Way.back, stage) for stage in reversed(range(STAGES - 1))),
+]
+"""The visits of a microbatch."""
+
+
+class Repeating:
+    """Does work again where a graph would be replayed."""
+
+    def __init__(self, short_at=()):
+        self.captured, self.done, self.cleared = 0, 0, 0
+        self.room = True
+        self._short_at = short_at
+
+    def capture(self, work):
+        self.captured += 1
+        if self.captured in self._short_at:
+            raise torch.OutOfMemoryError("no more")
+
+        def again():
+            self.done += 1
+            work()
+
+        return again
+
+    def has_room(self):
+        return self.room
+
+    def clear(self):
+        self.cleared += 1
+
+
+def streamed(cut):
+    shape = config("llama")
+    shape.num_hidden_layers = STAGES
+    model = randomised(shape, torch.float32)
+    return stream_model(model, BaseSpec(model="tiny/llama", dtype="float32"), bench.CPU, cut)
+
+
+def a_layer_each(slots=1, **others):
+    return StreamCut(tuple(StreamStage(n, n + 1) for n in range(STAGES)), slots, **others)
+
+
+def ready(base, name, length=LENGTH, **keys):
+    """Samples of one length, which fill a microbatch each."""
+    rows = bench.rows(bench.samples(8, seed=len(name), shortest=length, longest=length))
+    return aboard.ready(base, name, data=rows, **keys)
+
+
+# -- which visits are captured, and when -----------------------------------------------------------------
+
+
+class Company:
+    """Graphs of a streamed base, and microbatches that visit its stages; nothing is computed."""
+
+    def __init__(self, pool):
+        self.base = streamed(a_layer_each())
+        whole = self.base.whole
+        self.banks = Banks(whole.sites(), whole.shape.sites, next(whole.model.parameters()))
+        self.graphs = StageGraphs(self.base, self.banks, pool)
+        self.graphs.reserve(4 * LENGTH)
+        self.join("a", 4)
+
+    def join(self, name, rank):
+        job = ready(self.base.whole, name, adapter={"rank": rank})
+        made = aboard.training(self.base.whole, job)
+        self.banks.attach(made.member, made.layout, made.state.weights, made.state.gradient)
+
+    def laid(self, length=LENGTH):
+        job = ready(self.base.whole, "a", length, batch_size=1)
+        [plan] = aboard.program([job], 1, length).microbatches
+        return lay(lay_out(plan, False, {"a": job}), plan.rows, bench.CPU)
+
+    def round(self, *microbatches):
+        """Whether each visit is made by a graph."""
+        self.graphs.begin_round()
+        return [self.graphs.serve(visit, laid).graph is not None for visit in ROUND for laid in microbatches]
+
+
+def test_a_visit_is_captured_in_the_second_round_that_has_it_and_never_again():
+    pool = Repeating()
+    company, laid = Company(pool), [Company(Repeating()).laid() for _ in range(2)]
+    assert company.round(*laid) == [False] * 2 * len(ROUND)
+    assert pool.captured == company.graphs.captures == 0
+    assert company.round(*laid) == [True] * 2 * len(ROUND)
+    # The last stage's forward and backward are captured apart: the head comes between them.
+    assert (pool.captured, company.graphs.captures) == (len(ROUND) + 1, len(ROUND))
+    for _ in range(3):
+        assert all(company.round(*laid))
+    assert company.graphs.captures == len(ROUND)
+
+
+def test_only_visits_for_which_nothing_is_set_up_are_settled():
+    company, settled = Company(Repeating()), []
+    for _ in range(3):
+        company.graphs.begin_round()
+        settled.append([company.graphs.serve(visit, company.laid()).settled for visit in ROUND])
+    assert settled == [[False] * len(ROUND), [False] * len(ROUND), [True] * len(ROUND)]
+
+
+def test_a_job_that_joins_with_no_larger_rank_is_served_by_what_was_captured():
+    company = Company(Repeating())
+    for _ in range(2):
+        company.round(company.laid())
+    captures = company.graphs.captures
+    company.join("second", 3)
+    assert all(company.round(company.laid()))
+    assert company.graphs.captures == captures
+    company.join("third", 48)
+    assert not any(company.round(company.laid()))
+    assert all(company.round(company.laid()))
+    assert company.graphs.captures == 2 * captures
+
+
+def test_all_graphs_share_two_buffers_of_a_microbatch():
+    company = Company(Repeating())
+    graphs = []
+    for length in (LENGTH, 2 * LENGTH):
+        for _ in range(2):
+            company.graphs.begin_round()
+            graphs += [company.graphs.serve(visit, company.laid(length)).graph for visit in ROUND]
+    buffers = [graph._buffers for graph in graphs if graph is not None]
+    assert len(buffers) == 2 * len(ROUND)
+    assert {len(one.h_TD) for one in buffers} == {LENGTH, 2 * LENGTH}
+    for name in ("h_TD", "dh_TD"):
+        assert len({getattr(one, name).untyped_storage().data_ptr() for one in buffers}) == 1
+    assert buffers[0].h_TD.untyped_storage().nbytes() == 4 * LENGTH * company.base.whole.shape.hidden * 4
+
+
+def test_longer_microbatches_want_larger_buffers_and_everything_captured_again():
+    company = Company(Repeating())
+    for _ in range(2):
+        company.round(company.laid())
+    captures = company.graphs.captures
+    company.graphs.reserve(4 * LENGTH)
+    assert all(company.round(company.laid()))
+    company.graphs.reserve(5 * LENGTH)
+    assert all(company.round(company.laid()))
+    assert company.graphs.captures == 2 * captures
+
+
+def test_where_plain_passes_find_no_room_beside_them_graphs_are_given_up_until_the_next_round():
+    pool = Repeating()
+    company = Company(pool)
+    known, new = company.laid(), company.laid(2 * LENGTH)
+    for _ in range(2):
+        company.round(known)
+    cleared = pool.cleared
+    # There is room: those of the one are kept while the other is met.
+    assert company.round(known, company.laid(3 * LENGTH)) == [True, False] * len(ROUND)
+    pool.room = False
+    # The first visit is replayed before anybody else needs memory.
+    assert company.round(known, new) == [True] + [False] * (2 * len(ROUND) - 1)
+    assert pool.cleared == cleared + 1
+    captures = company.graphs.captures
+    assert all(company.round(known, new))
+    assert company.graphs.captures == captures + 2 * len(ROUND)
+    # A look is such a pass, too.
+    company.graphs.make_room()
+    assert pool.cleared == cleared + 2
+    assert all(company.round(known))
+
+
+def test_for_want_of_memory_a_key_stays_plain_and_others_do_not():
+    pool = Repeating(short_at={3})
+    company = Company(pool)
+    short, other = company.laid(), company.laid(2 * LENGTH)
+    company.round(short)
+    assert company.round(short) == [True, True] + [False] * (len(ROUND) - 2)
+    assert pool.cleared > 0
+    company.round(short, other)
+    for _ in range(2):
+        assert company.round(short, other) == [False, True] * len(ROUND)
+    assert len(company.graphs.refused) == 1
+    assert company.graphs.serve(ROUND[0], short).settled
+
+
+def test_another_error_in_a_capture_is_told():
+    class Broken(Repeating):
+        def capture(self, work):
+            raise ArithmeticError("a mistake")
+
+    company = Company(Broken())
+    company.round(company.laid())
+    with pytest.raises(ArithmeticError, match="a mistake"):
+        company.round(company.laid())
+
+
+def test_of_too_many_keys_the_one_met_longest_ago_is_forgotten():
+    company = Company(Repeating())
+    laid = [company.laid(length) for length in range(3, 4 + MOST_KEYS)]
+    assert len(laid) == MOST_KEYS + 1
+    for _ in range(2):
+        company.round(laid[0])
+    company.round(*laid[1:-1])
+    assert all(company.round(laid[0]))
+    company.round(*laid[1:])
+    assert not any(company.round(laid[0]))
+
+
+# -- the bits --------------------------------------------------------------------------------------------
+
+
+def trained(cut, pool):
+    """What is told of a job in two rounds of two microbatches, and its master; and the executor."""
+    executor = StreamExecutor(streamed(cut), Route.tiled, pool=pool)
+    base = executor.base
+    job = ready(base, "a", steps=2, batch_size=2, adapter=ADAPTER)
+    member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)
+    executor.attach(new_training(member, job.recipe, base.shape.sites, base.dtype, executor.home))
+    program = plan_streamed([job.course(0, 2, False)], cut, LENGTH)
+    assert len(program.microbatches) == 2 * 2
+    events = [event for event in aboard.events(executor, program, [job]) if isinstance(event, Stepped)]
+    return events, executor.aboard["a"].master, executor
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles here")
+    interpret(monkeypatch)
+    # A program takes milliseconds here, even one without work.
+    monkeypatch.setattr(banks, "SLOTS", 1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("cut", "short_at", "captures"),
+    [
+        pytest.param(
+            a_layer_each(2, travels=True, offloaded_rows=2 * LENGTH), (), len(ROUND), id="travelling"
+        ),
+        pytest.param(a_layer_each(), {4}, 2, id="short of memory", marks=pytest.mark.slow),
+    ],
+)
+def test_captured_passes_give_the_bits_of_plain_ones(cut, short_at, captures, interpreter):
+    pool = Repeating(short_at)
+    events, master, executor = trained(cut, pool)
+    plain, wanted, without = trained(cut, None)
+    assert (executor.captures, without.captures) == (captures, None)
+    # The second round's two microbatches; at the last stage the backward is replayed, too. Where memory ran
+    # short in the last stage, only the two before it had been gone through.
+    assert pool.done == (2 * 2 if short_at else 2 * (len(ROUND) + 1))
+    assert events == plain
+    assert torch.equal(master, wanted)

@@ -1,0 +1,250 @@
+"""Inputs of stages that wait in host memory: the bits of the resident run, and little on the device."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import bench
+from tests.run.models import LAYERS, deep
+from tests.run.stream.test_executor import (
+    CAPACITY,
+    CUTS,
+    compare,
+    evaluated_jobs,
+    resident,
+    run,
+    streamed,
+    take_aboard,
+    travelling,
+    windows,
+)
+from tests.run.workers.test_stage_executor import make_jobs, whole_base
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.plan.window.rounds import plan_window
+from weftune.plan.window.streamed import plan_streamed
+from weftune.run.events import OutOfMemory
+from weftune.run.executor import Executor
+from weftune.run.stream.activations import KeptInputs, OffloadedInputs, Visitor, rows_at_once
+from weftune.run.stream.weights import Waited
+
+ROUND = 200
+"""Rows; no round of the jobs here has more."""
+
+
+def offloading(cut, rows=ROUND):
+    return replace(cut, offloaded_rows=rows)
+
+
+LAYER_EACH = offloading(CUTS["a layer at a time"])
+
+
+@pytest.mark.parametrize("travels", [False, True])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_offloaded_inputs_come_back_with_the_bits_of_the_resident_run(cut, travels):
+    compare("llama", torch.float32, offloading(travelling(cut) if travels else cut))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "opt", "gpt2"])
+def test_what_another_family_hands_on_waits_in_host_memory_too(family):
+    compare(family, torch.float64, LAYER_EACH)
+
+
+def aboard(cut, make=make_jobs):
+    executor = streamed("llama", torch.float32, cut)
+    jobs = make(executor.base)
+    take_aboard(executor, jobs)
+    return executor, jobs
+
+
+def on_the_device(executor):
+    """Notes how many rows of inputs are there whenever one is read."""
+    seen, read = [], executor.inputs.read
+
+    def noted(by):
+        seen.append(executor.inputs.rows_here)
+        return read(by)
+
+    executor.inputs.read = noted
+    return seen
+
+
+@pytest.mark.parametrize("cut", [CUTS["one slot"], CUTS["uneven, two stay"]])
+def test_only_a_round_and_a_microbatch_of_inputs_are_on_the_device_at_once(cut):
+    seen = {}
+    for chosen in (cut, offloading(cut)):
+        executor, jobs = aboard(chosen)
+        rows = on_the_device(executor)
+        program = plan_streamed([job.course(0, 2, False) for job in jobs], chosen, CAPACITY)
+        run(executor, program, jobs)
+        seen[chosen.offloads] = max(rows)
+        assert executor.inputs.rows_here == 0
+    whole = rows_at_once(program)
+    largest = max(one.rows for one in program.microbatches)
+    assert len(program.microbatches) >= 4
+    assert seen[True] <= whole + largest < seen[False] <= len(cut.stages) * whole
+
+
+def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits():
+    masters = []
+    for chosen in (CUTS["a layer at a time"], LAYER_EACH):
+        cut = replace(chosen, travels=True)
+        executor, jobs = aboard(cut, evaluated_jobs)
+        passes = 0
+
+        def kill(*_, executor=executor):
+            nonlocal passes
+            passes += 1
+            if passes == 3:
+                executor.kill("b")
+
+        hook = executor.streamed.stages[2].model.base_model.register_forward_pre_hook(kill)
+        others = [job for job in jobs if job.name != "b"]
+        courses = [job.course(0, 2, True) for job in jobs]
+        run(executor, plan_streamed(courses, cut, CAPACITY), jobs)
+        hook.remove()
+        courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in others]
+        run(executor, plan_streamed(courses, cut, CAPACITY), jobs)
+        assert passes > 3
+        assert executor.inputs.rows_here == 0
+        assert executor.aboard["b"].progress.step == 0
+        masters.append({job.name: executor.aboard[job.name].master.clone() for job in others})
+    for name, master in masters[0].items():
+        assert torch.equal(masters[1][name], master), name
+
+
+def test_microbatches_whose_jobs_are_all_dead_take_no_room():
+    base = whole_base("llama", torch.float32)
+    whole = Executor(base)
+    capacity = 22
+    take_aboard(whole, make_jobs(base))
+    executor, jobs = aboard(LAYER_EACH)
+    courses = [job.course(0, 3, False) for job in jobs]
+    program = plan_streamed(courses, LAYER_EACH, capacity)
+    assert any(one.jobs == ("b",) for one in program.microbatches)
+    for one, planned in ((whole, plan_window(courses, capacity)), (executor, program)):
+        one.kill("b")
+        run(one, planned, jobs)
+    for name in ("a", "c"):
+        assert executor.aboard[name].progress.step == 3
+        assert torch.equal(executor.aboard[name].master, whole.aboard[name].master), name
+
+
+@pytest.mark.parametrize("short_stage", [1, 2, 3])
+def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_bits(short_stage):
+    executor, jobs = aboard(LAYER_EACH, evaluated_jobs)
+    program = plan_streamed([job.course(0, 2, True) for job in jobs], LAYER_EACH, CAPACITY)
+    passes = 0
+
+    def short(*_):
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            raise torch.OutOfMemoryError("no more")
+
+    hook = executor.streamed.stages[short_stage].model.base_model.register_forward_pre_hook(short)
+    with pytest.raises(OutOfMemory):
+        run(executor, program, jobs)
+    hook.remove()
+    assert executor.inputs.rows_here == 0
+    assert {one.progress.step for one in executor.aboard.values()} == {0}
+    _, masters = windows(executor, jobs, lambda courses: plan_streamed(courses, LAYER_EACH, CAPACITY))
+    _, wanted = resident("llama", torch.float32)
+    for name, master in wanted.items():
+        assert torch.equal(masters[name], master), name
+
+
+def test_room_on_the_host_is_the_plans_and_grows_only_for_a_larger_round():
+    small = offloading(CUTS["a layer at a time"], rows=1)
+    for cut, grows in ((LAYER_EACH, False), (small, True)):
+        executor, jobs = aboard(cut)
+        program = plan_streamed([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+        assert executor.inputs.reserved_rows == cut.offloaded_rows
+        run(executor, program, jobs)
+        assert 1 < rows_at_once(program) < ROUND
+        assert executor.inputs.reserved_rows == (rows_at_once(program) if grows else ROUND)
+
+
+def test_what_comes_back_is_told_among_what_came_from_the_host():
+    copied = {}
+    for cut in (CUTS["one slot"], offloading(CUTS["one slot"])):
+        executor, jobs = aboard(cut)
+        program = plan_streamed([job.course(0, 1, False) for job in jobs], cut, CAPACITY)
+        run(executor, program, jobs)
+        copied[cut.offloads] = executor.streamer.waited.copied_bytes
+    rows = sum(one.rows for one in program.microbatches)
+    assert copied[True] - copied[False] == (LAYERS - 2) * rows * executor.base.shape.hidden * 4
+
+
+# -- the keeper alone ------------------------------------------------------------------------------------
+
+
+def keeper(stages, rows):
+    cut = CUTS["a layer at a time"]
+    base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut)
+    assert stages <= LAYERS
+    chosen = replace(cut, stages=cut.stages[:stages], offloaded_rows=rows)
+    return OffloadedInputs(replace(base, cut=chosen), Waited)
+
+
+def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_backward():
+    inputs = keeper(4, rows=8)
+    given_TD = torch.randn(8, inputs.width)
+    values, gone = given_TD.clone(), weakref.ref(given_TD)
+    at = Visitor(0, 1)
+    inputs.give(at, given_TD)
+    del given_TD
+    assert torch.equal(inputs.read(at), values)
+    assert gone() is not None
+    inputs.passed(at)
+    assert gone() is None
+    assert inputs.rows_here == 0
+    inputs.bring(at)
+    assert torch.equal(inputs.read(at), values)
+    inputs.drop(at)
+    assert inputs.rows_here == 0
+
+
+def test_a_round_larger_than_what_was_reserved_is_a_bug():
+    inputs = keeper(3, rows=8)
+    inputs.give(Visitor(0, 1), torch.zeros(5, inputs.width))
+    with pytest.raises(AssertionError, match="more rows than were reserved"):
+        inputs.give(Visitor(1, 1), torch.zeros(4, inputs.width))
+
+
+def there_and_back(inputs, given, last):
+    """What every visit of a round reads, in the order of the visits."""
+    numbers = range(len(given[1]))
+    for stage in range(last):
+        for number in numbers:
+            if stage:
+                yield inputs.read(Visitor(number, stage)).clone()
+            inputs.give(Visitor(number, stage + 1), given[stage + 1][number].clone())
+            if stage:
+                inputs.passed(Visitor(number, stage))
+    for stage in range(last, 0, -1):
+        for number in numbers:
+            if stage > 1:
+                inputs.bring(Visitor(number, stage - 1))
+            yield inputs.read(Visitor(number, stage)).clone()
+            inputs.drop(Visitor(number, stage))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, LAYERS), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3))
+def test_every_visit_reads_what_it_was_given_round_after_round(stages, rows, rounds):
+    offloaded, kept = keeper(stages, sum(rows)), KeptInputs()
+    for _ in range(rounds):
+        offloaded.reserve(sum(rows))
+        given = {stage: [torch.randn(count, offloaded.width) for count in rows] for stage in range(1, stages)}
+        pairs = zip(
+            there_and_back(offloaded, given, stages - 1), there_and_back(kept, given, stages - 1), strict=True
+        )
+        for mine, theirs in pairs:
+            assert torch.equal(mine, theirs)
+            assert offloaded.rows_here <= sum(rows) + max(rows)
+        assert offloaded.rows_here == kept.rows_here == 0

@@ -1,0 +1,196 @@
+"""A base streamed from host memory trains every job to the bits that the resident base gives it."""
+
+import pytest
+import torch
+
+from tests import bench
+from tests.run import aboard
+from tests.run.models import LAYERS, deep
+from tests.run.workers.test_stage_executor import PACE, make_jobs, whole_base
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import stream_model
+from weftune.errors import PlanError
+from weftune.plan.program.program import Load
+from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
+from weftune.plan.window.rounds import plan_window
+from weftune.plan.window.streamed import plan_streamed
+from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
+from weftune.run.executor import Executor
+from weftune.run.stream.executor import StreamExecutor
+from weftune.run.training.state import new_training
+from weftune.train.job import lay_out
+
+CAPACITY = 40
+CUTS = {
+    "a layer at a time": StreamCut(tuple(StreamStage(n, n + 1) for n in range(LAYERS)), slots=2),
+    "one slot": StreamCut(tuple(StreamStage(n, n + 1) for n in range(LAYERS)), slots=1),
+    "uneven, two stay": StreamCut(
+        (StreamStage(0, 1, True), StreamStage(1, 2), StreamStage(2, 3, True), StreamStage(3, 4)), slots=1
+    ),
+    "two and two": StreamCut((StreamStage(0, 2), StreamStage(2, 4)), slots=2),
+    "three slots": StreamCut(tuple(StreamStage(n, n + 1) for n in range(LAYERS)), slots=3),
+    "all stay": StreamCut((StreamStage(0, 2, True), StreamStage(2, 4, True)), slots=0),
+}
+
+
+def travelling(cut):
+    return StreamCut(cut.stages, cut.slots, travels=True)
+
+
+def streamed(family, dtype, cut):
+    return StreamExecutor(stream_model(deep(family, dtype), BaseSpec(model="tiny"), bench.CPU, cut))
+
+
+def evaluated_jobs(base):
+    jobs = make_jobs(base)
+    looking = aboard.ready(base, "d", seed=3, steps=4, eval={"fraction": 0.3, "every": 2}, save_every=2)
+    return [*jobs, looking]
+
+
+def take_aboard(executor, jobs):
+    base = executor.base
+    for job in jobs:
+        member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)
+        home = getattr(executor, "home", base.device)
+        executor.attach(new_training(member, job.recipe, base.shape.sites, base.dtype, home))
+
+
+def run(executor, program, jobs):
+    by_name = {job.name: job for job in jobs}
+    fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
+    return list(executor.run(program, fetch, lambda: False))
+
+
+def told(events):
+    """What jobs hear, which must not depend on where the base is."""
+    return [event for event in events if isinstance(event, Stepped | Evaluated | Failed)]
+
+
+def windows(executor, jobs, plan):
+    """Two windows; what was told, and the masters at the end."""
+    found = []
+    for begins in (True, False):
+        courses = [job.course(executor.aboard[job.name].progress.step, 2, begins) for job in jobs]
+        found += told(run(executor, plan(courses), jobs))
+    return found, {name: one.master.clone() for name, one in executor.aboard.items()}
+
+
+def resident(family, dtype):
+    base = whole_base(family, dtype)
+    jobs = evaluated_jobs(base)
+    executor = Executor(base)
+    take_aboard(executor, jobs)
+    return windows(executor, jobs, lambda courses: plan_window(courses, CAPACITY))
+
+
+def compare(family, dtype, cut):
+    executor = streamed(family, dtype, cut)
+    jobs = evaluated_jobs(executor.base)
+    take_aboard(executor, jobs)
+    events, masters = windows(executor, jobs, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    wanted, wanted_masters = resident(family, dtype)
+    assert len(wanted) > 8
+    assert sorted(events, key=str) == sorted(wanted, key=str)
+    for name, master in wanted_masters.items():
+        assert torch.equal(masters[name], master), name
+    assert {event.job for event in wanted if isinstance(event, Stepped)} == {job.name for job in jobs}
+
+
+@pytest.mark.parametrize("travels", [False, True])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_losses_evaluations_and_adapters_have_the_bits_of_the_resident_run(cut, travels):
+    compare("llama", torch.float32, travelling(cut) if travels else cut)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2"])
+def test_every_family_streams(family):
+    compare(family, torch.float64, travelling(CUTS["a layer at a time"]))
+
+
+def test_a_stage_that_has_left_cannot_be_used():
+    executor = streamed("llama", torch.float32, CUTS["one slot"])
+    executor.streamer.settle()
+    assert executor.streamer.there == {0}
+    layer = executor.base.model.base_model.layers[0].self_attn.q_proj.weight
+    assert bool(layer.isfinite().all())
+    executor.streamer.evict(0)
+    assert bool(layer.isnan().all())
+    with pytest.raises(AssertionError, match="was not brought"):
+        executor.streamer.use(0)
+
+
+def test_stages_that_stay_have_no_copy_in_host_memory():
+    executor = streamed("llama", torch.float32, CUTS["uneven, two stay"])
+    assert set(executor.streamed.sources) == {1, 3}
+    assert executor.streamed.arena.shape[0] == 1
+
+
+def test_a_nan_of_one_job_does_not_reach_the_others():
+    cut = travelling(CUTS["a layer at a time"])
+    executor = streamed("llama", torch.float32, cut)
+    jobs = make_jobs(executor.base)
+    take_aboard(executor, jobs)
+    executor.aboard["b"].state.weights.fill_(float("nan"))
+    executor.travel.bring_weights(["b"])
+    courses = [job.course(0, 3, False) for job in jobs]
+    events = told(run(executor, plan_streamed(courses, cut, CAPACITY), jobs))
+    assert [event.job for event in events if isinstance(event, Failed)] == ["b"]
+
+    alone = streamed("llama", torch.float32, cut)
+    others = [job for job in make_jobs(alone.base) if job.name != "b"]
+    take_aboard(alone, make_jobs(alone.base))
+    alone.kill("b")
+    run(alone, plan_streamed(courses, cut, CAPACITY), jobs)
+    for job in others:
+        mine, theirs = executor.aboard[job.name].master, alone.aboard[job.name].master
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+        assert bool(mine.isfinite().all())
+
+
+def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everything_in_place():
+    cut = travelling(CUTS["a layer at a time"])
+    executor = streamed("llama", torch.float32, cut)
+    jobs = evaluated_jobs(executor.base)
+    take_aboard(executor, jobs)
+    courses = [job.course(0, 2, True) for job in jobs]
+    program = plan_streamed(courses, cut, CAPACITY)
+    passes = 0
+
+    def short(*_):
+        nonlocal passes
+        passes += 1
+        if passes == 9:
+            raise torch.OutOfMemoryError("no more")
+
+    hook = executor.streamed.stages[2].model.base_model.register_forward_pre_hook(short)
+    with pytest.raises(OutOfMemory):
+        run(executor, program, jobs)
+    hook.remove()
+    done = {name: one.progress.step for name, one in executor.aboard.items()}
+    assert max(done.values()) <= 1
+    for _ in range(3):
+        courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in jobs]
+        run(executor, plan_streamed(courses, cut, CAPACITY), jobs)
+    assert {name: one.progress.step for name, one in executor.aboard.items()} == {
+        job.name: job.recipe.steps for job in jobs
+    }
+
+
+def test_one_load_of_a_stage_serves_all_jobs():
+    cut = CUTS["a layer at a time"]
+    loads = set()
+    for count in (1, 3):
+        jobs = make_jobs(whole_base("llama", torch.float32))[:count]
+        program = plan_streamed([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+        loads.add(sum(isinstance(action, Load) for action in program.actions))
+    assert len(loads) == 1
+
+
+def test_a_plan_for_several_devices_is_refused():
+    executor = streamed("llama", torch.float32, CUTS["two and two"])
+    jobs = make_jobs(executor.base)
+    rules = PipelineRules(CAPACITY, (PACE, PACE))
+    program = plan_pipeline([job.course(0, 2, False) for job in jobs], rules)
+    with pytest.raises(PlanError, match="for 2 devices"):
+        run(executor, program, jobs)

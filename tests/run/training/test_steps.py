@@ -1,0 +1,122 @@
+"""Steps of jobs one by one: what they come to, and what ends in a reason instead."""
+
+import math
+
+import pytest
+import torch
+
+from tests import bench
+from tests.interpreter import interpret
+from tests.run import aboard
+from weftune.run.training import steps
+from weftune.run.training.state import OpenBatch
+from weftune.run.training.steps import (
+    Due,
+    NoStep,
+    Sums,
+    batch_sums,
+    batch_totals,
+    factors,
+    make_updates,
+    open_sums,
+    open_tokens,
+    take_steps,
+    why_no_step,
+)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return bench.base(dtype=torch.float32)
+
+
+@pytest.fixture
+def training(base):
+    return aboard.training(base, aboard.ready(base, "a", clip=1.0))
+
+
+def open_batch(training, gradient=1.0, loss=1.5, hits=3, tokens=20):
+    training.gradient.fill_(gradient)
+    training.open = OpenBatch(torch.tensor(loss), torch.tensor(hits), tokens)
+
+
+def test_a_step_out_of_memory_names_the_step_and_other_errors_are_not_hidden(training, monkeypatch):
+    def short(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    training.progress.step = 4
+    open_batch(training)
+    monkeypatch.setattr(steps, "update", short)
+    (outcome,) = take_steps([Due(training, supervised=6)])
+    assert outcome == NoStep("out of memory inside its optimizer step 5")
+    assert training.progress.step == 4
+
+    def broken(*_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(steps, "update", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        take_steps([Due(training, supervised=6)])
+
+
+def test_what_open_batches_came_to_is_told_in_the_order_of_the_jobs(base):
+    trainings = [aboard.training(base, aboard.ready(base, name)) for name in "ab"]
+    open_batch(trainings[0], gradient=0.5, loss=1.25, hits=3)
+    open_batch(trainings[1], gradient=2.0, loss=2.5, hits=7, tokens=11)
+    root = math.sqrt(trainings[0].master.numel())
+    first, second = batch_sums(trainings)
+    assert (first.loss, first.hits) == (1.25, 3.0)
+    assert (second.loss, second.hits) == (2.5, 7.0)
+    assert [first.norm, second.norm] == pytest.approx([0.5 * root, 2.0 * root], rel=1e-5)
+    assert open_sums(trainings).dtype == torch.float64
+    assert open_sums(trainings).tolist() == [[1.25, 3.0], [2.5, 7.0]]
+    assert [open_tokens(one) for one in trainings] == [20, 11]
+
+
+def test_replicas_exchange_totals_in_the_dtype_of_the_master_weights(training):
+    open_batch(training)
+    assert batch_totals(training).dtype == torch.float32
+    assert batch_totals(training).tolist() == [1.5, 3.0]
+
+
+@pytest.mark.parametrize("ask", [open_tokens, lambda training: open_sums([training])])
+def test_a_step_without_an_open_batch_is_a_bug(training, ask):
+    with pytest.raises(AssertionError, match="a step needs an open batch"):
+        ask(training)
+
+
+def test_what_clipping_leaves_of_a_gradient_is_below_zero_where_no_step_can_be_made(base):
+    clipped, unclipped = (aboard.training(base, aboard.ready(base, "a", clip=clip)) for clip in (2.0, None))
+    trainings = [clipped, clipped, unclipped, clipped, clipped]
+    sums_J2 = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [math.nan, 0.0], [1.0, 0.0]]).double()
+    norm_J = torch.tensor([8.0, 1.0, 8.0, 1.0, math.inf], dtype=torch.float64)
+    left = factors(trainings, sums_J2, norm_J)
+    assert left.dtype == torch.float64
+    assert left.tolist() == pytest.approx([0.25, 1.0, 1.0, -1.0, -1.0], rel=1e-6)
+
+
+def test_a_norm_next_to_nothing_is_clipped_by_what_is_added_to_it(base):
+    """As torch does: a clip of a millionth leaves half of a gradient of that norm."""
+    training = aboard.training(base, aboard.ready(base, "a", clip=1e-6))
+    norm_J = torch.tensor([1e-6], dtype=torch.float64)
+    assert factors([training], torch.ones(1, 2).double(), norm_J).tolist() == pytest.approx([0.5])
+
+
+def test_the_reason_names_the_step_that_was_to_come(training):
+    training.progress.step = 6
+    assert why_no_step(training, Sums(loss=1.0, norm=1.0, hits=0.0)) is None
+    assert why_no_step(training, Sums(math.inf, 1.0, 0.0)) == "its loss at step 7 is inf"
+    assert why_no_step(training, Sums(1.0, math.nan, 0.0)) == "its gradient norm at step 7 is nan"
+
+
+def test_no_updates_have_no_reasons():
+    assert make_updates([]) == []
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_updates_that_spoil_the_weights_are_named_in_their_place(base, by_kernel, monkeypatch):
+    if by_kernel:
+        interpret(monkeypatch)
+    good, bad = (aboard.training(base, aboard.ready(base, name)) for name in "ab")
+    bad.master[0] = math.nan
+    assert make_updates([good.update(), bad.update()]) == [None, "its weights after step 1 are not finite"]

@@ -1,0 +1,59 @@
+"""A send that failed is told, and a window ends only when all that was sent in it has settled."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import bench
+from weftune.plan.program.program import Program
+from weftune.run.workers.driver import Pipeline
+from weftune.run.workers.mailbox import Lane, Outbox, PeerLost
+from weftune.run.workers.messages import Run, Through
+from weftune.run.workers.worker import Worker
+
+
+def test_a_send_that_failed_is_told_by_the_next_send_and_when_the_outbox_settles():
+    outbox = Outbox(Lane(None, 7))
+    # There is no process group here: whatever is sent fails, in the outbox's own thread.
+    outbox.send(torch.zeros(3))
+    with pytest.raises(PeerLost, match="rank 7 is gone"):
+        outbox.settle()
+    with pytest.raises(PeerLost, match="rank 7 is gone"):
+        outbox.send(torch.zeros(3))
+    outbox.close()
+
+
+NOTHING = Program(1, (), (), ((), ()), stages=(0, 1))
+
+
+def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
+    heard = []
+    worker = SimpleNamespace(
+        executor=SimpleNamespace(run=lambda *_: iter(()), report="report"),
+        transport=SimpleNamespace(settle=lambda: heard.append("settled")),
+        orders=SimpleNamespace(answer=heard.append),
+        base=SimpleNamespace(device=bench.CPU),
+    )
+    Worker._run(worker, Run(NOTHING, {}))
+    settled, through = heard
+    assert settled == "settled"
+    assert isinstance(through, Through)
+
+
+def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_who_is_gone():
+    def lost():
+        raise PeerLost("rank 1 is gone")
+
+    def wait():
+        raise AssertionError("nobody would ever answer")
+
+    pipeline = SimpleNamespace(
+        replicas=1,
+        staff=SimpleNamespace(ranks=[1], command=lambda *_: None, wait=wait),
+        _through={},
+        _stage=SimpleNamespace(run=lambda *_: iter(())),
+        _transport=SimpleNamespace(settle=lost),
+    )
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        list(Pipeline.run(pipeline, NOTHING, lambda *_: None, lambda: False))

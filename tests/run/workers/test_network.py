@@ -1,0 +1,53 @@
+"""The interface that gloo and NCCL are told to bind."""
+
+import os
+import socket
+
+import psutil
+import pytest
+
+from weftune.run.workers.groups import Place
+from weftune.run.workers.network import LIBRARIES, bind_interface, interface_towards
+
+
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch):
+    # Set before it is deleted, so that the monkeypatch undoes what the function sets.
+    for name in LIBRARIES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def outward():
+    return {
+        name: [one.address for one in found if one.family is socket.AF_INET]
+        for name, found in psutil.net_if_addrs().items()
+        if any(one.family is socket.AF_INET and not one.address.startswith("127.") for one in found)
+    }
+
+
+def test_on_the_first_machine_it_is_the_one_that_has_its_address():
+    if not outward():
+        pytest.skip("this machine has no network")
+    for name, addresses in outward().items():
+        assert interface_towards(addresses[0]) == name
+
+
+def test_it_is_never_the_loopback():
+    assert interface_towards("127.0.0.1") in {None, *outward()}
+
+
+def test_a_host_that_nobody_knows_is_no_reason_to_fall():
+    assert interface_towards("no-such-host.invalid") in {None, *outward()}
+
+
+def test_ranks_of_one_machine_are_left_to_their_defaults():
+    bind_interface(Place(0, 2, 0, 2))
+    assert not set(LIBRARIES) & set(os.environ)
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", next(iter(outward().values()), ["127.0.0.1"])[0])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
+    bind_interface(Place(0, 2, 0, 1))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine0"

@@ -1,0 +1,87 @@
+"""A stage's times become lines over rows."""
+
+import pytest
+
+from tests.plan.works import work
+from weftune.plan.cost.time import Line
+from weftune.plan.program.program import Backward, Forward, Step
+from weftune.plan.window.orders import one_forward_one_backward
+from weftune.run.workers.paces import BACKWARD_GUESS, Measured, Paces, line_through
+from weftune.run.workers.stage_executor import RankReport, Timed
+
+
+def test_a_line_is_found_and_never_goes_below_zero():
+    line = line_through([Measured(rows, 0.5 + 0.01 * rows) for rows in (10, 20, 40)])
+    assert (line.fixed, line.per_token) == pytest.approx((0.5, 0.01))
+    assert line_through([Measured(10, 1.0), Measured(20, 2.5)]).fixed == 0.0
+    assert line_through([Measured(10, 2.0), Measured(20, 1.0)]) == Line(1.5, 0.0)
+    assert line_through([Measured(8, 4.0), Measured(8, 4.0)]) == Line(0.0, 0.5)
+
+
+def test_until_every_stage_was_measured_its_layers_are_the_guess():
+    program = one_forward_one_backward(work(1, 1, 2), 2)
+    paces = Paces([3, 1])
+    assert [pace.forward.per_token for pace in paces.stages()] == [3.0, 1.0]
+    assert paces.stages()[0].backward.per_token == 3 * BACKWARD_GUESS
+    assert paces.predicted_seconds(program) is None
+
+
+def test_a_windows_times_predict_the_next_like_it():
+    program = one_forward_one_backward(work(1, 1, 1), 2)
+    reports = [
+        RankReport(
+            times=[
+                Timed(Forward(0, stage), 0.0, 1.0),
+                Timed(Backward(0, stage), 0.0, 2.0),
+                Timed(Step("job0", 1), 0.0, 0.25),
+            ]
+        )
+        for stage in range(2)
+    ]
+    paces = Paces([1, 1])
+    paces.learn(program, reports)
+    assert paces.predicted_seconds(program) == pytest.approx(1 + 1 + 2 + 2 + 0.25)
+
+
+def test_ranks_of_one_stage_in_different_replicas_teach_the_same_pace():
+    program = one_forward_one_backward(work(1, 1, 1), 2)
+    reports = [
+        RankReport(
+            times=[Timed(Forward(0, rank % 2), 0.0, 1.0 + rank), Timed(Backward(0, rank % 2), 0.0, 2.0)]
+        )
+        for rank in range(4)
+    ]
+    paces = Paces([1, 1])
+    paces.learn(program, reports)
+    assert [pace.forward.per_token for pace in paces.stages()] == pytest.approx([(1 + 3) / 2, (2 + 4) / 2])
+
+
+def test_passes_are_remembered_as_multiples_of_their_line_in_the_order_in_which_they_ran():
+    program = one_forward_one_backward(work(1, 1, 2), 1)
+    passes = [
+        Timed(Forward(0, 0), 0.0, 1.0),
+        Timed(Backward(0, 0), 1.0, 2.0),
+        Timed(Forward(1, 0), 2.0, 5.0),
+        Timed(Backward(1, 0), 5.0, 8.0),
+    ]
+    paces = Paces([1])
+    paces.learn(program, [RankReport(times=passes)])
+    assert paces.stages()[0].spread == pytest.approx([0.5, 0.5, 1.5, 1.5])
+
+
+def test_what_is_promised_counts_that_ranks_wait_for_one_anothers_slow_passes():
+    program = one_forward_one_backward(work(4, 4, 1), 2)
+    paces = Paces([1, 1])
+    reports = [
+        RankReport(
+            times=[
+                Timed(kind(number, rank), 10.0 * number + back, 10.0 * number + back + taken)
+                for number in range(16)
+                for back, kind in enumerate((Forward, Backward))
+                for taken in [3.0 if (number + rank) % 2 else 1.0]
+            ]
+        )
+        for rank in range(2)
+    ]
+    paces.learn(program, reports)
+    assert paces.predicted_seconds(program) > 1.05 * paces.timeline(program).makespan

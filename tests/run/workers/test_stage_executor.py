@@ -1,0 +1,168 @@
+"""A Program over several processes gives every job the losses and weights that one process gives it."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests import bench
+from tests.run import aboard
+from tests.run.models import deep
+from tests.run.ranks import run_ranks
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.base.stages import cut_base
+from weftune.core.shapes import LayerRange
+from weftune.plan.cost.time import Line
+from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.run.events import Failed, Stepped
+from weftune.run.workers.stage_executor import StageExecutor
+from weftune.run.workers.transport import Transport
+from weftune.train.job import lay_out
+
+PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
+STEPS = {"a": 5, "b": 3, "c": 4}
+CAPACITY = 40
+
+
+def make_jobs(base):
+    """Of different rank, targets, length and batch size, with dropout; `b` adapts one layer only."""
+    targets = {"a": "all-linear", "b": r".*layers\.2\..*", "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
+    return [
+        aboard.ready(
+            base,
+            name,
+            seed=seed,
+            steps=STEPS[name],
+            batch_size=2 + seed,
+            data=bench.rows(bench.samples(12, seed=seed, longest=8 + 6 * seed)),
+            adapter={"rank": [4, 7, 3][seed], "dropout": 0.2, "alpha": 8.0, "targets": targets[name]},
+            clip=0.1,
+        )
+        for seed, name in enumerate("abc")
+    ]
+
+
+def whole_base(family, dtype):
+    return Base.from_model(deep(family, dtype), BaseSpec(model=f"tiny/{family}"), bench.CPU)
+
+
+def cut(family, dtype, place, cuts):
+    start, stop = list(pairwise(cuts))[place.stage]
+    return cut_base(
+        deep(family, dtype), BaseSpec(model=f"tiny/{family}"), bench.CPU, LayerRange(start, stop, cuts[-1])
+    )
+
+
+def pipeline_program(jobs, place, order, rounds=5):
+    rules = PipelineRules(CAPACITY, (PACE,) * place.stages, order, replicas=place.replicas)
+    return plan_pipeline([job.course(0, rounds, False) for job in jobs], rules)
+
+
+def as_rank(wires, family, dtype, cuts, order, poison, cancelled=None):
+    """Train the jobs on this rank; what happened here, and this rank's slices.
+
+    The weights of `poison` are NaN; `cancelled` is ended by the first rank after its first step.
+    """
+    jobs = make_jobs(whole_base(family, dtype))
+    base = cut(family, dtype, wires.place, cuts)
+    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
+    executor = StageExecutor(base, transport, wires.place.rank)
+    for job in jobs:
+        executor.attach(aboard.training(base, job))
+    if poison is not None:
+        executor.banks.write(poison, torch.full_like(executor.aboard[poison].master, math.nan))
+    program = pipeline_program(jobs, wires.place, order)
+    by_name = {job.name: job for job in jobs}
+    microbatches = {
+        n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
+    }
+    events = []
+    for event in executor.run(program, microbatches):
+        events.append(event)
+        if isinstance(event, Stepped) and event.job == cancelled:
+            executor.kill(cancelled)
+    transport.settle()
+    steps = {name: training.progress.step for name, training in executor.aboard.items()}
+    return events, views(executor.aboard), steps
+
+
+def alone(family, dtype, names="abc"):
+    """The same jobs on one device."""
+    base = whole_base(family, dtype)
+    jobs = [job for job in make_jobs(base) if job.name in names]
+    made = aboard.executor(base, jobs)
+    events = list(aboard.events(made, aboard.program(jobs, 5, CAPACITY), jobs))
+    weights = views(made.aboard)
+    starts = views({job.name: aboard.training(base, job) for job in jobs})
+    return losses_of(events), weights, starts
+
+
+def views(trainings):
+    return {
+        (name, *key): value.clone()
+        for name, training in trainings.items()
+        for key, value in training.layout.views(training.master).items()
+    }
+
+
+def losses_of(events):
+    found = {}
+    for event in events:
+        if isinstance(event, Stepped):
+            found.setdefault(event.job, []).append((event.step, event.outcome.loss, event.outcome.grad_norm))
+    return found
+
+
+def assert_equal(got, want, loss_gap, weight_gap):
+    losses, weights = got
+    want_losses, want_weights, starts = want
+    assert losses.keys() == want_losses.keys()
+    for job, lines in want_losses.items():
+        assert [line[0] for line in losses[job]] == [line[0] for line in lines]
+        for mine, theirs in zip(losses[job], lines, strict=True):
+            assert mine[1:] == pytest.approx(theirs[1:], rel=loss_gap)
+    assert weights.keys() == want_weights.keys()
+    for key, value in want_weights.items():
+        moved = value - starts[key]
+        gap = (weights[key] - value).norm()
+        assert gap <= weight_gap * moved.norm() + 1e-30, key
+
+
+CUTS = {2: [0, 3, 4], 4: [0, 1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("order", PipelineOrder)
+def test_losses_and_adapters_equal_one_process_in_float64(order, ranks):
+    answers = run_ranks(ranks, as_rank, "llama", torch.float64, CUTS[ranks], order, None)
+    weights = {key: value for _, slices, _ in answers for key, value in slices.items()}
+    assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64), 1e-9, 1e-8)
+    assert all(steps == STEPS for _, _, steps in answers)
+    assert not any(isinstance(event, Stepped) for events, _, _ in answers[1:] for event in events)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3"])
+def test_families_with_positions_windows_and_tied_heads_train_the_same_in_stages(family):
+    answers = run_ranks(2, as_rank, family, torch.float64, CUTS[2], None, None)
+    weights = {key: value for _, slices, _ in answers for key, value in slices.items()}
+    assert_equal((losses_of(answers[0][0]), weights), alone(family, torch.float64), 1e-9, 1e-8)
+
+
+def test_a_nan_kills_its_job_on_every_rank_and_the_others_equal_a_run_without_it():
+    answers = run_ranks(2, as_rank, "llama", torch.float64, CUTS[2], None, "a")
+    (failed,) = (event for event in answers[0][0] if isinstance(event, Failed))
+    assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
+    assert all(steps == {"a": 0, "b": 3, "c": 4} for _, _, steps in answers)
+    weights = {key: value for _, s, _ in answers for key, value in s.items() if key[0] != "a"}
+    assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
+
+
+def test_a_job_that_the_first_rank_ends_makes_no_more_steps_anywhere():
+    answers = run_ranks(2, as_rank, "llama", torch.float64, CUTS[2], None, None, "a")
+    losses = losses_of(answers[0][0])
+    assert len(losses.pop("a")) == 1
+    assert all(steps == {"a": 1, "b": 3, "c": 4} for _, _, steps in answers)
+    weights = {key: value for _, s, _ in answers for key, value in s.items() if key[0] != "a"}
+    assert_equal((losses, weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)

@@ -1,0 +1,221 @@
+"""A base streamed over several processes trains every job to the bits that one process gives it.
+
+Places that stages have left hold NaN, so that a use of one that has gone shows.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests import bench
+from tests.run import aboard
+from tests.run.models import LAYERS, deep
+from tests.run.ranks import run_ranks
+from tests.run.workers.test_stage_executor import (
+    CAPACITY,
+    assert_equal,
+    losses_of,
+    make_jobs,
+    views,
+    whole_base,
+)
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed_rank import stream_rank
+from weftune.ops.lora import Route
+from weftune.plan.program.program import Evaluate, Forward
+from weftune.plan.program.stream_cut import StreamStage
+from weftune.plan.program.worker_cut import RanksCut
+from weftune.plan.window.streamed_workers import plan_ranks
+from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
+from weftune.run.workers.streamed_executor import RankExecutor
+from weftune.run.workers.transport import Lanes, Transport
+from weftune.train.job import lay_out
+
+ONE_EACH = tuple(StreamStage(n, n + 1) for n in range(LAYERS))
+CUTS = {
+    "two ranks, a slot each": RanksCut(ONE_EACH, (1, 1)),
+    "two ranks, a slot for everything on one of them": RanksCut(ONE_EACH, (2, 1)),
+    "three ranks, the first ends": RanksCut(ONE_EACH, (1, 1, 1)),
+    "two ranks, one resident on each": RanksCut(
+        (StreamStage(0, 1), StreamStage(1, 2, True), StreamStage(2, 3, True), StreamStage(3, 4)), (1, 1)
+    ),
+    "an odd number of stages": RanksCut((StreamStage(0, 1), StreamStage(1, 3), StreamStage(3, 4)), (1, 1)),
+}
+
+
+def even_jobs(base):
+    """Of different rank, targets and length, with dropout; nothing is clipped, and every slice is a multiple
+    of what a CPU steps at a time. `d` evaluates and saves."""
+    targets = {"a": "all-linear", "b": r".*layers\.2\..*", "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
+    jobs = [
+        aboard.ready(
+            base,
+            name,
+            seed=seed,
+            steps=3 + seed,
+            batch_size=2 + seed,
+            data=bench.rows(bench.samples(12, seed=seed, longest=8 + 6 * seed)),
+            adapter={"rank": [4, 8, 16][seed], "dropout": 0.2, "alpha": 8.0, "targets": targets[name]},
+            clip=1e9,
+        )
+        for seed, name in enumerate("abc")
+    ]
+    keys = {"eval": {"fraction": 0.3, "every": 2}, "save_every": 2, "clip": 1e9, "adapter": {"rank": 4}}
+    return [*jobs, aboard.ready(base, "d", seed=3, steps=4, **keys)]
+
+
+def as_rank(wires, family, dtype, cut, make, poison=None, cancelled=None):
+    """Train the jobs on this rank until all have ended; what happened here, and this rank's slices.
+
+    The weights of `poison` are NaN; `cancelled` is ended by the first rank after its first step.
+    """
+    jobs = make(whole_base(family, dtype))
+    spec = BaseSpec(model=f"tiny/{family}")
+    streamed = stream_rank(deep(family, dtype), spec, bench.CPU, cut.of(wires.place.rank))
+    base = streamed.whole
+    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
+    executor = RankExecutor(streamed, transport, wires.place.rank)
+    for job in jobs:
+        executor.attach(aboard.training(base, job))
+    if poison is not None:
+        executor.banks.write(poison, torch.full_like(executor.aboard[poison].master, math.nan))
+    events, looks, begins = [], [], True
+    by_name = {job.name: job for job in jobs}
+    for _ in range(8):
+        steps = {name: training.progress.step for name, training in executor.aboard.items()}
+        courses = [job.course(steps[job.name], 5, begins) for job in jobs if job.name not in executor.dead]
+        begins = False
+        program = plan_ranks(courses, cut, CAPACITY)
+        held_out = {action.microbatch for action, _ in program.compute() if isinstance(action, Evaluate)}
+        microbatches = {
+            n: lay_out(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)
+        }
+        for event in executor.run(program, microbatches):
+            events.append(event)
+            if isinstance(event, Stepped) and event.job == cancelled:
+                executor.kill(cancelled)
+        looks += executor.report.looks
+        transport.settle()
+    assert executor.streamer.there == set(executor.cut.waiting)
+    if len(executor.cut.streamed) > executor.cut.slots:
+        all_of_it = sum(source.size for source in streamed.sources.values())
+        assert executor.streamer.waited.copied_bytes > 2 * all_of_it
+    steps = {name: training.progress.step for name, training in executor.aboard.items()}
+    return events, looks, views(executor.aboard), steps
+
+
+def alone(family, dtype, make, names="abcd"):
+    base = whole_base(family, dtype)
+    jobs = [job for job in make(base) if job.name in names]
+    made = aboard.executor(base, jobs)
+    events = list(aboard.events(made, aboard.program(jobs, 8, CAPACITY, begins=True), jobs))
+    starts = views({job.name: aboard.training(base, job) for job in jobs})
+    return events, views(made.aboard), starts
+
+
+def of(answers, place):
+    return {key: value for answer in answers for key, value in answer[place].items()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_layers_are_fused_though_those_between_are_on_another_rank(rank):
+    cut = CUTS["two ranks, a slot each"].of(rank)
+    streamed = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), bench.CPU, cut)
+    transport = Transport(
+        Lanes(*[None] * 7, words_out=()), streamed.whole.shape.hidden, torch.float32, bench.CPU
+    )
+    executor = RankExecutor(streamed, transport, rank, Route.tiled)
+    assert executor.layers.paths == [f"model.layers.{at}" for at in range(rank, LAYERS, 2)]
+    executor.unweave()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(cut, dtype):
+    answers = run_ranks(cut.ranks, as_rank, "llama", dtype, cut, even_jobs, ring=True)
+    events, weights, _ = alone("llama", dtype, even_jobs)
+    mine = {job: [line[:2] for line in lines] for job, lines in losses_of(answers[0][0]).items()}
+    assert mine == {job: [line[:2] for line in lines] for job, lines in losses_of(events).items()}
+    assert {job: len(lines) for job, lines in mine.items()} == {"a": 3, "b": 4, "c": 5, "d": 4}
+    assert of(answers, 2).keys() == weights.keys()
+    for key, value in weights.items():
+        assert torch.equal(of(answers, 2)[key], value), key
+    assert all(answer[3] == {"a": 3, "b": 4, "c": 5, "d": 4} for answer in answers)
+    (ending,) = (answer for answer in answers if answer[1])
+    sums = {}
+    for look in ending[1]:
+        key = look.job, look.step
+        sums[key] = sums[key] + look if key in sums else look
+    looked = {key: look.loss / look.tokens for key, look in sums.items()}
+    assert looked == {(one.job, one.step): one.loss for one in events if isinstance(one, Evaluated)}
+    assert set(looked) == {("d", 0), ("d", 2), ("d", 4)}
+    for happened, *_ in answers:
+        saves = [one.step for one in happened if isinstance(one, SaveDue) and one.job == "d"]
+        assert saves == [2]
+
+
+def test_clipping_takes_the_norm_over_all_ranks():
+    cut = CUTS["three ranks, the first ends"]
+    answers = run_ranks(3, as_rank, "llama", torch.float64, cut, make_jobs, ring=True)
+    events, weights, starts = alone("llama", torch.float64, make_jobs)
+    losses = losses_of(answers[0][0])
+    assert min(norm for lines in losses.values() for _, _, norm in lines) > 0.1, "all are clipped"
+    assert_equal((losses, of(answers, 2)), (losses_of(events), weights, starts), 1e-9, 1e-8)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2"])
+def test_every_family_streams_over_ranks(family):
+    cut = CUTS["an odd number of stages"]
+    answers = run_ranks(2, as_rank, family, torch.float64, cut, make_jobs, ring=True)
+    events, weights, starts = alone(family, torch.float64, make_jobs)
+    assert_equal((losses_of(answers[0][0]), of(answers, 2)), (losses_of(events), weights, starts), 1e-9, 1e-8)
+
+
+def test_a_nan_kills_its_job_on_every_rank_and_the_others_equal_a_run_without_it():
+    cut = CUTS["two ranks, a slot each"]
+    answers = run_ranks(2, as_rank, "llama", torch.float64, cut, make_jobs, "a", ring=True)
+    (failed,) = (event for event in answers[0][0] if isinstance(event, Failed))
+    assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
+    assert all(answer[3] == {"a": 0, "b": 3, "c": 4} for answer in answers)
+    weights = {key: value for key, value in of(answers, 2).items() if key[0] != "a"}
+    events, *wanted = alone("llama", torch.float64, make_jobs, "bc")
+    assert_equal((losses_of(answers[0][0]), weights), (losses_of(events), *wanted), 1e-9, 1e-8)
+
+
+def test_a_job_that_the_first_rank_ends_makes_no_more_steps_anywhere():
+    cut = CUTS["two ranks, a slot each"]
+    answers = run_ranks(2, as_rank, "llama", torch.float64, cut, make_jobs, None, "a", ring=True)
+    losses = losses_of(answers[0][0])
+    assert len(losses.pop("a")) == 1
+    assert all(answer[3] == {"a": 1, "b": 3, "c": 4} for answer in answers)
+    weights = {key: value for key, value in of(answers, 2).items() if key[0] != "a"}
+    events, *wanted = alone("llama", torch.float64, make_jobs, "bc")
+    assert_equal((losses, weights), (losses_of(events), *wanted), 1e-9, 1e-8)
+
+
+def test_stages_of_other_ranks_are_nowhere_and_those_that_stay_have_no_copy_in_host_memory():
+    cut = CUTS["two ranks, one resident on each"]
+    for rank, streamed, gone in ((0, {0}, (1, 3)), (1, {3}, (0, 2))):
+        held = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.of(rank))
+        assert set(held.sources) == streamed
+        layers = held.whole.model.base_model.layers
+        assert all(not list(layers[number].parameters()) for number in gone)
+        assert (held.whole.first, held.whole.last) == (rank == 0, rank == 1)
+        assert held.whole.shape.layers == 2
+
+
+def test_a_stage_that_has_left_its_rank_cannot_be_used():
+    cut = CUTS["two ranks, a slot each"]
+    base = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.of(1))
+    nobody = Lanes(*[None] * 7, words_out=())
+    hidden = base.whole.shape.hidden
+    executor = RankExecutor(base, Transport(nobody, hidden, torch.float32, bench.CPU), 1)
+    executor.streamer.settle()
+    assert executor.streamer.there == {1}
+    weight = base.whole.model.base_model.layers[1].self_attn.q_proj.weight
+    assert bool(weight.isfinite().all())
+    executor.streamer.evict(1)
+    assert bool(weight.isnan().all())
+    with pytest.raises(AssertionError, match="stage 1 is used but was not brought"):
+        list(executor._act(Forward(0, 1)))

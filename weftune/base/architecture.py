@@ -1,0 +1,296 @@
+"""The sizes of a base from its config.json alone: the same ModelShape that the model itself would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weftune.core.shapes import ModelShape, SiteShape
+from weftune.errors import BaseModelError
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a family's model is made of."""
+
+    layers: int
+    hidden: int
+    stem: str
+    """The module path of the list of layers."""
+    linears: tuple[_Linear, ...]
+    """Of one layer, in the order of the model's modules."""
+    norm: int
+    """Parameters of the norms of one layer."""
+    around: int
+    """Parameters outside the layers: embeddings, output layer if it is not tied, last norm."""
+    outside: tuple[_Linear, ...] = ()
+    """Sites that belong to no layer; they come first."""
+    transposed: bool = False
+
+
+COMMON = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+DEFAULTS: Mapping[str, Config] = {
+    "llama": {**COMMON, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
+    "mistral": {
+        **COMMON,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+    },
+    "qwen2": {**COMMON, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+    "qwen3": {
+        **COMMON,
+        "intermediate_size": 22016,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+    },
+    "gemma3_text": {
+        **COMMON,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {
+        **COMMON,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "vocab_size": 32064,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+    },
+    "opt": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "ffn_dim": 3072,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False,
+    },
+    "gpt2": {
+        "n_embd": 768,
+        "n_layer": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "tie_word_embeddings": True,
+    },
+}
+"""What a config.json may leave out, because the family has it so."""
+
+LONG_ROPE = ("longrope", "su")
+"""The second is what early files call it."""
+
+
+def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
+    """The shape of the base called `name`; BaseModelError where its family is not known here."""
+    family = str(config.get("model_type"))
+    if family not in DEFAULTS:
+        known = ", ".join(DEFAULTS)
+        raise BaseModelError(
+            f"{name} is a {family} model, whose sizes cannot be told from config.json alone; known: {known}"
+        )
+    given = {key: value for key, value in config.items() if value is not None}
+    whole = {**DEFAULTS[family], **given}
+    try:
+        parts = FAMILIES[family](whole)
+    except (TypeError, ValueError, ArithmeticError):
+        raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
+    return ModelShape(
+        layers=parts.layers,
+        hidden=parts.hidden,
+        vocabulary=whole["vocab_size"],
+        parameters=_parameters(parts),
+        bytes_per_value=bytes_per_value,
+        sites=_sites(parts),
+        context=_context(whole),
+    )
+
+
+def _parameters(parts: _Parts) -> int:
+    layer = sum(linear.parameters for linear in parts.linears) + parts.norm
+    return parts.layers * layer + parts.around + sum(linear.parameters for linear in parts.outside)
+
+
+def _sites(parts: _Parts) -> tuple[SiteShape, ...]:
+    def site(path: str, linear: _Linear) -> SiteShape:
+        return SiteShape(path, linear.in_features, linear.out_features, parts.transposed)
+
+    return (
+        *(site(linear.name, linear) for linear in parts.outside),
+        *(
+            site(f"{parts.stem}.{layer}.{linear.name}", linear)
+            for layer in range(parts.layers)
+            for linear in parts.linears
+        ),
+    )
+
+
+def _context(config: Config) -> int:
+    """As the model's: long rope ends at its original length, whichever key of either age holds it."""
+    longest = int(config.get("max_position_embeddings") or config["n_positions"])
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))]:
+        if (one.get("rope_type") or one.get("type")) in LONG_ROPE:
+            original = one.get("original_max_position_embeddings")
+            longest = min(longest, int(original or config["original_max_position_embeddings"]))
+    return longest
+
+
+def _gated(config: Config, qkv_bias: bool, norms: int, head_norms: bool = False) -> _Parts:
+    """The Llama shape: q, k, v and o, then gate, up and down."""
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    head, wide, narrow = _heads(config)
+    bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
+    return _Parts(
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        stem="model.layers",
+        linears=(
+            _Linear("self_attn.q_proj", hidden, wide, qkv_bias),
+            _Linear("self_attn.k_proj", hidden, narrow, qkv_bias),
+            _Linear("self_attn.v_proj", hidden, narrow, qkv_bias),
+            _Linear("self_attn.o_proj", wide, hidden, bias),
+            _Linear("mlp.gate_proj", hidden, inner, mlp_bias),
+            _Linear("mlp.up_proj", hidden, inner, mlp_bias),
+            _Linear("mlp.down_proj", inner, hidden, mlp_bias),
+        ),
+        norm=norms * hidden + (2 * head if head_norms else 0),
+        around=_ends(config, hidden) + hidden,
+    )
+
+
+def _heads(config: Config) -> tuple[int, int, int]:
+    """One head's width, that of all query heads, and that of all key heads."""
+    heads = int(config["num_attention_heads"])
+    head = int(config.get("head_dim") or config["hidden_size"] // heads)
+    return head, heads * head, int(config.get("num_key_value_heads") or heads) * head
+
+
+def _ends(config: Config, hidden: int) -> int:
+    """The embedding, and the output layer unless it is the same."""
+    return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
+
+
+def _llama(config: Config) -> _Parts:
+    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=2)
+
+
+def _qwen2(config: Config) -> _Parts:
+    return _gated(config, qkv_bias=True, norms=2)
+
+
+def _qwen3(config: Config) -> _Parts:
+    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=2, head_norms=True)
+
+
+def _gemma3(config: Config) -> _Parts:
+    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=4, head_norms=True)
+
+
+def _phi3(config: Config) -> _Parts:
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    _, wide, narrow = _heads(config)
+    return _Parts(
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        stem="model.layers",
+        linears=(
+            _Linear("self_attn.o_proj", wide, hidden),
+            _Linear("self_attn.qkv_proj", hidden, wide + 2 * narrow),
+            _Linear("mlp.gate_up_proj", hidden, 2 * inner),
+            _Linear("mlp.down_proj", inner, hidden),
+        ),
+        norm=2 * hidden,
+        around=_ends(config, hidden) + hidden,
+    )
+
+
+def _opt(config: Config) -> _Parts:
+    hidden, inner, bias = int(config["hidden_size"]), int(config["ffn_dim"]), bool(config["enable_bias"])
+    word = int(config.get("word_embed_proj_dim") or hidden)
+    norm = 2 * hidden if config["layer_norm_elementwise_affine"] else 0
+    last = norm if config["do_layer_norm_before"] and not config["_remove_final_layer_norm"] else 0
+    # OPT's positions begin at 2.
+    positions = (int(config["max_position_embeddings"]) + 2) * hidden
+    projections = (
+        _Linear("model.decoder.project_out", hidden, word),
+        _Linear("model.decoder.project_in", word, hidden),
+    )
+    attention = ("k_proj", "v_proj", "q_proj", "out_proj")
+    return _Parts(
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        stem="model.decoder.layers",
+        linears=(
+            *(_Linear(f"self_attn.{one}", hidden, hidden, bias) for one in attention),
+            _Linear("fc1", hidden, inner, bias),
+            _Linear("fc2", inner, hidden, bias),
+        ),
+        norm=2 * norm,
+        around=_ends(config, word) + positions + last,
+        outside=projections if word != hidden else (),
+    )
+
+
+def _gpt2(config: Config) -> _Parts:
+    hidden = int(config["n_embd"])
+    inner = int(config.get("n_inner") or 4 * hidden)
+    return _Parts(
+        layers=int(config["n_layer"]),
+        hidden=hidden,
+        stem="transformer.h",
+        linears=(
+            _Linear("attn.c_attn", hidden, 3 * hidden, bias=True),
+            _Linear("attn.c_proj", hidden, hidden, bias=True),
+            _Linear("mlp.c_fc", hidden, inner, bias=True),
+            _Linear("mlp.c_proj", inner, hidden, bias=True),
+        ),
+        norm=4 * hidden,
+        around=_ends(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden,
+        transposed=True,
+    )
+
+
+FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "opt": _opt,
+    "gpt2": _gpt2,
+}

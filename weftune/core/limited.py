@@ -1,0 +1,191 @@
+"""Functions run in a process of their own, under a limit of time and of memory.
+
+A chat template, a regular expression or a compressed file from a stranger can loop or swell without end, and
+often inside one call of a C library, where Python can neither count nor interrupt. A signal would do in the
+main thread only, and no thread can take memory back. So such work goes to a small process without torch: the
+system ends it when its processor time is up, and refuses it memory beyond the limit. It is started once, at
+the first call, and asked again and again; a batch of rows is one call, so that honest data hardly notices.
+
+Arguments are pickled, for they are ours. What comes back is JSON, which cannot run anything here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from weftune import errors
+from weftune.errors import Mistake, UserError
+
+MAX_BYTES = 256 * 2**20
+SECONDS = 2.0
+"""Of processor time, for one piece of work: honest ones take milliseconds. A busy machine changes nothing."""
+WALL_SECONDS = 60.0
+"""Where the system cannot count processor time (Windows)."""
+LENGTH_BYTES = 8
+PROGRAM = "import sys; sys.path[:] = {path!r}; from weftune.core.limited import serve; serve()"
+QUIET = {"OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+"""Threads and allocators that take memory ahead would use up the limit before any work is done."""
+
+Reason = Literal["time", "memory", "crash"]
+
+
+class Stopped(Exception):
+    """The work was ended at a limit, or the process was lost with it."""
+
+    def __init__(self, reason: Reason, seconds: float) -> None:
+        self.reason = reason
+        sentences = {
+            "time": f"took more than {seconds:g} s of processor time",
+            "memory": f"needed more than {MAX_BYTES >> 20} MiB of memory",
+            "crash": "crashed",
+        }
+        super().__init__(sentences[reason])
+
+
+def run_limited(function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> Any:
+    """What `function`, which a module of ours defines, returns there, as JSON has it; or Stopped, or the
+    UserError that it raised."""
+    return _process().call(function, arguments, seconds)
+
+
+@functools.cache
+def _process() -> _LimitedProcess:
+    return _LimitedProcess()
+
+
+class _LimitedProcess:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        atexit.register(self._end)
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+        payload = pickle.dumps((function.__module__, function.__qualname__, seconds, arguments))
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                reply = _asked(process, process.stdin, process.stdout, payload)
+            except BaseException:  # interrupted: what it still answers must not meet the next call
+                self._end()
+                raise
+            if reply is None or reply.get("stopped"):
+                self._end()
+                raise Stopped("memory" if reply else _ending(process.returncode), seconds)
+        if "mistakes" in reply:
+            mistakes = [Mistake(place, sentence) for place, sentence in reply["mistakes"]]
+            raise getattr(errors, reply["error"])(mistakes)
+        return reply["value"]
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """The process; a new one where it has ended, or belongs to the process that this one is a fork of."""
+        if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
+            paths = [str(Path(__file__).parents[1]), *(path for path in sys.path if path)]
+            self._running = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM.format(path=paths)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | QUIET,
+            )
+            self._owner = os.getpid()
+        return self._running
+
+    def _end(self) -> None:
+        process, self._running = self._running, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.communicate()
+
+
+def _asked(
+    process: subprocess.Popen[bytes], stdin: IO[bytes], stdout: IO[bytes], payload: bytes
+) -> dict[str, Any] | None:
+    """The reply, or None where the process was lost."""
+    watch = None if hasattr(signal, "setitimer") else threading.Timer(WALL_SECONDS, process.kill)
+    try:
+        if watch is not None:
+            watch.start()
+        _send(stdin, payload)
+        reply = _received(stdout)
+    except BrokenPipeError:
+        reply = None
+    finally:
+        if watch is not None:
+            watch.cancel()
+    return None if reply is None else json.loads(reply)
+
+
+def _ending(code: int) -> Reason:
+    timed = {-getattr(signal, name) for name in ("SIGPROF", "SIGXCPU") if hasattr(signal, name)}
+    return "time" if code in timed or not timed else "crash"
+
+
+def _send(stream: IO[bytes], payload: bytes) -> None:
+    stream.write(len(payload).to_bytes(LENGTH_BYTES, "little"))
+    stream.write(payload)
+    stream.flush()
+
+
+def _received(stream: IO[bytes]) -> bytes | None:
+    head = stream.read(LENGTH_BYTES)
+    length = int.from_bytes(head, "little")
+    payload = stream.read(length) if len(head) == LENGTH_BYTES else b""
+    return payload if len(head) == LENGTH_BYTES and len(payload) == length else None
+
+
+def serve() -> None:
+    """The process's own side: answer until whoever asks is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other one decides
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    _limit_memory()
+    while (payload := _received(stdin)) is not None:
+        _send(stdout, _reply(payload))
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _reply(payload: bytes) -> bytes:
+    try:
+        module, name, seconds, arguments = pickle.loads(payload)
+        function = getattr(import_module(module), name)
+        allow_seconds(seconds)
+        reply = {"value": function(*arguments)}
+    except MemoryError:
+        reply = {"stopped": "memory"}
+    except UserError as error:
+        mistakes = [(mistake.place, mistake.sentence) for mistake in error.mistakes]
+        reply = {"error": type(error).__name__, "mistakes": mistakes}
+    finally:
+        allow_seconds(0.0)
+    try:
+        return json.dumps(reply).encode()
+    except MemoryError:
+        return b'{"stopped": "memory"}'
+
+
+def allow_seconds(seconds: float) -> None:
+    """From now on so much processor time; nobody handles the signal, so that the system ends the process."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)

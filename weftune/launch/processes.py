@@ -1,0 +1,126 @@
+"""Processes of one run on this machine: forked, logged, signalled, and what their ends mean.
+
+They are forked from a server that has imported what training needs: a restart costs no imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from weftune.jobs.files import replace_file
+from weftune.jobs.folder import RANKS
+from weftune.run.workers.heartbeat import LOST
+
+CRASHED = 70
+"""The exit code of a process that met a bug of ours."""
+PIDS = "pids"
+"""The file beside the logs that says which process is which."""
+PRELOADED = [
+    "weftune.launch.pipeline",
+    "weftune.launch.split",
+    "weftune.train.trainer",
+    "weftune.cli.main",
+    "peft",
+    "datasets",
+    "plotly.graph_objects",
+]
+
+
+def forks() -> Any:
+    """Where new processes come from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def log_folder(output: Path) -> Path | None:
+    """None where nothing can be written; whoever trains will say so better."""
+    try:
+        (output / RANKS).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return (output / RANKS).absolute()
+
+
+def write_pids(logs: Path | None, processes: Sequence[Any]) -> None:
+    if logs:
+        pids = "".join(f"{number} {one.pid}\n" for number, one in enumerate(processes))
+        replace_file(logs / PIDS, pids.encode())
+
+
+def how_ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return "lost another rank" if code == LOST else f"ended with code {code}"
+
+
+@contextmanager
+def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Event]:
+    """Hand Ctrl-C and SIGTERM on to these processes, which finish their windows and save.
+
+    Inside, the yielded event says whether there was one. Only the main thread hears of signals.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        asked.set()
+        for process in processes():
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def be_process(main: Callable[[], None], log: Path | None, neighbours: int) -> None:
+    """In the new process: run `main` as one of so many on this machine, and end with its exit code."""
+    # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
+    os.setpgrp()
+    if log is not None:
+        _write_to(log)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
+    code = _exit_code(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of the transport may still hold a connection to a rank that has gone.
+    os._exit(code)
+
+
+def _exit_code(main: Callable[[], None]) -> int:
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        return CRASHED
+    return 0
+
+
+def _write_to(log: Path) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)

@@ -1,0 +1,210 @@
+"""Training in shares: every device holds the base and trains its own jobs, and nothing is exchanged.
+
+The jobs are divided by predicted time. Each share is a process with a store of its own; when all have ended,
+what they recorded is gathered into the one store of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from weftune.base.load import inspect
+from weftune.core.shapes import ModelShape
+from weftune.errors import Mistake, PlanError
+from weftune.jobs.shares import deal
+from weftune.jobs.spec import RunSpec
+from weftune.jobs.states import State
+from weftune.jobs.store import Store, open_store
+from weftune.launch.supervisor import Crew, Service, Task
+from weftune.plan.cost.cluster import this_machine
+from weftune.plan.cost.estimate import sheet_speed
+from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.profile import find_profile
+from weftune.plan.cost.profile_cost import cost_of
+from weftune.plan.cost.time import CostModel
+from weftune.plan.layout.split import JobWork, Share, job_seconds, share_jobs, sheet_cost, too_large
+from weftune.report.terminal import JobRow
+from weftune.report.words import duration_text, plural
+from weftune.run.measure.devices import devices_here
+from weftune.run.profile import key_here
+from weftune.run.training import checkpoint
+from weftune.run.training.state import Progress
+from weftune.train.engine import MOST_TOKENS
+from weftune.train.job import Ready
+from weftune.train.journal import View
+from weftune.train.results import CHECKPOINTS
+from weftune.train.trainer import Options, Result, Trainer, trainer_for
+
+SAMPLED = 16
+"""Global batches of a job that stand for all of them, spread over its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """How a run in shares ended."""
+
+    output: Path
+    results: dict[str, Result]
+    interrupted: bool
+    mistaken: bool
+    """Whether a share met a mistake of the user's, which was told when it did."""
+
+
+def train_shares(
+    run: RunSpec,
+    devices: Sequence[str],
+    *,
+    output: str | Path | None = None,
+    max_steps: int | None = None,
+    options: Options | None = None,
+    view: View | None = None,
+) -> Shared:
+    """Train every job of a run, a share of them on each of `devices`."""
+    options = options or Options()
+    trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
+    hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), options)
+    trainer.check(hosts.shape)
+    with open_store(trainer.output, options.resume) as store:
+        ready = trainer.unfinished(store, hosts.shape)
+        service = Service(False, ())
+        if ready:
+            fits = hosts.check(ready, trainer.view)
+            trainer.take_over(store, ready)
+            service = _serve(run, trainer, store, ready, hosts, fits)
+        results = trainer.results(store)
+    has_ended = all(result.state.ended for result in results.values())
+    mistaken = any(trouble.mistaken for trouble in service.troubles)
+    return Shared(trainer.output, results, service.interrupted and not has_ended, mistaken)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """A base on devices that are all alike."""
+
+    shape: ModelShape
+    devices: tuple[str, ...]
+    options: Options
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.devices[0])
+
+    @property
+    def budget(self) -> int:
+        """Bytes for each share; processes on the CPU have one memory among them."""
+        whole = devices_here(self.device, self.options.memory).budget
+        return whole if self.device.type == "cuda" else whole // len(self.devices)
+
+    def check(self, ready: Sequence[Ready], view: View) -> frozenset[str]:
+        """The jobs that fit a device; PlanError where none does."""
+        here = devices_here(self.device, None)
+        memory = MemoryModel(self.shape, self.budget, here.taken, fused=here.fused)
+        refused = too_large([job.shape for job in ready], memory)
+        if len(refused) == len(ready):
+            raise PlanError(
+                Mistake(f"job {name}", f"beside the base on one device it {sentence}; {ADVICE}")
+                for name, sentence in refused.items()
+            )
+        for name, sentence in refused.items():
+            view.note(f"warning: {name}: beside the base on one device it {sentence}")
+        return frozenset(job.name for job in ready if job.name not in refused)
+
+    def cost(self) -> CostModel:
+        """From a profile of the device, else its data sheet; where there is neither, proportions only."""
+        profile = find_profile(key_here(self.shape, self.device))
+        if profile is not None:
+            return cost_of(profile, self.shape)
+        on_gpu = self.device.type == "cuda"
+        try:
+            sheet = this_machine().devices[0]
+        except PlanError:
+            return arithmetic(self.shape)
+        if sheet.is_gpu != on_gpu:
+            return arithmetic(self.shape)
+        speed = sheet_speed(sheet)
+        return sheet_cost(
+            self.shape, speed if on_gpu else replace(speed, flops=speed.flops / len(self.devices))
+        )
+
+
+ADVICE = "give more memory, lower data.max_length or the rank, or cut the base into stages with --pipeline"
+
+
+def _serve(
+    run: RunSpec, trainer: Trainer, store: Store, ready: Sequence[Ready], hosts: Hosts, fits: frozenset[str]
+) -> Service:
+    for job in ready:
+        store.add_job(job.name)
+    store.describe(trainer.spec.model, store.status.device, store.status.dtype)
+    store.write_status()
+    cost = hosts.cost()
+    shares = divide(ready, cost, hosts, trainer.output, fits)
+    deal(trainer.output, store.status, shares)
+    for number, share in enumerate(shares):
+        time = f", predicted {duration_text(share.seconds)}" if cost.measured else ""
+        where = hosts.devices[number]
+        trainer.view.note(f"share {number} on {where}: {plural(len(share.jobs), 'job')}{time}")
+    for job in ready:
+        trainer.view.update(JobRow(name=job.name, steps=job.recipe.steps))
+    service = Crew(_tasks(run, trainer, shares, hosts), trainer.output, trainer.view).serve()
+    store.gather()
+    for trouble in service.troubles:
+        for name in shares[trouble.share].jobs:
+            if store.job(name).state is State.QUEUED:
+                store.move_job(name, State.PAUSED, trouble.sentence)
+    if service.interrupted:
+        for job in ready:
+            if store.job(job.name).state is State.QUEUED:
+                step = store.job(job.name).step
+                store.move_job(job.name, State.PAUSED, f"interrupted at step {step}; go on with --resume")
+    store.write_status()
+    return service
+
+
+def divide(
+    ready: Sequence[Ready], cost: CostModel, hosts: Hosts, output: Path, fits: frozenset[str]
+) -> list[Share]:
+    """As many shares as have jobs. Whoever fits nowhere takes no time: its share will only say so."""
+    capacity = hosts.options.capacity or MOST_TOKENS.get(hosts.device.type, 1024)
+    seconds = {}
+    for job in ready:
+        progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
+        work = work_left(job, progress)
+        seconds[job.name] = job_seconds(work, cost, capacity) if job.name in fits else 0.0
+    return [share for share in share_jobs(seconds, len(hosts.devices)) if share.jobs]
+
+
+def work_left(job: Ready, progress: Progress) -> JobWork:
+    """What a job has to do from there on."""
+    left = job.recipe.steps - progress.step
+    count = min(SAMPLED, left)
+    spread = [progress.step + number * left // count for number in range(count)]
+    courses = [job.course(step, 1, begins=False) for step in spread]
+    return JobWork(
+        shape=job.shape,
+        steps=left,
+        batches=tuple(batch for course in courses for batch in course.batches),
+        looks=sum(step > progress.evaluated for step in job.evaluate_at),
+        held_out=courses[0].evaluation if courses else (),
+    )
+
+
+def _tasks(run: RunSpec, trainer: Trainer, shares: Sequence[Share], hosts: Hosts) -> list[Task]:
+    on_cpu = hosts.device.type == "cpu"
+    memory = hosts.budget if on_cpu else hosts.options.memory
+    return [
+        Task(
+            number=number,
+            of=len(shares),
+            run=replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs)),
+            output=trainer.output.absolute(),
+            max_steps=trainer.max_steps,
+            options=replace(hosts.options, device=hosts.devices[number], memory=memory),
+        )
+        for number, share in enumerate(shares)
+    ]

@@ -1,0 +1,271 @@
+"""The devices that a plan is made for and their links: from a line of text, a file, or this machine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weftune.errors import Mistake, PlanError
+from weftune.plan.program.prices import Link, PricedCluster, PricedDevice
+
+GIB = 1 << 30
+PCIE = Link(25e9, 10e-6)
+"""Sixteen lanes of the fourth generation, as copies reach it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device by its data sheet."""
+
+    name: str
+    memory_bytes: int
+    peak: float
+    """FLOP/s of dense bf16 products with fp32 sums (fp32 on a CPU)."""
+    bandwidth: float
+    """Bytes per second of its own memory."""
+    nvlink: float = 0.0
+    """Bytes per second one way to another device; 0 where it has none."""
+    limit: int | None = None
+    """Bytes that a run may take of it, where somebody says so."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    devices: tuple[Device, ...]
+    link: Link
+    link_name: str
+    roots: tuple[int, ...]
+    """How many devices hang under each root complex, in order."""
+    host: Link = PCIE
+    """From the host's memory to a device, and through a root complex."""
+
+    @property
+    def name(self) -> str:
+        kinds = list(dict.fromkeys(device.name for device in self.devices))
+        counts = [sum(device.name == kind for device in self.devices) for kind in kinds]
+        text = " + ".join(f"{count}x{kind}" for count, kind in zip(counts, kinds, strict=True))
+        if len(self.roots) > 1 and len(kinds) == 1:
+            text = f"{'+'.join(map(str, self.roots))}x{kinds[0]}"
+        return text if len(self.devices) == 1 else f"{text}:{self.link_name}"
+
+    def priced(self) -> PricedCluster:
+        """As the simulator takes it."""
+        homes = [root for root, size in enumerate(self.roots) for _ in range(size)]
+        return PricedCluster(
+            devices=tuple(
+                PricedDevice(device.memory_bytes, self.host, home)
+                for device, home in zip(self.devices, homes, strict=True)
+            ),
+            link=self.link,
+            roots=(self.host.bandwidth,) * len(self.roots),
+            queued=True,
+        )
+
+
+def _sheet(name: str, gib: float, teraflops: float, gigabytes: float, nvlink: float = 0.0) -> Device:
+    return Device(name, int(gib * GIB), teraflops * 1e12, gigabytes * 1e9, nvlink * 1e9)
+
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        _sheet("A100-40G", 39.4, 312, 1555, 300),
+        _sheet("A100-80G", 79.2, 312, 2039, 300),
+        _sheet("H100", 79.2, 989, 3350, 450),
+        _sheet("H200", 139.8, 989, 4800, 450),
+        _sheet("B200", 178.0, 2250, 8000, 900),
+        _sheet("L40S", 44.5, 362, 864),
+        _sheet("L4", 22.5, 121, 300),
+        _sheet("A10", 22.5, 125, 600),
+        _sheet("A6000", 47.5, 155, 768, 56),
+        _sheet("RTX4090", 23.5, 165, 1008),
+        _sheet("RTX3090", 23.5, 71, 936, 28),
+        _sheet("T4", 14.6, 65, 320),
+    )
+}
+"""Data-sheet numbers; memory is what such a device reports, which is less than its name says."""
+
+CORE_PEAK = 160e9
+"""FLOP/s of one CPU core in fp32: two fused multiply-adds of sixteen lanes at 2.5 GHz."""
+CPU_BANDWIDTH = 40e9
+FORM = (
+    "write such as 4xA100-80G, 4xA100-80G:pcie, 2+2xRTX3090 for two root complexes, "
+    "a file such as cluster.yaml, or auto"
+)
+KEYS = ("devices", "link", "roots", "host")
+DEVICE_KEYS = ("name", "count", "memory_gib", "peak_tflops", "bandwidth_gbs", "nvlink_gbs")
+LINK_KEYS = ("bandwidth_gbs", "latency_us")
+MOST_DEVICES = 1024
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`4xA100-80G`, `4xA100-80G:pcie`, `H200`, or `2+2xRTX3090` for two root complexes."""
+    found = re.fullmatch(r"(?:(\d+(?:\+\d+)*)\s*[xX×]\s*)?([^:]+?)(?::(\w+))?", text.strip())
+    if found is None:
+        raise PlanError(f"--cluster {text}: {FORM}")
+    count, name, link = found.groups()
+    roots = [_count(one, "--cluster") for one in (count or "1").split("+")]
+    return make_cluster([_named(name)] * _count(str(sum(roots)), "--cluster"), link, roots)
+
+
+def make_cluster(devices: Sequence[Device], link: str | Link | None, roots: Sequence[int] = ()) -> Cluster:
+    """Without a link it is nvlink where every device has one, else pcie; without roots there is one."""
+    nvlink = min((device.nvlink for device in devices), default=0.0)
+    if not devices:
+        raise PlanError("--cluster: there is no device in it")
+    if link is None:
+        link = "nvlink" if nvlink else "pcie"
+    if link == "nvlink" and not nvlink:
+        without = next(device.name for device in devices if not device.nvlink)
+        raise PlanError(f"--cluster: {without} has no nvlink; write pcie")
+    if isinstance(link, str) and link not in ("nvlink", "pcie"):
+        raise PlanError(f"--cluster: there is no link {link}; write nvlink or pcie")
+    if roots and sum(roots) != len(devices):
+        raise PlanError(f"--cluster: roots hold {sum(roots)} devices, but there are {len(devices)}")
+    known = {"nvlink": Link(nvlink or 1.0, 5e-6), "pcie": PCIE}
+    return Cluster(
+        devices=tuple(devices),
+        link=known[link] if isinstance(link, str) else link,
+        link_name=link if isinstance(link, str) else f"{link.bandwidth / 1e9:g} GB/s",
+        roots=tuple(roots) or (len(devices),),
+    )
+
+
+def limited(cluster: Cluster, limit: int) -> Cluster:
+    """The same, where a run may take so many bytes of each device."""
+    return replace(cluster, devices=tuple(replace(device, limit=limit) for device in cluster.devices))
+
+
+def cluster_from(values: Any, place: str) -> Cluster:
+    """From what a cluster file holds; `place` is its name."""
+    if not isinstance(values, Mapping) or not isinstance(values.get("devices"), list):
+        raise PlanError(Mistake(place, "must be a mapping with devices: a list such as [4xA100-80G]"))
+    _refuse_unknown(values, KEYS, place)
+    devices = [device for one in values["devices"] for device in _devices(one, place)]
+    link, roots = values.get("link"), values.get("roots") or []
+    if isinstance(link, Mapping):
+        link = _link(link, f"{place}: link")
+    elif link is not None and not isinstance(link, str):
+        raise PlanError(Mistake(place, f"link must be nvlink, pcie or a mapping with {LINK_KEYS[0]}"))
+    if not isinstance(roots, list) or not all(isinstance(root, int) and root > 0 for root in roots):
+        raise PlanError(Mistake(place, "roots must be a list of counts such as [2, 2]"))
+    cluster = make_cluster(devices, link, roots)
+    if "host" not in values:
+        return cluster
+    if not isinstance(values["host"], Mapping):
+        raise PlanError(Mistake(place, f"host must be a mapping with {LINK_KEYS[0]}"))
+    return replace(cluster, host=_link(values["host"], f"{place}: host"))
+
+
+def _link(values: Mapping[str, Any], place: str) -> Link:
+    _refuse_unknown(values, LINK_KEYS, place)
+    rate = _number(values, "bandwidth_gbs", place)
+    return Link(rate * 1e9, _number(values, "latency_us", place, 10.0) / 1e6)
+
+
+def this_machine() -> Cluster:
+    """Its GPUs, as nvidia-smi names them; without any the CPU and its memory."""
+    found = _smi()
+    if found:
+        return make_cluster([_smi_device(line) for line in found.splitlines() if line.strip()], None)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return make_cluster([Device("CPU", memory, cores * CORE_PEAK, CPU_BANDWIDTH)], None)
+
+
+def gpu_here() -> str | None:
+    """The name of this machine's first GPU, as its driver tells it."""
+    first = _smi().partition("\n")[0]
+    return first.rpartition(",")[0].strip() or None
+
+
+def _smi() -> str:
+    """A line for each GPU: its name and its memory in MiB; nothing where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    asked = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
+
+
+def _smi_device(line: str) -> Device:
+    name, _, memory = line.rpartition(",")
+    size = int(float(memory)) << 20
+    plain = re.sub(r"[^A-Z0-9]", "", name.upper())
+    fitting = [device for kind, device in DEVICES.items() if kind.partition("-")[0] in plain]
+    if not fitting:
+        raise PlanError(
+            f"--cluster auto: this machine has a {name.strip()}, which is not in the table of devices "
+            f"({', '.join(DEVICES)}); describe it in a cluster file"
+        )
+    # A longer name says more (L40S against L4); of one name the memory decides.
+    kind = max(fitting, key=lambda device: (len(device.name.partition("-")[0]), -_apart(device, size)))
+    return replace(kind, memory_bytes=size)
+
+
+def _apart(device: Device, size: int) -> int:
+    return abs(device.memory_bytes - size)
+
+
+def _named(name: str) -> Device:
+    by_plain = {key.lower(): device for key, device in DEVICES.items()}
+    wanted = name.strip().lower()
+    if wanted in by_plain:
+        return by_plain[wanted]
+    near = difflib.get_close_matches(wanted, by_plain, n=1, cutoff=0.4)
+    hint = f"did you mean {by_plain[near[0]].name}? " if near else ""
+    raise PlanError(
+        f"--cluster: there is no device {name.strip()}; {hint}Known: {', '.join(DEVICES)}; {FORM}"
+    )
+
+
+def _devices(one: Any, place: str) -> list[Device]:
+    if isinstance(one, str):
+        return list(parse_cluster(one).devices)
+    if not isinstance(one, Mapping) or "name" not in one:
+        raise PlanError(Mistake(place, f"a device is a name such as 4xH100, or a mapping with {DEVICE_KEYS}"))
+    _refuse_unknown(one, DEVICE_KEYS, f"{place}: devices")
+    name = str(one["name"])
+    sheet = DEVICES.get(name, Device(name, 0, 0.0, 0.0))
+    device = Device(
+        name,
+        int(_number(one, "memory_gib", f"{place}: {name}", sheet.memory_bytes / GIB) * GIB),
+        _number(one, "peak_tflops", f"{place}: {name}", sheet.peak / 1e12) * 1e12,
+        _number(one, "bandwidth_gbs", f"{place}: {name}", sheet.bandwidth / 1e9) * 1e9,
+        float(one.get("nvlink_gbs", sheet.nvlink / 1e9)) * 1e9,
+    )
+    return [device] * _count(str(one.get("count", 1)), f"{place}: {name}")
+
+
+def _count(text: str, place: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_DEVICES:
+        raise PlanError(Mistake(place, f"the count of devices must lie in 1 to {MOST_DEVICES}, got {text}"))
+    return int(text)
+
+
+def _number(values: Mapping[str, Any], key: str, place: str, default: float = 0.0) -> float:
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise PlanError(Mistake(place, f"{key} must be a number above 0, got {value}"))
+    return float(value)
+
+
+def _refuse_unknown(values: Mapping[Any, Any], known: Sequence[str], place: str) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise PlanError(Mistake(place, f"there is no key {key}; did you mean {near[0]}?"))

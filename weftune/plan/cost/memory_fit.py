@@ -1,0 +1,75 @@
+"""The memory model refitted to the peaks of a run's windows, by non-negative least squares.
+
+What is fitted are factors of the model's parts (adapters' state, activations, slack); what was known of them
+before the run counts like a measurement. The stated error is how far the recent peaks lie above the fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.memory import UNFITTED, MemoryFit, MemoryModel, Need
+from weftune.plan.cost.nnls import non_negative
+from weftune.plan.program.program import Evaluate, Program
+
+NOISE = 0.01
+"""The relative error of one measured peak."""
+DOUBT = (0.1, 0.5, 1.0)
+"""How far the factors of state, activations and slack may be from what was known: slack is a guess."""
+FLOOR = 0.1
+"""The share of a known factor that no measurement takes away: a part that looks free never is."""
+REMEMBERED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A window's need as the model counts it, and what was measured."""
+
+    need: Need
+    measured: int
+
+
+def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> Need:
+    """With the largest microbatch that the window holds, which may be far below its capacity."""
+    tokens = 0.0
+    for action, microbatch in program.compute():
+        # An evaluation keeps nothing for a backward: what it holds is about one layer's.
+        share = 1 / memory.shape.layers if isinstance(action, Evaluate) else 1.0
+        tokens = max(tokens, share * microbatch.rows)
+    return memory.need(jobs, tokens, program.recompute)
+
+
+def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
+    if not peaks:
+        return known
+    peaks = peaks[-REMEMBERED:]
+    parts = np.array([(one.need.state, one.need.activations, one.need.slack) for one in peaks], dtype=float)
+    measured = np.array([one.measured for one in peaks], dtype=float)
+    rest = measured - [one.need.resident for one in peaks]
+    noise, doubt = NOISE * measured, np.array(DOUBT)
+    matrix = np.vstack([parts / noise[:, None] * doubt, np.eye(len(doubt))])
+    start = np.array([known.state, known.activations, known.slack])
+    floor = FLOOR * start
+    above = np.concatenate([(rest - parts @ floor) / noise, (start - floor) / doubt])
+    found = floor + doubt * non_negative(matrix, above)
+    missed = rest - parts @ found
+    return MemoryFit(
+        state=float(found[0]),
+        activations=float(found[1]),
+        slack=float(found[2]),
+        error=max(known.error, int(missed.max())),
+    )
+
+
+def safer(first: MemoryFit, second: MemoryFit) -> MemoryFit:
+    """No factor below either's."""
+    return MemoryFit(
+        state=max(first.state, second.state),
+        activations=max(first.activations, second.activations),
+        slack=max(first.slack, second.slack),
+        error=max(first.error, second.error),
+    )

@@ -1,0 +1,114 @@
+"""From a profile to the time model of the whole base, to factors of its memory, and to a `Speed`.
+
+One fit over all measured passes: what is outside the layers, and so many times what is in one. An adapter's
+parameters already count all its layers, so its term is outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from weftune.core.shapes import ModelShape
+from weftune.plan.cost.estimate import Speed, base_layers
+from weftune.plan.cost.memory import MemoryFit, MemoryModel
+from weftune.plan.cost.memory_fit import FLOOR
+from weftune.plan.cost.nnls import non_negative
+from weftune.plan.cost.prior import Directions, KindTerms, counted
+from weftune.plan.cost.profile import LayeredPass, Profile
+from weftune.plan.cost.refit import fit_rate, fit_values
+from weftune.plan.cost.time import TERMS, CostModel, PassTime, Rate, Terms, counts
+
+OUTSIDE = ("fixed", "token", "supervised", "adapter")
+INSIDE = ("fixed", "token", "square", "sample", "segment")
+
+
+DOUBT = 1.0
+"""How far a term may be from the counted proportions, relative to it."""
+
+
+def directions(profile: Profile, shape: ModelShape) -> Directions:
+    start = counted(shape)
+    training = [one for one in profile.passes if one.time.training]
+    looks = [one for one in profile.passes if not one.time.training]
+    return Directions(
+        forward=fit_kinds(start.forward, training, lambda time: time.forward),
+        backward=fit_kinds(start.backward, training, lambda time: time.backward),
+        evaluation=fit_kinds(start.evaluation, looks, lambda time: time.forward),
+    )
+
+
+def fit_kinds(
+    known: KindTerms, passes: Sequence[LayeredPass], seconds: Callable[[PassTime], float]
+) -> KindTerms:
+    if not passes:
+        # The base's context was too short for any of those that a profile is made of.
+        return known
+    units = np.array([counts(one.time.work) for one in passes], dtype=float)
+    layers = np.array([one.layers for one in passes], dtype=float)
+    outside = units[:, [TERMS.index(name) for name in OUTSIDE]]
+    inside = units[:, [TERMS.index(name) for name in INSIDE]] * layers[:, None]
+    matrix = np.hstack([outside, inside])
+    taken = np.maximum([seconds(one.time) for one in passes], 1e-9)
+    free = known.embedding.plus(known.head).plus(known.adapter)
+    start = np.array(
+        [getattr(free, name) for name in OUTSIDE] + [getattr(known.layer, name) for name in INSIDE]
+    )
+    start *= np.median(taken / (matrix @ start))
+    found = fit_values(start, matrix, taken, np.ones(len(taken)), DOUBT)
+    fixed, token, supervised, adapter = found[: len(OUTSIDE)]
+    return KindTerms(
+        embedding=Terms(fixed=fixed, token=token),
+        layer=Terms(**dict(zip(INSIDE, found[len(OUTSIDE) :], strict=True))),
+        head=Terms(supervised=supervised),
+        adapter=Terms(adapter=adapter),
+    )
+
+
+def cost_of(profile: Profile, shape: ModelShape) -> CostModel:
+    """The time model of the whole base, before a run has measured anything."""
+    found = directions(profile, shape)
+    return found.whole(shape.layers, source_of(profile), fit_rate(Rate(), profile.steps))
+
+
+def source_of(profile: Profile) -> str:
+    key = profile.key
+    device = f"{key.device}, {key.threads} threads" if key.threads else key.device
+    return f"from the profile of this {device} with torch {key.torch}"
+
+
+def speed_of(profile: Profile, shape: ModelShape) -> Speed:
+    """For `weftune plan`: what the device reached, forward and backward together, instead of a data sheet."""
+    found = directions(profile, shape)
+    layer = next(one for one in base_layers(shape, 0, apart=False) if one.kind == "layer")
+    token = (found.forward.layer.token + found.backward.layer.token) / 2
+    square = found.forward.layer.square
+    adapter = found.forward.adapter.adapter
+    fixed = (found.forward.layer.fixed + found.backward.layer.fixed) / 2
+    flops = layer.flops / token if token else float("inf")
+    return Speed(
+        flops=flops,
+        adapter_flops=2 / adapter if adapter else flops,
+        # What weights cost to read is in the measured fixed time of a pass.
+        bandwidth=float("inf"),
+        launch=fixed,
+        source=source_of(profile),
+        attention_flops=layer.square_flops / square if square else flops,
+    )
+
+
+def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
+    """Factors of activations and slack, from the peaks of the measured training passes."""
+    passes = [one for one in profile.passes if one.time.training and one.peak_bytes]
+    if not passes:
+        return memory.fit
+    per_layer = memory.bytes_per_token() / memory.shape.layers
+    slack = memory.need((), 0).slack
+    held = np.array([(one.layers * one.time.work.tokens * per_layer, slack) for one in passes])
+    peaks = np.array([one.peak_bytes for one in passes], dtype=float)
+    # Where an allocator took memory ahead no peak moves, and tokens would seem to take nothing.
+    floor = FLOOR * np.array([memory.fit.activations, memory.fit.slack])
+    found = floor + non_negative(held / peaks[:, None], (peaks - held @ floor) / peaks)
+    missed = peaks - held @ found
+    return MemoryFit(activations=float(found[0]), slack=float(found[1]), error=int(max(0.0, missed.max())))

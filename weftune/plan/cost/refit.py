@@ -1,0 +1,143 @@
+"""The time model refitted to what a run has measured, starting from what was known before it.
+
+First the level: how much slower or faster everything is than was known. Then the terms, by non-negative least
+squares of relative errors, in which what was known counts like measurements: a few passes do not swing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from weftune.plan.cost.nnls import Array, non_negative
+from weftune.plan.cost.time import CostModel, PassTime, Rate, StateTime, Terms, Work, counts, terms_of
+
+REMEMBERED = 400
+"""Passes, and as many Steps and Saves, that the model is fitted to."""
+HALF_LIFE = 60
+"""After so many more passes a measurement counts half: a machine's pace changes."""
+NOISE = 0.1
+"""The relative error of one measurement."""
+DOUBT = 0.25
+"""How far a term may be from what was known, relative to it."""
+GUESSED = 10.0
+"""The same where nothing was known."""
+FAINT = 0.02
+"""A term that was not known at all may grow to about this share of a pass."""
+CAUTION = 2.0
+"""So many measurements of the level are needed to believe it half."""
+REFITTED = ", refitted to this run"
+OUTLIER = 3.0
+"""Errors above so many times the typical one count less."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowTime:
+    """Of a measured window what is in no pass, Step or Save, and over how many actions."""
+
+    actions: int
+    rest: float
+
+
+@dataclass(slots=True)
+class Times:
+    """What a run has measured lately."""
+
+    passes: list[PassTime] = field(default_factory=list)
+    steps: list[StateTime] = field(default_factory=list)
+    saves: list[StateTime] = field(default_factory=list)
+    windows: list[WindowTime] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Drop what is too old to be fitted to."""
+        for kept in (self.passes, self.steps, self.saves, self.windows):
+            del kept[:-REMEMBERED]
+
+
+def refit(known: CostModel, times: Times) -> CostModel:
+    """`known` brought to what was measured; the same where nothing was."""
+    passes = [one for one in times.passes if one.settled]
+    training = [one for one in passes if one.training]
+    looks = [one for one in passes if not one.training]
+    if not passes:
+        return known
+    caution = CAUTION if known.measured else 0.0
+    level = _level(known, training or looks, caution)
+    start = known.times(level)
+    return replace(
+        start,
+        forward=fit_terms(start.forward, [(p.work, p.forward) for p in training]),
+        backward=fit_terms(start.backward, [(p.work, p.backward) for p in training]),
+        evaluation=fit_terms(start.evaluation, [(p.work, p.forward) for p in looks]),
+        step=fit_rate(known.step, times.steps),
+        save=fit_rate(known.save, times.saves),
+        between=_between(known.between, times.windows),
+        source=known.source if known.source.endswith(REFITTED) else known.source + REFITTED,
+        measured=True,
+    )
+
+
+def _level(known: CostModel, passes: Sequence[PassTime], caution: float) -> float:
+    """How much longer passes take than was known; near 1 while there are few of them."""
+    expected = [known.pass_seconds(p.work) if p.training else known.evaluation(p.work) for p in passes]
+    logs = np.log([max(p.seconds, 1e-9) / at for p, at in zip(passes, expected, strict=True)])
+    weights = _recent(len(passes))
+    order = np.argsort(logs)
+    middle = int(np.searchsorted(weights[order].cumsum(), weights.sum() / 2))
+    trust = len(passes) / (len(passes) + caution)
+    return float(np.exp(trust * logs[order][middle]))
+
+
+def fit_terms(known: Terms, measured: Sequence[tuple[Work, float]]) -> Terms:
+    if not measured:
+        return known
+    units = np.array([counts(work) for work, _ in measured], dtype=float)
+    seconds = np.maximum([one for _, one in measured], 1e-9)
+    return terms_of(fit_values(np.array(known.values()), units, seconds, _recent(len(seconds))))
+
+
+def fit_rate(known: Rate, measured: Sequence[StateTime]) -> Rate:
+    if not measured:
+        return known
+    units = np.array([(one.jobs, one.parameters) for one in measured], dtype=float)
+    seconds = np.maximum([one.seconds for one in measured], 1e-9)
+    start, doubt = np.array([known.job, known.parameter]), DOUBT
+    if not start.any():
+        # Nothing was known: half for each job and half for each parameter is only where to begin.
+        start, doubt = np.median(seconds[:, None] / np.maximum(units, 1.0), axis=0) / 2, GUESSED
+    job, parameter = fit_values(start, units, seconds, _recent(len(seconds)), doubt)
+    return Rate(job=job, parameter=parameter)
+
+
+def fit_values(
+    known: Array, units: Array, seconds: Array, weights: Array, doubt: float = DOUBT
+) -> list[float]:
+    """Values for the columns of `units` whose sums come near `seconds` and that stay near what was known.
+
+    Errors are relative; those far out count less. `weights` are the measurements'.
+    """
+    typical = np.maximum(np.median(units, axis=0), 1.0)
+    doubts = np.maximum(doubt * known, FAINT * np.median(seconds) / typical)
+    rows, wanted = units / seconds[:, None] / NOISE, np.full(len(seconds), 1.0 / NOISE)
+    trust, found = np.sqrt(weights), known
+    for _ in range(3):
+        # Solved in units of the doubts, so that terms of very different sizes weigh alike.
+        matrix = np.vstack([trust[:, None] * rows * doubts, np.eye(len(known))])
+        found = doubts * non_negative(matrix, np.concatenate([trust * wanted, known / doubts]))
+        errors = np.abs(rows @ found - wanted)
+        bound = OUTLIER * max(float(np.median(errors)), 0.2)
+        trust = np.sqrt(weights * np.minimum(1.0, bound / np.maximum(errors, 1e-12)))
+    return [float(value) for value in found]
+
+
+def _between(known: float, windows: Sequence[WindowTime]) -> float:
+    each = [max(0.0, one.rest) / max(1, one.actions) for one in windows[-20:]]
+    return float(np.median(each)) if each else known
+
+
+def _recent(count: int) -> Array:
+    """Weights of measurements, the newest last."""
+    ages = np.arange(count - 1, -1, -1)
+    return np.asarray(0.5 ** (ages / HALF_LIFE))

@@ -1,0 +1,116 @@
+"""The layers of a base to the stages of a pipeline, by what each costs, both ends counted: the times of a
+profile where there is one, else arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from weftune.core.shapes import LayerRange, ModelShape, layer_of
+from weftune.errors import PlanError
+from weftune.plan.cost.layers import LayerCost
+from weftune.plan.cost.profile import Profile
+from weftune.plan.cost.profile_cost import directions
+from weftune.plan.cost.time import Work
+from weftune.plan.layout.partition import StageLimit, balance
+
+ANY = 1 << 62
+ROUNDING = 1e-9
+RANK, LENGTH = 16, 256
+"""Of the adapter and the samples that stages are balanced for, before any job is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartCosts:
+    """What the parts of a base take of one microbatch, forward and backward together; `layer` is one of
+    many."""
+
+    embedding: float
+    layer: float
+    head: float
+
+    def of(self, held: LayerRange) -> float:
+        """What a stage takes."""
+        ends = held.first * self.embedding + held.last * self.head
+        return (held.stop - held.start) * self.layer + ends
+
+
+def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -> tuple[LayerRange, ...]:
+    """One range for each stage: the slowest as fast as can be, and the others as much alike as that allows.
+    Without `costs`, by arithmetic."""
+    if stages < 2:
+        raise PlanError(f"--pipeline {stages}: a pipeline has at least 2 stages")
+    if stages > shape.layers:
+        raise PlanError(f"--pipeline {stages}: the base has {shape.layers} layers, and each stage needs one")
+    known = counted_costs(shape) if costs is None else costs
+    each = [known.of(LayerRange(number, number + 1, shape.layers)) for number in range(shape.layers)]
+    layers = [LayerCost("layer", forward=cost / 2, backward=cost / 2, weight_bytes=0) for cost in each]
+    slowest = max(one.seconds for one in balance(layers, [StageLimit(ANY)] * stages))
+    cuts = _most_alike(each, stages, slowest * (1 + ROUNDING))
+    return tuple(LayerRange(start, stop, shape.layers) for start, stop in pairwise(cuts))
+
+
+def _most_alike(costs: Sequence[float], stages: int, most: float) -> list[int]:
+    """The cuts [0, …, layers] of least squares among those in which no stage costs more than `most`."""
+    ends = np.concatenate([[0.0], np.cumsum(costs)])
+    taken = ends[None, :] - ends[:, None]
+    squares = np.where(np.tri(len(ends), dtype=bool) | (taken > most), np.inf, taken**2)
+    best = np.full(len(ends), np.inf)
+    best[0] = 0.0
+    starts = []
+    for _ in range(stages):
+        sums = best[:, None] + squares
+        starts.append(sums.argmin(axis=0))
+        best = sums.min(axis=0)
+    cuts = [len(costs)]
+    for found in reversed(starts):
+        cuts.append(int(found[cuts[-1]]))
+    return cuts[::-1]
+
+
+def counted_costs(shape: ModelShape) -> PartCosts:
+    """Products of a token: a frozen matrix has one in each direction, and the head's forward makes both."""
+    inside = sum(site.in_features * site.out_features for site in shape.sites)
+    return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
+
+
+def measured_costs(profile: Profile, shape: ModelShape, work: Work) -> PartCosts:
+    """Seconds of a microbatch like `work`, whose adapters touch all layers alike."""
+    found = directions(profile, shape)
+    both = found.forward, found.backward
+    return PartCosts(
+        embedding=sum(one.embedding(work) for one in both),
+        layer=sum(one.layer(work) + one.adapter(work) / shape.layers for one in both),
+        head=sum(one.head(work) for one in both),
+    )
+
+
+def typical_work(shape: ModelShape, tokens: int) -> Work:
+    """A microbatch of so many tokens, one job's. All rows are supervised: a head that turns out cheaper
+    leaves one stage idle for a while, one that turns out dearer would make all the others wait."""
+    length = min(LENGTH, shape.context, tokens)
+    per_row = sum(RANK * (site.in_features + site.out_features) for site in shape.sites)
+    return Work(
+        tokens=tokens,
+        squares=tokens * length,
+        samples=max(1, tokens // length),
+        supervised=tokens,
+        adapted=tokens * per_row,
+        segments=1,
+    )
+
+
+def stage_shape(shape: ModelShape, held: LayerRange) -> ModelShape:
+    """What of the base one stage holds; sites outside the layers count for every stage."""
+    sites = tuple(site for site in shape.sites if _held(site.name, held))
+    inside = sum(site.in_features * site.out_features for site in sites)
+    ends = shape.hidden * shape.vocabulary * (held.first + held.last)
+    return replace(shape, layers=held.stop - held.start, parameters=inside + ends, sites=sites)
+
+
+def _held(site: str, held: LayerRange) -> bool:
+    layer = layer_of(site)
+    return layer is None or held.start <= layer < held.stop

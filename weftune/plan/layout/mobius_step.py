@@ -1,0 +1,154 @@
+"""How long a step takes when there are more stages than GPUs and stages are uploaded from host memory.
+
+Mobius's recurrence (Eq 4-11) for a frozen base. Stage j runs on GPU j mod N. Nothing returns to the host. The
+first stage on a GPU is still there from the backward before, and the last one from its forward, so a step
+uploads every other stage twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
+from weftune.plan.program.stream_cut import StreamStage
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """GPUs that are alike, each with a link of its own to the host's memory."""
+
+    gpus: int
+    memory_bytes: int
+    """Of one GPU."""
+    bandwidth: float
+    """Bytes per second of one link."""
+    stage_bytes: int = 0
+    """What each stage holds all the time: its inputs of all microbatches, say."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPartition:
+    stages: tuple[StreamStage, ...]
+
+    def costs(self, layers: Sequence[LayerCost]) -> tuple[StageCost, ...]:
+        return tuple(stage_cost(layers, stage.start, stage.stop) for stage in self.stages)
+
+    @property
+    def resident(self) -> tuple[bool, ...]:
+        return tuple(stage.resident for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One stage in one direction: what it computes, and what must be brought to its GPU before."""
+
+    seconds: float
+    """Of one microbatch."""
+    hop_bytes: int = 0
+    """Activation or gradient that comes from the stage before it, if that ran elsewhere."""
+    upload_bytes: int = 0
+    late_bytes: int = 0
+    """The part of the upload that finds no room until the visit before it on that GPU has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """All stages in the order they run; a GPU's next visit is `gpus` places further on."""
+
+    forward: tuple[Visit, ...]
+    backward: tuple[Visit, ...]
+
+
+def step_seconds(
+    partition: StreamPartition, layers: Sequence[LayerCost], host: Host, microbatches: int
+) -> float:
+    """From the first forward to the last backward; infinite if a GPU's memory does not suffice."""
+    return stages_seconds(partition.costs(layers), partition.resident, host, microbatches)
+
+
+def stages_seconds(
+    stages: Sequence[StageCost], resident: Sequence[bool], host: Host, microbatches: int
+) -> float:
+    rooms = free_bytes(stages, resident, host)
+    if min(rooms) < 0:
+        return math.inf
+    visits = _visits(stages, resident, rooms, host)
+    return pass_seconds(visits.forward, host, microbatches) + pass_seconds(
+        visits.backward, host, microbatches
+    )
+
+
+def free_bytes(stages: Sequence[StageCost], resident: Sequence[bool], host: Host) -> list[int]:
+    """What is left on its GPU while each stage computes; negative if it does not fit."""
+    fixed = [0] * host.gpus
+    for number, stage in enumerate(stages):
+        held = host.stage_bytes + stage.state_bytes + resident[number] * stage.weight_bytes
+        fixed[number % host.gpus] += held
+    return [
+        host.memory_bytes - fixed[number % host.gpus] - passing_bytes(stage, resident[number])
+        for number, stage in enumerate(stages)
+    ]
+
+
+def passing_bytes(stage: StageCost, resident: bool) -> int:
+    """What a stage needs only while it computes: a microbatch's activations, and weights that came for it."""
+    return stage.kept_bytes + (0 if resident else stage.weight_bytes)
+
+
+def visits(partition: StreamPartition, layers: Sequence[LayerCost], host: Host) -> Visits:
+    stages = partition.costs(layers)
+    rooms = free_bytes(stages, partition.resident, host)
+    assert min(rooms) >= 0, "the partition does not fit"
+    return _visits(stages, partition.resident, rooms, host)
+
+
+def pass_seconds(visits: Sequence[Visit], host: Host, microbatches: int) -> float:
+    """Eq 8-10 for one direction.
+
+    Microbatches are alike, so a stage's starts are convex in the microbatch's number and the first and the
+    last say it all. A prefetch begins with the visit before it on that GPU and takes all the room there is:
+    with P at the least of its bounds, Eq 9 says that the upload begins when that visit does, and that its
+    late bytes begin when that visit ends.
+    """
+    first: list[float] = []
+    last: list[float] = []
+    for number, visit in enumerate(visits):
+        start = final = 0.0
+        if number:
+            before = visits[number - 1].seconds + visit.hop_bytes / host.bandwidth
+            start, final = first[-1] + before, last[-1] + before
+        if number >= host.gpus:
+            above = number - host.gpus
+            freed = last[above] + visits[above].seconds
+            start = max(
+                start,
+                freed + visit.late_bytes / host.bandwidth,
+                first[above] + visit.upload_bytes / host.bandwidth,
+            )
+        first.append(start)
+        last.append(max(final, start + (microbatches - 1) * visit.seconds))
+    return last[-1] + visits[-1].seconds
+
+
+def _visits(
+    stages: Sequence[StageCost], resident: Sequence[bool], rooms: Sequence[int], host: Host
+) -> Visits:
+    count, gpus = len(stages), host.gpus
+
+    def visit(number: int, seconds: float, hop: int, above: int) -> Visit:
+        """`above` is the stage that ran before on that GPU, if there is one."""
+        weights = 0 if resident[number] or not 0 <= above < count else stages[number].weight_bytes
+        late = max(0, weights - rooms[above]) if weights else 0
+        return Visit(seconds, hop if gpus > 1 else 0, weights, late)
+
+    forward = [
+        visit(j, stages[j].forward, stages[j - 1].activation_bytes if j else 0, j - gpus)
+        for j in range(count)
+    ]
+    backward = [
+        visit(j, stages[j].backward, stages[j + 1].gradient_bytes if j + 1 < count else 0, j + gpus)
+        for j in reversed(range(count))
+    ]
+    return Visits(tuple(forward), tuple(backward))

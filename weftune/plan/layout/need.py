@@ -1,0 +1,337 @@
+"""What a cut for streaming needs of the device and of the host, and what a round of it takes.
+
+All layers are alike; norms and biases, which the shape does not tell apart, are counted with the ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import ge
+
+from weftune.core.shapes import JobShape, ModelShape
+from weftune.plan.cost.estimate import GPU_LAUNCH, base_layers
+from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.layout.recurrence import StageRound, compute_seconds, slotted_seconds
+from weftune.plan.layout.ring import ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
+from weftune.plan.program.stream_cut import (
+    BUFFERED,
+    StreamCut,
+    StreamStage,
+    held_inputs,
+    offloaded_inputs,
+    padded_rows,
+)
+
+STREAM_SLACK_BYTES = 2 << 30
+"""On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
+ASKING_SECONDS = 4e-3
+"""On a GPU: kernels by the dozen, each asked for by Python. An estimate from rounds with microbatches of 4096
+and of 8192 tokens, not measured by itself (docs/benchmarks.md). It was taken of passes that are not captured;
+what is left of it where they are has not been measured."""
+GPU_BACKWARD = 1.35
+"""On a GPU: what a layer's backward takes of its forward's time. Of the 8B shape 1.39, of 32B 1.33, on an
+H200 with 16 jobs of rank 16 (docs/benchmarks.md)."""
+STAGING_BYTES = 128 << 20
+"""On a host with a GPU: page-locked memory that weights pass through which stay in their files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamDevice:
+    """One GPU and the host's memory behind it."""
+
+    budget: int
+    """Bytes that the run may take of the GPU."""
+    taken: int = 0
+    """What the process holds there before anything is loaded."""
+    host_budget: int
+    """Bytes that the run may take of the host's memory."""
+    staging: int | None = None
+    """Where weights stay in their files: bytes of the host that they pass through. None: they live there."""
+    bandwidth: float
+    """Bytes per second from the host, or, where weights stay there, from their files."""
+    both_ways: float | None = None
+    """The same while as many go back; None: nobody knows better."""
+    flops: float
+    """What forward passes reach in a second."""
+    backward: float = 1.0
+    """What a layer's backward takes of its forward's time."""
+    slack: int
+    """Logits of one chunk, temporaries and the allocator's rounding."""
+    whole_slack: int | None = None
+    """The same for a run with all of the base on the device, where that is judged by more."""
+    fused: bool = True
+    launch: float = GPU_LAUNCH
+    """Seconds that one pass over one layer takes however few its rows are."""
+    asking: float = 0.0
+    """Seconds that the host takes to ask for one: no pass is faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A cut as a search turns it about."""
+
+    sizes: tuple[int, ...]
+    """Layers of each stage."""
+    resident: tuple[bool, ...]
+    slots: int
+
+    def cut(self, travels: bool, offloaded_rows: int = 0) -> StreamCut:
+        ends = pairwise(accumulate(self.sizes, initial=0))
+        bounds = zip(ends, self.resident, strict=True)
+        stages = tuple(StreamStage(start, stop, stays) for (start, stop), stays in bounds)
+        slots = min(self.slots, self.resident.count(False))
+        return StreamCut(stages, slots, travels, offloaded_rows)
+
+
+@dataclass(frozen=True)
+class StreamCase:
+    """A base, its company and a device, with microbatches of one capacity; adapters stay or travel, inputs of
+    stages are kept or offloaded."""
+
+    shape: ModelShape
+    jobs: tuple[JobShape, ...]
+    device: StreamDevice
+    round_tokens: int
+    """Tokens of one round of all jobs: of each a stage's input is needed again."""
+    capacity: int
+    travels: bool
+    offloads: bool = False
+    waiting: tuple[JobShape, ...] = ()
+    """Jobs that will come when others have gone: each must find room by itself."""
+
+    # -- bytes -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        return layer_bytes(self.shape)
+
+    @cached_property
+    def ends_bytes(self) -> int:
+        """Embedding, final norm and head."""
+        return max(0, self.shape.base_bytes - self.shape.layers * self.layer_bytes)
+
+    @cached_property
+    def trainable(self) -> int:
+        return sum(job.trainable for job in self.jobs)
+
+    @cached_property
+    def _layer_parameters(self) -> int:
+        """Of one layer's adapters."""
+        return math.ceil(self.trainable / self.shape.layers)
+
+    @cached_property
+    def copy_bytes(self) -> int:
+        """Of one layer's adapters: what passes read of them."""
+        return self._layer_parameters * self.shape.bytes_per_value
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        return self._layer_parameters * max(4, self.shape.bytes_per_value)
+
+    @cached_property
+    def present_bytes(self) -> int:
+        """Of one layer while it is on the device."""
+        return self.layer_bytes + (self.copy_bytes + self.gradient_bytes if self.travels else 0)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Everything that training the adapters needs, wherever it is."""
+        return self._memory.state_bytes(self.jobs)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """What a stage is given in a round."""
+        return self.round_rows * self._row_bytes
+
+    @cached_property
+    def round_rows(self) -> int:
+        """Of that many tokens, where microbatches are padded."""
+        return padded_rows(self.round_tokens, self.device.fused)
+
+    @cached_property
+    def stage_input_bytes(self) -> int:
+        """Of that, what every stage more adds to what is on the device."""
+        return 0 if self.offloads else self.input_bytes
+
+    @cached_property
+    def _row_bytes(self) -> int:
+        return self.shape.hidden * self.shape.bytes_per_value
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Of one layer: a microbatch between the forward that is made again and its backward."""
+        return math.ceil(self.capacity * self._memory.bytes_per_token() / self.shape.layers)
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """On the device, however the base is cut."""
+        state = 0 if self.travels else self.state_bytes
+        rows = BUFFERED * self.capacity if self.device.fused else 0
+        if self.offloads:
+            held = held_inputs(self.shape.layers, offloads=True)
+            rows += held.rounds * self.round_rows + held.microbatches * self.capacity
+        return self.device.taken + self.device.slack + self.ends_bytes + state + rows * self._row_bytes
+
+    def ring_bytes(self, largest: int) -> int:
+        """What Steps of adapters that travel pass through, where the largest stage has so many layers."""
+        if not self.travels:
+            return 0
+        return ring_bytes(stage_parts(self.jobs, largest, self.shape.layers), self.shape.bytes_per_value)
+
+    @cached_property
+    def _memory(self) -> MemoryModel:
+        return MemoryModel(self.shape, self.device.budget, self.device.taken, self.device.fused)
+
+    def device_bytes(self, draft: Draft) -> int:
+        """At the peak, on the device."""
+        sizes = draft.sizes
+        passing = [size for size, stays in zip(sizes, draft.resident, strict=True) if not stays]
+        slots = min(draft.slots, len(passing))
+        layers = sum(sizes) - sum(passing) + slots * max(passing, default=0)
+        return (
+            self.fixed_bytes
+            + self.ring_bytes(max(sizes))
+            + layers * self.present_bytes
+            + len(sizes) * self.stage_input_bytes
+            + max(sizes) * self.kept_bytes
+        )
+
+    def streamed_bytes(self, draft: Draft) -> int:
+        """Of the layers that come and go."""
+        sizes = zip(draft.sizes, draft.resident, strict=True)
+        return sum(size for size, stays in sizes if not stays) * self.layer_bytes
+
+    def host_bytes(self, draft: Draft) -> int:
+        """Layers that come and go, or what they pass through, what of adapters stays behind, and inputs that
+        wait there."""
+        staging = self.device.staging
+        layers = self.streamed_bytes(draft) if staging is None else staging
+        inputs = offloaded_inputs(len(draft.sizes)) * self.input_bytes if self.offloads else 0
+        return layers + (self.state_bytes if self.travels else 0) + inputs
+
+    def fits(self, draft: Draft) -> bool:
+        return all(
+            case.device_bytes(draft) <= self.device.budget
+            and case.host_bytes(draft) <= self.device.host_budget
+            for case in (self, *self._alone)
+        )
+
+    @cached_property
+    def _alone(self) -> tuple[StreamCase, ...]:
+        """The waiting jobs by themselves, by the same cut, the longest sample in a microbatch of its own."""
+        return tuple(
+            replace(
+                self,
+                jobs=(job,),
+                waiting=(),
+                round_tokens=max(job.batch_tokens, job.longest),
+                capacity=max(self.capacity, job.longest),
+            )
+            for job in hungriest(self.waiting)
+        )
+
+    # -- seconds -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def layer_seconds(self) -> float:
+        """The forward of a round through one layer."""
+        values = self.layer_bytes / self.shape.bytes_per_value
+        arithmetic = 2 * values * self.round_tokens / self.device.flops
+        return max(arithmetic + self._passes * self.device.launch, self._passes * self.device.asking)
+
+    @cached_property
+    def head_seconds(self) -> float:
+        matrix = self.shape.hidden * self.shape.vocabulary
+        return 2 * matrix * self.round_tokens / self.device.flops + self._passes * self.device.launch
+
+    @cached_property
+    def _passes(self) -> int:
+        return math.ceil(self.round_tokens / self.capacity)
+
+    def rounds(self, sizes: Sequence[int]) -> list[StageRound]:
+        """Each stage's; the last turns every microbatch round at once, so nothing is made again there."""
+        if len(sizes) == 1:
+            return [self._last[sizes[0]]]
+        first, *inner, last = sizes
+        return [self._first[first], *(self._inner[size] for size in inner), self._last[last]]
+
+    def seconds(self, draft: Draft) -> float:
+        """Of a round; infinite where the draft does not fit."""
+        if not self.fits(draft):
+            return math.inf
+        rounds = self.rounds(draft.sizes)
+        hidden = slotted_seconds(rounds, draft.resident, draft.slots, self.bandwidth)
+        return hidden + self.bare_seconds / ROUNDS
+
+    def arithmetic_seconds(self, sizes: Sequence[int]) -> float:
+        """Of a round in such stages, were everything there."""
+        return compute_seconds(self.rounds(sizes))
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes per second from the host. What travels and what is offloaded goes back while others come."""
+        goes_back = self.travels or self.offloads
+        return (self.device.both_ways if goes_back else None) or self.device.bandwidth
+
+    @cached_property
+    def bare_seconds(self) -> float:
+        """The Steps at a window's end, which no pass hides."""
+        if not self.travels:
+            return 0.0
+        return self.trainable * step_bytes(self.shape.bytes_per_value) / self.bandwidth
+
+    def unhidden(self, draft: Draft) -> float:
+        """The share of a round in which the device waits for the host, be it for bytes or to be asked."""
+        seconds, at_once = self.seconds(draft), replace(self, device=replace(self.device, asking=0.0))
+        return max(0.0, seconds - at_once.arithmetic_seconds(draft.sizes)) / seconds
+
+    @cached_property
+    def _first(self) -> list[StageRound]:
+        """By the number of layers."""
+        once = self.layer_seconds
+        again = 1.0 + self.device.backward
+        return [self._stage(size, size * once, again * size * once) for size in range(self.shape.layers + 1)]
+
+    @cached_property
+    def _inner(self) -> list[StageRound]:
+        waiting = self.input_bytes if self.offloads else 0
+        return [replace(one, input_bytes=waiting) for one in self._first]
+
+    @cached_property
+    def _last(self) -> list[StageRound]:
+        times = [size * self.layer_seconds for size in range(self.shape.layers + 1)]
+        head, back = self.head_seconds, self.device.backward
+        return [self._stage(size, once + head, back * once + head) for size, once in enumerate(times)]
+
+    def _stage(self, size: int, forward: float, backward: float) -> StageRound:
+        loaded = StageRound(forward, backward, load_bytes=size * self.layer_bytes)
+        if not self.travels:
+            return loaded
+        parameters = size * self._layer_parameters
+        return replace(
+            loaded,
+            gone_bytes=size * self.gradient_bytes,
+            copy_bytes=size * self.copy_bytes,
+            step_bytes=parameters * step_bytes(self.shape.bytes_per_value),
+            back_bytes=parameters * back_bytes(self.shape.bytes_per_value),
+        )
+
+
+def hungriest(jobs: Iterable[JobShape]) -> list[JobShape]:
+    """Those than which no other wants as much of everything: where each of them fits alone, all do."""
+    wants = {(job.trainable, job.longest, job.batch_tokens): job for job in jobs}
+
+    def outdone(want: tuple[int, int, int]) -> bool:
+        others = (other for other in wants if other != want)
+        return any(all(map(ge, other, want)) for other in others)
+
+    return [job for want, job in wants.items() if not outdone(want)]
+
+
+def layer_bytes(shape: ModelShape) -> int:
+    layers = base_layers(shape, 0, apart=False)
+    return max(layer.weight_bytes for layer in layers if layer.kind == "layer")

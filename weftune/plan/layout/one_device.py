@@ -1,0 +1,103 @@
+"""What a run does on one device that the base may not fit: asked by the run itself and by `weftune plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from weftune.core.shapes import JobShape, ModelShape
+from weftune.plan.cost.memory import FUSED_SLACK_BYTES, MemoryModel
+from weftune.plan.layout.need import (
+    ASKING_SECONDS,
+    GPU_BACKWARD,
+    STAGING_BYTES,
+    STREAM_SLACK_BYTES,
+    StreamDevice,
+)
+from weftune.plan.layout.stream_choice import StreamChoice, choose_stream, fits_streamed
+
+PRETENDED_BANDWIDTH, PRETENDED_FLOPS = 1e10, 1e11
+"""Of a device that shares the host's memory: nobody waits for what is only copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompanyChoice:
+    choice: StreamChoice
+    company: tuple[JobShape, ...]
+    """The jobs that it was made for, which are aboard from the start."""
+
+
+def fits_whole(shape: ModelShape, jobs: Sequence[JobShape], budget: int) -> bool:
+    """Whether every job can train alone with all of the base on a GPU: then nothing is streamed."""
+    memory = MemoryModel(shape, budget, fused=True)
+    return all(memory.why_not([job]) is None for job in jobs)
+
+
+def gpu_place(
+    budget: int, host_budget: int, bandwidth: float, flops: float, both_ways: float | None = None
+) -> StreamDevice:
+    return StreamDevice(
+        budget=budget,
+        host_budget=host_budget,
+        bandwidth=bandwidth,
+        both_ways=both_ways,
+        flops=flops,
+        backward=GPU_BACKWARD,
+        slack=STREAM_SLACK_BYTES,
+        whole_slack=FUSED_SLACK_BYTES,
+        asking=ASKING_SECONDS,
+    )
+
+
+def pretended_place(budget: int, host_budget: int) -> StreamDevice:
+    """A part of the host's memory in the place of a GPU."""
+    return StreamDevice(
+        budget=budget,
+        host_budget=host_budget,
+        bandwidth=PRETENDED_BANDWIDTH,
+        flops=PRETENDED_FLOPS,
+        slack=0,
+        fused=False,
+    )
+
+
+def in_files(place: StreamDevice) -> StreamDevice:
+    """The same for a base whose weights stay in their files; a pretended device needs no staging."""
+    return replace(place, staging=STAGING_BYTES if place.fused else 0)
+
+
+def choose_company(
+    shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int
+) -> CompanyChoice:
+    """For as many of the jobs as fit at once, in the order in which they would come aboard; so that each of
+    the others can train by itself later, if there is such a way. PlanError says what does not fit."""
+    ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
+
+    def choose(count: int, waiting: Sequence[JobShape]) -> CompanyChoice:
+        company = ordered[:count]
+        choice = choose_stream(shape, company, place, most, _tokens(company), waiting=waiting)
+        return CompanyChoice(choice, tuple(company))
+
+    def fit(count: int, waiting: Sequence[JobShape]) -> bool:
+        company = ordered[:count]
+        return fits_streamed(shape, company, place, most, _tokens(company), waiting)
+
+    if count := _most(lambda count: fit(count, ordered[count:]), len(ordered)):
+        return choose(count, ordered[count:])
+    # Where not one of them fits, this says why.
+    return choose(_most(lambda count: fit(count, ()), len(ordered)) or 1, ())
+
+
+def _tokens(company: Sequence[JobShape]) -> int:
+    return sum(job.batch_tokens for job in company)
+
+
+def _most(fits: Callable[[int], bool], count: int) -> int:
+    """So many of them as fit, by halving; 0 if not one does."""
+    if fits(count):
+        return count
+    least, too_many = 0, count
+    while too_many - least > 1:
+        tried = (least + too_many) // 2
+        least, too_many = (tried, too_many) if fits(tried) else (least, tried)
+    return least

@@ -1,0 +1,103 @@
+"""Consecutive layers to stages, one stage on each device, so that the slowest stage is as fast as can be.
+
+Embedding and head are layers of their own. Exact, by dynamic programming over (stage, layers placed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weftune.errors import PlanError
+from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
+from weftune.plan.cost.memory import gib
+
+Costs = NDArray[np.float64]
+"""[stage, first layer, layer after the last]: what that stage would cost; infinite where it may not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimit:
+    """The device that one stage gets."""
+
+    memory_bytes: int
+    in_flight: int = 1
+    """Microbatches that hold activations there at once."""
+    pace: float = 1.0
+    """Its time for the same work, over that of the device the layers were measured on."""
+
+
+def stage_bytes(stage: StageCost, in_flight: int) -> int:
+    return stage.weight_bytes + stage.state_bytes + in_flight * stage.kept_bytes
+
+
+def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[StageCost, ...]:
+    """One stage for each limit, in order; the largest time is least, and of those the largest memory."""
+    if len(layers) < len(limits):
+        raise PlanError(f"{len(limits)} stages need as many layers, but the base has {len(layers)}")
+    memory = _memory(layers, limits)
+    rooms = np.array([limit.memory_bytes for limit in limits], dtype=float)[:, None, None]
+    fits = memory <= rooms
+    seconds = np.where(fits, _seconds(layers, limits), np.inf)
+    slowest, _ = _least_largest(seconds)
+    if np.isinf(slowest):
+        _, cuts = _least_largest(memory - rooms)
+        raise PlanError(_why_not(layers, limits, cuts))
+    _, cuts = _least_largest(np.where(seconds <= slowest, memory, np.inf))
+    return tuple(stage_cost(layers, start, stop) for start, stop in pairwise(cuts))
+
+
+def _least_largest(costs: Costs) -> tuple[float, list[int]]:
+    """The cuts [0, …, layers] that make the largest stage cost least, and that cost."""
+    stages, size, _ = costs.shape
+    best = np.full(size, np.inf)
+    best[0] = -np.inf
+    starts = np.empty((stages, size), dtype=int)
+    for stage in range(stages):
+        largest = np.maximum(best[:, None], costs[stage])
+        starts[stage] = largest.argmin(axis=0)
+        best = largest.min(axis=0)
+    cuts = [size - 1]
+    for stage in reversed(range(stages)):
+        cuts.append(int(starts[stage, cuts[-1]]))
+    return float(best[-1]), cuts[::-1]
+
+
+def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> Costs:
+    """[first layer, layer after the last]: the sum between them, infinite where there is nothing between."""
+    ends = np.concatenate([[0.0], np.cumsum([value(layer) for layer in layers])])
+    between = ends[None, :] - ends[:, None]
+    empty = np.tri(len(ends), dtype=bool)
+    return np.where(empty, np.inf, between)
+
+
+def _seconds(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
+    one = _sums(layers, lambda layer: layer.forward + layer.backward)
+    return np.stack([limit.pace * one for limit in limits])
+
+
+def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
+    fixed = _sums(layers, lambda layer: layer.weight_bytes + layer.state_bytes)
+    kept = _sums(layers, lambda layer: layer.kept_bytes)
+    return np.stack([fixed + limit.in_flight * kept for limit in limits])
+
+
+def _why_not(layers: Sequence[LayerCost], limits: Sequence[StageLimit], cuts: Sequence[int]) -> str:
+    """Names the stage that stands out furthest in the cut that stands out least."""
+
+    def excess(number: int) -> int:
+        stage = stage_cost(layers, cuts[number], cuts[number + 1])
+        return stage_bytes(stage, limits[number].in_flight) - limits[number].memory_bytes
+
+    worst = max(range(len(limits)), key=excess)
+    limit = limits[worst]
+    need = excess(worst) + limit.memory_bytes
+    return (
+        f"no cut of {len(layers)} layers into {len(limits)} stages fits: in the closest, stage {worst} needs "
+        f"{gib(need)} with {limit.in_flight} microbatches in flight, but its device has "
+        f"{gib(limit.memory_bytes)}"
+    )

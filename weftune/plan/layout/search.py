@@ -1,0 +1,302 @@
+"""The search for a cut that streams fastest on one device: the stages, which of them stay, how many slots.
+
+It sets out from even stages with residents spread among them, from the partition that `stream` finds for
+Mobius's recurrence, and from its two plain ones; the best of these are then changed bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
+
+from weftune.errors import PlanError
+from weftune.plan.cost.layers import LayerCost
+from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
+from weftune.plan.layout.mobius_step import Host, StreamPartition
+from weftune.plan.layout.need import Draft, StreamCase
+
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+"""Layers to a stage that are tried."""
+SLOTS = range(1, 5)
+STARTS = 4
+"""So many of the best drafts are changed bit by bit, and the best of every case and number of slots."""
+QUICK = 16
+"""So many are kept of what is tried without a search."""
+CHANGES = 2000
+"""How many changes all descents from them may try, and the last one again: not seconds, since a plan must not
+depend on the clock."""
+PREFIXES = 2000
+"""How many prefixes the search of the partition looks at."""
+HIDDEN = 0.005
+"""The share of a round below which waits leave nothing to win for Mobius's partition, which is about them."""
+CLOSE = 1 - 1e-9
+"""What is not better by more than rounding is not better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    case: StreamCase
+    draft: Draft
+    seconds: float
+
+
+def search(cases: Iterable[StreamCase]) -> Found | None:
+    """The fastest draft of all cases, of equals that of the first case; None if none fits."""
+    starts = _various([found for case in cases for found in _quick(case)])
+    if not starts:
+        return None
+    tries = CHANGES // len(starts)
+    best = _fastest([_descend(found, tries) for found in starts])
+    if best.case.unhidden(best.draft) > HIDDEN:
+        partitioned = [_judged(best.case, draft) for draft in _partitioned(best.case)]
+        fitting = [_descend(found, tries) for found in partitioned if found.seconds < math.inf]
+        best = _fastest([best, *fitting])
+    return _descend(best, CHANGES)
+
+
+def _fastest(found: Sequence[Found]) -> Found:
+    """Of equals the first."""
+    least = min(one.seconds for one in found)
+    return next(one for one in found if one.seconds * CLOSE <= least)
+
+
+def _judged(case: StreamCase, draft: Draft) -> Found:
+    return Found(case, draft, case.seconds(draft))
+
+
+def fits_any(case: StreamCase) -> bool:
+    """Whether `search` would find something; the most frugal are looked at first."""
+    drafts = chain(frugal_drafts(case), even_drafts(case), plain_drafts(case))
+    return any(map(case.fits, drafts))
+
+
+def _quick(case: StreamCase) -> list[Found]:
+    """The best few of what is tried without a search. None is faster than its arithmetic, so that most need
+    not be judged at all."""
+    drafts = dict.fromkeys((*even_drafts(case), *frugal_drafts(case), *plain_drafts(case)))
+    fitting = [draft for draft in drafts if case.fits(draft)]
+    least = {sizes: case.arithmetic_seconds(sizes) for sizes in {draft.sizes for draft in fitting}}
+    best: list[Found] = []
+    for draft in sorted(fitting, key=lambda draft: least[draft.sizes]):
+        if len(best) == QUICK and least[draft.sizes] >= best[-1].seconds:
+            break
+        insort(best, _judged(case, draft), key=lambda one: one.seconds)
+        del best[QUICK:]
+    return best
+
+
+def _various(found: Sequence[Found]) -> list[Found]:
+    """The best few, and the best of every case and number of slots, in the order of the cases."""
+    ranked = sorted(range(len(found)), key=lambda number: found[number].seconds)
+    firsts: dict[tuple[int, bool, int], int] = {}
+    for number in ranked:
+        case, draft = found[number].case, found[number].draft
+        firsts.setdefault((case.capacity, case.travels, draft.slots), number)
+    return [found[number] for number in sorted({*ranked[:STARTS], *firsts.values()})]
+
+
+# -- where the search sets out ---------------------------------------------------------------------------
+
+
+def even_drafts(case: StreamCase) -> Iterator[Draft]:
+    """Even stages and a last one of another size, as many residents as fit spread among them."""
+    count = case.shape.layers
+    for last in (one for one in SIZES if one < count):
+        for size in SIZES:
+            inner = _even(count - last, math.ceil((count - last) / size))
+            for slots in SLOTS[: len(inner) + 1]:
+                yield from _spread(case, (*inner, last), slots)
+    yield from _spread(case, (count,), 1)
+
+
+def frugal_drafts(case: StreamCase) -> Iterator[Draft]:
+    """Even stages that all pass through one slot: nothing needs less of the device."""
+    for size in SIZES:
+        sizes = _even(case.shape.layers, math.ceil(case.shape.layers / size))
+        yield Draft(sizes, (False,) * len(sizes), 1)
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    ends = (round(layers * number / stages) for number in range(stages + 1))
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Draft]:
+    """With a resident last stage, which then may be larger than the slots, and without."""
+    for ending in ((), (True,)):
+        others = len(sizes) - len(ending)
+        most = others
+        for phase in sorted({0, others // 2}):
+            draft = Draft(sizes, (*_bits(others, most, phase), *ending), slots)
+            while most and (excess := case.device_bytes(draft) - case.device.budget) > 0:
+                # No stage takes more than the largest does: so many must go at the least.
+                most = max(0, most - math.ceil(excess / (max(sizes) * case.present_bytes)))
+                draft = Draft(sizes, (*_bits(others, most, phase), *ending), slots)
+            yield draft
+            most = min(others, most + 1)
+
+
+def _bits(stages: int, resident: int, phase: int) -> tuple[bool, ...]:
+    """So many residents, as far from one another as can be."""
+    return tuple((number * resident + phase) % stages < resident for number in range(stages))
+
+
+def plain_drafts(case: StreamCase) -> Iterator[Draft]:
+    """Mobius's largest and smallest stages."""
+    yield from largest_drafts(case)
+    yield from smallest_drafts(case)
+
+
+def largest_drafts(case: StreamCase) -> Iterator[Draft]:
+    with suppress(PlanError):
+        yield from _drafts(largest_stages(_costs(case), _host(case)))
+
+
+def smallest_drafts(case: StreamCase) -> Iterator[Draft]:
+    with suppress(PlanError):
+        yield from _drafts(smallest_stages(_costs(case), _host(case)))
+
+
+def _partitioned(case: StreamCase) -> Iterator[Draft]:
+    """What the search for Mobius's recurrence finds; it knows no slots, so residents make room for them."""
+    with suppress(PlanError):
+        microbatches = math.ceil(case.round_tokens / case.capacity)
+        found = stream(_costs(case), _host(case), microbatches, PREFIXES, starts=1).partition
+        for draft in _drafts(found):
+            yield _thinned(case, draft)
+
+
+def _drafts(partition: StreamPartition) -> Iterator[Draft]:
+    sizes = tuple(stage.stop - stage.start for stage in partition.stages)
+    for slots in SLOTS:
+        yield Draft(sizes, partition.resident, slots)
+
+
+def _thinned(case: StreamCase, draft: Draft) -> Draft:
+    """The middle one of the residents less, again and again, until it fits."""
+    while case.device_bytes(draft) > case.device.budget and any(draft.resident):
+        stay = [number for number, stays in enumerate(draft.resident) if stays]
+        draft = _toggled(draft, stay[len(stay) // 2])
+    return draft
+
+
+def _costs(case: StreamCase) -> list[LayerCost]:
+    microbatches = math.ceil(case.round_tokens / case.capacity)
+    once = case.layer_seconds / microbatches
+    kept = case.kept_bytes + _layer_ring(case)
+    layer = LayerCost("layer", once, (1.0 + case.device.backward) * once, case.present_bytes, kept_bytes=kept)
+    return [layer] * case.shape.layers
+
+
+def _host(case: StreamCase) -> Host:
+    ring = case.ring_bytes(1) - _layer_ring(case)
+    room = max(0, case.device.budget - case.fixed_bytes - ring)
+    return Host(1, room, case.bandwidth, case.stage_input_bytes)
+
+
+def _layer_ring(case: StreamCase) -> int:
+    """What Steps pass through takes so much more for every layer of a stage, at the most."""
+    return case.ring_bytes(2) - case.ring_bytes(1)
+
+
+# -- the descent -----------------------------------------------------------------------------------------
+
+
+def _descend(found: Found, tries: int) -> Found:
+    """Takes the first change that helps, or frees memory at no cost, until none does."""
+    case, best = found.case, found
+    room = case.device_bytes(best.draft)
+    better: Found | None = best
+    while better:
+        best, better = better, None
+        for change in islice(_changes(best.draft), max(0, tries)):
+            tries -= 1
+            changed = _judged(case, change)
+            faster = changed.seconds < best.seconds * CLOSE
+            if faster or (changed.seconds * CLOSE <= best.seconds and case.device_bytes(change) < room):
+                better, room = changed, case.device_bytes(change)
+                break
+    return best
+
+
+def _changes(draft: Draft) -> Iterator[Draft]:
+    """Small ones first: they help most often."""
+    yield from _other_residents(draft)
+    yield from _other_boundaries(draft)
+    yield from _traded_slots(draft)
+    yield from _other_orders(draft)
+
+
+def _other_residents(draft: Draft) -> Iterator[Draft]:
+    """One bit turned or handed on, or another slot."""
+    stages = range(len(draft.resident))
+    for number in stages:
+        yield _toggled(draft, number)
+    for slots in (draft.slots - 1, draft.slots + 1):
+        if slots in SLOTS:
+            yield replace(draft, slots=slots)
+    for number in stages:
+        for other in stages[number + 1 :]:
+            if draft.resident[number] != draft.resident[other]:
+                yield _toggled(_toggled(draft, number), other)
+
+
+def _other_boundaries(draft: Draft) -> Iterator[Draft]:
+    """One moved, dropped or added."""
+    pairs = range(len(draft.sizes) - 1)
+    for number in pairs:
+        one, other = draft.sizes[number : number + 2]
+        stay = draft.resident[number : number + 2]
+        if other > 1:
+            yield _spliced(draft, number, 2, (one + 1, other - 1), stay)
+        if one > 1:
+            yield _spliced(draft, number, 2, (one - 1, other + 1), stay)
+    for number in pairs:
+        for stays in set(draft.resident[number : number + 2]):
+            yield _spliced(draft, number, 2, (sum(draft.sizes[number : number + 2]),), (stays,))
+    for number, (size, stays) in enumerate(zip(draft.sizes, draft.resident, strict=True)):
+        for part in range(1, size):
+            for both in {(stays, stays), (True, False), (False, True)}:
+                yield _spliced(draft, number, 1, (part, size - part), both)
+
+
+def _traded_slots(draft: Draft) -> Iterator[Draft]:
+    """A stage that stays in place of a slot, or the other way round; or two stages that stay as one."""
+    for number, stays in enumerate(draft.resident):
+        slots = draft.slots + (1 if stays else -1)
+        if slots in SLOTS:
+            yield replace(_toggled(draft, number), slots=slots)
+    if draft.slots - 1 in SLOTS:
+        for number in range(len(draft.sizes) - 1):
+            both = sum(draft.sizes[number : number + 2])
+            yield replace(_spliced(draft, number, 2, (both,), (True,)), slots=draft.slots - 1)
+
+
+def _other_orders(draft: Draft) -> Iterator[Draft]:
+    """One stage taken out and put in elsewhere."""
+    for taken, (size, stays) in enumerate(zip(draft.sizes, draft.resident, strict=True)):
+        rest = _spliced(draft, taken, 1, (), ())
+        for place in range(len(draft.sizes)):
+            if place != taken:
+                yield _spliced(rest, place, 0, (size,), (stays,))
+
+
+def _spliced(
+    draft: Draft, number: int, gone: int, sizes: tuple[int, ...], resident: tuple[bool, ...]
+) -> Draft:
+    """Other stages instead of the `gone` ones from `number` on."""
+    after = number + gone
+    return Draft(
+        (*draft.sizes[:number], *sizes, *draft.sizes[after:]),
+        (*draft.resident[:number], *resident, *draft.resident[after:]),
+        draft.slots,
+    )
+
+
+def _toggled(draft: Draft, number: int) -> Draft:
+    resident = draft.resident
+    return replace(draft, resident=(*resident[:number], not resident[number], *resident[number + 1 :]))

@@ -1,0 +1,89 @@
+"""Jobs to devices that each hold the whole base: shares whose predicted times are as even as can be.
+
+Nothing is exchanged between devices then, so this beats any cut of the base wherever each device can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weftune.core.shapes import JobShape, ModelShape
+from weftune.plan.cost.estimate import Speed
+from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.cost.prior import counted
+from weftune.plan.cost.time import CostModel, work_of
+from weftune.plan.layout.balanced import level, longest_first
+from weftune.plan.pack.pack import pack
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobWork:
+    """What a job has still to do, as far as its time hangs on it."""
+
+    shape: JobShape
+    steps: int
+    """Still to be made."""
+    batches: tuple[GlobalBatch, ...]
+    """Some of its global batches, which stand for all."""
+    looks: int = 0
+    """Evaluations still to be made."""
+    held_out: tuple[Placed, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one device trains."""
+
+    jobs: tuple[str, ...]
+    """In the order in which they were given."""
+    seconds: float
+    """Predicted."""
+
+
+def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
+    """What a job takes with every microbatch to itself.
+
+    In company its passes are shared and cheaper, but by how much depends on a company that is not chosen yet.
+    """
+    sizes = {job.shape.name: job.shape.trainable}
+    room = max(capacity, job.shape.longest)
+
+    def passes(step: int, samples: Sequence[Placed]) -> list[MicrobatchPlan]:
+        chosen = pack([placed.length for placed in samples], room)
+        held = (tuple(samples[index] for index in some) for some in chosen)
+        return [MicrobatchPlan((SegmentPlan(job.shape.name, step, some),)) for some in held]
+
+    trained = [one for batch in job.batches for one in passes(batch.step, batch.samples)]
+    step = sum(cost.pass_seconds(work_of(one, sizes)) for one in trained) / max(1, len(job.batches))
+    look = sum(cost.evaluation(work_of(one, sizes)) for one in passes(0, job.held_out))
+    return job.steps * (step + cost.step(1, job.shape.trainable)) + job.looks * look
+
+
+def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
+    """The counted proportions of the base's terms, at the level that a device's data sheet promises."""
+    return counted(shape).whole(shape.layers, speed.source).times(1 / speed.flops)
+
+
+def share_jobs(seconds: Mapping[str, float], devices: int) -> tuple[Share, ...]:
+    """A share for every device; one is empty only where there are fewer jobs than devices.
+
+    The longest first onto the least loaded, then moved and swapped while that evens the loads, which never
+    makes the heaviest heavier: its load is at most 4/3 of the least that any division has.
+    """
+    assert devices >= 1, "there is a device"
+    names, each = list(seconds), list(seconds.values())
+    buckets = longest_first(each, devices)
+    if len(each) > devices:
+        buckets = level(buckets, each)
+    return tuple(
+        Share(tuple(names[index] for index in sorted(bucket)), sum(each[index] for index in bucket))
+        for bucket in buckets
+    )
+
+
+def too_large(jobs: Sequence[JobShape], memory: MemoryModel) -> dict[str, str]:
+    """Name → why it does not fit beside the base even alone. Jobs that fit alone can always take turns."""
+    alone = ((job.name, memory.why_not([job])) for job in jobs)
+    return {name: sentence for name, sentence in alone if sentence is not None}

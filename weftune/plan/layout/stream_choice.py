@@ -1,0 +1,215 @@
+"""How a base is streamed on one device where the planner may choose: not at all if it fits, else fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from weftune.core.shapes import JobShape, ModelShape
+from weftune.errors import PlanError
+from weftune.plan.cost.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryFit, MemoryModel, gib, longest
+from weftune.plan.layout.need import Draft, StreamCase, StreamDevice
+from weftune.plan.layout.refuse import refuse_jobs, why_not
+from weftune.plan.layout.search import Found, fits_any, search
+from weftune.plan.program.stream_cut import StreamCut
+
+SMALLEST = 256
+"""Passes of fewer tokens are not tried unless every sample is shorter."""
+WORTH = 0.01
+"""Inputs are offloaded and adapters travel only where a step gets shorter by so much: that the link moves all
+of it at its best is a hope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What else than layers may live in host memory."""
+
+    travels: bool
+    """Adapters, which come and go with their stage."""
+    offloads: bool
+    """What stages were given, between their forward and their backward."""
+
+
+WAYS = (Way(False, False), Way(False, True), Way(True, False), Way(True, True))
+"""The plainest first. Inputs go before adapters do: no Step waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChoice:
+    cut: StreamCut
+    capacity: int
+    """Tokens of a microbatch."""
+    device_bytes: int
+    """On the device at the peak, as predicted."""
+    host_bytes: int
+    step_seconds: float
+    """Of a round: one global batch of every job."""
+    unhidden: float
+    """The share of it in which the device waits for the host."""
+    why: str
+    """A sentence for the user."""
+    mapped: bool = False
+    """Whether streamed weights stay in their files and are read from there in every round."""
+    whole: bool = False
+    """Whether the base fits as it is; `cut` is then one resident stage, and nothing needs streaming."""
+
+
+def choose_stream(
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    most: int,
+    round_tokens: int,
+    ways: Sequence[Way] = WAYS,
+    waiting: Sequence[JobShape] = (),
+) -> StreamChoice:
+    """Microbatches have at most `most` tokens, a round of all jobs `round_tokens`. Jobs that are `waiting`
+    will come later, and each must fit by itself.
+
+    Whole if it fits so; else the fastest cut and capacity, by the first of the ways unless another is clearly
+    faster, or it fits only so. PlanError says what does not fit.
+    """
+    assert jobs, "there is nothing to train"
+    round_tokens = max(round_tokens, longest(jobs))
+    if choice := _whole(shape, jobs, device, most, round_tokens, waiting):
+        return choice
+    refuse_jobs(shape, jobs, device, round_tokens)
+    by_way = [
+        [
+            StreamCase(
+                shape,
+                tuple(jobs),
+                device,
+                round_tokens,
+                capacity,
+                way.travels,
+                way.offloads,
+                tuple(waiting),
+            )
+            for capacity in capacities(longest(jobs), most, round_tokens)
+        ]
+        for way in ways
+    ]
+    found = _plainest([best for cases in by_way if (best := search(cases))])
+    if found is None and waiting:
+        raise PlanError(
+            "no way of streaming serves these jobs together and each of the waiting ones by itself"
+        )
+    if found is None:
+        raise why_not([case for cases in by_way for case in cases])
+    case, draft = found.case, found.draft
+    return StreamChoice(
+        cut=draft.cut(case.travels, case.round_rows if case.offloads else 0),
+        capacity=case.capacity,
+        device_bytes=case.device_bytes(draft),
+        host_bytes=case.host_bytes(draft),
+        step_seconds=found.seconds,
+        unhidden=case.unhidden(draft),
+        why=_why(found),
+        mapped=device.staging is not None,
+    )
+
+
+def fits_streamed(
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    most: int,
+    round_tokens: int,
+    waiting: Sequence[JobShape] = (),
+) -> bool:
+    """Whether `choose_stream` finds a way, told without its search: the smallest microbatches need least."""
+    round_tokens = max(round_tokens, longest(jobs))
+    if _whole(shape, jobs, device, most, round_tokens, waiting):
+        return True
+    try:
+        refuse_jobs(shape, jobs, device, round_tokens)
+    except PlanError:
+        return False
+    least = capacities(longest(jobs), most, round_tokens)[-1]
+    company, others = tuple(jobs), tuple(waiting)
+    cases = (
+        StreamCase(shape, company, device, round_tokens, least, way.travels, way.offloads, others)
+        for way in reversed(WAYS)
+    )
+    return any(map(fits_any, cases))
+
+
+def _plainest(by_way: Sequence[Found]) -> Found | None:
+    """The first than which none is clearly faster."""
+    least = min((found.seconds for found in by_way), default=0.0)
+    return next((found for found in by_way if (1 - WORTH) * found.seconds <= least), None)
+
+
+def capacities(least: int, most: int, round_tokens: int) -> list[int]:
+    """Those worth trying, the largest first: halves of `most` down to the longest sample, and that itself."""
+    halves = (most >> power for power in range(most.bit_length()))
+    fit = [one for one in halves if one >= max(least, min(SMALLEST, round_tokens))]
+    # More than a round has is of no use, however much memory it takes.
+    useful = [one for one in fit if one // 2 < round_tokens]
+    return useful if least in useful else [*useful, least]
+
+
+def _whole(
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    most: int,
+    round_tokens: int,
+    waiting: Sequence[JobShape],
+) -> StreamChoice | None:
+    memory = _resident(shape, device)
+    if any(memory.least_bytes(company) > device.budget for company in (jobs, *([job] for job in waiting))):
+        return None
+    recompute = memory.recompute(jobs, most)
+    capacity = memory.capacity(jobs, most, recompute)
+    need = memory.peak_bytes(jobs, capacity, recompute)
+    # Passes over a base that stays are captured.
+    captured = replace(device, asking=0.0)
+    case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, travels=False)
+    passed = (1.0 + device.backward) * shape.layers + recompute.layers
+    seconds = passed * case.layer_seconds + 2 * case.head_seconds
+    why = (
+        f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
+        f"has {gib(device.budget)} for a run"
+    )
+    whole = Draft((shape.layers,), (True,), 0)
+    return StreamChoice(whole.cut(travels=False), capacity, need, 0, seconds, 0.0, why, whole=True)
+
+
+def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
+    """What a run needs with all of the base on the device."""
+    slack_bytes = device.slack if device.whole_slack is None else device.whole_slack
+    slack = slack_bytes / (FUSED_SLACK_BYTES if device.fused else SLACK_BYTES)
+    return MemoryModel(shape, device.budget, device.taken, device.fused, MemoryFit(slack=slack))
+
+
+def _why(found: Found) -> str:
+    case, draft = found.case, found.draft
+    sizes, stays = draft.sizes, sum(draft.resident)
+    whole = _resident(case.shape, case.device).least_bytes(case.jobs)
+    layers = f"{min(sizes)} to {max(sizes)} layers" if min(sizes) < max(sizes) else _layers(max(sizes))
+    adapters = "travel with their stage" if case.travels else "stay on the GPU"
+    inputs = ", inputs of stages wait in host memory for the way back" if case.offloads else ""
+    slots = min(draft.slots, len(sizes) - stays)
+    return (
+        f"streamed in {len(sizes)} stages of {layers}, {stays} of them resident, the others in {slots} "
+        f"{'slots' if slots > 1 else 'slot'}, since the base, its adapters and their passes need "
+        f"{gib(whole)} and the GPU has {gib(case.device.budget)} for a run; adapters {adapters}{inputs}, a "
+        f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
+        f"{case.unhidden(draft):.0%} of a step{_files(found)}"
+    )
+
+
+def _files(found: Found) -> str:
+    case, device = found.case, found.case.device
+    if device.staging is None:
+        return ""
+    return (
+        "; weights are read from their files in every step, since the host has "
+        f"{gib(device.host_budget)} for a run and they would take {gib(case.streamed_bytes(found.draft))}"
+    )
+
+
+def _layers(count: int) -> str:
+    return f"{count} layers" if count > 1 else "1 layer"

@@ -1,0 +1,192 @@
+"""The search for a cut that several ranks stream fastest: the stages, which of them stay, how many slots.
+
+It sets out from even stages, with as many of each rank's stages resident as fit; the best of these are then
+changed bit by bit. What does not fit may be changed until it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise, permutations
+
+from weftune.plan.layout.search import CLOSE, SIZES, SLOTS
+from weftune.plan.layout.worker_need import RanksCase
+from weftune.plan.program.stream_cut import StreamStage
+from weftune.plan.program.worker_cut import RanksCut
+
+CHANGES = 2000
+"""How many changes all descents may try, and the last one again: not seconds, since a plan must not depend on
+the clock."""
+STARTS = 4
+"""So many of the best cuts are changed bit by bit, and the best of every number of stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    case: RanksCase
+    cut: RanksCut
+    excess: int
+    """Bytes that it needs and that are not there."""
+    seconds: float
+
+    def better_than(self, other: Found) -> bool:
+        """Not by rounding."""
+        if self.excess or other.excess:
+            return self.excess < other.excess
+        return self.seconds < other.seconds * CLOSE
+
+
+def search(cases: Iterable[RanksCase]) -> Found | None:
+    """The fastest cut of all cases, of equals that of the first case; None if none fits."""
+    starts = _various([_judged(case, cut) for case in cases for cut in even_cuts(case)])
+    tries = CHANGES // len(starts)
+    best = _best([_descend(one, tries) for one in starts])
+    return None if best.excess else _descend(best, CHANGES)
+
+
+def _judged(case: RanksCase, cut: RanksCut) -> Found:
+    return Found(case, cut, case.excess(cut), case.seconds(cut))
+
+
+def _best(found: Sequence[Found]) -> Found:
+    """Of equals the first."""
+    best = found[0]
+    for one in found:
+        if one.better_than(best):
+            best = one
+    return best
+
+
+def _various(found: Sequence[Found]) -> list[Found]:
+    """The best few, and the best of every number of stages, in the order of the cases."""
+    ranked = sorted(range(len(found)), key=lambda number: (found[number].excess, found[number].seconds))
+    firsts: dict[int, int] = {}
+    for number in ranked:
+        firsts.setdefault(len(found[number].cut.stages), number)
+    return [found[number] for number in sorted({*ranked[:STARTS], *firsts.values()})]
+
+
+# -- where the search sets out ---------------------------------------------------------------------------
+
+
+def ranks_cut(sizes: Sequence[int], resident: Sequence[bool], slots: int, ranks: int) -> RanksCut:
+    """No rank has more slots than stages that come and go."""
+    ends = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    stages = tuple(
+        StreamStage(start, stop, stays) for (start, stop), stays in zip(pairwise(ends), resident, strict=True)
+    )
+    moving = [sum(not stays for stays in resident[rank::ranks]) for rank in range(ranks)]
+    return RanksCut(stages, tuple(min(slots, count) for count in moving))
+
+
+def even_cuts(case: RanksCase) -> Iterator[RanksCut]:
+    for count in stage_counts(case):
+        for slots in SLOTS:
+            if slots <= math.ceil(count / case.ranks):
+                yield _filled(case, even_sizes(case.one.shape.layers, count), slots)
+
+
+def stage_counts(case: RanksCase) -> list[int]:
+    """Numbers of stages; also such that every rank has as many, where layers suffice for that."""
+    layers, ranks = case.one.shape.layers, case.ranks
+    counts: dict[int, None] = {ranks: None}
+    for size in SIZES:
+        count = max(ranks, math.ceil(layers / size))
+        whole = math.ceil(count / ranks) * ranks
+        counts |= dict.fromkeys(one for one in (whole, count) if one <= layers)
+    return list(counts)
+
+
+def even_sizes(layers: int, stages: int) -> list[int]:
+    ends = (round(layers * number / stages) for number in range(stages + 1))
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def _filled(case: RanksCase, sizes: Sequence[int], slots: int) -> RanksCut:
+    """On each rank as many of the slots as fit, then as many residents, spread among its stages."""
+    cut = ranks_cut(sizes, [False] * len(sizes), slots, case.ranks)
+    for rank in range(case.ranks):
+        own = range(rank, len(sizes), case.ranks)
+        fewer = (_with_slots(cut, rank, count) for count in range(cut.slots[rank], 0, -1))
+        cut = next((one for one in fewer if _fits(case, one, rank)), _with_slots(cut, rank, 1))
+        for count in range(1, len(own) + 1):
+            stay = {stage for place, stage in enumerate(own) if place * count % len(own) < count}
+            more = _with_residents(cut, rank, stay)
+            if not _fits(case, more, rank):
+                break
+            cut = more
+    return cut
+
+
+def _fits(case: RanksCase, cut: RanksCut, rank: int) -> bool:
+    return case.rank_bytes(cut.of(rank)) <= case.one.device.budget
+
+
+def _with_slots(cut: RanksCut, rank: int, count: int) -> RanksCut:
+    return replace(cut, slots=(*cut.slots[:rank], count, *cut.slots[rank + 1 :]))
+
+
+def _with_residents(cut: RanksCut, rank: int, stay: set[int]) -> RanksCut:
+    """Of the rank's stages these; it has a slot as long as something comes, and none too many."""
+    stages = tuple(
+        replace(held, resident=stage in stay) if stage % cut.ranks == rank else held
+        for stage, held in enumerate(cut.stages)
+    )
+    moving = sum(not held.resident for held in stages[rank :: cut.ranks])
+    return _with_slots(replace(cut, stages=stages), rank, min(max(1, cut.slots[rank]), moving))
+
+
+# -- the descent -----------------------------------------------------------------------------------------
+
+
+def _descend(found: Found, tries: int) -> Found:
+    """Take the first change that helps until none does."""
+    best = found
+    better: Found | None = best
+    while better:
+        best, better = better, None
+        changes = chain(_other_residents(best.cut), _other_sizes(best))
+        for cut in islice(changes, max(0, tries)):
+            tries -= 1
+            changed = _judged(best.case, cut)
+            if changed.better_than(best):
+                better = changed
+                break
+    return best
+
+
+def _other_sizes(found: Found) -> Iterator[RanksCut]:
+    """A boundary moved, dropped or added, or a layer handed to a stage further off; who stays is then decided
+    anew."""
+    sizes = [stage.stop - stage.start for stage in found.cut.stages]
+    slots = max(1, *found.cut.slots)
+    for number, (one, other) in enumerate(pairwise(sizes)):
+        before, after = sizes[:number], sizes[number + 2 :]
+        changed = [[one + 1, other - 1], [one - 1, other + 1], [one + other]]
+        for between in changed:
+            if min(between) > 0 and len(sizes) - 2 + len(between) >= found.cut.ranks:
+                yield _filled(found.case, [*before, *between, *after], slots)
+    for number, size in enumerate(sizes):
+        for part in range(1, size):
+            yield _filled(found.case, [*sizes[:number], part, size - part, *sizes[number + 1 :]], slots)
+    for giver, taker in permutations(range(len(sizes)), 2):
+        if sizes[giver] > 1 and abs(giver - taker) > 1:
+            changes = {giver: sizes[giver] - 1, taker: sizes[taker] + 1}
+            yield _filled(found.case, [changes.get(at, size) for at, size in enumerate(sizes)], slots)
+
+
+def _other_residents(cut: RanksCut) -> Iterator[RanksCut]:
+    """One stage more or less stays, or another of its rank instead; a rank has a slot more or less."""
+    for rank in range(cut.ranks):
+        own = cut.of(rank)
+        stay = set(own.own) - set(own.streamed)
+        for stage in own.own:
+            yield _with_residents(cut, rank, stay ^ {stage})
+        for stage in stay:
+            for other in own.streamed:
+                yield _with_residents(cut, rank, stay ^ {stage, other})
+        for count in (own.slots - 1, own.slots + 1):
+            if 1 <= count <= len(own.streamed):
+                yield _with_slots(cut, rank, count)

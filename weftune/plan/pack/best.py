@@ -1,0 +1,173 @@
+"""The best packing that can be had at a bounded price, and how it was found.
+
+Best fit first; where it needs more microbatches than the bound, exchanges, random repacking of a few bins
+and, on small instances, the solver. All are limited by counts, not by seconds: a packing is a pure function
+of its input (and, where the solver decides, of the solver's version).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from weftune.plan.pack import milp
+from weftune.plan.pack.bound import bound_of
+from weftune.plan.pack.instance import Bins, Instance, instance
+from weftune.plan.pack.pack import pack_padded
+from weftune.plan.pack.swap import emptiest, least_possible, shake, swap
+
+How = Literal["greedy", "swap", "shake", "solver"]
+FOUND_BY = {
+    "greedy": "best fit",
+    "swap": "exchanging samples between microbatches",
+    "shake": "packing a few microbatches anew",
+    "solver": "the solver",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a packing may cost."""
+
+    tries: int = 4000
+    """Exchanges between two bins."""
+    kicks: int = 400
+    """Random repackings of a few bins."""
+    solver_cells: int = 64 * 8
+    """Samples times bins; larger instances the solver cannot decide in time."""
+    room_cells: int = 12 * 12
+    """The same where the number of bins is settled and only room is to be gained."""
+    solver_nodes: int = 60
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Microbatches as indices of samples, the fullest first, and what they are worth."""
+
+    bins: tuple[tuple[int, ...], ...]
+    greedy: int
+    """How many best fit alone needs."""
+    bound: int
+    """No packing has fewer; the fewest possible may still be more."""
+    emptiest: int
+    """Rows of the least full microbatch, which is the last."""
+    how: How
+    proven: bool
+    """Whether fewer cannot do, by the bound or by the solver."""
+
+    @property
+    def count(self) -> int:
+        return len(self.bins)
+
+    def why(self) -> str:
+        """One sentence for a reader of the plan."""
+        known = "fewer cannot do" if self.proven else f"the bound is {self.bound}"
+        return (
+            f"{self.count} microbatches, found by {FOUND_BY[self.how]}; "
+            f"best fit alone needs {self.greedy}, and {known}"
+        )
+
+
+def pack_best(
+    lengths: Sequence[int],
+    capacity: int,
+    multiple: int = 1,
+    jobs: Sequence[int] | None = None,
+    leave_room: bool = False,
+    limits: Limits = LIMITS,
+) -> Packing:
+    """Never more microbatches than best fit; with `leave_room` also the least in the last, for a merge.
+
+    `multiple` pads each job's rows in a microbatch, `jobs` says whose each sample is (all of one without it).
+    """
+    return pack_instance(instance(lengths, capacity, multiple, jobs), leave_room, limits)
+
+
+def pack_many(
+    cases: Sequence[Instance], leave_room: bool = False, limits: Limits = LIMITS, pool: Executor | None = None
+) -> list[Packing]:
+    """One packing for each global batch; with a `pool` several at a time, to the same result."""
+    one = partial(pack_instance, leave_room=leave_room, limits=limits)
+    if pool is None:
+        return [one(case) for case in cases]
+    # Small chunks, because a batch that needs the solver takes a thousand times as long as one that does not.
+    return list(pool.map(one, cases, chunksize=max(1, len(cases) // 64)))
+
+
+def packers(count: int) -> ProcessPoolExecutor:
+    """Processes for `pack_many`: make them once and use them for every window.
+
+    Spawned, not forked, since the caller may hold threads and a GPU.
+    """
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+
+
+def pack_instance(case: Instance, leave_room: bool = False, limits: Limits = LIMITS) -> Packing:
+    greedy, fewest = pack_padded(case), bound_of(case)
+    attempt = _Attempt(case, fewest, limits, greedy)
+    if len(attempt.bins) > fewest:
+        attempt.swap()
+    if len(attempt.bins) > fewest:
+        attempt.shake()
+    if len(attempt.bins) > fewest and attempt.solvable(limits.solver_cells):
+        attempt.solve()
+    if leave_room:
+        attempt.leave_room()
+    ordered = sorted((sorted(chosen) for chosen in attempt.bins), key=lambda one: (-case.load(one), one))
+    return Packing(
+        bins=tuple(tuple(chosen) for chosen in ordered),
+        greedy=len(greedy),
+        bound=fewest,
+        emptiest=emptiest(case, ordered),
+        how=attempt.how,
+        proven=attempt.proven or len(ordered) == fewest,
+    )
+
+
+class _Attempt:
+    """A packing under improvement; `how` names what last made it better."""
+
+    def __init__(self, case: Instance, fewest: int, limits: Limits, bins: Bins) -> None:
+        self.case, self.fewest, self.limits, self.bins = case, fewest, limits, bins
+        self.how: How = "greedy"
+        self.proven = False
+
+    def swap(self) -> None:
+        self._keep(swap(self.case, self.bins, self.fewest, self.limits.tries), "swap")
+
+    def shake(self) -> None:
+        limits = self.limits
+        self._keep(shake(self.case, self.bins, self.fewest, limits.kicks, limits.tries), "shake")
+
+    def solvable(self, cells: int) -> bool:
+        return 0 < len(self.case.lengths) * len(self.bins) <= cells and milp.available()
+
+    def solve(self) -> None:
+        solved = milp.fewest_bins(self.case, self.bins, self.fewest, self.limits.solver_nodes)
+        self.proven = solved.proven
+        self._keep(solved.bins, "solver")
+
+    def leave_room(self) -> None:
+        """Empty the last microbatch as far as it lets in a sample more than before."""
+        if self._gain():
+            self.swap()
+        if self._gain() and self.solvable(self.limits.room_cells):
+            self._keep(milp.emptiest_bin(self.case, self.bins, self.limits.solver_nodes).bins, "solver")
+
+    def _gain(self) -> bool:
+        """Whether the least full bin may hold less by a sample: less than that makes room for none."""
+        shortest = min(self.case.lengths, default=1)
+        spare = emptiest(self.case, self.bins) - least_possible(self.case, len(self.bins))
+        return spare >= shortest
+
+    def _keep(self, found: Bins, how: How) -> None:
+        now, before = len(found), len(self.bins)
+        if now < before or (now == before and emptiest(self.case, found) < emptiest(self.case, self.bins)):
+            self.bins, self.how = found, how

@@ -1,0 +1,205 @@
+"""Rounds of packed microbatches laid one after another, the room at a round's end filled from the next.
+
+A round is one global batch of every job of a group. What is laid out obeys the bubble lemma; where nothing
+else may run, a no-op (a microbatch without samples) holds the place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from weftune.plan.pack.best import LIMITS, Limits, Packing, pack_instance
+from weftune.plan.pack.fill import fullest
+from weftune.plan.pack.group import earliest
+from weftune.plan.pack.instance import Instance, padded
+from weftune.plan.program.program import IllegalProgram
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSample:
+    """A sample, and the global batch of the job that it belongs to."""
+
+    job: str
+    batch: int
+    sample: int
+    length: int
+
+
+Microbatch = tuple[BatchSample, ...]
+NO_OP: Microbatch = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Microbatches in the order of their forward passes."""
+
+    microbatches: tuple[Microbatch, ...]
+    moved: int
+    """Samples that run in the round before their own."""
+    packed: int
+    """Microbatches that the rounds need each for itself."""
+
+    @property
+    def no_ops(self) -> int:
+        return sum(not microbatch for microbatch in self.microbatches)
+
+    def why(self) -> str:
+        """One sentence for a reader of the plan."""
+        return (
+            f"{len(self.microbatches) - self.no_ops} microbatches and {self.no_ops} no-ops, where the rounds "
+            f"each for itself need {self.packed}: {self.moved} samples moved into the round before theirs"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRules:
+    capacity: int
+    stages: int = 1
+    multiple: int = 1
+    limits: Limits = LIMITS
+
+
+def merge(
+    rounds: Sequence[Sequence[BatchSample]],
+    rules: MergeRules,
+    before: Sequence[Microbatch] = (),
+    shift: bool = True,
+) -> Merged:
+    """The rounds in order; `before` are the last microbatches of the window that went before, as they stand.
+
+    Without `shift` no sample leaves its round. With it samples do, unless that needs more places in all: a
+    round that became shorter may bring a later batch too close, which costs no-ops.
+    """
+    alone = [_pack(samples, rules) for samples in rounds]
+    plain = _lay(rounds, alone, rules, before, shift=False)
+    merged = _lay(rounds, alone, rules, before, shift=True) if shift else plain
+    best = merged if len(merged.microbatches) <= len(plain.microbatches) else plain
+    verify(rounds, best.microbatches, rules, before)
+    return best
+
+
+def verify(
+    rounds: Sequence[Sequence[BatchSample]],
+    microbatches: Sequence[Microbatch],
+    rules: MergeRules,
+    before: Sequence[Microbatch] = (),
+) -> None:
+    """Raise IllegalProgram unless every sample runs once, within the capacity, and the lemma holds."""
+    planned = Counter(one for samples in rounds for one in samples)
+    if Counter(one for microbatch in microbatches for one in microbatch) != planned:
+        raise IllegalProgram("the samples of the rounds are not trained exactly once each")
+    ends: dict[tuple[str, int], int] = {}
+    newest: dict[str, int] = {}
+    for place, microbatch in enumerate([*before, *microbatches], start=-len(before)):
+        if _load(microbatch, rules.multiple) > rules.capacity:
+            raise IllegalProgram(f"microbatch {place} is over the capacity of {rules.capacity}")
+        for one in microbatch:
+            if one.batch < newest.setdefault(one.job, one.batch):
+                raise IllegalProgram(
+                    f"microbatch {place} holds batch {one.batch} of {one.job} after a later one"
+                )
+            end = ends.get((one.job, one.batch - 1))
+            if end is not None and place < earliest(end, rules.stages):
+                raise IllegalProgram(f"microbatch {place} holds batch {one.batch} of {one.job} too early")
+            newest[one.job] = one.batch
+            ends[one.job, one.batch] = place
+
+
+def _lay(
+    rounds: Sequence[Sequence[BatchSample]],
+    alone: Sequence[Sequence[Microbatch]],
+    rules: MergeRules,
+    before: Sequence[Microbatch],
+    shift: bool,
+) -> Merged:
+    """`alone` are the microbatches of each round by itself."""
+    line = _Line(rules, before)
+    moved = 0
+    for samples, packed in zip(rounds, alone, strict=True):
+        laid = packed
+        if shift and len(line.microbatches) > len(before):
+            chosen = line.fitting(samples)
+            taken = set(chosen)
+            rest = _pack([one for one in samples if one not in taken], rules)
+            if chosen and len(rest) <= len(packed):
+                line.microbatches[-1] += tuple(chosen)
+                line.note(chosen)
+                moved += len(chosen)
+                laid = rest
+        line.lay(laid)
+    return Merged(tuple(line.microbatches[len(before) :]), moved, sum(map(len, alone)))
+
+
+class _Line:
+    """Microbatches laid so far, and where each job's batches ended."""
+
+    def __init__(self, rules: MergeRules, before: Sequence[Microbatch]) -> None:
+        self.rules = rules
+        self.microbatches: list[Microbatch] = []
+        self.ends: dict[tuple[str, int], int] = {}
+        for microbatch in before:
+            self._append(microbatch)
+
+    def fitting(self, samples: Sequence[BatchSample]) -> list[BatchSample]:
+        """What of `samples` fills the last microbatch best, among those that may run there."""
+        last = self.microbatches[-1]
+        place = len(self.microbatches) - 1
+        free = [one for one in samples if self._may_run(one, place)]
+        room = self.rules.capacity - _load(last, self.rules.multiple)
+        case = _case(free, self.rules)
+        return [free[index] for index in fullest(case, range(len(free)), room)]
+
+    def note(self, samples: Sequence[BatchSample]) -> None:
+        for one in samples:
+            self.ends[one.job, one.batch] = len(self.microbatches) - 1
+
+    def lay(self, microbatches: Sequence[Microbatch]) -> None:
+        """All of a round: at each place the first that may run there, so that few no-ops are needed."""
+        left = list(microbatches)
+        while left:
+            place = len(self.microbatches)
+            ready = (one for one in left if all(self._may_run(sample, place) for sample in one))
+            chosen = next(ready, NO_OP)
+            if chosen:
+                left.remove(chosen)
+            self._append(chosen)
+
+    def _may_run(self, one: BatchSample, place: int) -> bool:
+        end = self.ends.get((one.job, one.batch - 1))
+        return end is None or place >= earliest(end, self.rules.stages)
+
+    def _append(self, microbatch: Microbatch) -> None:
+        self.microbatches.append(microbatch)
+        self.note(microbatch)
+
+
+def _pack(samples: Sequence[BatchSample], rules: MergeRules) -> list[Microbatch]:
+    packing = _packing(_case(samples, rules), rules.limits)
+    return [tuple(samples[index] for index in chosen) for chosen in packing.bins]
+
+
+@lru_cache(maxsize=1024)
+def _packing(case: Instance, limits: Limits) -> Packing:
+    """Kept, since ways that are compared often hold the same rounds."""
+    return pack_instance(case, leave_room=True, limits=limits)
+
+
+def _case(samples: Sequence[BatchSample], rules: MergeRules) -> Instance:
+    names = {job: number for number, job in enumerate(dict.fromkeys(one.job for one in samples))}
+    padding = rules.multiple > 1
+    return Instance(
+        lengths=tuple(one.length for one in samples),
+        jobs=tuple(names[one.job] if padding else 0 for one in samples),
+        capacity=rules.capacity // rules.multiple * rules.multiple,
+        multiple=rules.multiple,
+    )
+
+
+def _load(microbatch: Microbatch, multiple: int) -> int:
+    rows: Counter[str] = Counter()
+    for one in microbatch:
+        rows[one.job] += one.length
+    return sum(padded(count, multiple) for count in rows.values())

@@ -1,0 +1,179 @@
+"""Packing as a mixed integer program, solved by HiGHS: the fewest microbatches, then the emptiest one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weftune.plan.pack.instance import Bins, Instance, padded
+
+Entry = tuple[int, float]
+"""A column and its coefficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    bins: Bins
+    proven: bool
+    """Whether the solver showed that nothing better exists."""
+
+
+def available() -> bool:
+    """Whether the solver is installed; packing works without it."""
+    try:
+        import highspy  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def fewest_bins(case: Instance, bins: Bins, fewest: int, nodes: int) -> Solved:
+    """At most as many bins as given, at least `fewest`; the given ones are where the solver starts.
+
+    The search ends after `nodes` nodes, never by the clock: so the answer depends on nothing but the input.
+    """
+    model = _Model(case, len(bins))
+    used = [model.column(cost=1.0, least=float(place < fewest)) for place in range(len(bins))]
+    for place, column in enumerate(used):
+        model.row(-np.inf, 0.0, [*model.rows_in(place), (column, -float(case.capacity))])
+    for place in range(1, len(bins)):
+        model.row(0.0, np.inf, [(used[place - 1], 1.0), (used[place], -1.0)])
+    return _solve(model, _in_order(case, bins), dict.fromkeys(used, 1.0), nodes)
+
+
+def emptiest_bin(case: Instance, bins: Bins, nodes: int) -> Solved:
+    """As many bins as given, with the least in one of them.
+
+    Which of them is the emptiest does not matter, so one is named and minimised: the last.
+    """
+    loads = [case.load(chosen) for chosen in bins]
+    emptiest = loads.index(min(loads))
+    others = [chosen for place, chosen in enumerate(bins) if place != emptiest]
+    named = len(others)
+    model = _Model(case, len(bins), named)
+    for place in range(named):
+        model.row(-np.inf, float(case.capacity), model.rows_in(place))
+    # At most what it holds already: so it is never made fuller.
+    model.row(-np.inf, float(loads[emptiest]), model.rows_in(named))
+    for column, rows in model.rows_in(named):
+        model.cost[column] = rows
+    return _solve(model, [*_in_order(case, others), bins[emptiest]], {}, nodes)
+
+
+def _by_length(case: Instance) -> list[int]:
+    return sorted(range(len(case.lengths)), key=lambda index: (-case.lengths[index], index))
+
+
+def _in_order(case: Instance, bins: Bins) -> Bins:
+    """Bins by their longest sample, so that the s-th longest lies in one of the first s."""
+    rank = {index: place for place, index in enumerate(_by_length(case))}
+    return sorted(bins, key=lambda chosen: min(rank[index] for index in chosen))
+
+
+class _Model:
+    """Which sample goes into which bin, and how many multiples of rows a job has there (the paper's x and k).
+
+    Bins are alike, so the s-th longest sample is allowed the first s only: any packing can be numbered so. A
+    named bin is not like the others and stays open to all.
+    """
+
+    def __init__(self, case: Instance, count: int, named: int | None = None) -> None:
+        self.case = case
+        self.count = count
+        self.cost: list[float] = []
+        self.limits: list[tuple[float, float]] = []
+        self.bounds: list[tuple[float, float]] = []
+        self.rows: list[list[Entry]] = []
+        self.held: list[dict[int, int]] = [{} for _ in range(count)]  # of each bin: sample -> column
+        self.multiples: list[dict[int, int]] = [{} for _ in range(count)]  # of each bin: job -> column
+        for rank, index in enumerate(_by_length(case)):
+            places = [place for place in range(count) if place <= rank or place == named]
+            for place in places:
+                self.held[place][index] = self.column()
+            self.row(1.0, 1.0, [(self.held[place][index], 1.0) for place in places])
+        if case.multiple > 1:
+            for place in range(count):
+                self._pad(place)
+
+    def column(self, cost: float = 0.0, least: float = 0.0, most: float = 1.0) -> int:
+        """A new whole-numbered variable."""
+        self.cost.append(cost)
+        self.limits.append((least, most))
+        return len(self.cost) - 1
+
+    def row(self, least: float, most: float, entries: list[Entry]) -> None:
+        self.bounds.append((least, most))
+        self.rows.append(entries)
+
+    def rows_in(self, place: int) -> list[Entry]:
+        """The rows of a bin, padding included, as a sum over columns."""
+        if self.case.multiple > 1:
+            return [(column, float(self.case.multiple)) for column in self.multiples[place].values()]
+        return [(column, float(self.case.lengths[index])) for index, column in self.held[place].items()]
+
+    def start(self, bins: Bins) -> dict[int, float]:
+        """The columns that are not 0 in a packing."""
+        values: dict[int, float] = {}
+        for place, chosen in enumerate(bins):
+            values |= {self.held[place][index]: 1.0 for index in chosen}
+            for job, column in self.multiples[place].items():
+                tokens = self.case.tokens(index for index in chosen if self.case.jobs[index] == job)
+                values[column] = float(padded(tokens, self.case.multiple) // self.case.multiple)
+        return values
+
+    def bins(self, values: np.ndarray[Any, Any]) -> Bins:
+        found = [[index for index, column in held.items() if values[column] > 0.5] for held in self.held]
+        return [sorted(chosen) for chosen in found if chosen]
+
+    def _pad(self, place: int) -> None:
+        case = self.case
+        for job in sorted(set(case.jobs)):
+            column = self.column(most=float(case.capacity // case.multiple))
+            self.multiples[place][job] = column
+            owned = [(c, float(case.lengths[i])) for i, c in self.held[place].items() if case.jobs[i] == job]
+            self.row(-np.inf, 0.0, [*owned, (column, -float(case.multiple))])
+
+
+def _solve(model: _Model, bins: Bins, also: dict[int, float], nodes: int) -> Solved:
+    import highspy
+
+    solver = highspy.Highs()
+    # One thread and no clock: the same input gives the same answer, however busy the machine is.
+    for option, value in {
+        "output_flag": False,
+        "threads": 1,
+        "random_seed": 0,
+        "mip_max_nodes": nodes,
+        "mip_rel_gap": 0.0,
+        "mip_abs_gap": 0.999,
+    }.items():
+        solver.setOptionValue(option, value)
+    solver.passModel(_lp(model))
+    start = model.start(bins) | also
+    columns = np.array(sorted(start), dtype=np.int32)
+    solver.setSolution(len(columns), columns, np.array([start[column] for column in columns], dtype=float))
+    solver.run()
+    found = model.bins(np.array(solver.getSolution().col_value))
+    legal = sorted(i for chosen in found for i in chosen) == list(range(len(model.case.lengths))) and all(
+        model.case.load(chosen) <= model.case.capacity for chosen in found
+    )
+    proven = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    return Solved(found, proven) if legal else Solved(bins, False)
+
+
+def _lp(model: _Model) -> Any:
+    import highspy
+
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(model.cost), len(model.rows)
+    lp.col_cost_ = np.array(model.cost)
+    lp.col_lower_, lp.col_upper_ = (np.array(side) for side in zip(*model.limits, strict=True))
+    lp.row_lower_, lp.row_upper_ = (np.array(side) for side in zip(*model.bounds, strict=True))
+    lp.integrality_ = [highspy.HighsVarType.kInteger] * len(model.cost)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.cumsum([0, *(len(row) for row in model.rows)], dtype=np.int32)
+    lp.a_matrix_.index_ = np.array([column for row in model.rows for column, _ in row], dtype=np.int32)
+    lp.a_matrix_.value_ = np.array([value for row in model.rows for _, value in row])
+    return lp

@@ -1,0 +1,60 @@
+"""Samples of several jobs to microbatches that they share, on a ladder of sizes where passes are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from weftune.plan.pack.best import Limits, Packing, pack_best
+from weftune.plan.program.program import MicrobatchPlan, Placed, SegmentPlan
+
+QUICK = Limits(kicks=50, solver_cells=0, room_cells=0)
+"""Without the solver: a window is planned while the one before it runs, and alike on every machine."""
+
+
+def rung(tokens: int) -> int:
+    """The next size on the ladder: sixteen rungs between a power of two and the next, none below 128."""
+    step = max(128, 1 << max(0, tokens.bit_length() - 5))
+    return -(-tokens // step) * step
+
+
+def level(lengths: Sequence[int], capacity: int) -> int:
+    """The lowest rung on which as few microbatches do as at full capacity: they are then evenly full."""
+    if not lengths:
+        return capacity
+    fewest = _pack(lengths, capacity).count
+    size = rung(max(-(-sum(lengths) // fewest), *lengths))
+    while size < capacity and _pack(lengths, size).count > fewest:
+        size = rung(size + 1)
+    return min(size, capacity)
+
+
+def pack_segments(
+    segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False
+) -> list[MicrobatchPlan]:
+    """Microbatches that share the samples of all `segments`; in each, a job's samples stay together.
+
+    With a `ladder`, each is to be padded to a rung.
+    """
+    segments = list(segments)
+    pieces = [(rank, placed) for rank, segment in enumerate(segments) for placed in segment.samples]
+    lengths = [placed.length for _, placed in pieces]
+    bins = _pack(lengths, level(lengths, capacity) if ladder else capacity).bins
+    made = [_microbatch(segments, [pieces[index] for index in chosen]) for chosen in bins]
+    return [replace(one, rung=min(rung(one.tokens), capacity)) for one in made] if ladder else made
+
+
+def _microbatch(segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, Placed]]) -> MicrobatchPlan:
+    held: dict[int, list[Placed]] = {}
+    for rank, placed in sorted(pieces, key=lambda piece: (piece[0], piece[1].offset)):
+        held.setdefault(rank, []).append(placed)
+    return MicrobatchPlan(
+        tuple(
+            SegmentPlan(segments[rank].job, segments[rank].step, tuple(samples))
+            for rank, samples in held.items()
+        )
+    )
+
+
+def _pack(lengths: Sequence[int], capacity: int) -> Packing:
+    return pack_best(lengths, capacity, limits=QUICK)

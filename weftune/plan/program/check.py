@@ -1,0 +1,377 @@
+"""The proof that a Program may run: the rules of training on every device, and that none waits forever."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from weftune.plan.program.agreement import Tellers, Told
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Evict,
+    Forward,
+    IllegalProgram,
+    Load,
+    Placed,
+    Program,
+    Recv,
+    Reduce,
+    Save,
+    Send,
+    Step,
+    What,
+)
+
+
+def check(program: Program, done: dict[str, int] | None = None) -> None:
+    """Raise IllegalProgram unless every rule of training holds; `done` is each job's last executed step.
+
+    The rules: every sample of a global batch is trained exactly once, at its own offset; a held-out sample
+    is evaluated once at a step; a microbatch keeps to the capacity and holds each job's rows in one
+    segment. On every device: Forward follows what it takes from the stage before, Backward its Forward and
+    what comes back from the stage after; Step follows every Backward of its batch and, in a pipeline, its
+    Reduce; a job's batches come in order, the next Forward only after the Step before it; Evaluate and Save
+    look at a step that has just been made; a streamed stage is used between its Load and its Evict; the
+    chunks of a sample go forth in order and back in the opposite one. Every Send has its Recv, in one order
+    per pair of devices; a Reduce waits for that of the next device, a Step for that of the one before.
+    Nothing is left over at the seam.
+
+    With replicas: every microbatch runs in one of them; each hands out the gradient of what it has of a batch
+    once, behind its last Backward; the Reduce that adds them up waits for all of them, on an accumulator that
+    the Step before has emptied; every device makes every Step.
+    """
+    _check_microbatches(program)
+    _check_samples(program)
+    _require(len(program.devices) == program.width * program.replicas, "replicas differ in their devices")
+    shares = [_share(program, replica) for replica in range(program.replicas)]
+    for number in range(len(program.devices)):
+        _DeviceCheck(program, number, shares[program.replica(number)], done or {}).run()
+    _check_coverage(program)
+    _check_held_out(program)
+    _check_transport(program)
+    if program.chunk:
+        _check_chunks(program)
+
+
+def _require(condition: bool, sentence: str, *named: object) -> None:
+    """Words are put into `sentence` only when it is said: writing out every action takes longest of all."""
+    if not condition:
+        raise IllegalProgram(sentence.format(*named))
+
+
+def _check_microbatches(program: Program) -> None:
+    for index, microbatch in enumerate(program.microbatches):
+        _require(
+            len(set(microbatch.jobs)) == len(microbatch.jobs),
+            "microbatch {} holds two segments of one job: {}",
+            index,
+            microbatch.jobs,
+        )
+        _require(
+            microbatch.rows <= program.capacity,
+            "microbatch {} has {} rows, more than {}",
+            index,
+            microbatch.rows,
+            program.capacity,
+        )
+
+
+def _check_samples(program: Program) -> None:
+    trained: dict[tuple[str, int], list[Placed]] = {}
+    for action, microbatch in program.compute():
+        if isinstance(action, Forward):
+            for segment in microbatch.segments:
+                trained.setdefault((segment.job, segment.step), []).extend(segment.samples)
+    planned = {(batch.job, batch.step): batch for batch in program.batches}
+    _require(trained.keys() == planned.keys(), "the batches trained are not the batches planned")
+    for key, batch in planned.items():
+        by_offset = sorted(trained[key], key=lambda placed: placed.offset)
+        _require(
+            tuple(by_offset) == batch.samples, "the samples of {} are not trained exactly once each", key
+        )
+        offset = 0
+        for placed in batch.samples:
+            _require(placed.offset == offset, "sample {} of {} has the wrong offset", placed.sample, key)
+            offset += placed.length
+
+
+def _check_held_out(program: Program) -> None:
+    seen: set[tuple[str, int, Placed]] = set()
+    for action, microbatch in program.compute():
+        if isinstance(action, Evaluate):
+            for segment in microbatch.segments:
+                for placed in segment.samples:
+                    key = segment.job, segment.step, placed
+                    again = "sample {} of {} is evaluated twice at step {}"
+                    _require(key not in seen, again, placed.sample, segment.job, segment.step)
+                    seen.add(key)
+
+
+def _share(program: Program, replica: int) -> Counter[tuple[str, int]]:
+    """How many samples of every batch a replica trains."""
+    share: Counter[tuple[str, int]] = Counter()
+    for action, microbatch in program.compute_in(replica):
+        if isinstance(action, Forward):
+            for segment in microbatch.segments:
+                share[segment.job, segment.step] += len(segment.samples)
+    return share
+
+
+class _DeviceCheck:
+    """One device's list, action by action, with what has happened on it so far."""
+
+    def __init__(
+        self, program: Program, device: int, share: Counter[tuple[str, int]], done: dict[str, int]
+    ) -> None:
+        """`share` is what the device's replica trains."""
+        self.program = program
+        self.device = device
+        self.homes = program.homes(program.replica(device))
+        self.mine = {stage for stage, where in enumerate(self.homes) if where == device}
+        self.left = {
+            (one.job, one.step): share[one.job, one.step] * len(self.mine) for one in program.batches
+        }
+        self.stepped = dict(done)
+        self.open_rows: dict[tuple[str, int], int] = {}
+        self.handed_out: set[tuple[str, int]] = set()
+        self.reduced: set[tuple[str, int]] = set()
+        self.made: set[tuple[str, int]] = set()
+        self.in_flight: set[tuple[int, int]] = set()
+        self.passed: set[tuple[int, int]] = set()
+        self.returned: set[tuple[int, int]] = set()
+        self.arrived: set[Recv] = set()
+        self.sent: set[Send] = set()
+        self.loaded = self._loaded_at_start()
+        self.found = set(self.loaded)
+
+    def run(self) -> None:
+        for action in self.program.devices[self.device]:
+            match action:
+                case Reduce():
+                    self._reduce(action)
+                case Step() | Save():
+                    self._of_a_job(action)
+                case Load() | Evict():
+                    self._stream(action)
+                case Send():
+                    self._send(action)
+                case Recv():
+                    self._receive(action)
+                case Forward() | Evaluate():
+                    self._pass(action)
+                case Backward():
+                    self._return(action)
+        _require(not self.in_flight and not self.open_rows, "work is left over at the end of the window")
+        _require(not self.arrived, "device {} received what it never used", self.device)
+        _require(self.made == self.left.keys(), "device {} does not make every Step", self.device)
+        _require(
+            self.loaded == self.found, "device {} ends with other stages than it began with", self.device
+        )
+
+    def _loaded_at_start(self) -> set[int]:
+        """Stages that are not streamed, and those that are given up before they are ever loaded."""
+        absent: set[int] = set()
+        seen: set[int] = set()
+        for action in self.program.devices[self.device]:
+            if isinstance(action, Load | Evict) and action.stage not in seen:
+                seen.add(action.stage)
+                if isinstance(action, Load):
+                    absent.add(action.stage)
+        return self.mine - absent
+
+    def _pass(self, action: Forward | Evaluate) -> None:
+        number, stage = self._used(action)
+        _require((number, stage) not in self.passed, "{} runs a microbatch a second time", action)
+        if stage > 0:
+            came = (number, stage - 1) in self.passed or self._take(number, stage, "activation", stage - 1)
+            _require(came, "{} comes before its activation", action)
+        self.passed.add((number, stage))
+        for segment in self.program.microbatches[number].segments:
+            if isinstance(action, Evaluate):
+                now = self.stepped.setdefault(segment.job, segment.step)
+                _require(segment.step == now, "{}: {} is at step {}", action, segment.job, now)
+                continue
+            before = self.stepped.setdefault(segment.job, segment.step - 1)
+            _require(segment.step == before + 1, "{}: {} is only at step {}", action, segment.job, before)
+            self.open_rows.setdefault((segment.job, segment.step), 0)
+        if isinstance(action, Forward):
+            self.in_flight.add((number, stage))
+
+    def _return(self, action: Backward) -> None:
+        number, stage = self._used(action)
+        _require((number, stage) in self.in_flight, "{} has no Forward before it", action)
+        if stage + 1 < len(self.program.stages):
+            came = (number, stage + 1) in self.returned or self._take(number, stage, "gradient", stage + 1)
+            _require(came, "{} comes before its gradient", action)
+        self.in_flight.remove((number, stage))
+        self.returned.add((number, stage))
+        for segment in self.program.microbatches[number].segments:
+            self.open_rows[segment.job, segment.step] += len(segment.samples)
+
+    def _of_a_job(self, action: Step | Save) -> None:
+        job, step = action.job, action.step
+        if isinstance(action, Save):
+            now = self.stepped.setdefault(job, step)
+            _require(now == step, "{}: {} is at step {}", action, job, now)
+            return
+        rows = self.open_rows.pop((job, step), 0)
+        _require(rows == self.left.get((job, step)), "{} comes before the last Backward of its batch", action)
+        told = (job, step) in self.reduced or not self.program.pipelined
+        _require(told, "{} comes before its Reduce", action)
+        _require((job, step) not in self.made, "{} comes a second time", action)
+        self.made.add((job, step))
+        self.stepped[job] = step
+
+    def _reduce(self, action: Reduce) -> None:
+        key = action.job, action.step
+        seen = self.handed_out if action.what == "gradient" else self.reduced
+        _require(key not in seen, "{} comes a second time", action)
+        seen.add(key)
+        rows = self.open_rows.get(key, 0)
+        _require(rows == self.left.get(key), "{} comes before the last Backward of its batch", action)
+        if action.what == "gradient":
+            _require(rows > 0, "{} hands out nothing", action)
+            _require(self.program.replicas > 1, "{} has nobody to hand its gradient to", action)
+            return
+        if self.program.replicas > 1:
+            told = not rows or key in self.handed_out
+            _require(told, "{} comes before the other replicas were told of this one's share", action)
+            before = self.stepped.setdefault(action.job, action.step - 1)
+            _require(before == action.step - 1, "{}: {} is at step {}", action, action.job, before)
+
+    def _stream(self, action: Load | Evict) -> None:
+        self._mine(action, action.stage)
+        if isinstance(action, Load):
+            _require(action.stage not in self.loaded, "{} brings a stage that is already there", action)
+            self.loaded.add(action.stage)
+        else:
+            _require(action.stage in self.loaded, "{} gives up a stage that is not there", action)
+            self.loaded.remove(action.stage)
+
+    def _send(self, action: Send) -> None:
+        forth = action.what == "activation"
+        maker = action.stage - 1 if forth else action.stage + 1
+        made = self.passed if forth else self.returned
+        _require((action.microbatch, maker) in made, "{} comes before what it sends is computed", action)
+        _require(action.peer == self._home(action.stage), "{} goes to a device without that stage", action)
+        _require(action.peer != self.device, "{} goes to its own device", action)
+        _require(action not in self.sent, "{} is sent a second time", action)
+        self.sent.add(action)
+
+    def _receive(self, action: Recv) -> None:
+        self._mine(action, action.stage)
+        maker = action.stage - 1 if action.what == "activation" else action.stage + 1
+        _require(
+            action.peer == self._home(maker), "{} comes from a device without the stage before it", action
+        )
+        _require(action not in self.arrived, "{} is received a second time", action)
+        self.arrived.add(action)
+
+    def _take(self, number: int, stage: int, what: What, maker: int) -> bool:
+        wanted = Recv(number, stage, what, self.homes[maker])
+        here = wanted in self.arrived
+        self.arrived.discard(wanted)
+        return here
+
+    def _used(self, action: Forward | Backward | Evaluate) -> tuple[int, int]:
+        self._mine(action, action.stage)
+        _require(action.stage in self.loaded, "{} uses a stage that is not loaded", action)
+        return action.microbatch, action.stage
+
+    def _mine(self, action: Action, stage: int) -> None:
+        _require(stage in self.mine, "{} is of a stage that does not live on device {}", action, self.device)
+
+    def _home(self, stage: int) -> int | None:
+        return self.homes[stage] if 0 <= stage < len(self.homes) else None
+
+
+def _check_coverage(program: Program) -> None:
+    """Every stage of one replica passes every microbatch that holds rows."""
+    filled = {index for index, microbatch in enumerate(program.microbatches) if microbatch.segments}
+    found: set[int] = set()
+    for replica in range(program.replicas):
+        own = {action.microbatch for action, _ in program.compute_in(replica)}
+        passed: list[set[int]] = [set() for _ in program.stages]
+        for device in range(replica * program.width, (replica + 1) * program.width):
+            for action in program.devices[device]:
+                if isinstance(action, Forward | Evaluate):
+                    passed[action.stage].add(action.microbatch)
+        _require(all(one == own for one in passed), "a microbatch is never run on one of the stages")
+        _require(found.isdisjoint(own), "a microbatch runs in two replicas")
+        found |= own
+    _require(found == filled, "a microbatch is never run")
+
+
+def _check_chunks(program: Program) -> None:
+    """A chunk's forward reads what those before it left, and their backwards take what its own leaves."""
+    reached: dict[tuple[bool, int, str, int, int], int] = {}
+    for action in _all(program):
+        if isinstance(action, Forward | Backward):
+            forth = isinstance(action, Forward)
+            for segment in program.microbatches[action.microbatch].segments:
+                for placed in segment.samples:
+                    key = forth, action.stage, segment.job, segment.step, placed.sample
+                    before = reached.setdefault(key, placed.offset)
+                    ordered = before <= placed.offset if forth else before >= placed.offset
+                    _require(ordered, "{} runs a chunk of sample {} out of order", action, placed.sample)
+                    reached[key] = placed.offset
+
+
+def _all(program: Program) -> Iterator[Action]:
+    for actions in program.devices:
+        yield from actions
+
+
+def _check_transport(program: Program) -> None:
+    """Let every device go on as far as it can: at the end all are through and nothing is under way."""
+    walk = _Walk(program)
+    while walk.advance():
+        pass
+    for device, actions in enumerate(program.devices):
+        if walk.reached[device] < len(actions):
+            raise IllegalProgram(f"device {device} waits forever at {actions[walk.reached[device]]}")
+    _require(not any(walk.under_way.values()), "something is sent and never received")
+
+
+class _Walk:
+    """How far every device has come, what is under way between them, and whose Reduce and Step are made."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.reached = [0] * len(program.devices)
+        self.under_way: dict[tuple[int, int], deque[Send]] = {}
+        self.made: set[Told] = set()
+        self.tellers = Tellers(program)
+
+    def advance(self) -> bool:
+        """Whether any device came further."""
+        before = list(self.reached)
+        for device, actions in enumerate(self.program.devices):
+            while self.reached[device] < len(actions) and self._passes(device, actions[self.reached[device]]):
+                self.reached[device] += 1
+        return self.reached != before
+
+    def _passes(self, device: int, action: Action) -> bool:
+        """Note what the action does for others; False if it still waits for one of them."""
+        match action:
+            case Send():
+                self.under_way.setdefault((device, action.peer), deque()).append(action)
+            case Recv():
+                return self._receives(device, action)
+            case Reduce() | Step():
+                if not self.made.issuperset(self.tellers.of(action, device)):
+                    return False
+                self.made.add(Told(device, action))
+        return True
+
+    def _receives(self, device: int, action: Recv) -> bool:
+        coming = self.under_way.get((action.peer, device))
+        if not coming:
+            return False
+        sent = coming.popleft()
+        same = (sent.microbatch, sent.stage, sent.what) == (action.microbatch, action.stage, action.what)
+        differ = "{} meets {}: devices {} and {} differ in their order"
+        _require(same, differ, action, sent, action.peer, device)
+        return True

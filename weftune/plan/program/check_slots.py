@@ -1,0 +1,38 @@
+"""The proof that a streamed Program keeps to its slots: never two stages in one, and who waits is there."""
+
+from __future__ import annotations
+
+from weftune.plan.program.program import Backward, Evaluate, Evict, Forward, IllegalProgram, Load, Program
+from weftune.plan.program.stream_cut import StreamCut
+
+
+def check_slots(program: Program, cut: StreamCut, device: int = 0) -> None:
+    """Raise IllegalProgram unless every streamed stage of the device has its slot to itself whenever it is
+    there.
+
+    What `check` asks is taken for granted. The rules: resident stages are neither loaded nor given up; a Load
+    finds its slot empty; a pass and an Evict find their stage in its slot; the window begins and ends with
+    `cut.waiting` in the slots.
+    """
+    if len(program.stages) != len(cut.stages):
+        raise IllegalProgram(f"{len(program.stages)} stages are planned, but the cut has {len(cut.stages)}")
+    slot_of = {stage: cut.slot(stage) for stage in cut.streamed}
+    waiting = {slot_of[stage]: stage for stage in cut.waiting}
+    held = dict(waiting)
+    for action in program.devices[device]:
+        match action:
+            case Load(stage) | Evict(stage) if stage not in slot_of:
+                raise IllegalProgram(f"{action} moves a resident stage")
+            case Load(stage):
+                if slot_of[stage] in held:
+                    raise IllegalProgram(f"{action} finds stage {held[slot_of[stage]]} in its slot")
+                held[slot_of[stage]] = stage
+            case Evict(stage):
+                if held.get(slot_of[stage]) != stage:
+                    raise IllegalProgram(f"{action} gives up a stage that is not in its slot")
+                del held[slot_of[stage]]
+            case Forward(_, stage) | Backward(_, stage) | Evaluate(_, stage):
+                if stage in slot_of and held.get(slot_of[stage]) != stage:
+                    raise IllegalProgram(f"{action} uses a stage that is not in its slot")
+    if held != waiting:
+        raise IllegalProgram("the slots end with other stages than those that wait for the next window")

@@ -1,0 +1,255 @@
+"""A plan as a value: what every device does in a window, action by action.
+
+Steps are counted from 1; step n is the n-th global batch of a job and the optimizer step it ends in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from weftune.plan.program.recompute import NOTHING, Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A sample of a global batch: which, how long, and how many tokens of the batch stand before it."""
+
+    sample: int
+    length: int
+    offset: int
+    supervised: int = 0
+    """Of its tokens, those that count in the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The samples of one job that make one optimizer step."""
+
+    job: str
+    step: int
+    samples: tuple[Placed, ...]
+    supervised: int
+    """Supervised tokens in the whole batch: what the job's loss is divided by."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(placed.length for placed in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """The samples of one job that share a microbatch."""
+
+    job: str
+    step: int
+    samples: tuple[Placed, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(placed.length for placed in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchPlan:
+    segments: tuple[SegmentPlan, ...]
+    rung: int = 0
+    """Where graphs want few different sizes: the rows that the pass computes, padding included."""
+
+    @property
+    def rows(self) -> int:
+        return max(self.tokens, self.rung)
+
+    @property
+    def tokens(self) -> int:
+        return sum(segment.tokens for segment in self.segments)
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        return tuple(segment.job for segment in self.segments)
+
+    def without(self, jobs: frozenset[str] | set[str]) -> MicrobatchPlan:
+        kept = tuple(segment for segment in self.segments if segment.job not in jobs)
+        return MicrobatchPlan(kept, self.rung)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    microbatch: int
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    microbatch: int
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """A forward pass over held-out samples; each segment's `step` says after which Step it looks."""
+
+    microbatch: int
+    stage: int = 0
+
+
+Reduced = Literal["norm", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Where several devices train a job together, behind the last Backward of its batch.
+
+    `gradient`, only with replicas: what the batch came to here (gradient, losses, hits) is handed out to the
+    devices that hold the same stage in other replicas; nobody waits. A replica that has nothing of a batch
+    has no such action.
+    `norm`: what the other replicas handed out is added, everywhere in the same order. Losses, hits and the
+    squared norm of this stage's slice, added to what the next stage says, then go to the stage before, in the
+    first replica alone. The first device decides, and its word goes to every Step.
+    """
+
+    job: str
+    step: int
+    what: Reduced = "norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    job: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    job: str
+    step: int
+
+
+What = Literal["activation", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hands over what was computed here. `stage` is the stage that takes it, in the Send and in its Recv."""
+
+    microbatch: int
+    stage: int
+    what: What
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    microbatch: int
+    stage: int
+    what: What
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Brings a stage's weights from the host."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Gives up a stage's weights; nothing returns to the host, since the base is frozen."""
+
+    stage: int
+
+
+Compute = Forward | Backward | Evaluate
+Transport = Send | Recv
+Streaming = Load | Evict
+OfJob = Reduce | Step | Save
+Action = Compute | Transport | Streaming | OfJob
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every device does in one window."""
+
+    capacity: int
+    microbatches: tuple[MicrobatchPlan, ...]
+    batches: tuple[GlobalBatch, ...]
+    devices: tuple[tuple[Action, ...], ...]
+    """For each device its actions in order; with replicas the first one's devices come first, and so on."""
+    stages: tuple[int, ...] = (0,)
+    """For each stage the device that it lives on, in the first replica."""
+    recompute: Recompute = NOTHING
+    chunk: int = 0
+    """Where samples are cut into chunks, the rows of one: a batch's `samples` are then parts of them."""
+    replicas: int = 1
+    """Copies of all stages, each on devices of its own; every microbatch runs in one of them."""
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """All of them, where there is one device."""
+        assert len(self.devices) == 1, f"a program for {len(self.devices)} devices has no single order"
+        return self.devices[0]
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether several devices, each with a slice of every adapter, agree on every Step by a Reduce."""
+        return len(self.devices) > 1
+
+    @property
+    def width(self) -> int:
+        """Devices of one replica."""
+        return len(self.devices) // self.replicas
+
+    def replica(self, device: int) -> int:
+        return device // self.width
+
+    def homes(self, replica: int) -> tuple[int, ...]:
+        """For each stage the device that it lives on in a replica."""
+        return tuple(replica * self.width + device for device in self.stages)
+
+    def group(self, device: int) -> range:
+        """The devices that hold the same stages, one in each replica and in their order."""
+        return range(device % self.width, len(self.devices), self.width)
+
+    @property
+    def jobs(self) -> frozenset[str]:
+        return frozenset(job for microbatch in self.microbatches for job in microbatch.jobs)
+
+    def batch(self, job: str, step: int) -> GlobalBatch:
+        return next(batch for batch in self.batches if (batch.job, batch.step) == (job, step))
+
+    def compute(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
+        """Every pass over the base that this program makes, each once however many stages it crosses."""
+        for replica in range(self.replicas):
+            yield from self.compute_in(replica)
+
+    def compute_in(self, replica: int) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
+        """The passes that one replica makes."""
+        for action in self.devices[self.homes(replica)[0]]:
+            if isinstance(action, Forward | Evaluate) and action.stage == 0:
+                yield action, self.microbatches[action.microbatch]
+
+    def shared(self) -> int:
+        """How many of its microbatches hold two jobs or more."""
+        return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches)
+
+    def without(self, job: str) -> Program:
+        """The same program when `job` is dead: its rows and actions are gone, all else stands."""
+        microbatches = tuple(microbatch.without({job}) for microbatch in self.microbatches)
+
+        def lives(action: Action) -> bool:
+            if isinstance(action, OfJob):
+                return action.job != job
+            return isinstance(action, Streaming) or bool(microbatches[action.microbatch].segments)
+
+        return replace(
+            self,
+            microbatches=microbatches,
+            batches=tuple(batch for batch in self.batches if batch.job != job),
+            devices=tuple(tuple(action for action in actions if lives(action)) for actions in self.devices),
+        )
+
+
+class IllegalProgram(AssertionError):
+    """A planner broke a rule. Always a bug of ours, never the user's mistake."""

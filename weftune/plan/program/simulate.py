@@ -1,0 +1,360 @@
+"""An event simulator over Programs: what every action takes, when it can begin, and what memory it holds.
+
+Each device has four lanes that overlap: compute, send, receive, load. Compute, send and load keep the order
+of the device's list. A pass waits for its Recv and its stage's Load, a Send for its pass and for both lanes;
+what arrives waits in memory. A Load begins once the compute action before it in the list has begun. A Reduce
+waits for that of the device after it, a Step for that of the device before it: small messages, which take the
+link's latency and no lane. Gradients that replicas exchange take the link as long as their size wants, and no
+lane either: they are small beside hidden states.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from weftune.plan.program.agreement import Tellers, Told
+from weftune.plan.program.prices import PricedCluster, Prices
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Evict,
+    Forward,
+    Load,
+    Program,
+    Recv,
+    Reduce,
+    Save,
+    Send,
+    Step,
+)
+from weftune.plan.program.timeline import Event, Lane, Level, Timeline, levels
+
+Arrival = tuple[int, int, str]
+"""Microbatch, the stage that takes it, activation or gradient."""
+
+
+def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
+    """Run `program`, which the checker has passed, on paper."""
+    assert len(cluster.devices) >= len(program.devices), "the cluster has fewer devices than the program"
+    run = _Run(program, prices, cluster)
+    run.go()
+    stuck = [lanes.compute[0].action for lanes in run.lanes if lanes.compute]
+    assert not stuck, f"the simulation ended before {stuck[0]}: was the program checked?"
+    memory = tuple(levels(lanes.changes, run.at_start(number)) for number, lanes in enumerate(run.lanes))
+    return Timeline(len(program.devices), tuple(run.events), memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """An action of the compute or the load lane; each of these two waits for the other."""
+
+    action: Action
+    after: int
+    """Compute: how many Loads must have ended. Load: how many compute actions must have begun."""
+
+
+@dataclass(slots=True)
+class _Lanes:
+    """One device: what is left for each lane, and what the lanes wait for."""
+
+    compute: deque[_Queued] = field(default_factory=deque)
+    sends: deque[Send] = field(default_factory=deque)
+    loads: deque[_Queued] = field(default_factory=deque)
+    begun: int = 0
+    """Compute actions."""
+    loaded: int = 0
+    """Loads that have ended."""
+    computing: bool = False
+    sending: bool = False
+    receiving: bool = False
+    loading: bool = False
+    arrived: set[Arrival] = field(default_factory=set)
+    made: set[Arrival] = field(default_factory=set)
+    """Computed here and still to be sent."""
+    words: set[Told] = field(default_factory=set)
+    """Reduces and Steps of other devices that this one has heard of."""
+    waiting: deque[int] = field(default_factory=deque)
+    """Devices whose send lane waits for the receive lane here."""
+    changes: list[Level] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Flow:
+    """A Load under way; its rate changes with its company under the root complex."""
+
+    device: int
+    action: Load
+    start: float
+    left: float
+    rate: float = 0.0
+    since: float = 0.0
+    version: int = 0
+
+
+class _Run:
+    def __init__(self, program: Program, prices: Prices, cluster: PricedCluster) -> None:
+        self.program, self.prices, self.cluster = program, prices, cluster
+        self.pairs = {(pair.sender, pair.receiver): pair.link for pair in cluster.pairs}
+        self.lanes = [_lanes(actions) for actions in program.devices]
+        self.homes = [program.homes(program.replica(device)) for device in range(len(program.devices))]
+        self.tellers = Tellers(program)
+        self.events: list[Event] = []
+        self.flows: dict[int, list[_Flow]] = {}
+        self.now = 0.0
+        self._ends: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = count()
+
+    def go(self) -> None:
+        for device in range(len(self.lanes)):
+            self._wake(device)
+        while self._ends:
+            self.now, _, end = heapq.heappop(self._ends)
+            end()
+
+    def at_start(self, device: int) -> int:
+        """Weights of the stages that are there from the beginning."""
+        streamed: dict[int, bool] = {}
+        for action in self.program.devices[device]:
+            if isinstance(action, Load | Evict):
+                streamed.setdefault(action.stage, isinstance(action, Load))
+        return sum(
+            self._weight(stage)
+            for stage, where in enumerate(self.homes[device])
+            if where == device and not streamed.get(stage, False)
+        )
+
+    def _at(self, time: float, end: Callable[[], None]) -> None:
+        heapq.heappush(self._ends, (time, next(self._number), end))
+
+    def _wake(self, device: int) -> None:
+        self._compute(device)
+        self._send(device)
+        self._load(device)
+
+    def _note(self, device: int, lane: Lane, action: Action, start: float) -> None:
+        self.events.append(Event(device, lane, action, start, self.now))
+
+    def _hold(self, device: int, size: int) -> None:
+        if size:
+            self.lanes[device].changes.append(Level(self.now, size))
+
+    # -- compute -----------------------------------------------------------------------------------------
+
+    def _compute(self, device: int) -> None:
+        lanes = self.lanes[device]
+        if lanes.computing or not lanes.compute or not self._ready(lanes, lanes.compute[0], device):
+            return
+        action = lanes.compute.popleft().action
+        lanes.computing = True
+        lanes.begun += 1
+        start = self.now
+        self._begin(device, action)
+        self._at(start + self._seconds(action), lambda: self._computed(device, action, start))
+        self._load(device)
+
+    def _ready(self, lanes: _Lanes, queued: _Queued, device: int) -> bool:
+        if lanes.loaded < queued.after:
+            return False
+        if isinstance(queued.action, Reduce | Step):
+            return lanes.words.issuperset(self.tellers.of(queued.action, device))
+        if not isinstance(queued.action, Forward | Backward | Evaluate):
+            return True
+        wanted = self._arrival(queued.action, device)
+        return wanted is None or wanted in lanes.arrived
+
+    def _arrival(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
+        """What must have come from another device."""
+        back = isinstance(action, Backward)
+        maker = action.stage + 1 if back else action.stage - 1
+        if not 0 <= maker < len(self.program.stages) or self.homes[device][maker] == device:
+            return None
+        return action.microbatch, action.stage, "gradient" if back else "activation"
+
+    def _tell(self, action: Reduce | Step, device: int) -> None:
+        for listener in self.tellers.hear(action, device):
+            link = self.pairs.get((device, listener), self.cluster.link)
+            arrival = self.now + link.seconds(self._message_bytes(action, device))
+            self._at(arrival, partial(self._heard, Told(device, action), listener))
+
+    def _message_bytes(self, action: Reduce | Step, device: int) -> int:
+        if not isinstance(action, Reduce) or action.what == "norm":
+            return 0
+        sizes = self.prices.adapter_bytes.get(action.job, ())
+        return sizes[device % self.program.width] if sizes else 0
+
+    def _heard(self, told: Told, device: int) -> None:
+        self.lanes[device].words.add(told)
+        self._compute(device)
+
+    def _seconds(self, action: Action) -> float:
+        match action:
+            case Forward(number, stage) | Evaluate(number, stage):
+                return self.prices.passes[number][stage].forward
+            case Backward(number, stage):
+                return self.prices.passes[number][stage].backward
+            case Step():
+                return self.prices.step
+        return 0.0
+
+    def _begin(self, device: int, action: Action) -> None:
+        if isinstance(action, Forward | Backward | Evaluate) and (made := self._product(action, device)):
+            self._hold(device, self._size(made))
+        match action:
+            case Forward(number, stage) | Evaluate(number, stage):
+                self._hold(device, self.prices.passes[number][stage].kept_bytes)
+                if (wanted := self._arrival(action, device)) is not None:
+                    self._hold(device, -self._size(wanted))  # what is kept holds it from here on
+            case Backward(number, stage):
+                self._hold(device, self.prices.passes[number][stage].working_bytes)
+            case Evict(stage):
+                self._hold(device, -self._weight(stage))
+            case Step():
+                self._tell(action, device)  # the word goes on before the step is made
+
+    def _computed(self, device: int, action: Action, start: float) -> None:
+        self.lanes[device].computing = False
+        self._note(device, Lane.compute, action, start)
+        if isinstance(action, Reduce):
+            self._tell(action, device)
+        if isinstance(action, Backward | Evaluate):
+            self._hold(device, -self.prices.passes[action.microbatch][action.stage].kept_bytes)
+        if isinstance(action, Backward):
+            self._hold(device, -self.prices.passes[action.microbatch][action.stage].working_bytes)
+        if isinstance(action, Backward) and (wanted := self._arrival(action, device)) is not None:
+            self._hold(device, -self._size(wanted))
+        if isinstance(action, Forward | Backward | Evaluate) and (made := self._product(action, device)):
+            self.lanes[device].made.add(made)
+        self._wake(device)
+
+    def _product(self, action: Forward | Backward | Evaluate, device: int) -> Arrival | None:
+        """What is made for another device; it has its place from the beginning of the pass."""
+        back = isinstance(action, Backward)
+        taker = action.stage - 1 if back else action.stage + 1
+        if not 0 <= taker < len(self.program.stages) or self.homes[device][taker] == device:
+            return None
+        return action.microbatch, taker, "gradient" if back else "activation"
+
+    # -- transport ---------------------------------------------------------------------------------------
+
+    def _send(self, device: int) -> None:
+        lanes = self.lanes[device]
+        if lanes.sending or not lanes.sends:
+            return
+        action = lanes.sends[0]
+        sent: Arrival = (action.microbatch, action.stage, action.what)
+        if sent not in lanes.made:
+            return
+        taker = self.lanes[action.peer]
+        if taker.receiving:
+            if device not in taker.waiting:
+                taker.waiting.append(device)
+            return
+        lanes.sends.popleft()
+        lanes.sending = taker.receiving = True
+        start = self.now
+        self._hold(action.peer, self._size(sent))
+        link = self.pairs.get((device, action.peer), self.cluster.link)
+        self._at(start + link.seconds(self._size(sent)), lambda: self._delivered(device, action, start))
+
+    def _delivered(self, device: int, action: Send, start: float) -> None:
+        lanes, taker = self.lanes[device], self.lanes[action.peer]
+        lanes.sending = taker.receiving = False
+        sent: Arrival = (action.microbatch, action.stage, action.what)
+        lanes.made.remove(sent)
+        taker.arrived.add(sent)
+        self._hold(device, -self._size(sent))
+        self._note(device, Lane.send, action, start)
+        received = Recv(action.microbatch, action.stage, action.what, device)
+        self._note(action.peer, Lane.receive, received, start)
+        waiting = [*taker.waiting]
+        taker.waiting.clear()
+        for sender in (*waiting, device):
+            self._send(sender)
+        self._compute(action.peer)
+
+    def _size(self, arrival: Arrival) -> int:
+        number, taker, what = arrival
+        passes = self.prices.passes[number]
+        return (
+            passes[taker - 1].activation_bytes if what == "activation" else passes[taker + 1].gradient_bytes
+        )
+
+    def _weight(self, stage: int) -> int:
+        return self.prices.weight_bytes[stage] if self.prices.weight_bytes else 0
+
+    # -- loads -------------------------------------------------------------------------------------------
+
+    def _load(self, device: int) -> None:
+        lanes = self.lanes[device]
+        if lanes.loading or not lanes.loads or lanes.begun < lanes.loads[0].after:
+            return
+        action = lanes.loads.popleft().action
+        assert isinstance(action, Load)
+        lanes.loading = True
+        size = self._weight(action.stage)
+        self._hold(device, size)
+        flow = _Flow(device, action, self.now, size)
+        latency = self.cluster.devices[device].host.latency
+        self._at(self.now + latency, lambda: self._join(flow))
+
+    def _join(self, flow: _Flow) -> None:
+        root = self.cluster.devices[flow.device].root
+        self.flows.setdefault(root, []).append(flow)
+        self._share(root)
+
+    def _share(self, root: int) -> None:
+        """Settle what has moved so far, and divide the root complex anew."""
+        flows = self.flows[root]
+        moving = flows[:1] if self.cluster.queued else flows
+        for flow in flows:
+            flow.left -= flow.rate * (self.now - flow.since) if flow.left and self.now > flow.since else 0.0
+            flow.since = self.now
+            flow.version += 1
+            flow.rate = 0.0
+        for flow in moving:
+            bandwidth = self.cluster.devices[flow.device].host.bandwidth
+            flow.rate = min(bandwidth, self.cluster.roots[root] / len(moving))
+            self._at(self.now + max(0.0, flow.left) / flow.rate, self._landing(flow, root))
+
+    def _landing(self, flow: _Flow, root: int) -> Callable[[], None]:
+        version = flow.version
+
+        def land() -> None:
+            if flow.version == version:
+                self.flows[root].remove(flow)
+                self._share(root)
+                self._loaded(flow)
+
+        return land
+
+    def _loaded(self, flow: _Flow) -> None:
+        lanes = self.lanes[flow.device]
+        lanes.loading = False
+        lanes.loaded += 1
+        self._note(flow.device, Lane.load, flow.action, flow.start)
+        self._wake(flow.device)
+
+
+def _lanes(actions: tuple[Action, ...]) -> _Lanes:
+    lanes = _Lanes()
+    brought: dict[int, int] = {}
+    for action in actions:
+        match action:
+            case Send():
+                lanes.sends.append(action)
+            case Recv():
+                pass  # it happens when its Send does
+            case Load(stage):
+                lanes.loads.append(_Queued(action, len(lanes.compute)))
+                brought[stage] = len(lanes.loads)
+            case Forward() | Backward() | Evaluate() | Evict():
+                lanes.compute.append(_Queued(action, brought.get(action.stage, 0)))
+            case Reduce() | Step() | Save():
+                lanes.compute.append(_Queued(action, 0))
+    return lanes

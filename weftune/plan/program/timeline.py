@@ -1,0 +1,122 @@
+"""What a simulated Program comes to: when each action ran, how busy devices were, how full their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from weftune.plan.program.program import Action, Backward, Evaluate, Forward, Step
+
+
+class Lane(StrEnum):
+    compute = "compute"
+    send = "send"
+    receive = "receive"
+    load = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    start: float
+    stop: float
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action, and when it ran."""
+
+    device: int
+    lane: Lane
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Bytes in use on a device from a moment on."""
+
+    time: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    devices: int
+    events: tuple[Event, ...]
+    """In the order of their ends; a device's lane never does two things at a time."""
+    memory: tuple[tuple[Level, ...], ...]
+    """For each device."""
+
+    @property
+    def makespan(self) -> float:
+        return max((event.stop for event in self.events), default=0.0)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """For each device, the most bytes at any time."""
+        return tuple(max((level.bytes for level in levels), default=0) for levels in self.memory)
+
+    def of(self, device: int, lane: Lane = Lane.compute) -> Iterator[Event]:
+        return (event for event in self.events if event.device == device and event.lane is lane)
+
+    def busy(self, span: Span | None = None) -> tuple[float, ...]:
+        """For each device the share of `span` (all, if none is given) in which it computes."""
+        span = span or Span(0.0, self.makespan)
+        return tuple(self.busy_share(device, span) for device in range(self.devices))
+
+    def bubbles(self, span: Span | None = None) -> tuple[float, ...]:
+        return tuple(1.0 - share for share in self.busy(span))
+
+    def busy_share(self, device: int, span: Span) -> float:
+        if span.seconds <= 0:
+            return 1.0
+        inside = (min(one.stop, span.stop) - max(one.start, span.start) for one in self.of(device))
+        return sum(seconds for seconds in inside if seconds > 0) / span.seconds
+
+    def steady(self) -> Span:
+        """From when every device has begun until one has no Forward left: before it fills, after it drains.
+
+        Empty where the window is too short for that.
+        """
+        begun, feeding = 0.0, self.makespan
+        for device in range(self.devices):
+            forwards = [one for one in self.of(device) if isinstance(one.action, Forward | Evaluate)]
+            if forwards:
+                begun = max(begun, forwards[0].start)
+                feeding = min(feeding, forwards[-1].stop)
+        return Span(begun, max(begun, feeding))
+
+    def between_steps(self, device: int, job: str, first: int, last: int) -> Span:
+        """From the end of a job's Step `first` to that of `last`: whole periods, where a pattern repeats."""
+        ends = {
+            event.action.step: event.stop
+            for event in self.of(device)
+            if isinstance(event.action, Step) and event.action.job == job
+        }
+        return Span(ends[first], ends[last])
+
+    def idle_within(self, device: int) -> float:
+        """Seconds that a device does not compute between its first pass and its last."""
+        passes = [one for one in self.of(device) if isinstance(one.action, Forward | Backward | Evaluate)]
+        if not passes:
+            return 0.0
+        span = Span(passes[0].start, passes[-1].stop)
+        return span.seconds * (1.0 - self.busy_share(device, span))
+
+
+def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:
+    """Running sums of changes in bytes; what is freed at a moment makes room for what is taken then."""
+    ordered = sorted(changes, key=lambda change: (change.time, change.bytes))
+    sums = at_start + np.cumsum([change.bytes for change in ordered], dtype=np.int64)
+    return (
+        Level(0.0, at_start),
+        *(Level(one.time, int(total)) for one, total in zip(ordered, sums, strict=True)),
+    )

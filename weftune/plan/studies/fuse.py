@@ -1,0 +1,197 @@
+"""Jobs to fusion groups by dynamic programming over the jobs sorted by tokens (MuxTune's equation 6).
+
+F(m, n) is the least time of the first m jobs in n groups: the first group pays end to end, each further one
+what it adds to a full pipeline, so F(m, n) = min over k of F(k, n−1) + added(jobs k+1 … m). Groups that do
+not fit in memory are never formed. Exact among groupings that are contiguous in the sorted order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, pairwise, takewhile
+from operator import add
+
+from weftune.errors import Mistake, PlanError
+from weftune.plan.cost.memory import gib
+from weftune.plan.studies.stage import Load, Pipeline, Shortage
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroup:
+    load: Load
+    seconds: float
+    """Its part of the predicted time: end to end for the first group, what it adds for the others."""
+    reason: str
+    """Why the next job did not join."""
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        return self.load.jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    groups: tuple[Load, ...]
+    seconds: float
+    """The predicted time of one round: every group's microbatches once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    groups: tuple[FusionGroup, ...]
+    seconds: float
+    """As the best grouping's."""
+    by_count: dict[int, Grouping]
+    """The best for each number of groups that memory allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The best way to group the first so many jobs: its time, and where its last group starts."""
+
+    seconds: float
+    start: int
+
+
+_Row = dict[int, _Cell]
+_Added = Sequence[Sequence[float]]
+"""For each job, what the groups that start with it add, from the shortest to the longest that fits."""
+
+
+def fuse(loads: Sequence[Load], pipeline: Pipeline) -> Fusion:
+    """The grouping of least predicted time; PlanError names every job that does not fit even alone."""
+    ordered = sorted(loads, key=lambda load: (load.tokens, load.jobs))
+    misfits = [(load, sentence) for load in ordered if (sentence := why_not(load, pipeline))]
+    if misfits:
+        raise PlanError(Mistake(_names(load), sentence) for load, sentence in misfits)
+    if not ordered:
+        return Fusion((), 0.0, {})
+    added = [_added(ordered[start:], pipeline) for start in range(len(ordered))]
+    rows = _rows(ordered, added, pipeline)
+    edges = {
+        count: [*_starts(rows[:count], len(ordered)), len(ordered)]
+        for count, row in enumerate(rows, 1)
+        if len(ordered) in row
+    }
+    by_count = {
+        count: Grouping(
+            tuple(reduce(add, ordered[start:stop]) for start, stop in pairwise(cut)),
+            rows[count - 1][len(ordered)].seconds,
+        )
+        for count, cut in edges.items()
+    }
+    count = min(by_count, key=lambda groups: (by_count[groups].seconds, groups))
+    reasons = _Reasons(ordered, pipeline, added, rows)
+    return Fusion(reasons.groups(edges[count]), by_count[count].seconds, by_count)
+
+
+def why_not(load: Load, pipeline: Pipeline) -> str | None:
+    """A sentence that says why this job cannot run even alone, or None if it can."""
+    if load.tokens < 1:
+        return "has no tokens to train on"
+    shortage = pipeline.shortage(load)
+    if shortage is None:
+        return None
+    return f"alone, with {load.tokens} tokens a microbatch, it {_needs(shortage)}"
+
+
+def price(groups: Sequence[Load], pipeline: Pipeline) -> float:
+    """The predicted time of any grouping, the first of `groups` being the one that fills the pipeline."""
+    return pipeline.first_seconds(groups[0]) + sum(pipeline.added_seconds(load) for load in groups[1:])
+
+
+def _growing(ordered: Sequence[Load], pipeline: Pipeline) -> Iterator[Load]:
+    """The groups that start with the first of these jobs; a longer one never needs less memory."""
+    return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(ordered, add))
+
+
+def _added(ordered: Sequence[Load], pipeline: Pipeline) -> list[float]:
+    # The loads themselves are not kept: for many jobs they are so many that collecting garbage takes longest.
+    return [pipeline.added_seconds(load) for load in _growing(ordered, pipeline)]
+
+
+def _rows(ordered: Sequence[Load], added: _Added, pipeline: Pipeline) -> list[_Row]:
+    """One row for each number of groups, and in it a cell for each number of jobs that they can hold."""
+    first = [pipeline.first_seconds(load) for load in _growing(ordered, pipeline)]
+    rows = [{stop: _Cell(seconds, 0) for stop, seconds in enumerate(first, 1)}]
+    for _ in ordered[1:]:
+        row: _Row = {}
+        for start, before in rows[-1].items():
+            longer = added[start] if start < len(added) else ()
+            for stop, more in enumerate(longer, start + 1):
+                seconds = before.seconds + more
+                if stop not in row or seconds < row[stop].seconds:
+                    row[stop] = _Cell(seconds, start)
+        rows.append(row)
+    return rows
+
+
+def _starts(rows: Sequence[_Row], jobs: int) -> list[int]:
+    """Where each group starts in the best grouping of so many jobs, one group for each row."""
+    starts = []
+    for row in reversed(rows):
+        jobs = row[jobs].start
+        starts.append(jobs)
+    return starts[::-1]
+
+
+class _Reasons:
+    """Says what a plan costs in which one group is longer by one job and all else as good as can be."""
+
+    def __init__(
+        self,
+        ordered: Sequence[Load],
+        pipeline: Pipeline,
+        added: _Added,
+        rows: Sequence[_Row],
+    ) -> None:
+        self.ordered = ordered
+        self.pipeline = pipeline
+        self.added = added
+        self.before = [
+            min((row[jobs].seconds for row in rows if jobs in row), default=0.0)
+            for jobs in range(len(ordered) + 1)
+        ]
+        self.after = [0.0] * (len(ordered) + 1)
+        for start in reversed(range(len(ordered))):
+            tails = enumerate(added[start], start + 1)
+            self.after[start] = min(more + self.after[stop] for stop, more in tails)
+
+    def groups(self, edges: Sequence[int]) -> tuple[FusionGroup, ...]:
+        """The groups of the best plan, which are cut at `edges`, each with its time and reason."""
+        total = self.before[edges[-1]]
+        made = []
+        for start, stop in pairwise(edges):
+            load = reduce(add, self.ordered[start:stop])
+            made.append(FusionGroup(load, self._cost(start, stop), self.why_not_next(start, stop, total)))
+        return tuple(made)
+
+    def why_not_next(self, start: int, stop: int, total: float) -> str:
+        """Why the group of the jobs from `start` to `stop` is not longer, in a plan of `total` seconds."""
+        if stop == len(self.ordered):
+            return "no job is left to join"
+        following = self.ordered[stop]
+        name = _names(following)
+        if len(self.added[start]) == stop - start:
+            shortage = self.pipeline.shortage(reduce(add, self.ordered[start : stop + 1]))
+            assert shortage is not None, "a group was cut short although it fits"
+            return f"with {name} the group {_needs(shortage)}"
+        more = self.before[start] + self._cost(start, stop + 1) + self.after[stop + 1] - total
+        if more <= 1e-9 * total:
+            return f"with {name} in the group the best plan takes no less than {total:.3g} s"
+        return f"with {name} in the group the best plan takes {more:.2g} s more than {total:.3g} s"
+
+    def _cost(self, start: int, stop: int) -> float:
+        if start:
+            return self.added[start][stop - start - 1]
+        return self.pipeline.first_seconds(reduce(add, self.ordered[:stop]))
+
+
+def _needs(shortage: Shortage) -> str:
+    return f"needs {gib(shortage.need)} on stage {shortage.stage}, but {gib(shortage.budget)} are available"
+
+
+def _names(load: Load) -> str:
+    return ", ".join(load.jobs)

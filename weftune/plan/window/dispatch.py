@@ -1,0 +1,209 @@
+"""Every device of a pipeline takes what is ready, by a rule: the order that results, foreseen from prices.
+
+With replicas all of them go on together: a job's next batch waits for the Backwards of every replica.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from weftune.plan.program.prices import Prices
+from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What each stage may have in flight, and which way it prefers when it has a choice."""
+
+    flights: tuple[int, ...]
+    """Microbatches, for each stage."""
+    forward_first: tuple[bool, ...]
+    room: tuple[int, ...] = ()
+    """Bytes that microbatches in flight may keep on each stage; none where memory does not matter."""
+    lag: float = 0.0
+    """Seconds from a batch's last Backward on a stage until it is closed there: what replicas hand out to one
+    another is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A device has begun a pass."""
+
+    device: int
+    action: Forward | Backward
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A batch is through on a stage, in all replicas, and they know it."""
+
+    stage: int
+    job: str
+    step: int
+
+
+@dataclass(slots=True)
+class _Batches:
+    """Of one stage, in all replicas together."""
+
+    left: Counter[tuple[str, int]]
+    """Samples of each batch whose backward is still to come."""
+    open: set[tuple[str, int]]
+    """The batches of which any is."""
+
+
+@dataclass(slots=True)
+class _Device:
+    stage: int
+    batches: _Batches
+    ready_forward: deque[int] = field(default_factory=deque)
+    ready_backward: deque[int] = field(default_factory=deque)
+    in_flight: int = 0
+    kept: int = 0
+    busy: bool = False
+    actions: list[Action] = field(default_factory=list)
+
+
+def rows_left(microbatches: Iterable[MicrobatchPlan]) -> Counter[tuple[str, int]]:
+    """Samples of each batch that are still to be trained."""
+    left: Counter[tuple[str, int]] = Counter()
+    for microbatch in microbatches:
+        for segment in microbatch.segments:
+            left[segment.job, segment.step] += len(segment.samples)
+    return left
+
+
+class Dispatch:
+    """`launches` are, for each replica, its microbatches in the order in which they would like to enter its
+    first stage."""
+
+    def __init__(
+        self,
+        microbatches: Sequence[MicrobatchPlan],
+        launches: Sequence[Sequence[int]],
+        prices: Prices,
+        rules: Rules,
+    ) -> None:
+        self.microbatches, self.prices, self.rules = microbatches, prices, rules
+        self.last = len(rules.flights) - 1
+        left = rows_left(microbatches)
+        batches = [_Batches(left.copy(), set(left)) for _ in rules.flights]
+        self.devices = [_Device(stage, one) for _ in launches for stage, one in enumerate(batches)]
+        self.jobs = [frozenset(one.jobs) for one in microbatches]
+        self.before = [
+            frozenset((segment.job, segment.step - 1) for segment in one.segments) for one in microbatches
+        ]
+        """For each microbatch the batches whose Steps it waits for."""
+        for first, numbers in zip(self.devices[:: len(rules.flights)], launches, strict=True):
+            first.ready_forward.extend(numbers)
+        self.delayed: set[int] = set()
+        """Stages on which a launch had to wait for memory."""
+        self.log: list[Began | Closed] = []
+        """What happened on all devices, in the order in which it did."""
+        self._batches = batches
+        everyone = set(range(len(self.devices)))
+        self._near = [
+            _neighbours(device, self.last) if len(launches) == 1 else everyone for device in everyone
+        ]
+        """Who may go on when a device has ended something; replicas share what opens and closes."""
+        self._ends: list[tuple[float, int, int, Forward | Backward | Closed]] = []
+        self._number = count()
+
+    def run(self) -> list[list[Action]]:
+        """The passes of every device, in the order in which it began them."""
+        now = 0.0
+        self._start(range(len(self.devices)), now)
+        while self._ends:
+            now = self._ends[0][0]
+            # Whoever could begin nothing still cannot, unless it or a neighbour has ended something.
+            touched: set[int] = set()
+            while self._ends and self._ends[0][0] == now:
+                _, _, device, end = heapq.heappop(self._ends)
+                if isinstance(end, Closed):
+                    self._close(end)
+                else:
+                    self._end(device, end, now)
+                touched |= self._near[device]
+            self._start(sorted(touched), now)
+        stuck = [number for one in self.devices for number in one.ready_forward]
+        assert not stuck, f"microbatch {stuck[0]} never runs: it waits for a batch behind it, or for room"
+        return [one.actions for one in self.devices]
+
+    def _start(self, devices: Iterable[int], now: float) -> None:
+        for device in devices:
+            one = self.devices[device]
+            if not one.busy and (action := self._choose(one)) is not None:
+                one.busy = True
+                one.actions.append(action)
+                self.log.append(Began(device, action))
+                price = self.prices.passes[action.microbatch][one.stage]
+                forth = isinstance(action, Forward)
+                one.in_flight += forth
+                one.kept += price.kept_bytes if forth else 0
+                seconds = price.forward if forth else price.backward
+                heapq.heappush(self._ends, (now + seconds, next(self._number), device, action))
+
+    def _choose(self, one: _Device) -> Forward | Backward | None:
+        if one.ready_backward and not self.rules.forward_first[one.stage]:
+            return Backward(one.ready_backward.popleft(), one.stage)
+        place = self._launchable(one)
+        if place is not None:
+            number = one.ready_forward[place]
+            del one.ready_forward[place]
+            return Forward(number, one.stage)
+        return Backward(one.ready_backward.popleft(), one.stage) if one.ready_backward else None
+
+    def _launchable(self, one: _Device) -> int | None:
+        """The first ready microbatch that may go now."""
+        if one.in_flight >= self.rules.flights[one.stage]:
+            return None
+        blocked: set[str] = set()
+        for place, number in enumerate(one.ready_forward):
+            if one.batches.open.isdisjoint(self.before[number]) and blocked.isdisjoint(self.jobs[number]):
+                return place if self._fits(one, number) else None
+            blocked |= self.jobs[number]
+        return None
+
+    def _fits(self, one: _Device, number: int) -> bool:
+        if not self.rules.room:
+            return True
+        kept = self.prices.passes[number][one.stage].kept_bytes
+        fits = one.kept + kept <= self.rules.room[one.stage]
+        if not fits:
+            self.delayed.add(one.stage)
+        return fits
+
+    def _end(self, device: int, action: Forward | Backward, now: float) -> None:
+        one = self.devices[device]
+        one.busy = False
+        if isinstance(action, Forward):
+            if one.stage < self.last:
+                self.devices[device + 1].ready_forward.append(action.microbatch)
+            else:
+                one.ready_backward.append(action.microbatch)
+            return
+        one.in_flight -= 1
+        one.kept -= self.prices.passes[action.microbatch][one.stage].kept_bytes
+        for segment in self.microbatches[action.microbatch].segments:
+            key = segment.job, segment.step
+            one.batches.left[key] -= len(segment.samples)
+            if not one.batches.left[key]:
+                closed = Closed(one.stage, *key)
+                if self.rules.lag:
+                    heapq.heappush(self._ends, (now + self.rules.lag, next(self._number), device, closed))
+                else:
+                    self._close(closed)
+        if one.stage > 0:
+            self.devices[device - 1].ready_backward.append(action.microbatch)
+
+    def _close(self, closed: Closed) -> None:
+        self._batches[closed.stage].open.remove((closed.job, closed.step))
+        self.log.append(closed)
+
+
+def _neighbours(stage: int, last: int) -> set[int]:
+    return {max(0, stage - 1), stage, min(last, stage + 1)}

@@ -1,0 +1,367 @@
+"""The next window of a pipeline: the same courses as on one device, cut, grouped and ordered for its stages.
+
+Jobs form groups whose rounds take turns, so that others fill the wait of one job's batch for its Step.
+A window ends with the round in which somebody evaluates: what follows depends on the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import accumulate
+
+from weftune.plan.cost.time import Line
+from weftune.plan.pack.group import JobLengths, group
+from weftune.plan.pack.merge import BatchSample, MergeRules, merge
+from weftune.plan.pack.segments import QUICK, pack_segments
+from weftune.plan.program.check import check
+from weftune.plan.program.prices import Link, PassPrice, Prices, free_cluster
+from weftune.plan.program.program import Action, GlobalBatch, MicrobatchPlan, Program, Save, SegmentPlan, Step
+from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.program.simulate import simulate
+from weftune.plan.program.timeline import Timeline
+from weftune.plan.window.orders import Work, evaluated, gpipe, multi_job, one_forward_one_backward
+from weftune.plan.window.replicas import Dealt, Rounds, deal, deal_looks, replicated
+from weftune.plan.window.rounds import Course
+from weftune.plan.window.template import Queue, template
+
+Groups = tuple[tuple[str, ...], ...]
+MOST_SPLITS = 4
+"""A round is cut into up to so many times the microbatches that it needs, where that fills the pipeline."""
+
+
+PATIENCE = 1.02
+"""How much longer a window of replicas may be foreseen to take so that nobody waits for gradients."""
+
+
+class PipelineOrder(StrEnum):
+    gpipe = "gpipe"
+    alternating = "1f1b"
+    multi_job = "multi-job"
+    template = "template"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePace:
+    """How long a microbatch takes on one stage, by its rows, and a Step."""
+
+    forward: Line
+    backward: Line
+    step: float = 0.0
+    """Seconds of one job's Step."""
+    spread: tuple[float, ...] = ()
+    """What passes took in multiples of what the lines say, in the order in which they ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRules:
+    """What the planner of a pipeline's windows is told beside the courses."""
+
+    capacity: int
+    paces: tuple[StagePace, ...]
+    """One for each stage."""
+    order: PipelineOrder | None = None
+    """None: the one that the simulator finds fastest."""
+    recompute: Recompute = NOTHING
+    spare: int = 0
+    """Microbatches in flight on all stages but the last beyond what 1F1B has: they hide slow links, and
+    passes that take now more, now less."""
+    replicas: int = 1
+    """Copies of all stages, which share every batch. They run in the multi-job order, whatever `order` says:
+    only there all replicas are foreseen together."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.paces)
+
+    @property
+    def distance(self) -> int:
+        """Microbatches from a batch's last to the first of the job's next one: what replicas hand out to one
+        another is under way as long as one more stage would take."""
+        return self.stages + (self.replicas > 1)
+
+
+def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
+    """Train the courses' batches up to the first evaluation. The result is checked before it is given out."""
+    step = {course.job: course.step for course in courses}
+    beginners = [course for course in courses if course.begins]
+    looking = [course for course in beginners if _evaluates(course, course.step)]
+    # Who evaluates where it begins must know the outcome before its first batch; nobody trains meanwhile.
+    batches = [] if looking else _batches(courses)
+    program = _trained(batches, courses, rules) if batches else _empty(rules)
+    after = step | {batch.job: batch.step for batch in batches}
+    last = {batch.job: batch.step for batch in batches}
+    due = looking or [course for course in courses if _evaluates(course, last.get(course.job, -1))]
+    program = _with_evaluation(program, [_look(course, after[course.job]) for course in due], rules)
+    # Whoever waits meanwhile begins in the next window, and must not save at the same step in both.
+    program = _with_saves(program, courses, looking or beginners)
+    program = replace(program, recompute=rules.recompute)
+    check(program, step)
+    return program
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPace:
+    """What stages that come from the host take on their way."""
+
+    stage_bytes: tuple[int, ...]
+    bandwidth: float
+    """Bytes per second of every device's link."""
+
+
+def timeline_foreseen(
+    program: Program, paces: Sequence[StagePace], loads: LoadPace | None = None
+) -> Timeline:
+    """What the simulator says a window will be like, links between devices not counted."""
+    return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
+
+
+def timeline_priced(program: Program, prices: Prices, loads: LoadPace | None = None) -> Timeline:
+    cluster = free_cluster(len(program.devices))
+    if loads is not None:
+        prices = replace(prices, weight_bytes=loads.stage_bytes)
+        host = Link(loads.bandwidth)
+        cluster = replace(cluster, devices=tuple(replace(one, host=host) for one in cluster.devices))
+    return simulate(program, prices, cluster)
+
+
+def _evaluates(course: Course, step: int) -> bool:
+    return bool(course.evaluation) and step in course.evaluate_at
+
+
+def _look(course: Course, step: int) -> SegmentPlan:
+    return SegmentPlan(course.job, step, course.evaluation)
+
+
+def _batches(courses: Sequence[Course]) -> list[GlobalBatch]:
+    """Round by round, up to and with the first in which somebody evaluates."""
+    found: list[GlobalBatch] = []
+    for turn in range(max((len(course.batches) for course in courses), default=0)):
+        moving = [course for course in courses if turn < len(course.batches)]
+        found += [course.batches[turn] for course in moving]
+        if any(_evaluates(course, course.batches[turn].step) for course in moving):
+            break
+    return found
+
+
+def _empty(rules: PipelineRules) -> Program:
+    lists = ((),) * (rules.stages * rules.replicas)
+    return Program(rules.capacity, (), (), lists, tuple(range(rules.stages)), replicas=rules.replicas)
+
+
+# -- training -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    program: Program
+    seconds: float
+
+
+def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: PipelineRules) -> Program:
+    """Of a few ways the fastest, by the simulator: how finely rounds are cut, and in which order they run."""
+    longest = max(placed.length for batch in batches for placed in batch.samples)
+    # Of equals the first is taken: what has microbatches to spare waits less for links and for slow passes.
+    orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
+    best: _Candidate | None = None
+    for splits in range(1, MOST_SPLITS + 1):
+        room = max(longest, -(-rules.capacity // splits))
+        groups = _groups(batches, [course.job for course in courses], room, rules)
+        dealt = _dealt(batches, groups, room, rules)
+        prices = pace_prices(dealt.work.microbatches, rules.paces)
+        if rules.replicas > 1:
+            fastest = _of_replicas(dealt, prices, rules)
+        else:
+            found = [_ordered(order, dealt.work, prices, groups, rules) for order in orders]
+            candidates = [_Candidate(one, _seconds(one, prices)) for one in found]
+            fastest = min(candidates, key=lambda one: one.seconds)
+        if best is not None and fastest.seconds >= best.seconds:
+            break
+        best = fastest
+        if room == longest:
+            break
+    assert best is not None
+    return best.program
+
+
+def _of_replicas(dealt: Dealt, prices: Prices, rules: PipelineRules) -> _Candidate:
+    """The patient order, which hides links that the prices leave out, unless waiting costs time itself."""
+    found = [
+        replicated(dealt, rules.stages, prices, rules.spare, patient=patient) for patient in (True, False)
+    ]
+    patient, prompt = (_Candidate(one, _seconds(one, prices)) for one in found)
+    return patient if patient.seconds <= PATIENCE * prompt.seconds else prompt
+
+
+def _seconds(program: Program, prices: Prices) -> float:
+    return simulate(program, prices, free_cluster(len(program.devices))).makespan
+
+
+def _groups(
+    batches: Sequence[GlobalBatch], jobs: Sequence[str], capacity: int, rules: PipelineRules
+) -> Groups:
+    """Groups that take turns, from what a replica's share of each job's first batch will be like."""
+    firsts: dict[str, GlobalBatch] = {}
+    for batch in batches:
+        firsts.setdefault(batch.job, batch)
+    lengths = [
+        JobLengths(
+            job, firsts[job].tokens / len(firsts[job].samples), -(-firsts[job].tokens // rules.replicas)
+        )
+        for job in jobs
+        if job in firsts
+    ]
+    return group(lengths, capacity, rules.distance).groups
+
+
+def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> Dealt:
+    """Microbatches that the jobs of a group share, laid for each replica by itself so that a job's batches
+    are far enough apart."""
+    # A bucket of the template runs in one piece, so no sample may go into another group's round. With
+    # replicas, two microbatches could each hold a sample that waits for the other's round.
+    shift = rules.order is not PipelineOrder.template and rules.replicas == 1
+    merging = MergeRules(room, rules.distance, limits=QUICK)
+    laid = [
+        merge(rounds, merging, shift=shift).microbatches
+        for rounds in deal(_rounds(batches, groups), rules.replicas)
+    ]
+    starts = accumulate((len(one) for one in laid), initial=0)
+    numbers = tuple(
+        tuple(start + place for place, held in enumerate(one) if held)
+        for start, one in zip(starts, laid, strict=False)
+    )
+    microbatches = _microbatches([held for one in laid for held in one], batches)
+    return Dealt(Work(rules.capacity, microbatches, tuple(batches)), numbers)
+
+
+def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
+    """The samples of one batch of every job of a group, the groups taking turns."""
+    by_job: dict[str, list[GlobalBatch]] = {}
+    for batch in batches:
+        by_job.setdefault(batch.job, []).append(batch)
+    rounds: Rounds = []
+    for turn in range(max(len(found) for found in by_job.values())):
+        for members in groups:
+            turns = [by_job[job][turn] for job in members if turn < len(by_job[job])]
+            samples = [
+                BatchSample(batch.job, batch.step, number, placed.length)
+                for batch in turns
+                for number, placed in enumerate(batch.samples)
+            ]
+            rounds += [samples] if samples else []
+    return rounds
+
+
+def _microbatches(
+    laid: Sequence[Sequence[BatchSample]], batches: Sequence[GlobalBatch]
+) -> tuple[MicrobatchPlan, ...]:
+    placed = {(batch.job, batch.step): batch.samples for batch in batches}
+    microbatches = []
+    for held in laid:
+        segments: dict[tuple[str, int], list[int]] = {}
+        for one in held:
+            segments.setdefault((one.job, one.batch), []).append(one.sample)
+        microbatches.append(
+            MicrobatchPlan(
+                tuple(
+                    SegmentPlan(*key, tuple(placed[key][number] for number in sorted(chosen)))
+                    for key, chosen in segments.items()
+                )
+            )
+        )
+    return tuple(microbatches)
+
+
+def pace_prices(microbatches: Sequence[MicrobatchPlan], paces: Sequence[StagePace]) -> Prices:
+    return Prices(
+        tuple(
+            tuple(
+                PassPrice(pace.forward(one.rows), pace.backward(one.rows), kept_bytes=one.rows)
+                for pace in paces
+            )
+            for one in microbatches
+        ),
+        step=sum(pace.step for pace in paces) / len(paces),
+    )
+
+
+def _ordered(
+    order: PipelineOrder, work: Work, prices: Prices, groups: Groups, rules: PipelineRules
+) -> Program:
+    stages = rules.stages
+    match order:
+        case PipelineOrder.gpipe:
+            return gpipe(work, stages)
+        case PipelineOrder.alternating:
+            return one_forward_one_backward(work, stages)
+        case PipelineOrder.multi_job:
+            return multi_job(work, stages, prices, rules.spare)
+        case PipelineOrder.template:
+            return template(work, _queues(work, prices, groups, stages)).program
+
+
+def _queues(work: Work, prices: Prices, groups: Groups, stages: int) -> list[Queue]:
+    """A bucket for each group; its microbatches are priced alike, as the template wants them."""
+    home = {job: number for number, members in enumerate(groups) for job in members}
+    held: dict[int, list[int]] = {}
+    for number in work.filled:
+        held.setdefault(home[work.microbatches[number].jobs[0]], []).append(number)
+    return [
+        Queue(tuple(numbers), tuple(_mean(numbers, prices, stage) for stage in range(stages)))
+        for numbers in held.values()
+    ]
+
+
+def _mean(numbers: Sequence[int], prices: Prices, stage: int) -> PassPrice:
+    passes = [prices.passes[number][stage] for number in numbers]
+    return PassPrice(
+        sum(one.forward for one in passes) / len(passes), sum(one.backward for one in passes) / len(passes)
+    )
+
+
+# -- evaluation and checkpoints --------------------------------------------------------------------------
+
+
+def _with_evaluation(program: Program, looks: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
+    """Behind all training, forwards through all stages, shared by the replicas."""
+    packed = pack_segments(looks, _look_room(looks, rules))
+    before = len(program.microbatches)
+    shares = deal_looks(packed, rules.replicas)
+    numbers = [[before + place for place in own] for own in shares]
+    return replace(
+        program,
+        microbatches=(*program.microbatches, *packed),
+        devices=tuple(
+            (*actions, *evaluated(numbers[replica], stage, program.homes(replica)))
+            for device, actions in enumerate(program.devices)
+            for replica, stage in [divmod(device, rules.stages)]
+        ),
+    )
+
+
+def _look_room(looks: Sequence[SegmentPlan], rules: PipelineRules) -> int:
+    """Small enough that every replica gets something to look at."""
+    if rules.replicas == 1 or not looks:
+        return rules.capacity
+    longest = max(placed.length for look in looks for placed in look.samples)
+    even = -(-sum(look.tokens for look in looks) // rules.replicas)
+    return min(rules.capacity, max(longest, even))
+
+
+def _with_saves(program: Program, courses: Sequence[Course], beginners: Sequence[Course]) -> Program:
+    """A Save right behind its Step; who begins saves where it stands, before anything else. One replica's
+    devices save: the others hold the same."""
+    at = {course.job: course.save_at for course in courses}
+    begin = [Save(course.job, course.step) for course in beginners if course.step in course.save_at]
+
+    def saved(actions: Sequence[Action]) -> tuple[Action, ...]:
+        found: list[Action] = [*begin]
+        for action in actions:
+            found.append(action)
+            if isinstance(action, Step) and action.step in at[action.job]:
+                found.append(Save(action.job, action.step))
+        return tuple(found)
+
+    saving, others = program.devices[: program.width], program.devices[program.width :]
+    return replace(program, devices=(*(saved(actions) for actions in saving), *others))

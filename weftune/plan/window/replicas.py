@@ -1,0 +1,158 @@
+"""Replicas of a pipeline: which of them trains which samples, and where what they made of a batch meets.
+
+A batch is the job's alone; replicas share its samples, and every Step waits for all of them. The order of
+passes is foreseen for all replicas together, so that a Reduce stands where the last of them will have come to
+its end, and nobody waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from weftune.plan.pack.merge import BatchSample
+from weftune.plan.program.check import check
+from weftune.plan.program.prices import Prices
+from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPlan, Program, Reduce, Step
+from weftune.plan.window.dispatch import Began, Closed, Dispatch, rows_left
+from weftune.plan.window.orders import Work, multi_job_rules, transported
+
+Rounds = list[list[BatchSample]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Work, and for each replica its microbatches in the order in which they would like to run."""
+
+    work: Work
+    numbers: tuple[tuple[int, ...], ...]
+
+    @property
+    def replicas(self) -> int:
+        return len(self.numbers)
+
+
+def deal(rounds: Sequence[Sequence[BatchSample]], replicas: int) -> list[Rounds]:
+    """For each replica its samples, round by round: the longest go first, each to whoever has the fewest
+    tokens so far. What one round leaves uneven the next makes up for."""
+    tokens = [0] * replicas
+    dealt: list[Rounds] = [[] for _ in range(replicas)]
+    for samples in rounds:
+        home: dict[int, int] = {}
+        for place in sorted(range(len(samples)), key=lambda place: -samples[place].length):
+            home[place] = least = tokens.index(min(tokens))
+            tokens[least] += samples[place].length
+        for replica, own in enumerate(dealt):
+            part = [one for place, one in enumerate(samples) if home[place] == replica]
+            own += [part] if part else []
+    return dealt
+
+
+def deal_looks(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[list[int]]:
+    """For each replica which of some evaluation microbatches it runs, by the same rule."""
+    rows = [0] * replicas
+    dealt: list[list[int]] = [[] for _ in range(replicas)]
+    for place in sorted(range(len(microbatches)), key=lambda place: -microbatches[place].rows):
+        least = rows.index(min(rows))
+        rows[least] += microbatches[place].rows
+        dealt[least].append(place)
+    return [sorted(own) for own in dealt]
+
+
+def replicated(dealt: Dealt, stages: int, prices: Prices, spare: int = 0, patient: bool = False) -> Program:
+    """The multi-job order for all replicas together, with the Reduces and Steps that they need.
+
+    The `patient` let a pass go by before they add up what the others hand out, so that slow links are hidden.
+    """
+    work = dealt.work
+    lag = _mean_forward(dealt, prices) if patient else 0.0
+    rules = replace(multi_job_rules(stages, spare), lag=lag)
+    dispatch = Dispatch(work.microbatches, dealt.numbers, prices, rules)
+    dispatch.run()
+    lists = _Meeting(dealt, stages).lists_of(dispatch.log)
+    program = Program(
+        capacity=work.capacity,
+        microbatches=work.microbatches,
+        batches=work.batches,
+        devices=tuple(
+            tuple(transported(actions, _homes(device // stages, stages)))
+            for device, actions in enumerate(lists)
+        ),
+        stages=tuple(range(stages)),
+        replicas=dealt.replicas,
+    )
+    check(program)
+    return program
+
+
+def _mean_forward(dealt: Dealt, prices: Prices) -> float:
+    passes = [one.forward for number in dealt.work.filled for one in prices.passes[number]]
+    return sum(passes) / len(passes)
+
+
+def _homes(replica: int, stages: int) -> range:
+    return range(replica * stages, (replica + 1) * stages)
+
+
+class _Meeting:
+    """Puts Reduces and Steps among the passes, moment by moment.
+
+    Nothing can wait forever: whatever an action waits for happened at an earlier moment of the log.
+    """
+
+    def __init__(self, dealt: Dealt, stages: int) -> None:
+        self.microbatches, self.stages = dealt.work.microbatches, stages
+        self.lists: list[list[Action]] = [[] for _ in range(dealt.replicas * stages)]
+        shares = [rows_left(self.microbatches[number] for number in own) for own in dealt.numbers]
+        self.shares = [frozenset(share) for share in shares]
+        """For each replica the batches of which it trains anything."""
+        self.left = [shares[device // stages].copy() for device in range(len(self.lists))]
+        self.due: list[dict[str, Step]] = [{} for _ in self.lists]
+        """For each device the Steps that are still to be made; they come as late as they may."""
+
+    def lists_of(self, log: Iterable[Began | Closed]) -> list[list[Action]]:
+        for moment in log:
+            match moment:
+                case Began(device, Forward() as action):
+                    self._forward(device, action)
+                case Began(device, Backward() as action):
+                    self._backward(device, action)
+                case Closed(stage, job, step):
+                    self._close(stage, job, step)
+        for device, due in enumerate(self.due):
+            self.lists[device] += due.values()
+        return self.lists
+
+    def _forward(self, device: int, action: Forward) -> None:
+        for segment in self.microbatches[action.microbatch].segments:
+            if action.stage == 0:
+                self._without(segment.job, segment.step)
+            self._step(device, segment.job)
+        self.lists[device].append(action)
+
+    def _without(self, job: str, step: int) -> None:
+        """Replicas that train nothing of this batch make the job's last Step when the others have begun."""
+        for device in range(len(self.lists)):
+            if (job, step) not in self.shares[device // self.stages]:
+                self._step(device, job)
+
+    def _backward(self, device: int, action: Backward) -> None:
+        """The share of a batch is handed out right behind its last Backward here."""
+        self.lists[device].append(action)
+        for segment in self.microbatches[action.microbatch].segments:
+            key = segment.job, segment.step
+            self.left[device][key] -= len(segment.samples)
+            if not self.left[device][key]:
+                self.lists[device].append(Reduce(*key, "gradient"))
+
+    def _close(self, stage: int, job: str, step: int) -> None:
+        """All replicas have come to the end of a batch: what they handed out can be added."""
+        for device in range(stage, len(self.lists), self.stages):
+            self.lists[device].append(Reduce(job, step))
+            self.due[device][job] = Step(job, step)
+        if stage == 0:
+            self._step(0, job)
+
+    def _step(self, device: int, job: str) -> None:
+        if (step := self.due[device].pop(job, None)) is not None:
+            self.lists[device].append(step)

@@ -1,0 +1,107 @@
+"""How fast bytes come from the host or from files, and how fast the device multiplies: what a streamed plan
+hangs on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weftune.base.host import host_bytes
+from weftune.base.mapped import MappedFile
+from weftune.base.source import CHUNK_BYTES
+from weftune.plan.layout.one_device import PRETENDED_BANDWIDTH, PRETENDED_FLOPS
+from weftune.run.measure.memory import release
+from weftune.run.measure.timers import Stopwatch
+
+SAMPLE_BYTES = 256 << 20
+SIDE = 8192
+"""Of the matrices that are multiplied."""
+REACHED = 0.85
+"""Of a plain product's speed, what whole layers reach in their forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    bandwidth: float
+    """Bytes per second from the host."""
+    both_ways: float
+    """The same while as many go back."""
+    flops: float
+    """What forward passes reach in a second."""
+
+
+PRETENDED = Link(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
+
+
+def measure_link(device: torch.device, dtype: torch.dtype) -> Link:
+    if device.type != "cuda":
+        return PRETENDED
+    found = Link(_bandwidth(device), _both_ways(device), _flops(device, dtype))
+    release(device)
+    return found
+
+
+def measure_files(files: Sequence[MappedFile]) -> float:
+    """Bytes per second out of some of these files, in chunks as a run reads them.
+
+    Weights stay in their files where memory is too short for them, and then the page cache is, too: what the
+    cache holds of a sample leaves it first. What the system keeps all the same will be as fast as it seems.
+    """
+    out = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
+    left, seconds = SAMPLE_BYTES, 0.0
+    for file in files:
+        sample = min(len(file), left)
+        file.leave_cache(sample)
+        began = time.perf_counter()
+        for start in range(0, sample, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, sample)
+            file.expect(stop, min(stop + CHUNK_BYTES, sample))
+            file.read(start, stop, out[: stop - start])
+        seconds += time.perf_counter() - began
+        left -= sample
+        if not left:
+            break
+    return (SAMPLE_BYTES - left) / seconds
+
+
+def _bandwidth(device: torch.device) -> float:
+    host = host_bytes(SAMPLE_BYTES, device)
+    here = torch.empty(SAMPLE_BYTES, dtype=torch.uint8, device=device)
+    return SAMPLE_BYTES / _quickest(device, lambda: here.copy_(host, non_blocking=True))
+
+
+def _both_ways(device: torch.device) -> float:
+    host = [host_bytes(SAMPLE_BYTES, device) for _ in range(2)]
+    here = torch.empty(2, SAMPLE_BYTES, dtype=torch.uint8, device=device)
+    other = torch.cuda.Stream(device)
+
+    def copy() -> None:
+        now = torch.cuda.current_stream(device)
+        other.wait_stream(now)
+        with torch.cuda.stream(other):
+            host[1].copy_(here[1], non_blocking=True)
+        here[0].copy_(host[0], non_blocking=True)
+        now.wait_stream(other)
+
+    return SAMPLE_BYTES / _quickest(device, copy)
+
+
+def _flops(device: torch.device, dtype: torch.dtype) -> float:
+    # Of numbers like those of a base: a GPU multiplies ones faster.
+    drawn = torch.Generator(device).manual_seed(0)
+    x, y = (torch.randn(SIDE, SIDE, dtype=dtype, device=device, generator=drawn) for _ in range(2))
+    return REACHED * 2 * SIDE**3 / _quickest(device, lambda: torch.mm(x, y))
+
+
+def _quickest(device: torch.device, work: Callable[[], object], times: int = 4) -> float:
+    """Seconds; the first time also sets things up."""
+    found = []
+    for _ in range(times):
+        watch = Stopwatch(device)
+        work()
+        watch.mark()
+        found += watch.laps()
+    return min(found)

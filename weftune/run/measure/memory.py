@@ -1,0 +1,85 @@
+"""What the device has and what was taken of it."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+CPU_SHARE = 0.85
+GPU_SHARE = 0.92
+"""How much of what is free a run may plan with; the rest is for the allocator and for others."""
+CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""How torch says it on a CPU, in a plain RuntimeError: with malloc, and with mimalloc, as on ARM."""
+
+
+def taken_bytes(device: torch.device) -> int:
+    """What this process holds before the base is loaded."""
+    return 0 if device.type == "cuda" else resident_bytes(device)
+
+
+def resident_bytes(device: torch.device) -> int:
+    """What is taken now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def budget_bytes(device: torch.device) -> int:
+    """What a run may take on this device in all, what it already holds included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * GPU_SHARE)
+    return taken_bytes(device) + int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+def limit_bytes(device: torch.device, most: int | None) -> None:
+    """Have torch take no more of a GPU from here on: so that a promise is kept, whoever breaks it."""
+    if most is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
+
+
+def begin_peak(device: torch.device) -> bool:
+    """From here on `peak_bytes` speaks of the time since; False where it cannot be made to.
+
+    On a GPU it never is: what a captured pass takes was counted when it was captured.
+    """
+    if device.type == "cuda":
+        return False
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was taken, ever or since `begin_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def release(device: torch.device) -> None:
+    """Hand back memory that is held but not used."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Also where the end of a graph's capture has complained about what the shortage left behind."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(words in str(error) for words in CPU_SHORTAGE) or is_out_of_memory(error.__context__)

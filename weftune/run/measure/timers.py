@@ -1,0 +1,67 @@
+"""Moments and durations on a device: on a GPU by events, since it does its work after it was asked for."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import torch
+
+Moment = float | torch.cuda.Event
+"""Of a `Clock`."""
+
+
+class Clock:
+    """Moments on a device, told in seconds of the machine's clock, so that those of several workers compare.
+
+    A GPU does its work after it was asked for: there a moment is an event between two pieces of work, and it
+    can be told when the device has come to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._zero = self._event()
+            self._zero.synchronize()
+            self._zero_seconds = time.time()
+
+    def mark(self) -> Moment:
+        """What was asked for so far has been done, what is asked for next has not begun."""
+        return self._event() if self._on_gpu else time.time()
+
+    def seconds(self, moment: Moment) -> float:
+        if isinstance(moment, float):
+            return moment
+        moment.synchronize()
+        return self._zero_seconds + self._zero.elapsed_time(moment) / 1000
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Stopwatch:
+    """Seconds on a device between marks; on a GPU they are known only when it has got there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """From each mark to the next."""
+        if self._on_gpu:
+            self._events[-1].synchronize()
+            return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+        return [after - before for before, after in pairwise(self._times)]

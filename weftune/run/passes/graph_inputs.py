@@ -1,0 +1,93 @@
+"""What captured passes are made for, and what they read of a microbatch, at addresses that never change.
+
+Shapes: T rows, B boundaries of samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weftune.adapters.banks import Banks
+from weftune.base.attention import Pack
+from weftune.core.batch import IGNORED, Microbatch
+from weftune.ops.rows import Rows
+from weftune.plan.program.recompute import Recompute
+from weftune.run.passes.rows import Dealt, Laid
+
+LEAST = 64
+"""The smallest bucket of sample lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    rows: int
+    longest: int
+    samples: int
+    even: bool
+    limits: tuple[object, ...]
+    recompute: Recompute
+
+
+def key_of(laid: Laid, banks: Banks, recompute: Recompute) -> Key:
+    lengths = laid.microbatch.sample_lengths
+    even = len(set(lengths)) == 1
+    return Key(
+        rows=laid.microbatch.rows,
+        longest=lengths[0] if even else bucket(max(lengths), LEAST),
+        samples=len(lengths) if even else bucket(len(lengths), 1),
+        even=even,
+        limits=banks.limits(),
+        recompute=recompute,
+    )
+
+
+class Feed:
+    """For passes of one key."""
+
+    def __init__(self, banks: Banks, key: Key, device: torch.device) -> None:
+        self._banks = banks
+        self._boundaries_B = torch.full((key.samples + 1,), key.rows, dtype=torch.int32, device=device)
+        self._tokens_T = torch.zeros(key.rows, dtype=torch.int64, device=device)
+        self._positions_T = torch.zeros_like(self._tokens_T)
+        self._held: Laid | None = None
+        self.rows = Rows.empty(key.rows, banks.slots, device)
+        self.microbatch = Microbatch(
+            tokens_T=self._tokens_T,
+            positions_T=self._positions_T,
+            targets_T=torch.full_like(self._tokens_T, IGNORED),
+            token_index_T=self.rows.token_index_T,
+            sample_lengths=(key.rows,),
+            segments=(),
+        )
+        self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even)
+
+    def fill(self, laid: Laid) -> None:
+        """With a microbatch whose rows are dealt out here."""
+        lengths = torch.tensor((0, *laid.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
+        boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
+        boundaries_B[: len(lengths)] = lengths
+        self._boundaries_B.copy_(boundaries_B.pin_memory(), non_blocking=True)
+        self._tokens_T.copy_(laid.microbatch.tokens_T)
+        self._positions_T.copy_(laid.microbatch.positions_T)
+        self.rows.fill(self._banks.seats(laid.microbatch), laid.token_index)
+
+    def copy(self, laid: Laid, dealt: Dealt) -> None:
+        """From a microbatch whose rows have been dealt out, on the device: it comes here at every stage, and
+        often nobody else has come meanwhile."""
+        if self._held is laid:
+            return
+        assert dealt.rows is not None
+        boundaries_B = dealt.pack.boundaries
+        self._boundaries_B[: len(boundaries_B)].copy_(boundaries_B)
+        self._boundaries_B[len(boundaries_B) :].fill_(len(self._tokens_T))
+        self._tokens_T.copy_(laid.microbatch.tokens_T)
+        self._positions_T.copy_(laid.microbatch.positions_T)
+        self.rows.buffer.copy_(dealt.rows.buffer)
+        self._held = laid
+
+
+def bucket(value: int, least: int) -> int:
+    """The next power of two."""
+    return max(least, 1 << (value - 1).bit_length())

@@ -1,0 +1,153 @@
+"""Decoder layers of known families as a few fused ops, in place of transformers' own forward.
+
+A layer is norm → q,k,v → rotary → attention → o, and norm → gate,up → activation → down. Sites that share
+their input are multiplied at once, and each residual is added by the linear that ends its branch.
+
+Shapes: T rows, D hidden width, I inner width, N outputs of a group of sites, H query heads, G key and value
+heads, E rotary width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from weftune.adapters.banks import Banks
+from weftune.base.attention import Pack, Rule, attend_packed, kernel_serves
+from weftune.base.model import Base
+from weftune.base.stages import Elsewhere
+from weftune.ops.norm import rms_norm, skip_rms_norm
+from weftune.ops.rotary import rotary_split
+from weftune.ops.swiglu import swiglu
+from weftune.plan.program.recompute import Recompute
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2"})
+"""Families whose layers are exactly that, whatever else their configs say."""
+
+
+class Layers:
+    """The decoder layers of a base, if its family is known here; else none."""
+
+    def __init__(self, base: Base) -> None:
+        self.recompute = Recompute()
+        """What passes make again in their backward instead of keeping it."""
+        self._decoder = cast(Any, base.model.base_model)
+        self._config: Any = base.model.config
+        known = self._config.model_type in FAMILIES and self._config.hidden_act == "silu"
+        # Of a stage the neighbours' layers are elsewhere; of a worker with several stages also some between.
+        layers = enumerate(self._decoder.layers if known else ())
+        here = {at: layer for at, layer in layers if not isinstance(layer, Elsewhere)}
+        self.modules: list[Any] = list(here.values())
+        path = next(name for name, module in base.model.named_modules() if module is self._decoder)
+        self.paths = [f"{path}.layers.{at}" for at in here]
+        self._norms = base.last
+        """Whether the final norm is here too."""
+        heads = [module.self_attn.head_dim for module in self.modules]
+        self.capturable = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
+        """Whether a pass asks the device nothing: layers are known, and attention finds samples itself."""
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Sites that share their input."""
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        gate_up = ("mlp.gate_proj", "mlp.up_proj")
+        return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in (qkv, gate_up)]
+
+    def fuse(self, banks: Banks) -> None:
+        for index in range(len(self.modules)):
+            self.modules[index].forward = FusedLayer(self, index, banks, self._config)
+        if self.modules and self._norms:
+            norm = self._decoder.norm
+            norm.forward = partial(_norm, norm.weight, norm.variance_epsilon)
+
+    def unfuse(self) -> None:
+        """Give every layer its own forward back."""
+        for module in self.modules:
+            module.__dict__.pop("forward", None)
+        if self.modules and self._norms:
+            self._decoder.norm.__dict__.pop("forward", None)
+
+
+class FusedLayer:
+    """The forward of one layer; the signature is transformers'."""
+
+    def __init__(self, layers: Layers, index: int, banks: Banks, config: Any) -> None:
+        self._layers, self._index = layers, index
+        module, path = layers.modules[index], layers.paths[index]
+        attention = module.self_attn
+        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+        window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        self._rule = Rule(attention.scaling, window, None)
+        self._before, self._between = module.input_layernorm, module.post_attention_layernorm
+        self._qkv = banks.linear(f"{path}.self_attn.q_proj")
+        self._o = banks.linear(f"{path}.self_attn.o_proj")
+        self._gate_up = banks.linear(f"{path}.mlp.gate_proj")
+        self._down = banks.linear(f"{path}.mlp.down_proj")
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        weftune_pack: Pack | None = None,
+    ) -> Tensor:
+        assert attention_mask is None, "packed rows have no mask"
+        assert past_key_values is None, "packed rows have no past"
+        assert position_embeddings is not None
+        assert weftune_pack is not None
+        cos_TE, sin_TE = (x[0] for x in position_embeddings)
+        arguments = hidden_states[0], cos_TE, sin_TE, weftune_pack
+        if torch.is_grad_enabled() and self._index < self._layers.recompute.layers:
+            h_TD = checkpoint(self._run, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            h_TD = self._run(*arguments)
+        return h_TD[None]
+
+    def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
+        h_TD, qkv_TN = self._normed(h_TD, self._before, self._qkv)
+        q_THD, k_TGD, v_TGD = rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups)
+        seen_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, self._rule)
+        h_TD = self._o(seen_THD.flatten(1), h_TD)
+        h_TD, gate_up_TN = self._normed(h_TD, self._between, self._gate_up)
+        act_TI = swiglu(gate_up_TN)
+        with self._made_again(act_TI, partial(swiglu, gate_up_TN.detach())):
+            return self._down(act_TI, h_TD)
+
+    def _normed(
+        self, h_TD: Tensor, norm: Any, linear: Callable[[Tensor, Tensor | None], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """What goes around a branch, and the linears at its beginning."""
+        h_TD, n_TD = skip_rms_norm(h_TD, norm.weight, norm.variance_epsilon)
+        make = partial(rms_norm, h_TD.detach(), norm.weight, norm.variance_epsilon)
+        with self._made_again(n_TD, make):
+            return h_TD, linear(n_TD, None)
+
+    @contextmanager
+    def _made_again(self, made: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
+        """Where outputs are recomputed, a node that would keep `made` keeps the way to make it instead."""
+        if not self._layers.recompute.outputs:
+            yield
+            return
+
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+            return make if tensor.data_ptr() == made.data_ptr() and tensor.shape == made.shape else tensor
+
+        def unpack(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+            return kept if isinstance(kept, Tensor) else kept()
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+
+def _norm(weight_D: nn.Parameter, eps: float, h_1TD: Tensor) -> Tensor:
+    return rms_norm(h_1TD[0], weight_D, eps)[None]

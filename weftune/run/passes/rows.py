@@ -1,0 +1,75 @@
+"""A microbatch brought to the device, padded to the rows that its pass computes, and whose its rows are.
+
+Shapes: T rows, S supervised rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from weftune.adapters.banks import Banks
+from weftune.base.attention import Pack, pack
+from weftune.base.model import Base
+from weftune.core.batch import IGNORED, Microbatch, to_device
+from weftune.ops.lora import Route
+from weftune.ops.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A microbatch on the device, with its supervised rows and where each segment's begin among them."""
+
+    microbatch: Microbatch
+    token_index: NDArray[np.int64]
+    """The microbatch's dropout counters, on the host."""
+    rows_S: Tensor
+    sections: list[int]
+
+
+def lay(microbatch: Microbatch, rows: int, device: torch.device) -> Laid:
+    """The supervised rows are found on the host, so that the device is not asked how many there are."""
+    rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
+    begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
+    sections = torch.searchsorted(rows_S, begins).tolist()
+    full = padded(microbatch, rows)
+    return Laid(full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections)
+
+
+def padded(microbatch: Microbatch, rows: int) -> Microbatch:
+    """The microbatch with `rows` rows: those of nobody come last, in samples no longer than the longest."""
+    missing = rows - microbatch.rows
+    if missing <= 0:
+        return microbatch
+    longest = max(microbatch.sample_lengths)
+    lengths = (longest,) * (missing // longest) + ((missing % longest,) if missing % longest else ())
+    return replace(
+        microbatch,
+        tokens_T=pad(microbatch.tokens_T, (0, missing)),
+        positions_T=pad(microbatch.positions_T, (0, missing)),
+        targets_T=pad(microbatch.targets_T, (0, missing), value=IGNORED),
+        token_index_T=pad(microbatch.token_index_T, (0, missing)),
+        sample_lengths=microbatch.sample_lengths + lengths,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Whose the rows of a microbatch are, and where its samples begin."""
+
+    rows: Rows | None
+    pack: Pack
+
+
+def deal(base: Base, banks: Banks, laid: Laid, route: Route) -> Dealt:
+    """The same for every stage that the microbatch passes."""
+    rows = None
+    if route is Route.tiled:
+        rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
+        rows.fill(banks.seats(laid.microbatch), laid.token_index)
+    return Dealt(rows, pack(laid.microbatch.sample_lengths, base.device))

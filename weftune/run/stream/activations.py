@@ -1,0 +1,256 @@
+"""What the stages of a streamed base were given, from their forward to their backward: kept on the device, or
+offloaded to host memory and brought back in time.
+
+Shapes: G stages whose inputs wait, R rows of a round, T rows of a microbatch, D hidden width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.base.host import host_vectors
+from weftune.base.streamed import StreamedBase
+from weftune.plan.program.program import Backward, Forward, Program
+from weftune.plan.program.stream_cut import offloaded_inputs
+from weftune.run.stream.weights import Waited
+
+CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """A microbatch at a stage."""
+
+    microbatch: int
+    stage: int
+
+
+class KeptInputs:
+    """On the device all the time."""
+
+    def __init__(self) -> None:
+        self._here: dict[Visitor, Tensor] = {}
+
+    @property
+    def rows_here(self) -> int:
+        """On the device, of all stages."""
+        return sum(len(given_TD) for given_TD in self._here.values())
+
+    def reserve(self, rows: int) -> None:
+        """Have room for rounds of so many rows; nothing is in flight."""
+
+    def give(self, to: Visitor, given_TD: Tensor) -> None:
+        """The stage before has made it."""
+        self._here[to] = given_TD
+
+    def read(self, by: Visitor) -> Tensor:
+        """From here on the arithmetic may read it."""
+        return self._here[by]
+
+    def passed(self, by: Visitor) -> None:
+        """The stage has made its forward; its backward is still to come."""
+
+    def bring(self, to: Visitor) -> None:
+        """The microbatch's next visit, on its way back, is this one."""
+
+    def drop(self, by: Visitor) -> None:
+        """The stage has made its backward."""
+        del self._here[by]
+
+    def forget(self) -> None:
+        """A round ends unfinished."""
+        self._here.clear()
+
+
+class OffloadedInputs(KeptInputs):
+    """On the device only around the visits that read them.
+
+    An input leaves as soon as it is made, so that the copy has a whole visit's time, and is given up when its
+    stage has made its forward. It is asked for again when its microbatch goes back through the stage behind,
+    a visit ahead of its use. The last stage turns round at once: its inputs are kept.
+    """
+
+    def __init__(self, base: StreamedBase, waited: Callable[[], Waited]) -> None:
+        super().__init__()
+        whole = base.whole
+        self._last = len(base.cut.stages) - 1
+        self.width = whole.shape.hidden
+        self._dtype, self._device = whole.dtype, whole.device
+        self._copies = _GpuCopies(self._device, waited) if whole.device.type == "cuda" else _Copies(waited)
+        self._rows: dict[int, slice] = {}
+        """Microbatch → its rows on the host, the same for every stage."""
+        self._host_GRD = torch.empty(0)
+        self._make_room(base.cut.offloaded_rows)
+
+    @property
+    def reserved_rows(self) -> int:
+        """Of a round, on the host."""
+        return self._host_GRD.shape[1]
+
+    def reserve(self, rows: int) -> None:
+        assert not self._rows, "inputs still wait on the host"
+        if rows > self.reserved_rows:
+            self._make_room(rows)
+
+    def _make_room(self, rows: int) -> None:
+        """In place of what there was: both need not find room at once."""
+        self._copies.finish()
+        self._host_GRD = torch.empty(0)
+        stages = offloaded_inputs(self._last + 1)
+        shape = (stages, rows, self.width)
+        [room] = host_vectors([(stages * rows * self.width, self._dtype)], self._device)
+        self._host_GRD = room.view(shape)
+
+    def give(self, to: Visitor, given_TD: Tensor) -> None:
+        super().give(to, given_TD)
+        if to.stage < self._last:
+            self._take_rows(to.microbatch, len(given_TD))
+            self._copies.leave(to, given_TD, self._place_TD(to))
+
+    def _take_rows(self, microbatch: int, count: int) -> None:
+        if microbatch not in self._rows:
+            start = max((taken.stop for taken in self._rows.values()), default=0)
+            assert start + count <= self.reserved_rows, "the round has more rows than were reserved"
+            self._rows[microbatch] = slice(start, start + count)
+
+    def _place_TD(self, of: Visitor) -> Tensor:
+        """On the host; the first stage has no input."""
+        return self._host_GRD[of.stage - 1, self._rows[of.microbatch]]
+
+    def read(self, by: Visitor) -> Tensor:
+        self._copies.await_coming(by)
+        return super().read(by)
+
+    def passed(self, by: Visitor) -> None:
+        self._copies.await_gone(by)
+        del self._here[by]
+
+    def bring(self, to: Visitor) -> None:
+        self._here[to] = self._copies.come(to, self._place_TD(to))
+
+    def drop(self, by: Visitor) -> None:
+        super().drop(by)
+        if by.stage == 1:
+            del self._rows[by.microbatch]
+
+    def forget(self) -> None:
+        self._copies.finish()
+        super().forget()
+        self._rows.clear()
+
+
+class _Copies:
+    """On a pretended device every copy is made at once, and waited for."""
+
+    def __init__(self, waited: Callable[[], Waited]) -> None:
+        self._waited = waited
+
+    def leave(self, visitor: Visitor, given_TD: Tensor, host_TD: Tensor) -> None:
+        began = time.perf_counter()
+        host_TD.copy_(given_TD)
+        self._waited().seconds += time.perf_counter() - began
+
+    def await_gone(self, visitor: Visitor) -> None:
+        """From here on what is on the device may be given up."""
+
+    def come(self, visitor: Visitor, host_TD: Tensor) -> Tensor:
+        began = time.perf_counter()
+        here_TD = host_TD.clone()
+        self._waited().seconds += time.perf_counter() - began
+        self._waited().copied_bytes += host_TD.nbytes
+        return here_TD
+
+    def await_coming(self, visitor: Visitor) -> None:
+        """From here on what has come may be read."""
+
+    def finish(self) -> None:
+        """Nothing that is asked for from here on overtakes a copy."""
+
+
+class _GpuCopies(_Copies):
+    """Streams of their own: in the queue of the Loads an input would wait for stages that are needed only
+    after it, and in that of the Evicts it would hold up a slot. Beside a stage an input is small.
+
+    Tensors are taken and given up on the stream of the arithmetic, which has then waited for their copy: so
+    what is on the device at once follows from the Program, not from how far the host runs ahead.
+    """
+
+    def __init__(self, device: torch.device, waited: Callable[[], Waited]) -> None:
+        super().__init__(waited)
+        self._device = device
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._gone: dict[Visitor, torch.cuda.Event] = {}
+        self._there: dict[Visitor, torch.cuda.Event] = {}
+
+    def leave(self, visitor: Visitor, given_TD: Tensor, host_TD: Tensor) -> None:
+        self._out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out):
+            # In chunks, between which what goes back of Steps finds its turn.
+            rows = max(1, CHUNK_BYTES // given_TD[:1].nbytes)
+            for given, host in zip(given_TD.split(rows), host_TD.split(rows), strict=True):
+                host.copy_(given, non_blocking=True)
+            self._gone[visitor] = _marked()
+
+    def await_gone(self, visitor: Visitor) -> None:
+        self._await(self._gone.pop(visitor))
+
+    def come(self, visitor: Visitor, host_TD: Tensor) -> Tensor:
+        here_TD = torch.empty_like(host_TD, device=self._device)
+        # Its memory may have been another tensor's, which the arithmetic has yet to read.
+        self._in.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._in):
+            here_TD.copy_(host_TD, non_blocking=True)
+            self._there[visitor] = _marked()
+        self._waited().copied_bytes += host_TD.nbytes
+        return here_TD
+
+    def await_coming(self, visitor: Visitor) -> None:
+        if (there := self._there.pop(visitor, None)) is not None:
+            self._await(there)
+
+    def _await(self, copied: torch.cuda.Event) -> None:
+        ready = _marked()
+        torch.cuda.current_stream().wait_event(copied)
+        self._waited().note(ready, copied)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._gone.clear()
+        self._there.clear()
+
+
+def _marked() -> torch.cuda.Event:
+    """When the current stream comes here."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def stage_inputs(base: StreamedBase, waited: Callable[[], Waited]) -> KeptInputs:
+    """As the cut says."""
+    offloads = base.cut.offloads and offloaded_inputs(len(base.cut.stages)) > 0
+    return OffloadedInputs(base, waited) if offloads else KeptInputs()
+
+
+def rows_at_once(program: Program) -> int:
+    """The most rows that are between their first Forward and their last Backward."""
+    rows = most = 0
+    for action in program.actions:
+        match action:
+            case Forward(number, 0):
+                rows += program.microbatches[number].rows
+            case Backward(number, 0):
+                rows -= program.microbatches[number].rows
+        most = max(most, rows)
+    return most
+
+
+def most_rows(program: Program) -> int:
+    """Of one microbatch that is trained."""
+    numbers = (action.microbatch for action in program.actions if isinstance(action, Forward))
+    return max((program.microbatches[number].rows for number in numbers), default=0)

@@ -1,0 +1,380 @@
+"""Steps of adapters that live in host memory: gradient, master and moments come to the device in pieces, are
+updated there and go back, those of a stage before its first pass in the next round.
+
+Steps of a stage are asked for ahead of its passes, which wait for them and for nothing that was asked for
+later. Pieces of several jobs are updated together: asked for one by one, they keep the host longer than the
+device.
+
+Nobody but the device writes a job's state between `begin` and the end of its last piece.
+
+Shapes: J jobs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from weftune.ops.adamw import State, Update, update
+from weftune.ops.triton.at_hand import kernels_run
+from weftune.plan.layout.ring import PIECE, PIECES
+from weftune.run.stream.adapters import OUTSIDE, Pair, Part, Travel
+from weftune.run.stream.buffers import Buffer, Lanes, bring, copy, give_back
+from weftune.run.stream.weights import Gone
+from weftune.run.training.steps import Begun, Due, Outcome, factors, open_sums, open_tokens
+
+ALIGNMENT = 64
+"""Parameters. Torch's fused AdamW rounds the odd ones at a vector's end otherwise than all before them: cut
+at multiples of whatever a processor takes at a time, pieces get the bits of the whole."""
+
+Make = Callable[[Sequence[Update], Tensor | None], Tensor]
+"""Makes updates, with factors that are on the device; which jobs' weights are finite after it, bool [J]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Parameters of a part that are updated at a time."""
+
+    inside: Part
+    whole: Part
+    """The same and what lies between it and the next multiples: computed with, but not kept."""
+
+    @property
+    def kept(self) -> Part:
+        """What is inside, counted from the first of the whole."""
+        first = self.whole.start
+        return Part(self.inside.start - first, self.inside.stop - first)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Steps that were begun together."""
+
+    due: tuple[Due, ...]
+    updates: tuple[Update, ...]
+    tokens: tuple[int, ...]
+    sums_J3: Tensor
+    """Loss, hits and norm."""
+    factor_J: Tensor | None
+    """Where kernels make the updates; else the updates know theirs."""
+    gone: Gone
+    """When all gradients are on the host."""
+    finite: tuple[list[Tensor], ...]
+    """For each job, whether the weights of its pieces are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Left:
+    """What is left of a job's Step in one stage."""
+
+    run: _Run
+    number: int
+    """Of the job in the run."""
+    part: Part
+    pieces: list[Piece]
+
+    @property
+    def factor(self) -> Tensor | None:
+        """Where the device has it."""
+        return None if self.run.factor_J is None else self.run.factor_J[self.number]
+
+    @property
+    def refused(self) -> bool:
+        """Whether the host knows that no step can be made; where it does not, the device will."""
+        return self.run.factor_J is None and self.run.updates[self.number].factor < 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Seated:
+    """A piece with its place in a buffer."""
+
+    pair: Pair
+    left: _Left
+    piece: Piece
+    at: int
+
+    @property
+    def update(self) -> Update:
+        """With the state that is on the host."""
+        return self.left.run.updates[self.left.number]
+
+    @property
+    def stop(self) -> int:
+        return self.at + self.piece.whole.size
+
+
+@dataclass(slots=True)
+class TravelBegun:
+    """Steps whose outcomes will be read together."""
+
+    steps: TravelSteps
+    runs: list[_Run] = field(default_factory=list)
+    used: bool = False
+    """Whether one of the jobs has been in a pass since."""
+
+    @property
+    def due(self) -> list[Due]:
+        return [one for run in self.runs for one in run.due]
+
+    @property
+    def jobs(self) -> set[str]:
+        return {one.training.job for one in self.due}
+
+    def outcomes(self) -> list[Outcome]:
+        """All of them must have been made."""
+        return [outcome for run in self.runs for outcome in self.steps.outcomes(run)]
+
+
+class TravelSteps:
+    def __init__(self, travel: Travel, make: Make = update) -> None:
+        self.travel, self._make_update = travel, make
+        self._left: dict[Pair, _Left] = {}
+        self._buffers: list[Buffer] = []
+        self._turn = 0
+        self._lanes = Lanes.on(travel.device) if travel.device.type == "cuda" else None
+        self._there: dict[Pair, torch.cuda.Event] = {}
+        """When the weights that were last asked for are made; until a pass has waited for it."""
+        self._sent: torch.cuda.Event | None = None
+        """When the last gradients have left that were sent; until the passes' stream has waited for it."""
+        self._home: dict[int, torch.cuda.Event] = {}
+        """Stage → when its last piece has gone back."""
+
+    def fit(self, job: str) -> None:
+        """Have buffers for the pieces of a job that has come aboard, beside those of the others."""
+        wanted = min(PIECE, max(self._stage_sizes(), default=0))
+        if self._buffers and wanted <= len(self._buffers[0].state.master):
+            return
+        self.travel.wait()
+        self._buffers = []
+        state = self.travel.travellers[job].training.state
+        vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
+        for _ in range(PIECES):
+            here = (torch.zeros(wanted, dtype=one.dtype, device=self.travel.device) for one in vectors)
+            self._buffers.append(Buffer(State(*here)))
+
+    def _stage_sizes(self) -> Iterable[int]:
+        """What all jobs' pieces of a stage would take beside each other."""
+        sizes: Counter[int] = Counter()
+        for traveller in self.travel.travellers.values():
+            for stage, part in traveller.by_stage.items():
+                for piece in pieces(part, traveller.training.layout.size):
+                    sizes[stage] += _aligned(piece.whole.size)
+        return sizes.values()
+
+    # -- asked for ---------------------------------------------------------------------------------------
+
+    def send(self, stage: int) -> None:
+        """Have the gradients leave that were made where a stage stays, beside the passes of others."""
+        self.travel.measure(stage)
+        if self._lanes is None:
+            self.travel.send(stage)
+            return
+        self._lanes.down.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._lanes.down):
+            self.travel.send(stage)
+            self._sent = self._lanes.down.record_event()
+
+    def wait_sent(self) -> None:
+        """From here on the current stream may write where they were."""
+        if self._sent is not None:
+            torch.cuda.current_stream().wait_event(self._sent)
+            self._sent = None
+
+    def begin(self, begun: TravelBegun, due: Sequence[Due], gone: Callable[[], Gone]) -> None:
+        """Close the open batches: their Steps are to be made. Their gradients have been sent to the host;
+        `gone` tells when they, and all else that the device was asked for until then, will be there."""
+        trainings = [one.training for one in due]
+        tokens = tuple(open_tokens(training) for training in trainings)
+        sums_J2 = open_sums(trainings)
+        norm_J = self.travel.gradient_norms([training.job for training in trainings]).to(sums_J2.device)
+        updates = tuple(training.update() for training in trainings)
+        factor_J = factors(trainings, sums_J2, norm_J)
+        by_kernels = kernels_run(self.travel.device, trainings[0].master.dtype)
+        if not by_kernels:
+            known = zip(updates, factor_J.tolist(), strict=True)
+            updates = tuple(replace(one, factor=factor) for one, factor in known)
+        run = _Run(
+            due=tuple(due),
+            updates=updates,
+            tokens=tokens,
+            sums_J3=torch.cat([sums_J2, norm_J[:, None]], dim=1),
+            factor_J=factor_J.float() if by_kernels else None,
+            gone=gone(),
+            finite=tuple([] for _ in due),
+        )
+        begun.runs.append(run)
+        for number, training in enumerate(trainings):
+            training.open = None
+            for stage, part in self.travel.travellers[training.job].by_stage.items():
+                if found := list(pieces(part, training.layout.size)):
+                    self._left[training.job, stage] = _Left(run, number, part, found)
+
+    def unfinished(self, job: str, stage: int) -> bool:
+        """Whether the job's weights of that stage have yet to be made."""
+        return (job, stage) in self._left
+
+    def left(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
+        """What of these jobs' Steps has yet to be made before a pass over the stage."""
+        return [pair for pair in self._pairs(stage, jobs) if pair in self._left]
+
+    def _pairs(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
+        """What passes of these jobs over the stage read; at both ends also what is outside all layers."""
+        last = len(self.travel.cut.stages) - 1
+        stages = (stage, OUTSIDE) if stage in (0, last) else (stage,)
+        return [(job, one) for job in jobs for one in stages]
+
+    def all_left(self) -> list[Pair]:
+        return sorted(self._left, key=lambda pair: (pair[1], pair[0]))
+
+    # -- made --------------------------------------------------------------------------------------------
+
+    def ask(self, pairs: Iterable[Pair], writable: Gone) -> None:
+        """Have these made beside whatever else the device does; their weights go to the host and, once they
+        are writable, to the places where their stages are. Whoever reads them there waits by `use`."""
+        with self._made():
+            _wait_for(writable)
+        for seated in self._seated(pairs):
+            self._make([one for one in seated if not one.left.refused])
+            for one in seated:
+                one.left.pieces.pop(0)
+                if not one.left.pieces:
+                    del self._left[one.pair]
+
+    def asked(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
+        """What was asked for, and no pass of these jobs over the stage has waited for yet."""
+        return [pair for pair in self._pairs(stage, jobs) if pair in self._there]
+
+    def use(self, pairs: Iterable[Pair]) -> None:
+        """From here on the current stream may read what was asked for of these where their stages are."""
+        for there in dict.fromkeys(self._there.pop(pair) for pair in pairs):
+            torch.cuda.current_stream().wait_event(there)
+
+    def outcomes(self, run: _Run) -> list[Outcome]:
+        assert not any(left.run is run for left in self._left.values()), "a Step is not all made"
+        with self._made():
+            # Not on the stream of the passes: the next round's may be on their way.
+            none = torch.ones(1, dtype=torch.bool, device=run.sums_J3.device)
+            finite_J = torch.stack([torch.cat([none, *found]).all() for found in run.finite])
+            begun = Begun.of(run.due, run.updates, run.tokens, run.sums_J3, finite_J)
+        return begun.outcomes()
+
+    def wait(self) -> None:
+        """Until all that was asked for is made and on the host."""
+        for home in self._home.values():
+            home.synchronize()
+        self._there.clear()
+
+    def wait_here(self, stage: int) -> None:
+        """Have the current stream read on the host what was asked for of the stage once it is there."""
+        if (home := self._home.get(stage)) is not None:
+            torch.cuda.current_stream().wait_event(home)
+
+    def _seated(self, pairs: Iterable[Pair]) -> Iterator[list[_Seated]]:
+        """The pieces of all pairs, by the buffer."""
+        room = len(self._buffers[0].state.master) if self._buffers else 0
+        seated: list[_Seated] = []
+        for pair in pairs:
+            left = self._left[pair]
+            # Not the list itself: a piece leaves it when it is made.
+            for piece in tuple(left.pieces):
+                at = _aligned(seated[-1].stop) if seated else 0
+                if at + piece.whole.size > room:
+                    yield seated
+                    seated, at = [], 0
+                seated.append(_Seated(pair, left, piece, at))
+        if seated:
+            yield seated
+
+    def _make(self, seated: Sequence[_Seated]) -> None:
+        if not seated:
+            return
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % PIECES
+        here = [buffer.state.within(one.at, one.stop) for one in seated]
+        with self._coming(buffer):
+            for run in dict.fromkeys(one.left.run for one in seated):
+                _wait_for(run.gone)
+            bring([one.update.state.within(*one.piece.whole) for one in seated], here)
+        with self._made():
+            self._update(buffer, seated, here)
+        made = [state.within(*one.piece.kept) for one, state in zip(seated, here, strict=True)]
+        with self._leaving(buffer, {one.pair[1] for one in seated}):
+            give_back(made, [one.update.state.within(*one.piece.inside) for one in seated])
+
+    def _update(self, buffer: Buffer, seated: Sequence[_Seated], here: Sequence[State]) -> None:
+        """What has come of these pieces; their new weights also go where their stages are."""
+        factor_J = _factors(seated)
+        if factor_J is not None:
+            # Where the device finds that no step can be made, those of the buffer's last jobs would go back.
+            buffer.state.weights[: seated[-1].stop].copy_(buffer.state.master[: seated[-1].stop])
+        updates = [replace(one.update, state=state) for one, state in zip(seated, here, strict=True)]
+        finite_J = self._make_update(updates, factor_J)
+        rooms, weights = [], []
+        for one, state, finite in zip(seated, here, finite_J.split(1), strict=True):
+            one.left.run.finite[one.left.number].append(finite)
+            if (room := self.travel.room(*one.pair)) is not None:
+                at = one.piece.inside.start - one.left.part.start
+                rooms.append(room[at : at + one.piece.inside.size])
+                weights.append(state.weights[slice(*one.piece.kept)])
+        if rooms:
+            copy(rooms, weights)
+        if self._lanes is not None:
+            self._there |= dict.fromkeys((one.pair for one in seated), self._lanes.make.record_event())
+
+    @contextmanager
+    def _coming(self, buffer: Buffer) -> Iterator[None]:
+        """On the stream of what comes, once the buffer is free; updates asked for later wait for it."""
+        if self._lanes is None:
+            yield
+            return
+        with torch.cuda.stream(self._lanes.up):
+            if buffer.free is not None:
+                self._lanes.up.wait_event(buffer.free)
+            yield
+        self._lanes.make.wait_stream(self._lanes.up)
+
+    def _made(self) -> AbstractContextManager[object]:
+        """On the stream of the updates."""
+        return nullcontext() if self._lanes is None else torch.cuda.stream(self._lanes.make)
+
+    @contextmanager
+    def _leaving(self, buffer: Buffer, stages: Iterable[int]) -> Iterator[None]:
+        """On the stream of what goes back, of these stages; the buffer is free when it has."""
+        if self._lanes is None:
+            yield
+            return
+        self._lanes.down.wait_stream(self._lanes.make)
+        with torch.cuda.stream(self._lanes.down):
+            yield
+            buffer.free = self._lanes.down.record_event()
+        self._home |= dict.fromkeys(stages, buffer.free)
+
+
+def _wait_for(gone: Gone) -> None:
+    for event in gone.events:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def pieces(part: Part, size: int) -> Iterator[Piece]:
+    """Of a part of a vector of so many parameters."""
+    first = part.start - part.start % ALIGNMENT
+    for at in range(first, part.stop if part.size else first, PIECE):
+        inside = Part(max(at, part.start), min(at + PIECE, part.stop))
+        stop = min(-(-inside.stop // ALIGNMENT) * ALIGNMENT, size)
+        yield Piece(inside, Part(at, stop))
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _factors(seated: Sequence[_Seated]) -> Tensor | None:
+    """Of the pieces' jobs, where the device has them."""
+    found = [one.left.factor for one in seated]
+    known = [factor for factor in found if factor is not None]
+    return torch.stack(known) if known else None

@@ -1,0 +1,46 @@
+"""Microbatches on their way through the stages of a streamed base.
+
+Shapes: T rows, D hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from weftune.plan.program.program import MicrobatchPlan
+from weftune.run.passes.plain import Plain
+from weftune.run.passes.rows import Dealt, Laid
+from weftune.run.passes.stage_graphs import StageGraph
+from weftune.run.stream.visits import ThereAndBack, Visits
+
+
+@dataclass(slots=True)
+class Flight:
+    """A microbatch between its first Forward and its last Backward."""
+
+    plan: MicrobatchPlan
+    laid: Laid
+    dealt: Dealt
+    visits: ThereAndBack
+    settled: bool = True
+    """Whether nothing was set up for its passes."""
+    dh_TD: Tensor | None = None
+    """What the stage after hands back."""
+    last: Plain | StageGraph | None = None
+    """The last stage's pass, and behind it a leaf, losses and hits, between its forward and backward."""
+    leaf_TD: Tensor | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    hits: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Looking:
+    """An evaluation on its way through the stages."""
+
+    plan: MicrobatchPlan
+    laid: Laid
+    dealt: Dealt
+    visits: Visits
+    h_TD: Tensor | None = None

@@ -1,0 +1,243 @@
+"""A job's checkpoints: whole or not at all, checked when read, never a pickle.
+
+A checkpoint is a folder `step-00000020` with `tensors.safetensors` (master weights, both moments, the best
+weights if kept), `state.json` (where the job stands) and `SHA256SUMS` over both. It is written under
+another name, synced, then renamed. The data cursor, the schedule and the dropout are functions of seed and
+step, so those two are all the random state there is. The last two checkpoints are kept: if a byte of the
+newer one has flipped, the older one serves.
+
+A pipeline writes a file of tensors for each stage (`weftune.run.training.slices`). Either is read on any
+number of stages, since parameters are found by their site and name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as serialise
+from torch import Tensor
+
+from weftune.adapters.layout import Layout, ParameterShape
+from weftune.core.formats import FORMAT, refuse_unknown_format
+from weftune.run.training.state import Progress, Training
+
+TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KEPT = 2
+
+
+def save(folder: Path, training: Training) -> Path:
+    """Write the job's state under `folder` and drop all but the newest checkpoints."""
+    final = final_folder(folder, training.progress.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    if holds(folder, training.progress):
+        return final
+    partial = partial_folder(folder, training.progress.step)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    state = {
+        "format": FORMAT,
+        "progress": asdict(training.progress),
+        "seed": training.member.seed,
+        "layout": layout_of(training),
+    }
+    written = {TENSORS: serialise(tensors_of(training)), STATE: json.dumps(state).encode()}
+    try:
+        for name, content in {**written, SUMS: _sums(written)}.items():
+            write_synced(partial / name, content)
+        put_in_place(partial, final)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Give a checkpoint whose files are all written its name, and drop all but the newest."""
+    sync_folder(partial)
+    # What stands there is damaged, or of the same step before its evaluation.
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(partial, final)
+    sync_folder(final.parent)
+    for old in list(_newest_first(final.parent))[KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def final_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def partial_folder(folder: Path, step: int) -> Path:
+    return folder / f".step-{step:08d}.partial"
+
+
+def holds(folder: Path, progress: Progress) -> bool:
+    """Whether an intact checkpoint says exactly this."""
+    there = _read(final_folder(folder, progress.step))
+    return there is not None and there.progress == progress
+
+
+def restore(folder: Path, training: Training) -> bool:
+    """Bring `training` to the newest intact checkpoint under `folder`; False if there is none."""
+    for path in _newest_first(folder):
+        stored = _read(path)
+        if stored is None or not stored.serves(training):
+            continue
+        training.progress = stored.progress
+        training.master.copy_(stored.vector("master", training))
+        for name in MOMENTS:
+            # Not there in what was saved at step 0 by earlier releases.
+            if stored.has(name):
+                getattr(training.state, name).copy_(stored.vector(name, training))
+        training.state.weights.copy_(training.master)
+        training.best = None
+        if stored.best_is_master:
+            training.best = training.master.clone()
+        elif stored.has("best"):
+            training.best = stored.vector("best", training).to(training.master.device)
+        training.forget_open_batch()
+        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What there is of a job's checkpoints."""
+
+    progress: Progress | None
+    """Where the newest intact one stands; None if there is none."""
+    damaged: tuple[Path, ...]
+    """Those that are newer than it and cannot be used."""
+
+
+def survey(folder: Path) -> Survey:
+    """Look for the newest intact checkpoint, without a model to put it into."""
+    damaged: list[Path] = []
+    for path in _newest_first(folder):
+        if (stored := _read(path)) is not None:
+            return Survey(stored.progress, tuple(damaged))
+        damaged.append(path)
+    return Survey(None, tuple(damaged))
+
+
+def newest_progress(folder: Path) -> Progress | None:
+    """Where the newest intact checkpoint stands."""
+    return survey(folder).progress
+
+
+def set_aside(damaged: Iterable[Path]) -> None:
+    """Take damaged checkpoints out of the count, so that two intact ones are kept; their files stay."""
+    for path in damaged:
+        target = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(path, target)
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from sorted(folder.glob("step-*"), reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One file of tensors, with where each parameter lies in its flat vectors."""
+
+    layout: Layout
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    progress: Progress
+    parts: tuple[_Part, ...]
+    best_is_master: bool
+    """Where the slices were written before it was known that their evaluation was the best."""
+
+    def has(self, name: str) -> bool:
+        return all(name in part.tensors for part in self.parts)
+
+    def serves(self, training: Training) -> bool:
+        """Whether all parameters of `training` are there, in their shapes."""
+        stored = {parameter for part in self.parts for parameter in part.layout.parameters}
+        return stored.issuperset(training.layout.parameters)
+
+    def vector(self, name: str, training: Training) -> Tensor:
+        whole = Layout(tuple(one for part in self.parts for one in part.layout.parameters))
+        flat = torch.cat([part.tensors[name] for part in self.parts])
+        return training.layout.slice_of(whole, flat)
+
+
+def _read(path: Path) -> _Stored | None:
+    """The checkpoint at `path` if it is whole and its checksums hold. One that is whole and of a later
+    format raises UnknownFormat."""
+    try:
+        content = _whole_files(path)
+        if content is None:
+            return None
+        state = json.loads(content[STATE])
+        refuse_unknown_format(state.get("format"), path / STATE)
+        slices = state.get("slices") or [{"file": TENSORS, "layout": state["layout"]}]
+        parts = tuple(
+            _Part(_layout_from(one["layout"]), load_tensors(content[Path(one["file"]).name]))
+            for one in slices
+        )
+        return _Stored(Progress(**state["progress"]), parts, bool(state.get("best_is_master")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return None
+
+
+def _whole_files(path: Path) -> dict[str, bytes] | None:
+    """The files of a checkpoint, in whatever format, or None where one is not what was written."""
+    sums = (path / SUMS).read_bytes()
+    names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
+    content = {name: (path / name).read_bytes() for name in names}
+    return content if STATE in content and sums == _sums(content) else None
+
+
+def tensors_of(training: Training) -> dict[str, Tensor]:
+    tensors = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
+    if training.best is not None:
+        tensors["best"] = training.best
+    return {name: value.cpu().contiguous() for name, value in tensors.items()}
+
+
+def layout_of(training: Training) -> list[list[Any]]:
+    return [[p.site, p.name, list(p.shape)] for p in training.layout.parameters]
+
+
+def _layout_from(listed: list[list[Any]]) -> Layout:
+    return Layout(tuple(ParameterShape(site, name, tuple(shape)) for site, name, shape in listed))
+
+
+def _sums(content: Mapping[str, bytes]) -> bytes:
+    return sums_text({name: hashlib.sha256(data).hexdigest() for name, data in content.items()})
+
+
+def sums_text(sums: Mapping[str, str]) -> bytes:
+    """As `sha256sum` writes and checks them."""
+    return "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
+
+
+def write_synced(path: Path, payload: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

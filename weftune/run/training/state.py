@@ -1,0 +1,155 @@
+"""One job's training state: master weights, moments, gradients in the making, and where it stands.
+
+All parameters of an adapter live in one flat vector, so that a step is a handful of vector operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.kind import Member, kind_named
+from weftune.adapters.layout import Layout
+from weftune.core.batch import Segment
+from weftune.core.shapes import SiteShape
+from weftune.ops.adamw import State, Update
+from weftune.run.training.schedule import Recipe, learning_rate
+
+LITTLE = 1e-6
+"""Added to a norm before anything is divided by it, as torch does."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a job has behind it; saved in every checkpoint."""
+
+    step: int = 0
+    trained_tokens: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
+    stale: int = 0
+    """Evaluations in a row that did not better the best by enough."""
+    evaluated: int = -1
+    """The last step after which the held-out samples were looked at."""
+
+
+@dataclass(slots=True)
+class OpenBatch:
+    """Sums over the microbatches of the global batch in the making."""
+
+    loss: Tensor
+    hits: Tensor
+    tokens: int = 0
+    """Rows seen so far, prompt and completion alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    token_accuracy: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class Training:
+    member: Member
+    recipe: Recipe
+    layout: Layout
+    state: State
+    progress: Progress = field(default_factory=Progress)
+    best: Tensor | None = None
+    """The master weights of the best evaluation, where the job keeps them."""
+    open: OpenBatch | None = None
+
+    @property
+    def job(self) -> str:
+        return self.member.job
+
+    @property
+    def master(self) -> Tensor:
+        return self.state.master
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.state.gradient
+
+    def update(self, norm: float = 0.0) -> Update:
+        """The next step, for a gradient of that norm."""
+        step = self.progress.step + 1
+        clip = self.recipe.clip
+        return Update(
+            state=self.state,
+            step=step,
+            learning_rate=learning_rate(self.recipe, step),
+            weight_decay=self.recipe.weight_decay,
+            factor=min(1.0, clip / (norm + LITTLE)) if clip else 1.0,
+            betas=self.recipe.betas,
+            eps=self.recipe.eps,
+        )
+
+    def collect(self, segment: Segment, loss: Tensor, hits: Tensor) -> None:
+        """Add what a microbatch came to to the open global batch."""
+        if self.open is None:
+            self.open = OpenBatch(torch.zeros_like(loss), torch.zeros_like(hits))
+        self.open.loss += loss.detach()
+        self.open.hits += hits
+        self.open.tokens += segment.stop - segment.start
+
+    def take_batch(self, gradient: Tensor, loss: Tensor, hits: Tensor, tokens: int) -> None:
+        """What the global batch came to everywhere, in the place of what was collected here."""
+        self.gradient.copy_(gradient)
+        self.open = OpenBatch(loss, hits, tokens)
+
+    def forget_open_batch(self) -> None:
+        """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
+        self.gradient.zero_()
+        self.open = None
+
+    def note_evaluation(self, loss: float, keep_best: bool, min_delta: float) -> bool:
+        """Whether this evaluation is the best so far; its weights are kept if asked for."""
+        best = self.progress.best_loss
+        self.progress.evaluated = self.progress.step
+        self.progress.stale = 0 if best is None or loss < best - min_delta else self.progress.stale + 1
+        if best is not None and loss >= best:
+            return False
+        self.progress.best_loss, self.progress.best_step = loss, self.progress.step
+        if keep_best:
+            self.best = self.master.clone()
+        return True
+
+
+def new_training(
+    member: Member,
+    recipe: Recipe,
+    sites: tuple[SiteShape, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    whole_sites: tuple[SiteShape, ...] | None = None,
+    drawn_on: torch.device | None = None,
+) -> Training:
+    """A job at step 0, its weights drawn from its own seed or read from its `init_from`.
+
+    Where `sites` are those of one stage, `whole_sites` are those of the base, which an `init_from` must fit.
+    Numbers are drawn on the device `drawn_on`, where it is another than the one that keeps them: a GPU does
+    so much faster than the host.
+    """
+    kind = kind_named(member.spec.kind)
+    layout = kind.layout(member.spec, sites)
+    master = torch.empty(layout.size, dtype=master_dtype(dtype), device=device)
+    kind.initialise(member, whole_sites or sites, layout.views(master), drawn_on)
+    state = State(
+        master=master,
+        exp_avg=torch.zeros_like(master),
+        exp_avg_sq=torch.zeros_like(master),
+        gradient=torch.zeros_like(master),
+        weights=master.to(dtype, copy=True),
+    )
+    return Training(member, recipe, layout, state)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

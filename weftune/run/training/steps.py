@@ -1,0 +1,220 @@
+"""One optimizer step of every job whose global batch is complete.
+
+On a GPU the device decides by itself what clipping leaves and whose step cannot be made, and the host need
+not wait: `begin_steps` asks for the steps, and what came of them is read when it is wanted.
+
+Shapes: J jobs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weftune.ops.adamw import Update, gradient_norms, update
+from weftune.ops.triton.at_hand import kernels_at_hand
+from weftune.run.measure.memory import is_out_of_memory
+from weftune.run.training.state import LITTLE, StepOutcome, Training
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A job whose open batch is complete, and how many supervised tokens that batch had."""
+
+    training: Training
+    supervised: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoStep:
+    """A job that could not make its step; the sentence becomes the reason of its failure."""
+
+    reason: str
+
+
+Outcome = StepOutcome | NoStep
+
+
+class Underway(Protocol):
+    """Steps that are being made; who asks what came of them waits for them."""
+
+    @property
+    def due(self) -> Sequence[Due]: ...
+
+    def outcomes(self) -> list[Outcome]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a job's global batch came to."""
+
+    loss: float
+    norm: float
+    hits: float
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Steps that the device was asked for. Their outcomes must be read before the next ones are begun."""
+
+    due: tuple[Due, ...]
+    updates: tuple[Update, ...]
+    tokens: tuple[int, ...]
+    values_J4: Tensor
+    """On the host, once `read` has come to pass: loss, hits, norm, and whether the weights are finite."""
+    read: torch.cuda.Event | None
+
+    @classmethod
+    def of(
+        cls,
+        due: tuple[Due, ...],
+        updates: tuple[Update, ...],
+        tokens: tuple[int, ...],
+        sums_J3: Tensor,
+        finite_J: Tensor,
+    ) -> Begun:
+        """`sums_J3` are loss, hits and norm. Whatever comes later on this stream is not waited for."""
+        values_J4 = torch.cat([sums_J3, finite_J[:, None].double()], dim=1)
+        if not values_J4.is_cuda:
+            return cls(due, updates, tokens, values_J4, None)
+        host_J4 = torch.empty_like(values_J4, device="cpu", pin_memory=True)
+        host_J4.copy_(values_J4, non_blocking=True)
+        return cls(due, updates, tokens, host_J4, torch.cuda.current_stream().record_event())
+
+    def outcomes(self) -> list[Outcome]:
+        """What came of every step. Where a NoStep comes back, the weights must not be used."""
+        if self.read is not None:
+            self.read.synchronize()
+        found: list[Outcome] = []
+        rows = zip(self.due, self.updates, self.tokens, self.values_J4.tolist(), strict=True)
+        for one, made, tokens, (loss, hits, norm, finite) in rows:
+            sums = Sums(loss=loss, norm=norm, hits=hits)
+            reason = why_no_step(one.training, sums)
+            if reason is None and not finite:
+                reason = _spoilt(made)
+            found.append(NoStep(reason) if reason else counted(one, sums, made.learning_rate, tokens))
+        return found
+
+
+def take_steps(due: Sequence[Due]) -> list[Outcome]:
+    """Clip, step and close every open batch. Where a NoStep comes back, the weights must not be used."""
+    if kernels_at_hand(due[0].training.master):
+        return begin_steps(due).outcomes()
+    return [_take_alone(one) for one in due]
+
+
+def begin_steps(due: Sequence[Due]) -> Begun:
+    """Have the device make the steps of all jobs, each only if its loss and its gradient are finite."""
+    trainings = [one.training for one in due]
+    tokens = tuple(open_tokens(training) for training in trainings)
+    sums_J2 = open_sums(trainings)
+    norm_J = gradient_norms([training.state for training in trainings])
+    updates = tuple(training.update() for training in trainings)
+    finite_J = update(updates, factors(trainings, sums_J2, norm_J).float())
+    for training in trainings:
+        training.open = None
+    return Begun.of(tuple(due), updates, tokens, torch.cat([sums_J2, norm_J[:, None]], dim=1), finite_J)
+
+
+def factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:
+    """What clipping leaves of each gradient, in float64 [J]; below 0 where no step can be made."""
+    clips = [training.recipe.clip or math.inf for training in trainings]
+    clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
+    good_J = sums_J2[:, 0].isfinite() & norm_J.isfinite()
+    return torch.where(good_J, (clip_J / (norm_J + LITTLE)).clamp(max=1.0), -1.0)
+
+
+def _take_alone(due: Due) -> Outcome:
+    (sums,) = batch_sums([due.training])
+    if reason := why_no_step(due.training, sums):
+        return NoStep(reason)
+    made = due.training.update(sums.norm)
+    (reason,) = make_updates([made])
+    return NoStep(reason) if reason else close_batch(due, sums, made.learning_rate)
+
+
+def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
+    """What the open batches came to; waits for the device once."""
+    norm_J = gradient_norms([training.state for training in trainings])
+    values = torch.cat([open_sums(trainings), norm_J[:, None]], dim=1).tolist()
+    return [Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
+
+
+def open_sums(trainings: Sequence[Training]) -> Tensor:
+    """Loss and hits of the open batches, in float64 [J, 2]."""
+    return torch.stack([_sums(training) for training in trainings])
+
+
+def why_no_step(training: Training, sums: Sums) -> str | None:
+    """Why the job must not make its next step, or None."""
+    step = training.progress.step + 1
+    if not math.isfinite(sums.loss):
+        return f"its loss at step {step} is {sums.loss}"
+    if not math.isfinite(sums.norm):
+        return f"its gradient norm at step {step} is {sums.norm}"
+    return None
+
+
+def make_updates(updates: Sequence[Update]) -> list[str | None]:
+    """Make the updates; for each, why its weights must not be used, or None."""
+    if updates and kernels_at_hand(updates[0].state.master):
+        finite = update(updates).tolist()
+        return [None if good else _spoilt(one) for one, good in zip(updates, finite, strict=True)]
+    return [_make_alone(one) for one in updates]
+
+
+def _make_alone(one: Update) -> str | None:
+    try:
+        return None if bool(update([one])) else _spoilt(one)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # Half a step cannot be replayed.
+        return f"out of memory inside its optimizer step {one.step}"
+
+
+def close_batch(due: Due, sums: Sums, rate: float) -> StepOutcome:
+    """Count the step that was made."""
+    tokens = open_tokens(due.training)
+    due.training.open = None
+    return counted(due, sums, rate, tokens)
+
+
+def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
+    """The job has made a step."""
+    progress = due.training.progress
+    progress.step += 1
+    progress.trained_tokens += tokens
+    return StepOutcome(
+        loss=sums.loss,
+        grad_norm=sums.norm,
+        learning_rate=rate,
+        token_accuracy=sums.hits / due.supervised,
+        tokens=tokens,
+    )
+
+
+def open_tokens(training: Training) -> int:
+    """Rows of the open batch."""
+    assert training.open is not None, "a step needs an open batch"
+    return training.open.tokens
+
+
+def _sums(training: Training) -> Tensor:
+    """Loss and hits of the open batch, in float64 [2]."""
+    assert training.open is not None, "a step needs an open batch"
+    return torch.stack([training.open.loss.double(), training.open.hits.double()])
+
+
+def batch_totals(training: Training) -> Tensor:
+    """The same in the dtype of the master weights, as replicas exchange them."""
+    return _sums(training).to(training.master.dtype)
+
+
+def _spoilt(made: Update) -> str:
+    return f"its weights after step {made.step} are not finite"

@@ -1,0 +1,339 @@
+"""The first rank of a pipeline: an executor like any other for whoever drives it, with the others behind it.
+
+It runs its own stage, hands every command on, and puts together what only all ranks know together:
+checkpoints, evaluations, and the adapters of jobs that leave.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+
+import torch
+
+from weftune.adapters.kind import kind_named
+from weftune.adapters.layout import Layout
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.base.streamed import StreamedBase
+from weftune.errors import UserError
+from weftune.ops.adamw import State
+from weftune.plan.cost.time import PassTime, work_of
+from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, Program
+from weftune.run.events import Evaluated, Event, Failed, Passed
+from weftune.run.executor import Fetch
+from weftune.run.measure.memory import limit_bytes
+from weftune.run.training import checkpoint
+from weftune.run.training.slices import Slice, drop_partial, finish, write_slice
+from weftune.run.training.state import Progress, Training
+from weftune.run.workers.loaded import Held, base_of, executor_of, load_held, stage_layers
+from weftune.run.workers.messages import (
+    Answer,
+    Attach,
+    Begin,
+    Begun,
+    Detach,
+    HandedOver,
+    KeepBest,
+    Refused,
+    Run,
+    Saved,
+    SaveSlice,
+    Staff,
+    Through,
+)
+from weftune.run.workers.paces import Paces
+from weftune.run.workers.stage_executor import LookSums, RankReport
+from weftune.run.workers.transport import Transport
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A checkpoint of which not all slices are written, or whose evaluation is not known."""
+
+    folder: Path
+    progress: Progress
+    slices: dict[int, Slice] = field(default_factory=dict)
+
+
+class Pipeline:
+    def __init__(
+        self,
+        staff: Staff,
+        loaded: Base | StreamedBase,
+        held: Sequence[Held],
+        checkpoints: Callable[[str], Path],
+        delay: float = 0.0,
+    ) -> None:
+        """`loaded` is what this rank has of the base. `checkpoints` says where each job's are, for every rank
+        alike."""
+        self.base = base = base_of(loaded)
+        self.staff = staff
+        wires = staff.wires
+        self.stages, self.replicas = wires.place.stages, wires.place.replicas
+        self.paces = Paces(stage_layers(held))
+        self.reports: list[RankReport] = []
+        """Of the last window, rank by rank."""
+        self.peaks: list[int] = []
+        """The most bytes that each of the other ranks has ever taken."""
+        self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
+        self._stage = executor_of(loaded, self._transport, wires.place.rank)
+        self._checkpoints = checkpoints
+        self._pending: dict[tuple[str, int], _Pending] = {}
+        self._early: dict[tuple[str, int], dict[int, Saved]] = {}
+        """Slices that other ranks wrote before this one came to its own."""
+        self._through: dict[int, Through] = {}
+        """Rank → its word that its list of this window is through."""
+        self._awaited: set[tuple[str, int]] = set()
+        """Evaluations of this window whose outcome is not known yet."""
+
+    # -- as an executor ----------------------------------------------------------------------------------
+
+    @property
+    def aboard(self) -> dict[str, Training]:
+        """The first stage's slice of every job; its progress is the job's."""
+        return self._stage.aboard
+
+    @property
+    def home(self) -> torch.device:
+        return self._stage.home
+
+    @property
+    def fused(self) -> bool:
+        return self._stage.fused
+
+    @property
+    def captures(self) -> int | None:
+        """Passes of a pipeline are not captured: several are in flight at once."""
+        return None
+
+    def unweave(self) -> None:
+        self._stage.unweave()
+        self._transport.close()
+
+    def attach(self, training: Training) -> None:
+        """Take a job aboard on every rank; `training` is the first stage's slice, as it goes on."""
+        checkpoints = self._checkpoints(training.job)
+        drop_partial(checkpoints)
+        self._stage.attach(training)
+        resumes = checkpoint.newest_progress(checkpoints) is not None
+        self.staff.command_all(Attach(training.member, training.recipe, checkpoints, resumes))
+
+    def detach(self, job: str) -> Training:
+        """The whole job, put together from the slices of all ranks."""
+        own = self._stage.detach(job)
+        self.staff.command_all(Detach(job))
+        best = None if own.best is None else own.best.cpu()
+        parts = [HandedOver(job, own.layout, own.master.cpu(), best)]
+        for _ in self.staff.first_replica:
+            _, answer = self.staff.wait()
+            assert isinstance(answer, HandedOver), f"{answer} came where weights were asked for"
+            parts.append(answer)
+        drop_partial(self._checkpoints(job))
+        self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
+        self._early = {key: one for key, one in self._early.items() if key[0] != job}
+        layout = kind_named(own.member.spec.kind).layout(own.member.spec, self.base.whole_sites)
+        return _whole(own, parts, layout)
+
+    def kill(self, job: str) -> None:
+        """The job makes no step from here on; the others hear of it with the word on its next one."""
+        self._stage.kill(job)
+
+    def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
+        best = self.aboard[job].note_evaluation(loss, keep_best, min_delta)
+        if best and keep_best:
+            self.staff.command_all(KeepBest(job))
+
+    def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
+        """Run a window on all ranks. A window that has begun is finished, whatever `stop` says."""
+        looks = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
+        held_out = {action.microbatch for action, _ in looks}
+        self._awaited = {(segment.job, segment.step) for _, plan in looks for segment in plan.segments}
+        microbatches = {
+            number: fetch(plan, number in held_out)
+            for number, plan in enumerate(program.microbatches)
+            if plan.segments
+        }
+        self._through.clear()
+        shares = [
+            {action.microbatch: microbatches[action.microbatch] for action, _ in program.compute_in(replica)}
+            for replica in range(self.replicas)
+        ]
+        for rank in self.staff.ranks:
+            self.staff.command(rank, Run(program, shares[program.replica(rank)]))
+        for event in self._stage.run(program, shares[0]):
+            yield event
+            while (heard := self.staff.heard()) is not None:
+                yield from self._hear(*heard)
+            yield from self._finish_saves()
+        self._transport.settle()
+        while len(self._through) < len(self.staff.ranks):
+            yield from self._hear(*self.staff.wait())
+        yield from self._end_window(program)
+
+    def _hear(self, rank: int, answer: Answer) -> Iterator[Event]:
+        if isinstance(answer, Through):
+            self._through[rank] = answer
+            return
+        assert isinstance(answer, Saved), f"rank {rank} answers {answer} where nobody asked"
+        yield from self._on_saved(rank, answer)
+
+    def _end_window(self, program: Program) -> Iterator[Event]:
+        ordered = [self._through[rank] for rank in sorted(self._through)]
+        self.reports = [self._stage.report, *(one.report for one in ordered)]
+        self.peaks = [one.peak_bytes for one in ordered]
+        self.paces.learn(program, self.reports)
+        yield from self._passed(program)
+        yield from self._late_failures()
+        yield from self._evaluations([look for report in self.reports for look in report.looks])
+        self._awaited.clear()
+        yield from self._finish_saves()
+        self._early.clear()
+
+    def _passed(self, program: Program) -> Iterator[Passed]:
+        """Every microbatch's pass over the base, with its share of the ranks' time."""
+        forth, back = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
+        sizes = {job: training.layout.size for job, training in self.aboard.items()}
+        for action, plan in program.compute():
+            number = action.microbatch
+            time = PassTime(
+                work=work_of(plan, sizes),
+                forward=forth[number],
+                backward=back.get(number, 0.0),
+                training=isinstance(action, Forward),
+            )
+            yield Passed(plan, time)
+
+    def _late_failures(self) -> Iterator[Event]:
+        """Jobs that broke on another rank after the word on their step was given."""
+        for report in self.reports[1:]:
+            for job, reason in report.failures.items():
+                if job not in self._stage.dead:
+                    self.kill(job)
+                    yield Failed(job, reason)
+
+    def _evaluations(self, looks: Sequence[LookSums]) -> Iterator[Event]:
+        sums: dict[tuple[str, int], LookSums] = {}
+        for look in looks:
+            key = look.job, look.step
+            sums[key] = sums[key] + look if key in sums else look
+        for one in sums.values():
+            if one.job in self._stage.dead:
+                continue
+            if math.isfinite(one.loss):
+                yield Evaluated(one.job, one.step, one.loss / one.tokens, one.tokens, one.hits / one.tokens)
+            else:
+                self.kill(one.job)
+                yield Failed(one.job, f"its evaluation loss at step {one.step} is {one.loss}")
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def save(self, job: str, folder: Path) -> None:
+        """At the Program's Save: write this rank's slice; the checkpoint is there when all have written."""
+        training = self.aboard[job]
+        folder.mkdir(parents=True, exist_ok=True)
+        pending = _Pending(folder, copy.copy(training.progress))
+        pending.slices[0] = write_slice(folder, training, 0)
+        key = job, training.progress.step
+        for rank, early in self._early.pop(key, {}).items():
+            if early.slice is None:
+                raise OSError(early.error)
+            pending.slices[rank] = early.slice
+        self._pending[key] = pending
+
+    def save_now(self, job: str, folder: Path) -> None:
+        """Between windows: write a checkpoint of where the job stands, on all ranks."""
+        if checkpoint.holds(folder, self.aboard[job].progress):
+            return
+        self.save(job, folder)
+        for rank in self.staff.first_replica:
+            self.staff.command(rank, SaveSlice(job))
+        for _ in self.staff.first_replica:
+            rank, answer = self.staff.wait()
+            assert isinstance(answer, Saved), f"rank {rank} answers {answer} where a slice was to be written"
+            for failure in (*self._on_saved(rank, answer), *self._finish_saves()):
+                raise OSError(failure.reason)
+
+    def _on_saved(self, rank: int, answer: Saved) -> Iterator[Failed]:
+        key = answer.job, answer.step
+        if key not in self._pending:
+            self._early.setdefault(key, {})[rank] = answer
+            return
+        if answer.slice is None:
+            del self._pending[key]
+            self.kill(answer.job)
+            yield Failed(answer.job, answer.error, unsaved=True)
+            return
+        self._pending[key].slices[rank] = answer.slice
+
+    def _finish_saves(self) -> Iterator[Failed]:
+        """Name the checkpoints that are whole, but for those whose evaluation is still to come."""
+        for key in list(self._pending):
+            if key not in self._awaited:
+                yield from self._finish(key)
+
+    def _finish(self, key: tuple[str, int]) -> Iterator[Failed]:
+        """Put a checkpoint in its place if all its slices are written."""
+        pending, job = self._pending[key], key[0]
+        if len(pending.slices) < self.stages:
+            return
+        del self._pending[key]
+        if job in self._stage.dead:
+            return
+        training = self.aboard[job]
+        # An evaluation of this very step may have been noted since.
+        progress = training.progress if training.progress.step == key[1] else pending.progress
+        try:
+            finish(pending.folder, progress, training.member.seed, pending.slices, training.best is not None)
+        except OSError as error:
+            self.kill(job)
+            yield Failed(job, str(error), unsaved=True)
+
+
+def open_pipeline(
+    staff: Staff,
+    spec: BaseSpec,
+    device: torch.device,
+    held: Sequence[Held],
+    checkpoints: Callable[[str], Path],
+    delay: float = 0.0,
+    most: int | None = None,
+) -> Pipeline:
+    """Load what every rank has and wait until all of it is there. `held` are the layers of each stage, or
+    what each rank streams; no rank takes more than `most` bytes of its GPU."""
+    for rank in staff.ranks:
+        staff.command(rank, Begin(spec, held[rank % len(held)], delay, most))
+    limit_bytes(device, most)
+    loaded = load_held(spec, device, held[0])
+    for _ in staff.ranks:
+        _, answer = staff.wait()
+        if isinstance(answer, Refused):
+            raise UserError(answer.sentence)
+        assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"
+    return Pipeline(staff, loaded, held, checkpoints, delay)
+
+
+def shares(reports: Sequence[RankReport], kinds: type | UnionType) -> dict[int, float]:
+    """Microbatch → what its passes of these kinds took, divided by the number of ranks."""
+    seconds: dict[int, float] = {}
+    for report in reports:
+        for one in report.times:
+            if isinstance(one.action, kinds) and isinstance(one.action, Compute):
+                number = one.action.microbatch
+                seconds[number] = seconds.get(number, 0.0) + (one.stop - one.start) / len(reports)
+    return seconds
+
+
+def _whole(own: Training, parts: Sequence[HandedOver], layout: Layout) -> Training:
+    """A training with all parameters; its moments stay where they were, since nobody goes on with it."""
+    stored = Layout(tuple(parameter for part in parts for parameter in part.layout.parameters))
+    master = layout.slice_of(stored, torch.cat([part.master for part in parts]))
+    kept = [part.best for part in parts if part.best is not None]
+    best = layout.slice_of(stored, torch.cat(kept)) if len(kept) == len(parts) else None
+    nothing = master.new_zeros(0)
+    state = State(master=master, exp_avg=nothing, exp_avg_sq=nothing, gradient=nothing, weights=nothing)
+    return Training(own.member, own.recipe, layout, state, own.progress, best)

@@ -1,0 +1,203 @@
+"""The process groups of a pipeline: between neighbours and between replicas of a stage, one for each
+direction and purpose; between the first rank and every other, one for commands and one for reports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from weftune.errors import UserError
+from weftune.run.workers.mailbox import Lane
+from weftune.run.workers.transport import Lanes
+
+FOREVER = timedelta(days=30)
+"""Nobody is given up for being slow: who is gone is found by the heartbeat."""
+
+
+PATIENCE = timedelta(minutes=5)
+"""How long a rank waits for the store to be there, or for another rank to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which process of a pipeline this is."""
+
+    rank: int
+    ranks: int
+    local_rank: int = 0
+    """Among the ranks of this machine."""
+    local_ranks: int = 1
+    replicas: int = 1
+    """Copies of the pipeline; the first one's ranks come first, each replica's in the order of stages."""
+    ring: bool = False
+    """Whether there are more stages than ranks, so that the last rank hands on to the first."""
+
+    @property
+    def stages(self) -> int:
+        return self.ranks // self.replicas
+
+    @property
+    def stage(self) -> int:
+        return self.rank % self.stages
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.stages
+
+
+def place_here() -> Place | None:
+    """What torchrun, or our own launcher, says in the environment; None where this is the only process."""
+    ranks = _number("WORLD_SIZE", 1)
+    if ranks == 1 or "RANK" not in os.environ:
+        return None
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(
+            f"The environment says rank {os.environ['RANK']} of {ranks}, but not {missing[0]}; start the "
+            "ranks with torchrun or --pipeline, or unset RANK and WORLD_SIZE to train in one process"
+        )
+    return Place(_number("RANK", 0), ranks, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1))
+
+
+def _number(name: str, otherwise: int) -> int:
+    text = os.environ.get(name, str(otherwise))
+    if not text.isdecimal():
+        raise UserError(f"The environment variable {name} is {text!r}; torchrun sets it to a number")
+    return int(text)
+
+
+def attempt() -> int:
+    """How often torchrun has started all ranks again; our own launcher says so with the command line."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    place: Place
+    lanes: Lanes
+    commands: Mapping[int, Any]
+    """Rank → the group in which the first rank commands it."""
+    reports: Mapping[int, Any]
+    """Rank → the group in which it reports to the first rank."""
+
+
+def connect(place: Place, device: torch.device) -> Wires:
+    """Meet the other ranks at the address in the environment, and lay all wires."""
+    # Not by `env://`: torchrun may keep its store over a restart, with addresses of ranks that are gone.
+    store = dist.PrefixStore(f"weftune/meet/{attempt()}", store_here(place))
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=FOREVER)
+    return lay_wires(place, device)
+
+
+def store_here(place: Place) -> dist.TCPStore:
+    """A connection to the store at the address in the environment, the launcher's or the first rank's own.
+    Everybody who may wait in it needs one for itself."""
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=place.rank == 0 and not launchers,
+        wait_for_workers=False,
+        multi_tenant=True,
+        timeout=PATIENCE,
+    )
+
+
+Purpose = Literal["activation", "gradient", "sums", "word", "share"]
+SMALL: tuple[Purpose, ...] = ("sums", "word")
+"""What never leaves the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From one rank to another, for one purpose."""
+
+    purpose: Purpose
+    sender: int
+    receiver: int
+
+
+def _ways(place: Place) -> Iterator[_Way]:
+    """All that a run needs, of all ranks."""
+    stages = place.stages
+    if place.ring:
+        yield _Way("activation", place.ranks - 1, 0)
+        yield _Way("gradient", 0, place.ranks - 1)
+    for first in range(0, place.ranks, stages):
+        for rank in range(first, first + stages - 1):
+            yield _Way("activation", rank, rank + 1)
+            yield _Way("gradient", rank + 1, rank)
+            yield _Way("word", rank, rank + 1)
+            if first == 0:
+                yield _Way("sums", rank + 1, rank)
+        if first > 0:
+            yield _Way("word", 0, first)
+    for sender in range(place.ranks):
+        for receiver in range(sender % stages, place.ranks, stages):
+            if receiver != sender:
+                yield _Way("share", sender, receiver)
+
+
+def lay_wires(place: Place, device: torch.device) -> Wires:
+    """Every rank makes every group, in the same order, as torch wants it."""
+    library = "nccl" if own_gpus(place, device) else "gloo"
+    laid = {way: _group(way, "gloo" if way.purpose in SMALL else library) for way in _ways(place)}
+    for way, group in laid.items():
+        _greet(way, group, place, device if library == "nccl" else torch.device("cpu"))
+    others = range(1, place.ranks)
+    commands = {rank: _group(_Way("word", 0, rank), "gloo") for rank in others}
+    reports = {rank: _group(_Way("word", rank, 0), "gloo") for rank in others}
+
+    def coming(purpose: Purpose) -> tuple[Lane, ...]:
+        mine = [way for way in laid if way.purpose == purpose and way.receiver == place.rank]
+        return tuple(Lane(laid[way], way.sender) for way in mine)
+
+    def going(purpose: Purpose) -> tuple[Lane, ...]:
+        mine = [way for way in laid if way.purpose == purpose and way.sender == place.rank]
+        return tuple(Lane(laid[way], way.receiver) for way in mine)
+
+    lanes = Lanes(
+        activation_in=_only(coming("activation")),
+        activation_out=_only(going("activation")),
+        gradient_in=_only(coming("gradient")),
+        gradient_out=_only(going("gradient")),
+        sums_in=_only(coming("sums")),
+        sums_out=_only(going("sums")),
+        word_in=_only(coming("word")),
+        words_out=going("word"),
+        shares_in=coming("share"),
+        shares_out=going("share"),
+    )
+    return Wires(place, lanes, commands, reports)
+
+
+def _only(lanes: tuple[Lane, ...]) -> Lane | None:
+    assert len(lanes) <= 1, "a rank has one neighbour on each side"
+    return lanes[0] if lanes else None
+
+
+def own_gpus(place: Place, device: torch.device) -> bool:
+    """Whether every rank of this machine has a GPU for itself; NCCL wants that."""
+    return device.type == "cuda" and torch.cuda.device_count() >= place.local_ranks
+
+
+def _greet(way: _Way, group: Any, place: Place, device: torch.device) -> None:
+    """NCCL joins two ranks in their first message, and whoever comes first waits there for the other. With
+    receives posted ahead, neighbours would wait for one another forever, each in a way of its own."""
+    if way.purpose in SMALL:
+        return
+    word = torch.zeros(1, device=device)
+    if place.rank == way.sender:
+        dist.send(word, way.receiver, group=group)
+    if place.rank == way.receiver:
+        dist.recv(word, way.sender, group=group)
+
+
+def _group(way: _Way, backend: str) -> Any:
+    return dist.new_group(sorted((way.sender, way.receiver)), backend=backend, timeout=FOREVER)

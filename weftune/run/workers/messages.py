@@ -1,0 +1,222 @@
+"""What the first rank of a pipeline tells the others, and what they answer.
+
+Commands are obeyed one after another, in the order in which they were given. A worker never decides.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weftune.adapters.kind import Member
+from weftune.adapters.layout import Layout
+from weftune.base.spec import BaseSpec
+from weftune.core.batch import Microbatch
+from weftune.core.shapes import LayerRange
+from weftune.plan.program.program import Program
+from weftune.plan.program.worker_cut import RankCut
+from weftune.run.training.schedule import Recipe
+from weftune.run.training.slices import Slice
+from weftune.run.workers.groups import Wires
+from weftune.run.workers.mailbox import PeerLost
+from weftune.run.workers.stage_executor import RankReport
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Load these layers of this base. `delay` makes links slower, for tests and benchmarks."""
+
+    spec: BaseSpec
+    held: LayerRange | RankCut
+    delay: float = 0.0
+    most: int | None = None
+    """Bytes that the rank may take of its GPU, if not all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    member: Member
+    recipe: Recipe
+    checkpoints: Path
+    resumes: bool
+    """Whether the first rank found a checkpoint there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    program: Program
+    microbatches: Mapping[int, Microbatch]
+    """Those that the rank's replica runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """Of all evaluations so far this job's last was the best: keep its weights."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSlice:
+    """Only the first replica's ranks are told: the others hold the same."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Give up the job; the first replica's ranks hand its weights over."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    pass
+
+
+Command = Begin | Attach | Run | KeepBest | SaveSlice | Detach | End
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The layers are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    job: str
+    step: int
+    slice: Slice | None
+    error: str = ""
+    """Why there is no slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Through:
+    """A window's list is through."""
+
+    report: RankReport
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    job: str
+    layout: Layout
+    master: Tensor
+    best: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A user's mistake that only this rank could see; the sentence is for the first rank to show."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last that is heard of a rank that was sent home."""
+
+
+Answer = Begun | Saved | Through | HandedOver | Refused | Ended
+
+
+class Orders:
+    """The worker's side: commands in, answers out."""
+
+    def __init__(self, wires: Wires) -> None:
+        rank = wires.place.rank
+        self._commands, self._reports = wires.commands[rank], wires.reports[rank]
+
+    def take(self) -> Command:
+        command: Command = receive_object(self._commands, 0)
+        return command
+
+    def answer(self, answer: Answer) -> None:
+        send_object(answer, self._reports, 0)
+
+
+class Staff:
+    """The first rank's side: a thread for every worker hears its answers, so that nobody waits for them."""
+
+    def __init__(self, wires: Wires) -> None:
+        self.wires = wires
+        self.ranks = tuple(wires.commands)
+        self.first_replica = tuple(rank for rank in self.ranks if rank < wires.place.stages)
+        """Those who write checkpoints and hand adapters over."""
+        self._heard: queue.Queue[tuple[int, Answer | PeerLost]] = queue.Queue()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.ranks
+        ]
+        for listener in self._listeners:
+            listener.start()
+
+    def command(self, rank: int, command: Command) -> None:
+        send_object(command, self.wires.commands[rank], rank)
+
+    def command_all(self, command: Command) -> None:
+        for rank in self.ranks:
+            self.command(rank, command)
+
+    def dismiss(self) -> None:
+        """Send all workers home, and hear of it."""
+        self.command_all(End())
+        for listener in self._listeners:
+            listener.join()
+
+    def heard(self) -> tuple[int, Answer] | None:
+        """The next answer if there is one; never waits."""
+        try:
+            return self._checked(*self._heard.get_nowait())
+        except queue.Empty:
+            return None
+
+    def wait(self) -> tuple[int, Answer]:
+        return self._checked(*self._heard.get())
+
+    def _checked(self, rank: int, answer: Answer | PeerLost) -> tuple[int, Answer]:
+        if isinstance(answer, PeerLost):
+            raise answer
+        return rank, answer
+
+    def _listen(self, rank: int) -> None:
+        answer: Answer | PeerLost | None = None
+        while not isinstance(answer, Ended | PeerLost):
+            try:
+                answer = receive_object(self.wires.reports[rank], rank)
+            except PeerLost as lost:
+                answer = lost
+            assert answer is not None
+            self._heard.put((rank, answer))
+
+
+def send_object(value: object, group: Any, peer: int) -> None:
+    """Only ranks of one run talk to each other here, so that a pickle is no stranger's."""
+    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    try:
+        dist.send(torch.tensor([len(payload)]), peer, group=group)
+        dist.send(payload, peer, group=group)
+    except RuntimeError as error:
+        raise PeerLost(f"rank {peer} is gone: {error}") from error
+
+
+def receive_object(group: Any, peer: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    try:
+        dist.recv(size, peer, group=group)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(payload, peer, group=group)
+    except RuntimeError as error:
+        raise PeerLost(f"rank {peer} is gone: {error}") from error
+    return pickle.loads(payload.numpy().tobytes())

@@ -1,0 +1,57 @@
+"""Which network interface reaches the other machines of a pipeline, for the libraries that must bind one.
+
+Left to themselves gloo and NCCL take the interface of the machine's own name, which is often the loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+
+from weftune.run.workers.groups import Place
+
+LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Where each library is told the interface; what the user has set stays."""
+
+
+def bind_interface(place: Place) -> None:
+    """Tell the libraries which interface reaches the others, where these are on other machines."""
+    if place.local_ranks == place.ranks:
+        return
+    found = interface_towards(os.environ["MASTER_ADDR"])
+    if found is not None:
+        for name in LIBRARIES:
+            os.environ.setdefault(name, found)
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface through which `host` is reached; on the host itself, the one that has its address.
+
+    None where that cannot be said: `host` is unknown, or is the loopback and there are several others.
+    """
+    own = _address_towards(host)
+    held = {
+        name: {address.address for address in addresses if address.family is socket.AF_INET}
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    outward = [name for name, addresses in held.items() if not all(map(_is_loopback, addresses))]
+    if own is None or _is_loopback(own):
+        # A machine whose own name is its loopback address; others may know it by one that is not.
+        return outward[0] if len(outward) == 1 else None
+    return next((name for name in outward if own in held[name]), None)
+
+
+def _address_towards(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: a datagram socket that is connected merely knows its own address.
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")

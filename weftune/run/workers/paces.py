@@ -1,0 +1,117 @@
+"""How fast each stage of a pipeline was, as lines over rows that the planner can use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+
+import numpy as np
+
+from weftune.plan.cost.time import Line
+from weftune.plan.program.program import Backward, Evaluate, Forward, Program, Step
+from weftune.plan.program.timeline import Timeline
+from weftune.plan.window.pipeline import LoadPace, StagePace, timeline_foreseen
+from weftune.plan.window.varied import timelines_varied
+from weftune.run.workers.stage_executor import RankReport, Timed
+
+REMEMBERED = 200
+BACKWARD_GUESS = 1.5
+"""A backward over a forward, until one was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One pass on one stage."""
+
+    rows: int
+    seconds: float
+    start: float = 0.0
+
+
+def _few() -> deque[Measured]:
+    return deque(maxlen=REMEMBERED)
+
+
+@dataclass(slots=True)
+class _Stage:
+    layers: int
+    forwards: deque[Measured] = field(default_factory=_few)
+    backwards: deque[Measured] = field(default_factory=_few)
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def pace(self) -> StagePace:
+        steps = sum(self.steps) / max(1, len(self.steps))
+        forward, backward = line_through(self.forwards), line_through(self.backwards)
+        return StagePace(forward, backward, steps, self._spread(forward, backward))
+
+    def _spread(self, forward: Line, backward: Line) -> tuple[float, ...]:
+        ways = ((self.forwards, forward), (self.backwards, backward))
+        passes = [(one.start, one.seconds, line(one.rows)) for passed, line in ways for one in passed]
+        return tuple(seconds / foreseen for _, seconds, foreseen in sorted(passes) if foreseen > 0)
+
+    def guess(self) -> StagePace:
+        return StagePace(Line(0.0, float(self.layers)), Line(0.0, BACKWARD_GUESS * self.layers))
+
+
+class Paces:
+    def __init__(self, layers: Sequence[int]) -> None:
+        """`layers` of each stage: what times are guessed from until there are any."""
+        self._stages = [_Stage(count) for count in layers]
+        self.loads: LoadPace | None = None
+        """Where stages come from the host: foreseen, not measured."""
+
+    @property
+    def measured(self) -> bool:
+        return all(stage.forwards and stage.backwards for stage in self._stages)
+
+    def learn(self, program: Program, reports: Sequence[RankReport]) -> None:
+        """`reports` come rank by rank, replica after replica. A Step is of all stages of its rank."""
+        for rank, report in enumerate(reports):
+            homes = program.homes(program.replica(rank))
+            here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == rank]
+            for one in report.times:
+                self._learn(one, program, here)
+
+    def _learn(self, one: Timed, program: Program, here: Sequence[_Stage]) -> None:
+        seconds = one.stop - one.start
+        match one.action:
+            case Forward(number, stage) | Evaluate(number, stage):
+                rows = program.microbatches[number].rows
+                self._stages[stage].forwards.append(Measured(rows, seconds, one.start))
+            case Backward(number, stage):
+                rows = program.microbatches[number].rows
+                self._stages[stage].backwards.append(Measured(rows, seconds, one.start))
+            case Step():
+                for stepped in here:
+                    stepped.steps.append(seconds)
+
+    def stages(self) -> tuple[StagePace, ...]:
+        known = self.measured
+        return tuple(stage.pace() if known else stage.guess() for stage in self._stages)
+
+    def predicted_seconds(self, program: Program) -> float | None:
+        """The simulated time of a window, or None while nothing has been measured."""
+        return mean(one.makespan for one in self.varied(program)) if self.measured else None
+
+    def timeline(self, program: Program) -> Timeline:
+        """A window as the simulator foresees it, if every pass takes what its line says."""
+        return timeline_foreseen(program, self.stages(), self.loads)
+
+    def varied(self, program: Program) -> list[Timeline]:
+        """The same if passes vary as they did, a few times."""
+        return timelines_varied(program, self.stages(), self.loads)
+
+
+def line_through(passes: Sequence[Measured]) -> Line:
+    """Least squares over two parameters that may not be negative."""
+    rows = np.array([one.rows for one in passes], dtype=float)
+    seconds = np.array([one.seconds for one in passes], dtype=float)
+    through_origin = Line(0.0, float(rows @ seconds / max(rows @ rows, 1.0)))
+    if np.ptp(rows) == 0:
+        return through_origin
+    per_row, fixed = np.polyfit(rows, seconds, 1)
+    if fixed < 0:
+        return through_origin
+    return Line(float(fixed), float(per_row)) if per_row >= 0 else Line(float(seconds.mean()), 0.0)

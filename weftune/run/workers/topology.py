@@ -1,0 +1,49 @@
+"""Which of a machine's GPUs hang under one root complex, and in which order ranks take them where they stream
+a base together: so that stages that come at one time share none (Mobius 3.3)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from weftune.plan.layout.mapping import Topology, cross_order
+
+PCI = Path("/sys/bus/pci/devices")
+STAGES = 4
+"""To a GPU, as the order is judged: how many there will be is not known yet when ranks take their GPUs."""
+
+
+def crossed_gpus(count: int) -> tuple[int, ...]:
+    """For each of so many ranks the number of its GPU."""
+    addresses = [_address(number) for number in range(count)]
+    return cross_mapped([None if address is None else root_of(address) for address in addresses])
+
+
+def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
+    """GPUs in the order of their places, by the root complex of each; as they are where one is not known."""
+    known = [root for root in roots if root is not None]
+    names = list(dict.fromkeys(known))
+    if len(known) < len(roots) or len(names) < 2:
+        return tuple(range(len(roots)))
+    grouped = [number for name in names for number, root in enumerate(roots) if root == name]
+    topology = Topology(tuple(known.count(name) for name in names))
+    return tuple(grouped[place] for place in cross_order(topology, STAGES * len(roots)))
+
+
+def root_of(address: str, devices: Path = PCI) -> str | None:
+    """The root complex above a PCI device, by its place in the kernel's tree; None where it does not tell."""
+    place = (devices / address).resolve()
+    return next((part for part in place.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
+
+
+def _address(number: int) -> str | None:
+    """As the kernel writes it; not every version of torch tells."""
+    gpu = torch.cuda.get_device_properties(number)
+    numbers = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in numbers:
+        return None
+    domain, bus, device = numbers
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"

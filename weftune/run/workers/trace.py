@@ -1,0 +1,95 @@
+"""What every rank of a pipeline did and when, as Chrome's trace viewer and Perfetto read it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weftune.plan.program.program import (
+    Action,
+    Backward,
+    Evaluate,
+    Forward,
+    OfJob,
+    Program,
+    Recv,
+    Reduce,
+    Save,
+    Send,
+    Step,
+)
+from weftune.plan.program.timeline import Event, Lane, Timeline
+from weftune.run.workers.stage_executor import RankReport
+
+KEPT = 200_000
+"""Actions; of a longer run the last are kept."""
+
+
+class Trace:
+    def __init__(self) -> None:
+        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._ranks = 0
+
+    def add(self, program: Program, reports: Sequence[RankReport]) -> None:
+        """The window that has just run."""
+        self._ranks = max(self._ranks, len(reports))
+        for rank, report in enumerate(reports):
+            for one in report.times:
+                self._events.append(
+                    {
+                        "name": _name(one.action),
+                        "cat": type(one.action).__name__,
+                        "ph": "X",
+                        "pid": 0,
+                        "tid": rank,
+                        "ts": round(one.start * 1e6),
+                        "dur": round((one.stop - one.start) * 1e6),
+                        "args": _about(one.action, program),
+                    }
+                )
+
+    def write(self, path: Path) -> None:
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in range(self._ranks)
+        ]
+        path.write_text(json.dumps({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}))
+
+
+def timeline_of(reports: Sequence[RankReport]) -> Timeline:
+    """What was measured, in the simulator's own terms: a rank is busy in its passes and its Steps."""
+    passes = [
+        Event(rank, Lane.compute, one.action, one.start, one.stop)
+        for rank, report in enumerate(reports)
+        for one in report.times
+        if isinstance(one.action, Forward | Backward | Evaluate | Step)
+    ]
+    begin = min((one.start for one in passes), default=0.0)
+    moved = (replace(one, start=one.start - begin, stop=one.stop - begin) for one in passes)
+    return Timeline(len(reports), tuple(sorted(moved, key=lambda one: one.stop)), ((),) * len(reports))
+
+
+def _name(action: Action) -> str:
+    match action:
+        case Forward(number) | Backward(number) | Evaluate(number):
+            return f"{type(action).__name__} {number}"
+        case Send(number, _, what) | Recv(number, _, what):
+            return f"{type(action).__name__} {what} {number}"
+        case Reduce(job, step, "gradient"):
+            return f"Reduce gradient {job} {step}"
+        case Reduce(job, step) | Step(job, step) | Save(job, step):
+            return f"{type(action).__name__} {job} {step}"
+    return type(action).__name__
+
+
+def _about(action: Action, program: Program) -> dict[str, Any]:
+    if isinstance(action, Forward | Backward | Evaluate | Send | Recv):
+        plan = program.microbatches[action.microbatch]
+        return {"rows": plan.rows, "jobs": {one.job: one.tokens for one in plan.segments}}
+    if isinstance(action, OfJob):
+        return {"job": action.job, "step": action.step}
+    return {}

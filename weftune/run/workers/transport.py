@@ -1,0 +1,130 @@
+"""Hidden states and gradients between neighbours of a pipeline, moved while the device computes, and what
+ranks tell one another to agree on steps. Receives are posted ahead in the order of the Program, which fixes
+their shapes.
+
+Shapes: T rows of a microbatch, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.plan.program.program import Program, Recv, Reduce, Send, Step
+from weftune.run.training.state import master_dtype
+from weftune.run.workers.mailbox import DirectOutbox, Inbox, Lane, Outbox, outbox_for
+from weftune.run.workers.replicas import Exchange
+
+WORD = 2
+"""Numbers in a word: which batch of the Program, and the norm of its gradient."""
+SUMS = 4
+"""Numbers in what a batch came to: which batch, then loss, hits and the squared norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What a rank exchanges with others; None where it has no neighbour on that side."""
+
+    activation_in: Lane | None
+    activation_out: Lane | None
+    gradient_in: Lane | None
+    gradient_out: Lane | None
+    sums_in: Lane | None
+    """What a batch came to on the stages after."""
+    sums_out: Lane | None
+    word_in: Lane | None
+    """The first rank's word on a step: from the stage before, and to a replica's first stage from itself."""
+    words_out: tuple[Lane, ...]
+    shares_in: tuple[Lane, ...] = ()
+    """What the same stage made of a batch in the other replicas, in their order."""
+    shares_out: tuple[Lane, ...] = ()
+
+
+class Transport:
+    """All that passes between a rank and its neighbours while a Program runs."""
+
+    def __init__(
+        self, lanes: Lanes, width: int, dtype: torch.dtype, device: torch.device, delay: float = 0.0
+    ) -> None:
+        """With a `delay` every message takes so many seconds more: a slow link, for tests and benchmarks."""
+        self._width = width
+        cpu = torch.device("cpu")
+        self._activation_in = _inbox(lanes.activation_in, dtype, device)
+        self._gradient_in = _inbox(lanes.gradient_in, dtype, device)
+        self._sums_in = _inbox(lanes.sums_in, torch.float64, cpu)
+        self._word_in = _inbox(lanes.word_in, torch.float64, cpu)
+        self._activation_out = _outbox(lanes.activation_out, device, delay)
+        self._gradient_out = _outbox(lanes.gradient_out, device, delay)
+        self._sums_out = _outbox(lanes.sums_out, cpu, 0.0)
+        self._words_out = [outbox_for(lane, cpu) for lane in lanes.words_out]
+        self.exchange = Exchange(lanes.shares_in, lanes.shares_out, master_dtype(dtype), device, delay)
+
+    def expect(self, program: Program, rank: int, sizes: Mapping[str, int]) -> None:
+        """Post the receives of a rank's list ahead. `sizes` are the parameters of every job's slice here."""
+        actions = program.devices[rank]
+        self.exchange.expect(program, sizes)
+        rows = [microbatch.rows for microbatch in program.microbatches]
+        for inbox, what in ((self._activation_in, "activation"), (self._gradient_in, "gradient")):
+            if inbox is not None:
+                coming = [one for one in actions if isinstance(one, Recv) and one.what == what]
+                inbox.expect((rows[one.microbatch], self._width) for one in coming)
+        if self._sums_in is not None:
+            sums = [one for one in actions if isinstance(one, Reduce) and one.what == "norm"]
+            self._sums_in.expect((SUMS,) for _ in sums)
+        if self._word_in is not None:
+            self._word_in.expect((WORD,) for one in actions if isinstance(one, Step))
+
+    def receive(self, action: Recv) -> Tensor:
+        inbox = self._activation_in if action.what == "activation" else self._gradient_in
+        assert inbox is not None, f"{action}: there is no neighbour on that side"
+        return inbox.take()
+
+    def send(self, action: Send, tensor_TD: Tensor) -> None:
+        outbox = self._activation_out if action.what == "activation" else self._gradient_out
+        assert outbox is not None, f"{action}: there is no neighbour on that side"
+        outbox.send(tensor_TD)
+
+    def sums_from_next(self) -> Tensor:
+        """What the next batch that is told of came to on all stages after."""
+        assert self._sums_in is not None, "the last stage, and other replicas than the first, hear of no sums"
+        return self._sums_in.take()
+
+    def sums_to_before(self, sums: Tensor) -> None:
+        assert self._sums_out is not None, "the first stage keeps its sums"
+        self._sums_out.send(sums)
+
+    def word_from_before(self) -> Tensor:
+        """The first rank's word on the next step, handed on at once."""
+        assert self._word_in is not None, "the first rank decides by itself"
+        word = self._word_in.take()
+        self.word_on(word)
+        return word
+
+    def word_on(self, word: Tensor) -> None:
+        """To the stage after, and from the first rank to the other replicas too."""
+        for outbox in self._words_out:
+            outbox.send(word)
+
+    def settle(self) -> None:
+        for outbox in self._outboxes():
+            outbox.settle()
+
+    def close(self) -> None:
+        for outbox in self._outboxes():
+            outbox.close()
+
+    def _outboxes(self) -> list[Outbox | DirectOutbox]:
+        boxes = (self._activation_out, self._gradient_out, self._sums_out)
+        alone = [box for box in boxes if box is not None]
+        return [*alone, *self._words_out, *self.exchange.outboxes]
+
+
+def _inbox(lane: Lane | None, dtype: torch.dtype, device: torch.device) -> Inbox | None:
+    return None if lane is None else Inbox(lane, dtype, device)
+
+
+def _outbox(lane: Lane | None, device: torch.device, delay: float) -> Outbox | DirectOutbox | None:
+    return None if lane is None else outbox_for(lane, device, delay)

@@ -1,0 +1,124 @@
+"""Every rank of a pipeline but the first: it loads what it has of the base and obeys, command by command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from weftune.errors import UserError
+from weftune.run.measure.memory import limit_bytes, peak_bytes
+from weftune.run.training import checkpoint
+from weftune.run.training.slices import write_slice
+from weftune.run.training.state import new_training
+from weftune.run.workers.groups import Wires
+from weftune.run.workers.loaded import base_of, executor_of, load_held
+from weftune.run.workers.messages import (
+    Attach,
+    Begin,
+    Begun,
+    Detach,
+    End,
+    Ended,
+    HandedOver,
+    KeepBest,
+    Orders,
+    Refused,
+    Run,
+    Saved,
+    SaveSlice,
+    Through,
+)
+from weftune.run.workers.transport import Transport
+
+
+def serve(wires: Wires, device: torch.device) -> None:
+    """Obey until the first rank says that it is over."""
+    orders = Orders(wires)
+    first = orders.take()
+    if isinstance(first, End):
+        orders.answer(Ended())
+        return
+    assert isinstance(first, Begin), f"the first command is to begin, not {first}"
+    try:
+        worker = Worker(wires, orders, first, device)
+    except UserError as error:
+        orders.answer(Refused(f"rank {wires.place.rank}: {error}"))
+        last = orders.take()
+        assert isinstance(last, End), f"who refused is sent home, not told {last}"
+        orders.answer(Ended())
+        return
+    orders.answer(Begun())
+    worker.obey()
+
+
+class Worker:
+    def __init__(self, wires: Wires, orders: Orders, begin: Begin, device: torch.device) -> None:
+        self.place = wires.place
+        self.orders = orders
+        limit_bytes(device, begin.most)
+        loaded = load_held(begin.spec, device, begin.held)
+        self.base = base_of(loaded)
+        width, dtype = self.base.shape.hidden, self.base.dtype
+        self.transport = Transport(wires.lanes, width, dtype, device, begin.delay)
+        self.executor = executor_of(loaded, self.transport, self.place.rank)
+        self._checkpoints: dict[str, Path] = {}
+
+    def obey(self) -> None:
+        while True:
+            match self.orders.take():
+                case Attach() as attach:
+                    self._attach(attach)
+                case Run() as run:
+                    self._run(run)
+                case KeepBest(job):
+                    training = self.executor.aboard[job]
+                    training.best = training.master.clone()
+                case SaveSlice(job):
+                    self._save(job)
+                case Detach(job):
+                    self._detach(job)
+                case End():
+                    self.transport.close()
+                    self.orders.answer(Ended())
+                    return
+                case other:
+                    raise AssertionError(f"a worker does not know {other}")
+
+    def _attach(self, attach: Attach) -> None:
+        base, job = self.base, attach.member.job
+        sites = base.shape.sites
+        training = new_training(
+            attach.member, attach.recipe, sites, base.dtype, base.device, base.whole_sites
+        )
+        if attach.resumes:
+            found = checkpoint.restore(attach.checkpoints, training)
+            assert found, f"the checkpoint of {job} that the first rank found is not here"
+        self.executor.attach(training)
+        self._checkpoints[job] = attach.checkpoints
+
+    def _run(self, run: Run) -> None:
+        for event in self.executor.run(run.program, run.microbatches):
+            # Of a rank's events only these are its own business; the first rank hears of steps by itself.
+            self._save(event.job)
+        self.transport.settle()
+        self.orders.answer(Through(self.executor.report, peak_bytes(self.base.device)))
+
+    def _save(self, job: str) -> None:
+        training = self.executor.aboard[job]
+        step = training.progress.step
+        try:
+            written = write_slice(self._checkpoints[job], training, self.place.rank)
+        except OSError as error:
+            self.orders.answer(Saved(job, step, None, str(error)))
+            return
+        self.orders.answer(Saved(job, step, written))
+
+    def _detach(self, job: str) -> None:
+        training = self.executor.detach(job)
+        del self._checkpoints[job]
+        if self.place.replica > 0:
+            # The first replica's ranks hold the same, and hand it over.
+            return
+        best = None if training.best is None else training.best.cpu()
+        self.orders.answer(HandedOver(job, training.layout, training.master.cpu(), best))

@@ -1,0 +1,105 @@
+"""A finished job's adapter made into something else: an adapter for servers, or a whole model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import PreTrainedModel
+
+from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
+from weftune.adapters.kind import Kind, kind_of
+from weftune.base.load import load_plain, load_tokenizer, own_dtype
+from weftune.base.shape import linears, model_shape
+from weftune.base.spec import BaseSpec, Dtype
+from weftune.core.disk import disk_errors, ordinary_modes
+from weftune.errors import AdapterError, OutputError
+from weftune.jobs.files import refuse_full_folder
+
+
+def write_portable(folder: Path, target: Path) -> int:
+    """The adapter of `folder` with its scale folded in and one rank for all sites, which is returned."""
+    kind = finished_kind(folder)
+    refuse_links_out(folder)
+    with new_folder(target):
+        rank = kind.portable(folder, target)
+        copy_tokenizer(folder, target)
+    return rank
+
+
+def write_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None = None) -> torch.dtype:
+    """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype, which
+    is that of the base's files unless another is asked for."""
+    kind = finished_kind(folder)
+    refuse_links_out(folder)
+    with new_folder(target):
+        kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
+        model = load_plain(replace(base, dtype=kept), torch.device("cpu"))
+        kind.merge(folder, linears(model), model_shape(model, model.dtype).sites)
+        if not copy_tokenizer(folder, target):
+            load_tokenizer(base).save_pretrained(target)
+        mend_generation(model)
+        model.save_pretrained(target)
+    return model.dtype
+
+
+def finished_kind(folder: Path) -> Kind:
+    refuse_no_adapter(folder)
+    return kind_of(folder)
+
+
+def refuse_links_out(folder: Path) -> None:
+    """A stranger's folder could hold a link to a file of the user's, and the export a copy of that file."""
+    root = folder.resolve()
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and path.is_file() and not path.resolve().is_relative_to(root):
+            raise AdapterError(
+                f"{path} is a link that leads out of its folder, so nothing is exported; if you trust it, "
+                "put the file itself in its place."
+            )
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[None]:
+    """`target`, new or empty, for what is written inside; left empty if that fails."""
+    if target.is_symlink():
+        raise OutputError(f"{target} is a link; name a folder that is new or empty.")
+    refuse_full_folder(target)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with disk_errors():
+            yield
+            ordinary_modes(target)
+    except BaseException as error:
+        for path in target.iterdir() if target.is_dir() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if isinstance(error, OSError):
+            raise OutputError(f"{target} cannot be written: {error}") from error
+        raise
+
+
+def copy_tokenizer(folder: Path, target: Path) -> bool:
+    """Copy the tokenizer that lies beside the adapter, with its chat template; False if there is none.
+
+    Tokenizers have files of many names, so everything is copied that is not the adapter's or ours.
+    """
+    for path in folder.iterdir():
+        if path.is_file() and path.name not in {CONFIG, WEIGHTS, JOB_FILE} and not path.name.startswith("."):
+            shutil.copyfile(path, target / path.name)
+    return (target / "tokenizer_config.json").is_file()
+
+
+def mend_generation(model: PreTrainedModel) -> None:
+    """Some bases come with sampling settings but without the switch; transformers refuses to save those."""
+    settings = model.generation_config
+    if settings is None:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        settings.do_sample = True

@@ -1,0 +1,173 @@
+"""What a run tells: lines and status for the store, rows for whoever watches, lines for the trackers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from weftune.errors import OutputError
+from weftune.jobs.files import json_text, replace_file
+from weftune.jobs.folder import LEARNED
+from weftune.jobs.states import State
+from weftune.jobs.store import Store
+from weftune.plan.cost.learned import Outcome, Promise
+from weftune.plan.cost.time import CostModel, Sizes
+from weftune.plan.program.program import Program
+from weftune.report.terminal import JobRow
+from weftune.run.events import Evaluated, Stepped
+from weftune.run.training.state import Progress
+from weftune.train.job import Ready
+
+Log = Callable[[Mapping[str, Any]], None]
+
+
+class View(Protocol):
+    def update(self, row: JobRow) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """An executed window: what was promised beside what happened."""
+
+    program: Program
+    promise: Promise
+    outcome: Outcome
+    cost: CostModel
+    """Fitted with this window's passes."""
+    sizes: Sizes
+
+    def saved_seconds(self) -> float:
+        """What its jobs would have taken longer one after another, as the time model says."""
+        alone = self.cost.alone_seconds(self.program.batches, self.program.capacity, self.sizes)
+        trained = sum(one.seconds for one in self.outcome.passes if one.training)
+        return 0.0 if alone is None else alone - trained
+
+    def line(self) -> dict[str, Any]:
+        """For windows.jsonl."""
+        program, promise, outcome = self.program, self.promise, self.outcome
+        return {
+            "capacity": program.capacity,
+            "tokens": sum(one.tokens for one in outcome.passes if one.training),
+            "microbatches": len(outcome.passes),
+            "shared": program.shared(),
+            "jobs": len(program.jobs),
+            "changed": promise.changed,
+            "unsettled": sum(not one.settled for one in outcome.passes),
+            "seconds": outcome.seconds,
+            "predicted_seconds": promise.seconds,
+            "peak_bytes": outcome.peak_bytes,
+            "predicted_peak_bytes": promise.peak_bytes,
+            "peak_error_bytes": promise.error_bytes,
+            "profile": promise.version,
+            "source": promise.source,
+            "time": time.time(),
+        }
+
+
+class Journal:
+    def __init__(self, store: Store, view: View, log: Log) -> None:
+        self.store = store
+        self.view = view
+        self._log = log
+        self._rows: dict[str, JobRow] = {}
+        self._windows = 0
+        self._seconds_before = store.status.seconds
+        self._saved = (store.status.solo_seconds or store.status.seconds) - store.status.seconds
+        self._peak = store.status.peak_bytes or 0
+        self._began = time.monotonic()
+        self._told: set[str] = set()
+
+    def step(self, event: Stepped, job: Ready, progress: Progress) -> None:
+        outcome = event.outcome
+        self._metrics(
+            {
+                "job": event.job,
+                "step": event.step,
+                "epoch": round(job.order.epoch(event.step), 6),
+                "loss": outcome.loss,
+                "tokens": outcome.tokens,
+                "learning_rate": outcome.learning_rate,
+                "grad_norm": outcome.grad_norm,
+                "token_accuracy": outcome.token_accuracy,
+                "time": time.time(),
+            }
+        )
+        self.store.advance_job(event.job, event.step, job.recipe.steps, progress.trained_tokens)
+        self._aside(self.store.write_status_soon)
+        self.show(event.job, step=event.step, loss=outcome.loss, tokens=progress.trained_tokens)
+
+    def evaluation(self, event: Evaluated, progress: Progress) -> None:
+        self._metrics(
+            {
+                "job": event.job,
+                "step": event.step,
+                "eval_loss": event.loss,
+                "eval_tokens": event.tokens,
+                "eval_token_accuracy": event.token_accuracy,
+                "time": time.time(),
+            }
+        )
+        self.store.best_job(event.job, progress.best_step, progress.best_loss)
+        self._aside(self.store.write_status_soon)
+        self.show(event.job, eval_loss=event.loss)
+
+    def window(self, window: Window) -> None:
+        self._saved += window.saved_seconds()
+        line = {"window": self._windows, **window.line()}
+        self._aside(lambda: self.store.append_window(line))
+        self._windows += 1
+        seconds = self._seconds_before + time.monotonic() - self._began
+        self._peak = max(self._peak, window.outcome.peak_bytes)
+        self.store.measure(seconds, seconds + self._saved, self._peak)
+        self._aside(self.store.write_status)
+
+    def learned(self) -> Any:
+        """What `keep_learned` was last given in this output; None if there is nothing that can be read."""
+        try:
+            return json.loads((self.store.records / LEARNED).read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def keep_learned(self, record: Mapping[str, Any]) -> None:
+        content = json_text(record, indent=1).encode()
+        self._aside(lambda: replace_file(self.store.records / LEARNED, content))
+
+    def move(self, name: str, state: State, reason: str = "") -> bool:
+        """Record a job's new state; says whether the disk has it."""
+        self.store.move_job(name, state, reason)
+        recorded = self._aside(self.store.write_status)
+        self.show(name, state=state, reason=reason)
+        return recorded
+
+    def note(self, sentence: str) -> None:
+        self.store.note(sentence)
+        self.view.note(sentence)
+
+    def show(self, name: str, **changes: Any) -> None:
+        self._rows[name] = replace(self._rows.get(name, JobRow(name=name)), **changes)
+        self.view.update(self._rows[name])
+
+    def finish(self) -> None:
+        """At the run's end: bring to the disk what could not be written before."""
+        self._aside(self.store.write_status)
+
+    def _metrics(self, line: Mapping[str, Any]) -> None:
+        self._aside(lambda: self.store.append_metrics(line))
+        self._log(line)
+
+    def _aside(self, write: Callable[[], None]) -> bool:
+        """Make a write that training does not depend on: where it fails, that is said once, and what it
+        would have written comes with the next one. Says whether it was made."""
+        try:
+            write()
+        except OutputError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                self.note(f"warning: {error}; training goes on, and it is tried again.")
+            return False
+        return True

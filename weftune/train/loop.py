@@ -1,0 +1,459 @@
+"""Scheduler → planner → executor → store, over and over, until no job is left."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from weftune.adapters.kind import Member
+from weftune.base.model import Base
+from weftune.core.batch import Microbatch
+from weftune.core.shapes import JobShape
+from weftune.errors import OutputError, UserError
+from weftune.jobs.scheduler import admit
+from weftune.jobs.states import State
+from weftune.jobs.store import Store
+from weftune.plan.cost.learned import Company, Learned, Outcome, Promise, sizes_of
+from weftune.plan.cost.memory import MemoryModel, longest
+from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.time import CostModel, PassTime, StateTime
+from weftune.plan.program.program import MicrobatchPlan, Program
+from weftune.plan.program.recompute import Recompute
+from weftune.plan.window.rounds import Course, plan_window
+from weftune.report.words import plural
+from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
+from weftune.run.executor import Executor
+from weftune.run.measure.memory import begin_peak, peak_bytes, release
+from weftune.run.training import checkpoint
+from weftune.run.training.state import Training, new_training
+from weftune.run.workers.driver import Pipeline
+from weftune.train.job import Ready, lay_out
+from weftune.train.journal import Journal, Window
+from weftune.train.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
+
+ROUNDS = 4
+"""Global batches of each job in a window."""
+
+Callback = Callable[[Stepped | Evaluated], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What memory allows a window: tokens in a microbatch, and what must be recomputed for that."""
+
+    capacity: int
+    recompute: Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The next window, planned while this one runs, and the cursors it was planned for."""
+
+    cursors: Mapping[str, int]
+    room: Room
+    program: Future[Program]
+
+    def serves(self, cursors: Mapping[str, int], room: Room) -> bool:
+        return room == self.room and cursors.items() <= self.cursors.items()
+
+
+@dataclass(slots=True)
+class Timed:
+    """What was measured in the window that runs."""
+
+    passes: list[PassTime] = field(default_factory=list)
+    steps: list[StateTime] = field(default_factory=list)
+    saves: list[StateTime] = field(default_factory=list)
+    callback: float = 0.0
+    """Seconds that the caller took to hear of steps: no part of the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    state: State
+    reason: str = ""
+
+
+def lost_sentence(name: str, found: checkpoint.Survey) -> str:
+    """Why a job that has begun cannot go on: said, and left to the user, who may have a copy."""
+    what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
+    names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
+    return f"{what}{names}; put back a copy of one, or train it anew with --resume --restart {name}"
+
+
+class Loop:
+    def __init__(
+        self,
+        base: Base,
+        tokenizer: Any,
+        store: Store,
+        memory: MemoryModel,
+        most: int,
+        journal: Journal,
+        cost: CostModel | None = None,
+        executor: Executor | Pipeline | None = None,
+    ) -> None:
+        self.base = base
+        self.tokenizer = tokenizer
+        self.store = store
+        self.journal = journal
+        self.most = most
+        """The token capacity is never above this, unless a sample is longer."""
+        self.executor: Executor | Pipeline = executor or Executor(base)
+        self.rounds = ROUNDS
+        self.learned = Learned(
+            known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)
+        )
+        with suppress(ValueError):
+            self.learned.resume(journal.learned())
+        self.jobs: dict[str, Ready] = {}
+        self.waiting: dict[str, Ready] = {}
+        self.programs_run: list[Program] | None = None
+        """Every executed Program, where a test or a benchmark asks for them by setting a list."""
+        self._endings: dict[str, Ending] = {}
+        self._timed = Timed()
+        self._crowd: int | None = None
+
+    # -- jobs come ---------------------------------------------------------------------------------------
+
+    def enter(self, job: Ready) -> None:
+        """Queue a job; it comes aboard at the next window that has room for it."""
+        self.jobs[job.name] = self.waiting[job.name] = job
+        self.store.add_job(job.name)
+        for note in job.data.notes:
+            self.store.note_job(job.name, note)
+        status = self.store.job(job.name)
+        self.store.advance_job(job.name, status.step, job.recipe.steps, status.trained_tokens)
+        self.journal.show(job.name, state=State.QUEUED, steps=job.recipe.steps)
+
+    def cancel(self, name: str) -> None:
+        """End a job where it stands: at once if it waits, before its next microbatch if it is aboard."""
+        if name in self.waiting:
+            del self.waiting[name]
+            self.journal.move(name, State.CANCELLED)
+        elif self.store.job(name).state is State.PAUSED:
+            self.journal.move(name, State.CANCELLED)
+        elif name in self.executor.aboard and name not in self._endings:
+            self._end(name, Ending(State.CANCELLED))
+
+    def _admit(self) -> None:
+        aboard = self._shapes(self.executor.aboard)
+        if self._crowd is not None and len(aboard) >= self._crowd:
+            for name in self.waiting:
+                if not self.store.job(name).reason:
+                    self.store.explain_job(name, "it waits until another job has left: memory was short")
+            return
+        decision = admit([job.shape for job in self.waiting.values()], aboard, self.learned.why_not)
+        for name, reason in decision.too_large.items():
+            del self.waiting[name]
+            advice = "lower data.max_length, rank or the base's dtype, or give more memory"
+            self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
+        for name, reason in decision.waiting.items():
+            self.store.explain_job(name, reason)
+            self.journal.show(name, reason=reason)
+        for name in decision.admitted:
+            self._board(self.waiting.pop(name))
+
+    def _board(self, job: Ready) -> None:
+        spec = job.spec
+        member = Member(spec.name, spec.adapter, spec.seed)
+        try:
+            training = new_training(
+                member,
+                job.recipe,
+                self.base.shape.sites,
+                self.base.dtype,
+                self.executor.home,
+                self.base.whole_sites,
+                drawn_on=self.base.device,
+            )
+        except UserError as error:
+            self.journal.move(spec.name, State.FAILED, str(error))
+            return
+        found = checkpoint.survey(self._checkpoints(spec.name))
+        if not checkpoint.restore(self._checkpoints(spec.name), training) and found.damaged:
+            self.journal.move(spec.name, State.PAUSED, lost_sentence(spec.name, found))
+            return
+        progress = training.progress
+        self.store.advance_job(spec.name, progress.step, job.recipe.steps, progress.trained_tokens)
+        self.store.best_job(spec.name, progress.best_step, progress.best_loss)
+        folder = self.store.output / spec.name
+        try:
+            write_job_file(folder, with_retries(describe(job, self.base.spec), folder))
+            checkpoint.set_aside(found.damaged)
+        except (OSError, OutputError) as error:
+            self.journal.move(spec.name, State.PAUSED, f"{error}; mend that, and go on with --resume")
+            return
+        self.executor.attach(training)
+        self.journal.move(spec.name, State.RUNNING)
+
+    # -- windows -----------------------------------------------------------------------------------------
+
+    def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
+        """Train until every job has ended, or until `stop` asks for an end; then all is saved and waits."""
+        with ThreadPoolExecutor(1, thread_name_prefix="planner") as planner:
+            ahead: Ahead | None = None
+            while not stop():
+                self._admit()
+                if not self.executor.aboard:
+                    break
+                program = self._program(ahead)
+                ahead = self._plan_ahead(planner, program)
+                self._execute(program, stop, callback)
+                self._retire()
+        if stop():
+            self._suspend()
+
+    def _program(self, ahead: Ahead | None) -> Program:
+        """The window planned ahead if it still fits who is aboard, without those who left; else a new one."""
+        cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
+        room = self._room()
+        beginners = frozenset(name for name in cursors if self._begins(name))
+        if ahead is not None and not beginners and ahead.serves(cursors, room):
+            program = ahead.program.result()
+            for gone in ahead.cursors.keys() - cursors.keys():
+                program = program.without(gone)
+        else:
+            program = self._plan(cursors, beginners, room)
+        self._forget_ended()
+        return program
+
+    def _forget_ended(self) -> None:
+        """Let go of the data of jobs that have left, which are open files. Not before a window that was
+        planned ahead has been taken: it may count on them."""
+        for name in list(self.jobs):
+            if self.store.job(name).state.ended:
+                del self.jobs[name]
+
+    def _begins(self, name: str) -> bool:
+        """Whether the job has yet to evaluate where it stands: at its start, or if something came between."""
+        job, progress = self.jobs[name], self.executor.aboard[name].progress
+        if job.data.evaluation is None:
+            return progress.step == 0
+        return progress.step in job.evaluate_at and progress.evaluated < progress.step
+
+    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
+        rounds = self.rounds
+        courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
+        return self._window(courses, room)
+
+    def _window(self, courses: Sequence[Course], room: Room) -> Program:
+        ladder = self.executor.captures is not None
+        return plan_window(courses, room.capacity, ladder, room.recompute)
+
+    def _promise(self, program: Program, company: Company) -> Promise:
+        return self.learned.promise(program, company)
+
+    def _peak_bytes(self) -> int:
+        return peak_bytes(self.base.device)
+
+    def _plan_ahead(self, planner: ThreadPoolExecutor, program: Program) -> Ahead:
+        cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
+        for batch in program.batches:
+            cursors[batch.job] = max(cursors[batch.job], batch.step)
+        going_on = {name: step for name, step in cursors.items() if step < self.jobs[name].recipe.steps}
+        room = Room(program.capacity, program.recompute)
+        return Ahead(going_on, room, planner.submit(self._plan, going_on, frozenset(), room))
+
+    def _room(self) -> Room:
+        shapes = self._shapes(self.executor.aboard)
+        memory = self.learned.memory
+        recompute = memory.recompute(shapes, self.most)
+        return Room(memory.capacity(shapes, self.most, recompute), recompute)
+
+    def _shapes(self, names: Iterable[str]) -> list[JobShape]:
+        return [self.jobs[name].shape for name in names]
+
+    def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+        company = {name: self.jobs[name].shape for name in self.executor.aboard}
+        promise = self._promise(program, company)
+        self._timed = Timed()
+        own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
+        if not own_peak:
+            # What will be measured is the highest peak so far, so that is what is promised.
+            promise = replace(promise, peak_bytes=max(peak_before, promise.peak_bytes))
+        fitted, began = True, time.monotonic()
+        try:
+            for event in self.executor.run(program, self._fetch, stop):
+                self._handle(event, callback)
+        except OutOfMemory:
+            fitted = False
+        if not fitted:
+            self._shrink(program.capacity)
+            return
+        if self.programs_run is not None:
+            self.programs_run.append(program)
+        timed = self._timed
+        seconds = time.monotonic() - began - timed.callback
+        peak = self._peak_bytes()
+        outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
+        self.learned.learn(program, company, outcome)
+        if self.learned.adopt():
+            self.journal.keep_learned(self.learned.recorded())
+        self.journal.window(
+            Window(
+                program=program,
+                promise=promise,
+                outcome=outcome,
+                cost=self.learned.cost,
+                sizes=sizes_of(company),
+            )
+        )
+
+    def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
+        return lay_out(plan, held_out, self.jobs)
+
+    def _shrink(self, capacity: int) -> None:
+        """A pass did not fit: halve the capacity; at the longest sample send a job back; alone, give up."""
+        release(self.base.device)
+        shapes = self._shapes(name for name in self.executor.aboard if name not in self._endings)
+        if not shapes:
+            return
+        least = longest(shapes)
+        if capacity > least:
+            self.most = max(capacity // 2, least)
+            self.journal.note(
+                f"Out of memory with {capacity} tokens a microbatch: going on with {self.most}."
+            )
+            return
+        last = max(shapes, key=lambda shape: (-shape.priority, shape.order)).name
+        crowd = plural(len(shapes), "job")
+        reason = f"out of memory with {crowd} aboard and {capacity} tokens a microbatch"
+        if len(shapes) == 1:
+            self._end(last, Ending(State.FAILED, f"{reason}; lower data.max_length or rank"))
+            return
+        self._crowd = len(shapes) - 1
+        self._send_back(last, f"{reason}; it goes on when another job has left")
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event, callback: Callback | None) -> None:
+        match event:
+            case Passed():
+                self._timed.passes.append(event.time)
+            case StepsMade():
+                self._timed.steps.append(event.time)
+            case Stepped(job):
+                self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
+            case Evaluated():
+                self._on_evaluation(event)
+            case SaveDue(job):
+                self._save(job, self.executor.save)
+            case Failed(job, reason, unsaved=True):
+                self._pause_unsaved(job, reason)
+            case Failed(job, reason):
+                self._endings[job] = Ending(State.FAILED, reason)
+        if callback is not None and isinstance(event, Stepped | Evaluated):
+            began = time.monotonic()
+            callback(event)
+            self._timed.callback += time.monotonic() - began
+
+    def _on_evaluation(self, event: Evaluated) -> None:
+        spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
+        min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
+        self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta)
+        progress = training.progress
+        self.journal.evaluation(event, progress)
+        if spec.early_stop and progress.stale >= spec.early_stop.patience:
+            looks = plural(progress.stale, "look")
+            reason = f"stopped early at step {event.step}: no better validation loss in {looks}"
+            self._end(event.job, Ending(State.SUCCEEDED, reason))
+
+    def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
+        began = time.monotonic()
+        try:
+            save(name, self._checkpoints(name))
+        except OSError as error:
+            self._pause_unsaved(name, error.strerror or str(error))
+        parameters = self.executor.aboard[name].layout.size
+        self._timed.saves.append(StateTime(1, parameters, time.monotonic() - began))
+
+    def _pause_unsaved(self, name: str, trouble: str) -> None:
+        """A checkpoint could not be written: the job stops before more would be lost. One that has made its
+        last step stays: its adapter may find room, and then no checkpoint is needed."""
+        step = self.executor.aboard[name].progress.step
+        if name in self._endings or step >= self.jobs[name].recipe.steps:
+            return
+        what = f"its checkpoint of step {step} cannot be written: {trouble}"
+        self._end(name, Ending(State.PAUSED, f"{what}; {self._remedy(name)}"))
+
+    def _remedy(self, name: str) -> str:
+        progress = checkpoint.newest_progress(self._checkpoints(name))
+        return f"mend that, and --resume goes on from step {progress.step if progress else 0}"
+
+    # -- jobs go -----------------------------------------------------------------------------------------
+
+    def _end(self, name: str, ending: Ending) -> None:
+        """Decide a job's end inside a window; it leaves at the window's end."""
+        self._endings[name] = ending
+        self.executor.kill(name)
+
+    def _retire(self) -> None:
+        for name, training in list(self.executor.aboard.items()):
+            if training.progress.step >= self.jobs[name].recipe.steps and not self._begins(name):
+                self._endings.setdefault(name, Ending(State.SUCCEEDED))
+        for name, ending in self._endings.items():
+            self._crowd = None
+            training = self.executor.detach(name)
+            if ending.state is State.SUCCEEDED:
+                ending = self._deliver(training, ending)
+            recorded = self.journal.move(name, ending.state, ending.reason)
+            if ending.state is State.SUCCEEDED and recorded:
+                shutil.rmtree(self._checkpoints(name), ignore_errors=True)
+        if self._endings and self.base.device.type == "cpu":
+            # Else the heap keeps what they held, and nobody sees that later windows take less.
+            release(self.base.device)
+        self._endings.clear()
+
+    def _deliver(self, training: Training, ending: Ending) -> Ending:
+        job = self.jobs[training.job]
+        keeps_best = job.spec.keep == "best" and training.best is not None
+        weights = training.best if keeps_best else training.master
+        assert weights is not None
+        folder = self.store.output / job.name
+        try:
+            write_result(
+                folder, job, training.layout, weights, self.base.whole_sites, self.base.spec, self.tokenizer
+            )
+        except OSError as error:
+            trouble = error.strerror or str(error)
+            with suppress(OSError):
+                # Its last step was not saved, since the adapter was to follow at once.
+                checkpoint.save(self._checkpoints(job.name), training)
+            return Ending(State.PAUSED, f"its adapter cannot be written: {trouble}; {self._remedy(job.name)}")
+        return ending
+
+    def _send_back(self, name: str, reason: str) -> None:
+        """Preempt a job: its state is saved and it waits for its turn again."""
+        if self._leaves(name):
+            self.journal.move(name, State.QUEUED, reason)
+            self.waiting[name] = self.jobs[name]
+
+    def _leaves(self, name: str) -> bool:
+        """Save a job and take it off the executor; where that fails it has an ending instead."""
+        self._save(name, self.executor.save_now)
+        if name in self._endings:
+            return False
+        self.executor.detach(name)
+        return True
+
+    def _suspend(self) -> None:
+        for name, training in list(self.executor.aboard.items()):
+            if self._leaves(name):
+                self._interrupt(name, training.progress.step)
+        self._retire()
+        for name in list(self.waiting):
+            del self.waiting[name]
+            self._interrupt(name, self.store.job(name).step)
+
+    def _interrupt(self, name: str, step: int) -> None:
+        self.journal.move(name, State.PAUSED, f"interrupted at step {step}; go on with --resume")
+
+    def _checkpoints(self, name: str) -> Path:
+        return self.store.output / name / CHECKPOINTS

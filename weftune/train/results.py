@@ -1,0 +1,165 @@
+"""What a job leaves in its folder: `job.yaml` at its start, an adapter with its tokenizer at its success."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from weftune.adapters.folder import CONFIG
+from weftune.adapters.kind import kind_named
+from weftune.adapters.layout import Layout
+from weftune.base.spec import BaseSpec
+from weftune.core.disk import disk_errors, ordinary_modes
+from weftune.core.formats import FORMAT
+from weftune.core.shapes import SiteShape
+from weftune.data.template import template_source
+from weftune.errors import OutputError
+from weftune.jobs.files import sync_folder
+from weftune.jobs.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
+from weftune.jobs.retry import CHANGEABLE, Retry
+from weftune.jobs.spec import changed_keys, resolved
+from weftune.train.job import Ready
+
+__all__ = ["CHECKPOINTS", "JOB_FILE", "describe", "refuse_changes", "write_job_file", "write_result"]
+
+PARTIAL = ".adapter.partial"
+"""Inside a job's folder: an adapter that is being written."""
+BASE_KEYS = ("model", "dtype", "revision")
+"""What makes a base another one; how the user wrote it does not."""
+NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
+
+
+def describe(job: Ready, base: BaseSpec) -> dict[str, Any]:
+    """What `job.yaml` says: the resolved spec, what it was trained on, and with which versions."""
+    data = job.data
+    return {
+        "format": FORMAT,
+        "job": resolved(job.spec),
+        "steps": job.recipe.steps,
+        "base": {name: getattr(base, name) for name in (*BASE_KEYS, "written")},
+        "data": {
+            "fingerprint": data.train.fingerprint,
+            "samples": len(data.train),
+            "evaluation_fingerprint": None if data.evaluation is None else data.evaluation.fingerprint,
+            "evaluation_samples": 0 if data.evaluation is None else len(data.evaluation),
+            "notes": list(data.notes),
+        },
+        "versions": _versions(),
+    }
+
+
+def retries_of(folder: Path) -> list[dict[str, Any]]:
+    """What the user has changed of a started job, the earliest first."""
+    found = read_job_file(folder)
+    return list(found.values.get("retries", [])) if found else []
+
+
+def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
+    """A description with what its job's folder knows of retries, and `more` of them."""
+    retries = [*retries_of(folder), *(retry.record() for retry in more)]
+    return {**description, "retries": retries} if retries else description
+
+
+def refuse_changes(folder: Path, description: dict[str, Any], allowed: Collection[str] = ()) -> str:
+    """A started job goes on only as it began: a changed key, base or dataset is named and refused.
+
+    Keys that are `allowed` may differ: the user has named them. Says what was found damaged, or "".
+    """
+    name = description["job"]["name"]
+    try:
+        found = read_job_file(folder)
+    except DamagedJobFile as damaged:
+        if not any((folder / CHECKPOINTS).glob("step-*")):
+            # It begins at its first step, with whatever settings.
+            return f"{damaged}; it is written anew."
+        raise OutputError(
+            f"{damaged}, so it cannot be known whether job {name} would go on with the settings it began "
+            f"with; put back a copy of it, or train it anew with --resume --restart {name}"
+        ) from damaged
+    if found is None:
+        return ""
+    before = found.values
+    changed = [key for key in changed_keys(before["job"], description["job"]) if not _is_in(key, allowed)]
+    remedy = f"put them back, or train it anew with --resume --restart {name}"
+    if changed and all(_is_in(key, CHANGEABLE) for key in changed):
+        remedy = f"put them back, or go on with --resume --retry {name} --set {changed[0]}=VALUE"
+    changed += [f"base.{key}" for key in BASE_KEYS if before["base"].get(key) != description["base"][key]]
+    if not changed and before["steps"] != description["steps"]:
+        changed.append("--max-steps")
+    if not changed and changed_keys(before["data"], description["data"]):
+        changed.append("the rows of its data")
+    if changed:
+        raise OutputError(
+            f"Job {name} has already started and cannot go on with other settings: {', '.join(changed)} "
+            f"changed; {remedy}"
+        )
+    if found.is_copy:
+        return f"{folder / JOB_FILE} was damaged; it is written again from its copy among the checkpoints."
+    return ""
+
+
+def _is_in(key: str, named: Collection[str]) -> bool:
+    """Whether a dotted key, a section that holds it or a key inside it is among `named`."""
+    return any(one == key or f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in named)
+
+
+def write_result(
+    folder: Path,
+    job: Ready,
+    layout: Layout,
+    weights: Tensor,
+    sites: tuple[SiteShape, ...],
+    base: BaseSpec,
+    tokenizer: Any,
+) -> None:
+    """The adapter as PEFT keeps it, and the tokenizer with the chat template the job was trained with.
+
+    Written aside and synced before it is moved to its place, the config last: where that is, all of it is.
+    Raises OSError where the disk does not take it, and leaves nothing of it.
+    """
+    kind = kind_named(job.spec.adapter.kind)
+    own = copy.deepcopy(tokenizer)
+    if job.spec.data.chat_template is not None:
+        own.chat_template = template_source(tokenizer, job.spec.data.chat_template)
+    partial = folder / PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with disk_errors():
+            kind.save(partial, job.spec.adapter, layout.views(weights), sites, base.published_name)
+            own.save_pretrained(partial)
+            ordinary_modes(partial)
+        _publish(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Bring the result to the disk before the status speaks of it and its checkpoints go."""
+    paths = sorted(partial.rglob("*"), key=lambda path: path.name == CONFIG)
+    for path in paths:
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for path in paths:
+        if path.is_file():
+            target = folder / path.relative_to(partial)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+    sync_folder(folder)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in NAMED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

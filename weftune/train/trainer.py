@@ -1,0 +1,482 @@
+"""The front door from Python: `train("jobs.yaml")`, or a `Trainer` that jobs are added to."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from weftune.base.load import device_named, inspect, load_tokenizer
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.core.interrupt import interrupts
+from weftune.core.paths import cache_folder
+from weftune.core.shapes import ModelShape
+from weftune.errors import Mistake, OutputError, SpecError, UserError
+from weftune.jobs.checks import check_targets, data_warnings, told_once, warnings
+from weftune.jobs.job_file import DamagedJobFile, read_job_file
+from weftune.jobs.layer import plain_values
+from weftune.jobs.read import parse_run, read_run
+from weftune.jobs.retry import as_retried, new_retry, with_changes
+from weftune.jobs.spec import JobSpec, RunSpec, place_in_job, resolved
+from weftune.jobs.states import State
+from weftune.jobs.store import Store, open_share, open_store
+from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
+from weftune.report.loggers import open_loggers
+from weftune.report.page import write_report
+from weftune.report.read import JobRecord
+from weftune.report.read import read_run as read_records
+from weftune.report.terminal import JobRow, LiveView
+from weftune.run.training import checkpoint
+from weftune.run.training.state import Progress
+from weftune.run.workers.messages import Staff
+from weftune.train.engine import Engine, Setup, open_engine
+from weftune.train.job import Ready, make_ready
+from weftune.train.journal import Journal, View
+from weftune.train.loop import Callback, Loop, lost_sentence
+from weftune.train.results import (
+    CHECKPOINTS,
+    JOB_FILE,
+    describe,
+    refuse_changes,
+    retries_of,
+    with_retries,
+    write_job_file,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a job ended: its state, its folder, and its last numbers."""
+
+    state: State
+    path: Path
+    metrics: dict[str, float]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to run, as opposed to what: nothing here changes a job's result."""
+
+    device: str | None = None
+    resume: bool = False
+    restart: tuple[str, ...] = ()
+    """Jobs to train anew although they have started."""
+    retry: tuple[str, ...] = ()
+    """Jobs to go on with from their last checkpoint although they have failed or were cancelled."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key → the value that jobs of `retry` go on with; `jobs.retry.CHANGEABLE` are those allowed."""
+    memory: int | None = None
+    """Bytes the run may take; None: most of what is free."""
+    gpu_memory: int | None = None
+    """Bytes the run may take of the GPU; a base that does not fit in them is streamed from host memory."""
+    capacity: int | None = None
+    """At most so many tokens in a microbatch; None: by device and memory."""
+    profile: Path | None = None
+    """A file that `weftune doctor --profile` has written; None: the one in the cache, if there is any."""
+    staff: Staff | None = None
+    """The other ranks, where the base is cut into stages; this process is the first of them."""
+    share: int | None = None
+    """Which share of the output's jobs is trained here, where other processes train the others."""
+
+
+class Quiet:
+    """A view for runs that nobody watches."""
+
+    def update(self, row: JobRow) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class Trainer:
+    """Trains every added job together on one base."""
+
+    def __init__(
+        self,
+        base: str | Mapping[str, Any] | BaseSpec | Base,
+        *,
+        output: str | Path = "output",
+        tokenizer: Any = None,
+        max_steps: int | None = None,
+        report_to: Sequence[str] = (),
+        options: Options | None = None,
+        view: View | None = None,
+        place: Callable[..., str] = place_in_job,
+    ) -> None:
+        self.base = base
+        self.spec = base.spec if isinstance(base, Base) else _base_spec(base)
+        self.output = Path(output)
+        self.tokenizer = tokenizer
+        self.max_steps = max_steps
+        self.report_to = tuple(report_to)
+        self.options = options or Options()
+        self.view: View = view or Quiet()
+        self.jobs: dict[str, JobSpec] = {}
+        self.interrupted = False
+        self.loop: Loop | None = None
+        """What runs, while it runs."""
+        self._place = place
+
+    def add(self, job: JobSpec) -> Trainer:
+        """Add a job, before the run or from a callback inside it."""
+        if job.name in self.jobs:
+            raise SpecError(Mistake(f"job {job.name}", "there is already a job of that name"))
+        self.jobs[job.name] = job
+        if self.loop is not None and not self._has_ended(self.loop.store, job.name):
+            try:
+                ready = self._ready(job, self.loop.base.shape, self.loop.store)
+            except UserError:
+                del self.jobs[job.name]
+                raise
+            self._rewind(self.loop.store, [ready])
+            self.loop.enter(ready)
+        return self
+
+    def cancel(self, name: str) -> None:
+        """End one job of the run that is going on; the others go on."""
+        if self.loop is None or name not in self.jobs:
+            raise SpecError(f"There is no running job {name}.")
+        self.loop.cancel(name)
+
+    def run(self, callback: Callback | None = None) -> dict[str, Result]:
+        """Train until every job has ended or somebody interrupts. `callback` hears of every step."""
+        device = self.base.device if isinstance(self.base, Base) else device_named(self.options.device)
+        shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)
+        self.check(shape)
+        with ExitStack() as stack:
+            store = stack.enter_context(self._open())
+            ready = self.unfinished(store, shape)
+            stop = stack.enter_context(interrupts(self._announce_stop))
+            if ready:
+                shapes = [job.shape for job in ready]
+                engine = open_engine(self._setup(device, shape), shapes, self._tell(store))
+                base = engine.base
+                store.describe(self.spec.model, str(base.device), str(base.dtype).removeprefix("torch."))
+                self.take_over(store, ready)
+                loggers = open_loggers(
+                    self.report_to, self.output, {name: resolved(job) for name, job in self.jobs.items()}
+                )
+                stack.callback(loggers.close)
+                self.loop = self._loop(engine, store, Journal(store, self.view, loggers.log))
+                stack.callback(self._leave_loop)
+                for job in ready:
+                    self.loop.enter(job)
+                # From here on the loop holds their data, as long as it needs them.
+                ready.clear()
+                self.loop.run(stop, callback)
+                for note in loggers.notes:
+                    store.note(note)
+            self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
+            self._write_last_status(store)
+            return self.results(store)
+
+    # -- before ------------------------------------------------------------------------------------------
+
+    def check(self, shape: ModelShape) -> None:
+        """All that can be found wrong before the output is touched."""
+        if not self.jobs:
+            raise SpecError("There is no job to train; add one.")
+        jobs = list(self.jobs.values())
+        if mistakes := check_targets(jobs, shape, self._place):
+            raise SpecError(mistakes)
+        self._tell_of_jobs("warning", warnings(jobs, shape))
+        for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
+            if unknown := [name for name in names if name not in self.jobs]:
+                raise SpecError(f"{option} {unknown[0]}: there is no such job; known: {', '.join(self.jobs)}")
+        if both := [name for name in self.options.retry if name in self.options.restart]:
+            raise SpecError(
+                f"--retry {both[0]} goes on from its last checkpoint, --restart begins anew; choose one"
+            )
+        self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
+
+    def _open(self) -> Store:
+        share = self.options.share
+        return (
+            open_store(self.output, self.options.resume) if share is None else open_share(self.output, share)
+        )
+
+    def unfinished(self, store: Store, shape: ModelShape) -> list[Ready]:
+        """The jobs that have not ended, and those to train anew, made ready."""
+        if store.rebuilt:
+            self.view.note(store.rebuilt)
+        self._sweep(store)
+        again = (*self.options.restart, *self.options.retry)
+        jobs = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
+        for name in self.options.retry:
+            self._refuse_retry(store, name)
+        ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
+        self._tell_of_data(ready)
+        return ready
+
+    def _tell_of_data(self, ready: Sequence[Ready]) -> None:
+        """What `weftune preview` says of the same jobs."""
+        found = [
+            (job.name, sentence)
+            for job in ready
+            for sentence in data_warnings(job.spec, len(job.data.train), job.recipe.steps)
+        ]
+        self._tell_of_jobs("warning", told_once(found))
+        self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
+
+    def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:
+        """Once: who has divided the jobs into shares has told it before."""
+        for sentence in sentences if self.options.share is None else ():
+            self.view.note(f"{kind}: {sentence}")
+
+    def _refuse_retry(self, store: Store, name: str) -> None:
+        if name not in store.status.jobs or read_job_file(self.output / name) is None:
+            raise SpecError(f"--retry {name}: it has not started yet; leave --retry out")
+        if store.job(name).state is State.SUCCEEDED:
+            raise SpecError(f"--retry {name}: it has succeeded; train it anew with --restart {name}")
+
+    def _is_lost(self, store: Store, name: str) -> bool:
+        """Whether a job that has begun has no checkpoint left to go on from. It is paused with the reason:
+        to begin anew is the user's decision."""
+        if name in self.options.restart:
+            return False
+        folder = self.output / name / CHECKPOINTS
+        found = checkpoint.survey(folder)
+        has_begun = name in store.status.jobs and store.job(name).step > 0
+        if found.progress is not None:
+            if found.damaged:
+                names = ", ".join(path.name for path in found.damaged)
+                self._tell(store)(
+                    f"{name}: damaged checkpoints are left aside ({names}); it goes on from step "
+                    f"{found.progress.step}."
+                )
+            return False
+        if not found.damaged and not (has_begun and not folder.exists()):
+            return False
+        store.pause_job(name, lost_sentence(name, found))
+        self.view.update(JobRow(name=name, state=State.PAUSED, reason=store.job(name).reason))
+        return True
+
+    def _sweep(self, store: Store) -> None:
+        """A kill may have come between a job's success and the end of its checkpoints."""
+        for name, job in store.status.jobs.items():
+            if job.state is State.SUCCEEDED:
+                shutil.rmtree(self.output / name / CHECKPOINTS, ignore_errors=True)
+
+    def _clear(self, name: str) -> None:
+        """Renamed before it is removed: half a folder could look like a job that goes on."""
+        old = self.output / f".{name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if (self.output / name).exists():
+            (self.output / name).rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _has_ended(self, store: Store, name: str) -> bool:
+        if name not in store.status.jobs and (self.output / name / JOB_FILE).exists():
+            # The status has lost it, or it was added from a callback; its folder says how it stands.
+            store.add_job(name)
+        return name in store.status.jobs and store.job(name).state.ended
+
+    def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[Ready]:
+        """Every job made ready, or the mistakes of all of them at once."""
+        ready: list[Ready] = []
+        mistakes: list[Mistake] = []
+        for job in jobs:
+            try:
+                ready.append(self._ready(job, shape, store))
+            except OutputError:
+                raise
+            except UserError as error:
+                mistakes += error.mistakes
+        if mistakes:
+            raise SpecError(dict.fromkeys(mistakes))
+        return ready
+
+    def _ready(self, job: JobSpec, shape: ModelShape, store: Store) -> Ready:
+        if job.name not in self.options.restart:
+            job = self._as_retried(job)
+        if mistakes := check_targets([job], shape, self._place):
+            raise SpecError(mistakes)
+        place = list(self.jobs).index(job.name)
+        ready = make_ready(job, place, self.tokenizer, shape, cache_folder() / "tokens", self.max_steps)
+        if job.name not in self.options.restart:
+            allowed = self.options.changes if job.name in self.options.retry else ()
+            if mended := refuse_changes(self.output / job.name, describe(ready, self.spec), allowed):
+                self._tell(store)(mended)
+        return ready
+
+    def _as_retried(self, job: JobSpec) -> JobSpec:
+        """The job with what retries have changed, those of earlier runs and one of this."""
+        with suppress(DamagedJobFile):
+            job = as_retried(job, retries_of(self.output / job.name))
+        return with_changes(job, self.options.changes) if job.name in self.options.retry else job
+
+    def _setup(self, device: torch.device, shape: ModelShape) -> Setup:
+        options = self.options
+        return Setup(
+            spec=self.spec,
+            base=self.base if isinstance(self.base, Base) else None,
+            device=device,
+            shape=shape,
+            staff=options.staff,
+            memory=options.memory,
+            gpu_memory=options.gpu_memory,
+            capacity=options.capacity,
+            profile=options.profile,
+            checkpoints=self._checkpoints,
+        )
+
+    def _checkpoints(self, name: str) -> Path:
+        return self.output.absolute() / name / CHECKPOINTS
+
+    def take_over(self, store: Store, ready: Sequence[Ready]) -> None:
+        """From here on the output holds a run: killed at any later moment, it can be resumed."""
+        for name in self.options.restart:
+            store.restart_job(name)
+        for job in ready:
+            # Should no later status find room, this one names them all.
+            store.add_job(job.name)
+        self._record_retries(store, ready)
+        self._rewind(store, ready)
+        store.write_status()
+        for name in self.options.restart:
+            self._clear(name)
+
+    def _record_retries(self, store: Store, ready: Sequence[Ready]) -> None:
+        """In job.yaml, by which later resumptions know the changed keys, and as a note of the job."""
+        for job in ready:
+            if job.name not in self.options.retry:
+                continue
+            folder = self.output / job.name
+            before, after = read_job_file(folder), describe(job, self.spec)
+            assert before is not None, "a job that has not started is refused"
+            progress = checkpoint.newest_progress(folder / CHECKPOINTS) or Progress()
+            retry = new_retry(before.values["job"], after["job"], progress.step, store.job(job.name).reason)
+            write_job_file(folder, with_retries(after, folder, retry))
+            store.retry_job(job.name, retry.sentence())
+
+    def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
+        return engine.loop(self.tokenizer, store, journal)
+
+    def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
+        """Metrics beyond a job's newest checkpoint will be written again."""
+        found = {job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS) for job in ready}
+        progress = {name: one or Progress() for name, one in found.items()}
+        store.rewind(
+            {name: one.step for name, one in progress.items()},
+            {name: one.evaluated for name, one in progress.items()},
+        )
+
+    # -- after -------------------------------------------------------------------------------------------
+
+    def _write_last_status(self, store: Store) -> None:
+        try:
+            store.write_status()
+        except OutputError as error:
+            self.view.note(f"warning: {error}; --resume finds out by the folders of the jobs.")
+
+    def _tell(self, store: Store) -> Callable[[str], None]:
+        """Say a sentence to whoever watches, and keep it with the run."""
+
+        def tell(sentence: str) -> None:
+            store.note(sentence)
+            self.view.note(sentence)
+
+        return tell
+
+    def _announce_stop(self) -> None:
+        self.view.note("Stopping: this step is finished and saved first. Press Ctrl-C again to stop at once.")
+
+    def _leave_loop(self) -> None:
+        assert self.loop is not None
+        self.loop.executor.unweave()
+        self.loop = None
+
+    def results(self, store: Store) -> dict[str, Result]:
+        """How every job stands; drawn as a report, unless others are still at work."""
+        if self.options.share is None:
+            try:
+                write_report(self.output)
+            except OutputError as error:
+                self.view.note(f"warning: {error}; weftune report {self.output} draws it again.")
+        records = {record.name: record for record in read_records(self.output).jobs}
+        return {name: self._result(store, name, records[name]) for name in self.jobs}
+
+    def _result(self, store: Store, name: str, record: JobRecord) -> Result:
+        status = store.job(name)
+        metrics: dict[str, float] = {"step": status.step, "trained_tokens": status.trained_tokens}
+        found = {
+            "first_loss": first_loss(record),
+            "loss": last_loss(record),
+            "first_eval_loss": first_validation(record),
+            "eval_loss": kept_validation(record),
+        }
+        metrics |= {key: value for key, value in found.items() if value is not None}
+        return Result(status.state, self.output / name, metrics, status.reason)
+
+
+def train(
+    jobs: str | Path | Mapping[str, Any] | RunSpec,
+    *,
+    output: str | Path | None = None,
+    max_steps: int | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    options: Options | None = None,
+    view: View | None = None,
+    callback: Callback | None = None,
+) -> dict[str, Result]:
+    """Train every job of a jobs file, or of a dict that holds what such a file holds.
+
+    Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
+    an output that was begun goes on. Progress is shown in terminals and notebooks, unless `progress` is False
+    or a `view` is told of it instead.
+    """
+    run = _run_of(jobs)
+    options = options or Options()
+    options = replace(options, resume=True) if resume else options
+
+    def trained(shown: View | None) -> dict[str, Result]:
+        return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)
+
+    if view is not None or not progress:
+        return trained(view)
+    with LiveView(Console(), []) as live:
+        return trained(live)
+
+
+def _run_of(jobs: str | Path | Mapping[str, Any] | RunSpec) -> RunSpec:
+    if isinstance(jobs, RunSpec):
+        return jobs
+    return parse_run(plain_values(jobs), Path.cwd()) if isinstance(jobs, Mapping) else read_run(jobs)
+
+
+def trainer_for(
+    run: RunSpec,
+    *,
+    output: str | Path | None = None,
+    max_steps: int | None = None,
+    options: Options | None = None,
+    view: View | None = None,
+) -> Trainer:
+    trainer = Trainer(
+        run.base,
+        output=output or run.output,
+        max_steps=max_steps,
+        report_to=run.report_to,
+        options=options,
+        view=view,
+        place=run.place,
+    )
+    for job in run.jobs:
+        trainer.add(job)
+    return trainer
+
+
+def _base_spec(base: str | Mapping[str, Any] | BaseSpec) -> BaseSpec:
+    if isinstance(base, BaseSpec):
+        return base
+    return BaseSpec(model=base) if isinstance(base, str) else BaseSpec(**base)
