@@ -39,6 +39,7 @@ from weftune.core.shapes import LayerRange, ModelShape
 from weftune.launch.pipeline import environment
 from weftune.plan.cost.time import Work
 from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs
+from weftune.plan.program.layout import in_stages
 from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, Program
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
@@ -168,7 +169,9 @@ def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Se
     place = place_here()
     assert place is not None
     staff = Staff(connect(place, CPU))
-    yield open_pipeline(staff, spec, CPU, held, lambda job: folder / "checkpoints" / job, setting.delay)
+    yield open_pipeline(
+        staff, spec, CPU, in_stages(held), lambda job: folder / "checkpoints" / job, setting.delay
+    )
     staff.dismiss()
     torch.distributed.destroy_process_group()
 

@@ -19,7 +19,7 @@ from weftune.plan.cost.layers import LayerCost
 from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
 from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
 from weftune.plan.layout.mobius_step import Host, StreamPartition, Visit, Visits, step_seconds, visits
-from weftune.plan.program.stream_cut import StreamStage
+from weftune.plan.program.layout import StageLayers
 from weftune.plan.studies.contention import Root, contended_seconds, fastest_order
 
 BYTES = 2
@@ -178,7 +178,7 @@ def mapping_rows(topology: Topology, tokens: int = 512) -> Iterator[MappingRow]:
 
 def even(layers: int, stages: int) -> StreamPartition:
     cuts = [round(layers * number / stages) for number in range(stages + 1)]
-    return StreamPartition(tuple(StreamStage(start, stop) for start, stop in pairwise(cuts)))
+    return StreamPartition(tuple(StageLayers(start, stop) for start, stop in pairwise(cuts)))
 
 
 def unfetched(moved: Visits) -> Visits:

@@ -25,7 +25,7 @@ from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.layout.stream_choice import WAYS, StreamChoice, Way
-from weftune.plan.program.stream_cut import held_inputs, padded_rows
+from weftune.plan.program.layout import held_inputs, padded_rows
 
 GIB = 1 << 30
 HOST = int(120e9)

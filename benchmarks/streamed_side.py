@@ -26,10 +26,10 @@ from weftune.plan.layout.one_device import gpu_place, pretended_place
 from weftune.plan.layout.ring import step_bytes
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
 from weftune.plan.layout.stream_choice import WAYS, StreamChoice, Way, choose_stream
+from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Program
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
 from weftune.plan.window.rounds import Course
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 from weftune.run.measure.link import Link
 from weftune.run.measure.memory import CPU_SHARE, budget_bytes
 from weftune.run.stream.executor import StreamExecutor
@@ -44,7 +44,7 @@ class StreamedCompany(Company):
         self.choice = choice
 
     def _window(self, courses: Sequence[Course], capacity: int) -> Program:
-        return plan_streamed(courses, self.choice.cut, capacity, self.executor.captures is not None)
+        return plan_window(courses, self.choice.cut, capacity, self.executor.captures is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Streamed:
     def loaded_bytes(self) -> int:
         """What comes of the base in a round: stages in the slots are still there where it turns and ends."""
         sizes = [source.size for _, source in sorted(self.executor.streamed.sources.items())]
-        slots = self.choice.cut.slots
+        (slots,) = self.choice.cut.slots
         return 2 * sum(sizes) - sum(sizes[:slots]) - sum(sizes[len(sizes) - slots :])
 
     @property
@@ -78,11 +78,11 @@ class Streamed:
     @property
     def described(self) -> str:
         cut = self.choice.cut
-        stays = len(cut.stages) - len(cut.streamed)
+        stays = sum(stage.resident for stage in cut.stages)
         travels = ", adapters travel" if cut.travels else ""
         offloads = ", inputs offloaded" if cut.offloads else ""
         return (
-            f"{len(cut.stages)} stages, {stays} stay, {cut.slots} slots, "
+            f"{len(cut.stages)} stages, {stays} stay, {cut.slots[0]} slots, "
             f"{self.choice.capacity} tokens a microbatch{travels}{offloads}"
         )
 
@@ -142,10 +142,10 @@ def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
 
 def random_base(size: Size, place: Place) -> Base:
     """The base that `streamed_company` makes, all of it on the device."""
-    return _random_base(size, place, StreamCut((StreamStage(0, size.layers, resident=True),), slots=0)).whole
+    return _random_base(size, place, Layout((StageLayers(0, size.layers, resident=True),))).whole
 
 
-def _random_base(size: Size, place: Place, cut: StreamCut) -> StreamedBase:
+def _random_base(size: Size, place: Place, cut: Layout) -> StreamedBase:
     model = outline(size, torch.device("meta"), place.dtype)
     return streamed_base(
         model,

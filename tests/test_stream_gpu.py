@@ -21,9 +21,8 @@ from weftune.base.streamed import load_streamed
 from weftune.errors import BaseModelError
 from weftune.ops.adamw import update
 from weftune.plan.layout.ring import PIECE
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
-from weftune.plan.window.rounds import plan_window
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.program.layout import Layout, StageLayers, whole
+from weftune.plan.window.window import plan_window
 from weftune.run.executor import Executor
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.activations import Visitor, rows_at_once, stage_inputs
@@ -45,7 +44,7 @@ SMALL_PIECE = 8192
 
 
 def a_layer_each(slots, travels, resident=()):
-    return StreamCut(tuple(StreamStage(n, n + 1, n in resident) for n in range(LAYERS)), slots, travels)
+    return Layout(tuple(StageLayers(n, n + 1, n in resident) for n in range(LAYERS)), (slots,), travels)
 
 
 def test_memory_is_taken_page_by_page():
@@ -84,7 +83,9 @@ def attach(executor, job):
 @pytest.fixture(scope="module")
 def resident():
     base = load_base(SPEC, torch.device("cuda", 0))
-    return trained(Executor(base, graphs=False), base, lambda courses: plan_window(courses, CAPACITY))
+    return trained(
+        Executor(base, graphs=False), base, lambda courses: plan_window(courses, whole(), CAPACITY)
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_streamed_it_gives_the_very_bits_of_the_resident_base(resident, cut):
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
     executor = StreamExecutor(streamed)
     assert executor.fused
-    moved = trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
     assert executor.streamer.waited.copied_bytes > 0
@@ -126,7 +127,7 @@ def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, 
 
     def plan(courses):
         nonlocal longest
-        program = plan_streamed(courses, cut, CAPACITY)
+        program = plan_window(courses, cut, CAPACITY)
         longest = max(longest, rows_at_once(program))
         return program
 
@@ -183,7 +184,7 @@ def test_adapters_that_travel_have_the_very_bits_too(resident, slots):
     cut = a_layer_each(slots, travels=True, resident={2})
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
     executor = StreamExecutor(streamed)
-    moved = trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
 
@@ -213,7 +214,7 @@ def test_read_from_its_files_in_every_step_it_gives_the_very_bits_too(resident, 
         streamed, sources={stage: replace(one, staging=staging) for stage, one in streamed.sources.items()}
     )
     executor = StreamExecutor(streamed)
-    moved = trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
 
@@ -222,7 +223,7 @@ def test_adapters_that_travel_beside_a_base_in_its_files(resident, stored):
     cut = a_layer_each(2, travels=True, resident={2})
     streamed = load_streamed(stored, torch.device("cuda", 0), cut, mapped=True)
     executor = StreamExecutor(streamed)
-    moved = trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
 
@@ -278,7 +279,7 @@ def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
         executor = StreamExecutor(streamed, make=make)
         if poisoned:
             poison(executor)
-        found.append(trained(executor, streamed.whole, lambda courses: plan_streamed(courses, cut, CAPACITY)))
+        found.append(trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY)))
         assert executor.streamer.waited.total() > 0
     for name, want in found[0].items():
         assert want.isfinite().all()
@@ -294,7 +295,7 @@ def even(base, name, index):
 
 
 def level(cut):
-    return lambda courses: plan_streamed(courses, cut, CAPACITY, ladder=True)
+    return lambda courses: plan_window(courses, cut, CAPACITY, ladder=True)
 
 
 def test_a_base_in_its_files_is_captured_while_a_thread_reads_it(stored):

@@ -14,7 +14,7 @@ from tests.test_gpu import ready
 from tests.test_stream_gpu import LAYERS, SPEC, a_layer_each, attach, even, level, trained
 from weftune.base.host import host_bytes
 from weftune.base.streamed import load_streamed
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.program.layout import Layout, StageLayers
 from weftune.run.events import Failed, Stepped
 from weftune.run.passes.graph_pool import GraphPool
 from weftune.run.stream.executor import StreamExecutor
@@ -29,8 +29,8 @@ GRAPH_CUTS = {
     "two slots": a_layer_each(2, travels=False),
     "travelling": a_layer_each(1, travels=True, resident={2}),
     "offloaded": replace(a_layer_each(3, travels=True), offloaded_rows=4096),
-    "two and four": StreamCut((StreamStage(0, 2), StreamStage(2, 6)), 1, travels=True),
-    "one stage": StreamCut((StreamStage(0, LAYERS, True),), 0),
+    "two and four": Layout((StageLayers(0, 2), StageLayers(2, 6)), (1,), travels=True),
+    "one stage": Layout((StageLayers(0, LAYERS, True),)),
 }
 
 

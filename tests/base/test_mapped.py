@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_files_in_shards_and_tied_heads(family, tmp_path):
 def test_a_stage_may_come_while_another_is_between_its_forward_and_its_backward(tmp_path):
     spec = BaseSpec(model=str(model_folder(tmp_path, "llama", torch.float64)), dtype="float64")
     cut = a_layer_each("llama")
-    base = load_streamed(spec, CPU, type(cut)(cut.stages, slots=2), mapped=True)
+    base = load_streamed(spec, CPU, replace(cut, slots=(2,)), mapped=True)
     base.sources[0].copy_to(base.slot(0))
     weight = base.whole.model.base_model.layers[0].self_attn.q_proj.weight
     x = torch.ones(3, weight.shape[1], dtype=weight.dtype, requires_grad=True)
@@ -101,15 +102,15 @@ WATCHED = """
 import sys, torch
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import load_streamed
-from weftune.plan.stream_cut import StreamCut
-from weftune.plan.stream_step import StreamStage
+from weftune.plan.stream_cut import Layout
+from weftune.plan.stream_step import StageLayers
 
 def held(*kinds):
     lines = dict(line.split(":") for line in open("/proc/self/status"))
     return sum(int(lines[kind].split()[0]) * 1024 for kind in kinds)
 
 folder, layers = sys.argv[1], int(sys.argv[2])
-cut = StreamCut(tuple(StreamStage(n, n + 1) for n in range(layers)), slots=1)
+cut = Layout(tuple(StageLayers(n, n + 1) for n in range(layers)), slots=(1,))
 bases = []
 for mapped in (True, False):
     before = held("RssAnon", "RssShmem"), held("RssFile")

@@ -13,12 +13,12 @@ from weftune.base.host import host_vectors
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import load_streamed, stream_model
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.program.layout import Layout, StageLayers
 
 
 def a_layer_each(family, resident=()):
     layers = config(family).num_hidden_layers
-    return StreamCut(tuple(StreamStage(n, n + 1, n in resident) for n in range(layers)), slots=1)
+    return Layout(tuple(StageLayers(n, n + 1, n in resident) for n in range(layers)), slots=(1,))
 
 
 def through(base, microbatch):

@@ -16,14 +16,12 @@ from pathlib import Path
 
 from tests.plan.program.test_check import course
 from weftune.plan.cost.time import Line
+from weftune.plan.program.layout import Layout, StageLayers, whole
 from weftune.plan.program.program import Action, MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
-from weftune.plan.program.worker_cut import RanksCut
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
-from weftune.plan.window.rounds import Course, plan_window
-from weftune.plan.window.streamed import plan_streamed
-from weftune.plan.window.streamed_workers import plan_ranks
+from weftune.plan.window.rounds import Course
+from weftune.plan.window.window import plan_window
 
 FILE = Path(__file__).parent / "programs.json"
 SEEDS = range(8)
@@ -49,11 +47,11 @@ def courses(seed: int) -> list[Course]:
     return found
 
 
-def stages(seed: int, fewest: int = 1) -> tuple[StreamStage, ...]:
+def stages(seed: int, fewest: int = 1) -> tuple[StageLayers, ...]:
     """Stages of one to three layers, some of which stay on their device."""
     rng = random.Random(1000 + seed)
     ends = accumulate((rng.randint(1, 3) for _ in range(rng.randint(fewest, 6))), initial=0)
-    return tuple(StreamStage(start, stop, rng.random() < 0.3) for start, stop in pairwise(ends))
+    return tuple(StageLayers(start, stop, rng.random() < 0.3) for start, stop in pairwise(ends))
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
@@ -68,19 +66,22 @@ def plans() -> Iterator[tuple[str, Plan]]:
 def _on_one_device(seed: int) -> Iterator[tuple[str, Plan]]:
     made = courses(seed)
     recompute = Recompute(seed % 2 == 0, seed % 3)
-    yield f"one device {seed}", lambda: plan_window(made, 48)
-    yield f"one device {seed} on a ladder", lambda: plan_window(made, 256, ladder=True, recompute=recompute)
-    yield f"one device {seed}, job1 dead", lambda: plan_window(made, 48).without("job1")
+    yield f"one device {seed}", lambda: plan_window(made, whole(), 48)
+    yield (
+        f"one device {seed} on a ladder",
+        lambda: plan_window(made, whole(), 256, True, recompute),
+    )
+    yield f"one device {seed}, job1 dead", lambda: plan_window(made, whole(), 48).without("job1")
 
 
 def _streamed(seed: int) -> Iterator[tuple[str, Plan]]:
     made, cut = courses(seed), stages(seed)
     for slots in (1, 2):
-        kept = StreamCut(cut, slots)
-        yield f"streamed {seed}, {slots} slots", lambda kept=kept: plan_streamed(made, kept, 48)
-    away = StreamCut(cut, 2, travels=True, offloaded_rows=64)
-    yield f"streamed {seed}, offloaded", lambda: plan_streamed(made, away, 48, ladder=True)
-    yield f"streamed {seed}, job0 dead", lambda: plan_streamed(made, away, 48).without("job0")
+        kept = Layout(cut, (slots,))
+        yield f"streamed {seed}, {slots} slots", lambda kept=kept: plan_window(made, kept, 48)
+    away = Layout(cut, (2,), travels=True, offloaded_rows=64)
+    yield f"streamed {seed}, offloaded", lambda: plan_window(made, away, 48, ladder=True)
+    yield f"streamed {seed}, job0 dead", lambda: plan_window(made, away, 48).without("job0")
 
 
 def _pipelined(seed: int) -> Iterator[tuple[str, Plan]]:
@@ -97,8 +98,8 @@ def _pipelined(seed: int) -> Iterator[tuple[str, Plan]]:
 def _streamed_by_workers(seed: int) -> Iterator[tuple[str, Plan]]:
     made, cut = courses(seed), stages(seed, fewest=3)
     for slots in ((1, 1), (2, 1), (1, 1, 1)):
-        ranks = RanksCut(cut, slots)
-        yield f"streamed {seed} by {len(slots)}, {slots}", lambda ranks=ranks: plan_ranks(made, ranks, 48)
+        ranks = Layout(cut, slots)
+        yield f"streamed {seed} by {len(slots)}, {slots}", lambda ranks=ranks: plan_window(made, ranks, 48)
 
 
 def digest(program: Program) -> dict[str, object]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.layout.mobius_step import Host, StreamPartition
-from weftune.plan.program.stream_cut import StreamStage
+from weftune.plan.program.layout import StageLayers
 
 SECONDS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 
@@ -45,7 +45,7 @@ HOSTS = st.builds(
 
 def partition(cuts: Sequence[int], resident: Sequence[bool]) -> StreamPartition:
     stages = zip(pairwise(cuts), resident, strict=True)
-    return StreamPartition(tuple(StreamStage(start, stop, stays) for (start, stop), stays in stages))
+    return StreamPartition(tuple(StageLayers(start, stop, stays) for (start, stop), stays in stages))
 
 
 def every_partition(layers: int) -> Iterator[StreamPartition]:

@@ -22,8 +22,7 @@ from weftune.base.source import MappedStage
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import load_streamed
 from weftune.errors import BaseModelError
-from weftune.plan.window.rounds import plan_window
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
 from weftune.run.executor import Executor
 from weftune.run.measure.link import SAMPLE_BYTES, measure_files
@@ -57,8 +56,8 @@ def test_losses_evaluations_and_adapters_have_the_bits_of_the_resident_run(famil
     executor, whole = mapped(spec, cut), Executor(load_base(spec, bench.CPU))
     found = []
     for one, plan in (
-        (executor, lambda courses: plan_streamed(courses, cut, CAPACITY)),
-        (whole, lambda courses: plan_window(courses, CAPACITY)),
+        (executor, lambda courses: plan_window(courses, cut, CAPACITY)),
+        (whole, lambda courses: plan_window(courses, whole(), CAPACITY)),
     ):
         jobs = evaluated_jobs(one.base)
         take_aboard(one, jobs)
@@ -75,7 +74,7 @@ def test_a_file_that_fails_under_way_ends_the_window_with_its_name(tmp_path):
     executor = mapped(saved(tmp_path, "llama"), cut)
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
-    program = plan_streamed([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+    program = plan_window([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
     executor.streamer.settle()
     for path in tmp_path.glob("*.safetensors"):
         os.truncate(path, 100)

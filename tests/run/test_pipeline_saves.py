@@ -13,6 +13,7 @@ from weftune.adapters.kind import Member
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
 from weftune.plan.layout.cut import cut_layers
+from weftune.plan.program.layout import in_stages
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.events import Failed, SaveDue
 from weftune.run.training import checkpoint
@@ -33,8 +34,8 @@ def slow_leader(wires, folder):
         return None
     staff = Staff(wires)
     spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-    held = cut_layers(inspect(spec, bench.CPU), wires.place.ranks)
-    pipeline = open_pipeline(staff, spec, bench.CPU, held, lambda job: folder / job)
+    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.place.ranks))
+    pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: folder / job)
     jobs = [
         aboard.ready(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS + 1, save_every=1)
         for seed, name in enumerate("ab", start=1)

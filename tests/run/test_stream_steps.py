@@ -27,15 +27,15 @@ from weftune.base.spec import BaseSpec
 from weftune.base.streamed import stream_model
 from weftune.ops.adamw import update
 from weftune.plan.layout import ring
+from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Backward, Forward, Step
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.adapters import OUTSIDE
 from weftune.run.stream.executor import StreamExecutor
 
-ALL_CUTS = CUTS | {"in one piece": StreamCut((StreamStage(0, LAYERS, True),), slots=0)}
+ALL_CUTS = CUTS | {"in one piece": Layout((StageLayers(0, LAYERS, True),))}
 
 
 def one_job(base, steps=4):
@@ -54,7 +54,7 @@ def before_passes(executor, do):
     layers = executor.base.model.base_model.layers
     hooks = [
         layers[held.start].register_forward_pre_hook(lambda *_, stage=stage: do(stage))
-        for stage, held in enumerate(executor.streamed.cut.stages)
+        for stage, held in enumerate(executor.streamed.part.layout.stages)
     ]
     yield
     for hook in hooks:
@@ -75,7 +75,7 @@ def after_begin(executor, monkeypatch, do):
 
 def plan(executor, jobs, rounds, begins=False):
     courses = [job.course(executor.aboard[job.name].progress.step, rounds, begins) for job in jobs]
-    return plan_streamed(courses, executor.streamed.cut, CAPACITY)
+    return plan_window(courses, executor.streamed.part.layout, CAPACITY)
 
 
 def to_the_end(executor, jobs, rounds=2):
@@ -134,8 +134,8 @@ def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_made(cut, pie
     poison(executor, monkeypatch)
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
-    cut = executor.streamed.cut
-    events, masters = windows(executor, jobs, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    cut = executor.streamed.part.layout
+    events, masters = windows(executor, jobs, lambda courses: plan_window(courses, cut, CAPACITY))
     assert sorted(events, key=str) == sorted(wanted[0], key=str)
     for name, master in wanted[1].items():
         assert torch.equal(masters[name], master), name
@@ -197,7 +197,9 @@ def test_steps_of_all_jobs_are_asked_for_stage_by_stage_those_of_the_first_micro
     executor = executor_of(CUTS[name])
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
-    program = plan_streamed([job.course(0, 2, False) for job in jobs], executor.streamed.cut, capacity=24)
+    program = plan_window(
+        [job.course(0, 2, False) for job in jobs], executor.streamed.part.layout, capacity=24
+    )
     kinds = [type(action) for action in program.actions]
     second = program.actions[kinds.index(Forward, kinds.index(Step)) :]
     (first,) = program.microbatches[second[0].microbatch].jobs
@@ -221,7 +223,9 @@ def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
     executor = executor_of(CUTS["two and two"], make)
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
-    program = plan_streamed([job.course(0, 1, False) for job in jobs], executor.streamed.cut, capacity=24)
+    program = plan_window(
+        [job.course(0, 1, False) for job in jobs], executor.streamed.part.layout, capacity=24
+    )
     kinds = [type(action) for action in program.actions]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
     with before_passes(executor, lambda stage: passes.append((stage, make.made))):

@@ -6,10 +6,10 @@ import torch
 
 from tests.bench import CPU
 from weftune.adapters.kind import Member
-from weftune.adapters.layout import Layout, ParameterShape
+from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.ops.adamw import State, update
 from weftune.plan.layout.ring import ring_bytes
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
+from weftune.plan.program.layout import Layout, StageLayers
 from weftune.run.stream.adapter_steps import TravelBegun, TravelSteps
 from weftune.run.stream.adapters import Travel
 from weftune.run.stream.weights import Gone
@@ -30,7 +30,7 @@ def layout_of(sizes, outside="nowhere"):
         sites.insert(0, ("model.embed", 45))
     elif outside == "behind":
         sites.append(("lm_head", 45))
-    return Layout(tuple(ParameterShape(site, "a", (size,)) for site, size in sites))
+    return VectorLayout(tuple(ParameterShape(site, "a", (size,)) for site, size in sites))
 
 
 def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weights=None):
@@ -44,8 +44,8 @@ def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weigh
 
 def steps_for(stages=4, make=update, dtype=torch.bfloat16):
     """A stage a layer; every other one stays."""
-    held = tuple(StreamStage(n, n + 1, resident=n % 2 == 0) for n in range(stages))
-    return TravelSteps(Travel(StreamCut(held, slots=1, travels=True), CPU, dtype), make)
+    held = tuple(StageLayers(n, n + 1, resident=n % 2 == 0) for n in range(stages))
+    return TravelSteps(Travel(Layout(held, slots=(1,), travels=True).on(0), CPU, dtype), make)
 
 
 def aboard(steps, *company):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteBank, kind_named
-from weftune.adapters.layout import Layout
+from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
 from weftune.ops.choice_trial import choices_on
@@ -36,7 +36,7 @@ class Aboard:
     """A job and its flat vectors: what passes read, where gradients add up, and room for doubtful ones."""
 
     member: Member
-    layout: Layout
+    layout: VectorLayout
     slot: int
     weights: Tensor
     gradient: Tensor
@@ -97,7 +97,7 @@ class Banks:
     def attach(
         self,
         member: Member,
-        layout: Layout,
+        layout: VectorLayout,
         weights: Tensor,
         gradient: Tensor,
         read: Parameters | None = None,

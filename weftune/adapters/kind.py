@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.folder import read_config
-from weftune.adapters.layout import Layout
+from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, SpecError
@@ -20,7 +20,7 @@ from weftune.ops.lora import Route
 from weftune.ops.rows import Rows
 
 Parameters = Mapping[tuple[str, str], Tensor]
-"""(site, name) → tensor, as `Layout.views` gives them."""
+"""(site, name) → tensor, as `VectorLayout.views` gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class SiteBank(Protocol):
 class Kind(Protocol):
     name: str
 
-    def layout(self, spec: Any, sites: Sequence[SiteShape]) -> Layout: ...
+    def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout: ...
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
         """Raise AdapterError where the spec's `init_from` cannot start an adapter at these sites."""

@@ -30,7 +30,7 @@ from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut, shape_here
 from weftune.base.weights import file_reader, make_buffers
 from weftune.core.shapes import LayerRange
-from weftune.plan.program.stream_cut import StreamCut
+from weftune.plan.program.layout import Layout, OnWorker
 
 ALIGNMENT = 16
 """Bytes: what kernels load at a time. Sites that share their input then lie side by side."""
@@ -60,7 +60,7 @@ class Piece:
 class StreamedBase:
     whole: Base
     """All of it; the parameters of streamed layers hold what their slot holds."""
-    cut: StreamCut
+    part: OnWorker
     sources: Mapping[int, StageSource]
     """Streamed stage → where its bytes come from; resident stages have none there."""
     arena: Tensor
@@ -69,23 +69,23 @@ class StreamedBase:
     @cached_property
     def stages(self) -> tuple[Base, ...]:
         """Each as a base of its own, over the same modules."""
-        return tuple(stage_view(self.whole, self.cut.held(n)) for n in range(len(self.cut.stages)))
+        return tuple(stage_view(self.whole, self.part.held(n)) for n in range(len(self.part.stages)))
 
     def slot(self, stage: int) -> Tensor:
         """The bytes of a streamed stage's place on the device."""
-        return self.arena[self.cut.slot(stage), : self.sources[stage].size]
+        return self.arena[self.part.slot(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
         """Once adapters are woven in: sites that are multiplied together must read what comes to their slot,
         not a copy that was made of it before anything came."""
         arena = self.arena.untyped_storage().data_ptr()
-        for stage in self.cut.streamed:
-            for piece in _pieces(self.whole.model, self.cut.held(stage)):
+        for stage in self.part.streamed:
+            for piece in _pieces(self.whole.model, self.part.held(stage)):
                 parameter = self.whole.model.get_parameter(piece.name)
                 assert parameter.untyped_storage().data_ptr() == arena, f"{piece.name} has left its slot"
 
 
-def load_streamed(spec: BaseSpec, device: torch.device, cut: StreamCut, mapped: bool = False) -> StreamedBase:
+def load_streamed(spec: BaseSpec, device: torch.device, layout: Layout, mapped: bool = False) -> StreamedBase:
     """From the base's files, each tensor straight to where it stays: streamed ones in host memory, or, if
     `mapped`, where they are."""
     model, files = outlined(spec, device)
@@ -94,8 +94,8 @@ def load_streamed(spec: BaseSpec, device: torch.device, cut: StreamCut, mapped: 
         fill = None if files is None else file_reader(model, files)
         if fill is None:
             # The files name their weights in another way than the model does; transformers knows how.
-            return stream_model(load_plain(spec, torch.device("cpu")), spec, device, cut)
-        return streamed_base(model, spec, device, cut, fill, weights)
+            return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout)
+        return streamed_base(model, spec, device, layout, fill, weights)
 
 
 def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
@@ -107,7 +107,7 @@ def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
 
 
 def stream_model(
-    model: PreTrainedModel, spec: BaseSpec, device: torch.device, cut: StreamCut
+    model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout
 ) -> StreamedBase:
     """From a model that is in memory, which is taken over."""
     refuse_uncut(model.config, spec.model)
@@ -116,14 +116,14 @@ def stream_model(
     def fill(name: str, out: Tensor) -> None:
         out.copy_(values.pop(name))
 
-    return streamed_base(model, spec, device, cut, fill)
+    return streamed_base(model, spec, device, layout, fill)
 
 
 def streamed_base(
     model: PreTrainedModel,
     spec: BaseSpec,
     device: torch.device,
-    cut: StreamCut,
+    layout: Layout,
     fill: Fill,
     mapped: MappedWeights | None = None,
 ) -> StreamedBase:
@@ -131,29 +131,29 @@ def streamed_base(
     it is `mapped`, if it is."""
     refuse_modules(model, spec.model)
     shape = model_shape(model, model.dtype)
-    assert shape.layers == cut.layers, f"the base has {shape.layers} layers, not {cut.layers}"
-    return placed(Base(model, spec, shape, device, model.dtype), cut, fill, mapped)
+    assert shape.layers == layout.layers, f"the base has {shape.layers} layers, not {layout.layers}"
+    return placed(Base(model, spec, shape, device, model.dtype), layout.on(0), fill, mapped)
 
 
-def placed(base: Base, cut: StreamCut, fill: Fill, mapped: MappedWeights | None = None) -> StreamedBase:
+def placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None = None) -> StreamedBase:
     """Put the values of a base, of which there are only names and shapes so far, where they stay."""
     model, device = base.model, base.device
     _take_pages(device)
-    pieces = {stage: _pieces(model, cut.held(stage)) for stage in cut.streamed}
+    pieces = {stage: _pieces(model, part.held(stage)) for stage in part.streamed}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
     arena = torch.zeros(
-        cut.slots if sizes else 0, max(sizes.values(), default=0), dtype=torch.uint8, device=device
+        part.slots if sizes else 0, max(sizes.values(), default=0), dtype=torch.uint8, device=device
     )
     for stage, found in pieces.items():
         for piece in found:
-            _set(model, piece.name, piece.view(arena[cut.slot(stage)]))
+            _set(model, piece.name, piece.view(arena[part.slot(stage)]))
     sources = _in_memory(pieces, device, fill) if mapped is None else _in_files(pieces, device, mapped)
     _place_the_rest(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
     model.eval().requires_grad_(False)
     own_config(model)
     attention.register()
     model.set_attn_implementation(attention.NAME)
-    return StreamedBase(base, cut, sources, arena)
+    return StreamedBase(base, part, sources, arena)
 
 
 def _take_pages(device: torch.device) -> None:

@@ -16,41 +16,46 @@ from weftune.base.stages import keep, outlined, refuse_uncut, shape_here
 from weftune.base.streamed import Fill, StreamedBase, placed
 from weftune.base.weights import file_reader
 from weftune.core.shapes import LayerRange, ModelShape
-from weftune.plan.program.worker_cut import RankCut
+from weftune.plan.program.layout import OnWorker
 
 
-def load_rank(spec: BaseSpec, device: torch.device, cut: RankCut) -> StreamedBase:
+def load_rank(spec: BaseSpec, device: torch.device, part: OnWorker) -> StreamedBase:
     """Read only the tensors of the rank's own stages, each straight to where it stays."""
     model, files = outlined(spec, device)
     whole = model_shape(model, model.dtype)
     with explained(spec):
-        keep(model, [cut.held(stage) for stage in cut.own])
+        keep(model, [part.held(stage) for stage in part.own])
         fill = None if files is None else file_reader(model, files)
         if fill is None:
             # The files name their weights in another way than the model does; transformers knows how.
-            return stream_rank(load_plain(spec, torch.device("cpu")), spec, device, cut)
-        return _placed(model, spec, device, cut, whole, fill)
+            return stream_rank(load_plain(spec, torch.device("cpu")), spec, device, part)
+        return _placed(model, spec, device, part, whole, fill)
 
 
-def stream_rank(model: PreTrainedModel, spec: BaseSpec, device: torch.device, cut: RankCut) -> StreamedBase:
+def stream_rank(model: PreTrainedModel, spec: BaseSpec, device: torch.device, part: OnWorker) -> StreamedBase:
     """From a model that is in memory, which is taken over."""
     refuse_uncut(model.config, spec.model)
     whole = model_shape(model, model.dtype)
-    keep(model, [cut.held(stage) for stage in cut.own])
+    keep(model, [part.held(stage) for stage in part.own])
     values = dict(model.named_parameters())
 
     def fill(name: str, out: torch.Tensor) -> None:
         out.copy_(values.pop(name))
 
-    return _placed(model, spec, device, cut, whole, fill)
+    return _placed(model, spec, device, part, whole, fill)
 
 
 def _placed(
-    model: PreTrainedModel, spec: BaseSpec, device: torch.device, cut: RankCut, whole: ModelShape, fill: Fill
+    model: PreTrainedModel,
+    spec: BaseSpec,
+    device: torch.device,
+    part: OnWorker,
+    whole: ModelShape,
+    fill: Fill,
 ) -> StreamedBase:
-    assert whole.layers == cut.layers, f"the base has {whole.layers} layers, not {cut.layers}"
+    assert whole.layers == part.layout.layers, f"the base has {whole.layers} layers, not {part.layout.layers}"
     refuse_modules(model, spec.model)
-    own = [cut.held(stage) for stage in cut.own]
+    own = [part.held(stage) for stage in part.own]
     shape = shape_here(model, whole, sum(one.stop - one.start for one in own))
-    held = LayerRange(own[0].start, own[-1].stop, cut.layers)
-    return placed(Base(model, spec, shape, device, model.dtype, held, whole.sites), cut, fill)
+    held = LayerRange(own[0].start, own[-1].stop, part.layout.layers)
+    return placed(Base(model, spec, shape, device, model.dtype, held, whole.sites), part, fill)

@@ -194,8 +194,8 @@ def single_table(found: SingleOutlook) -> Table:
     table.add_row(
         found.ground.cluster.devices[0].name,
         str(len(cut.stages)),
-        str(len(cut.stages) - len(cut.streamed)),
-        str(cut.slots),
+        str(sum(stage.resident for stage in cut.stages)),
+        str(cut.slots[0]),
         gib(found.choice.device_bytes),
         gib(found.case.device.budget),
         gib(found.choice.host_bytes),

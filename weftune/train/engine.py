@@ -25,6 +25,7 @@ from weftune.plan.layout.stream_choice import StreamChoice
 from weftune.plan.layout.streamed_memory import StreamedMemory
 from weftune.plan.layout.worker_choice import RanksChoice
 from weftune.plan.layout.worker_memory import RanksMemory
+from weftune.plan.program.layout import in_stages
 from weftune.run.measure.memory import budget_bytes, limit_bytes, taken_bytes
 from weftune.run.profile import key_here
 from weftune.run.stream.executor import StreamExecutor
@@ -153,7 +154,8 @@ def _in_stages(setup: Setup, staff: Staff, note: Callable[[str], None]) -> InSta
     held = _layers(setup, staff.wires.place, note)
     memory = _stage_memory(setup, staff.wires.place, held)
     most = setup.gpu_memory and setup.gpu_memory // _sharing(setup, staff.wires.place)
-    pipeline = open_pipeline(staff, setup.spec, setup.device, held, setup.checkpoints, most=most)
+    layout = in_stages(held, staff.wires.place.replicas)
+    pipeline = open_pipeline(staff, setup.spec, setup.device, layout, setup.checkpoints, most=most)
     return InStages(pipeline, memory, setup.most)
 
 
@@ -250,8 +252,7 @@ def _rank_streaming(setup: Setup, place: Place, jobs: Sequence[JobShape]) -> Ran
 
 
 def _over_ranks(setup: Setup, staff: Staff, found: RankStreaming) -> OverRanks:
-    memory, cut = found.memory(setup.shape, setup.device), found.choice.cut
-    held = [cut.of(rank) for rank in range(cut.ranks)]
+    memory, layout = found.memory(setup.shape, setup.device), found.choice.cut
     most = found.place.budget
-    pipeline = open_pipeline(staff, setup.spec, setup.device, held, setup.checkpoints, most=most)
+    pipeline = open_pipeline(staff, setup.spec, setup.device, layout, setup.checkpoints, most=most)
     return OverRanks(pipeline, memory, found.choice)

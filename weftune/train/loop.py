@@ -23,9 +23,11 @@ from weftune.plan.cost.learned import Company, Learned, Outcome, Promise, sizes_
 from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import CostModel, PassTime, StateTime
+from weftune.plan.program.layout import whole
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
-from weftune.plan.window.rounds import Course, plan_window
+from weftune.plan.window.rounds import Course
+from weftune.plan.window.window import plan_window
 from weftune.report.words import plural
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weftune.run.executor import Executor
@@ -245,7 +247,7 @@ class Loop:
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
         ladder = self.executor.captures is not None
-        return plan_window(courses, room.capacity, ladder, room.recompute)
+        return plan_window(courses, whole(), room.capacity, ladder, room.recompute)
 
     def _promise(self, program: Program, company: Company) -> Promise:
         return self.learned.promise(program, company)

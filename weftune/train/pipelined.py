@@ -12,8 +12,8 @@ from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.cut import stage_shape
 from weftune.plan.program.program import Program
-from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.plan.window.rounds import Course
+from weftune.plan.window.window import Pacing, plan_window
 from weftune.report.timelines import Drawn, Timelines, drawn, write_timelines
 from weftune.run.workers.driver import Pipeline
 from weftune.run.workers.trace import Trace, timeline_of
@@ -60,14 +60,9 @@ class PipelinedLoop(Loop):
                 write_timelines(self.store.output, self.timelines)
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        rules = PipelineRules(
-            room.capacity,
-            self.pipeline.paces.stages(),
-            recompute=room.recompute,
-            spare=SPARE,
-            replicas=self.pipeline.replicas,
-        )
-        return plan_pipeline(courses, rules)
+        pacing = Pacing(self.pipeline.paces.stages(), spare=SPARE)
+        layout = self.pipeline.layout
+        return plan_window(courses, layout, room.capacity, recompute=room.recompute, pacing=pacing)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         # Made before the window runs: afterwards the paces have learnt from it.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import kind_named
-from weftune.adapters.layout import Layout
+from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.disk import disk_errors, ordinary_modes
 from weftune.core.formats import FORMAT
@@ -113,7 +113,7 @@ def _is_in(key: str, named: Collection[str]) -> bool:
 def write_result(
     folder: Path,
     job: Ready,
-    layout: Layout,
+    layout: VectorLayout,
     weights: Tensor,
     sites: tuple[SiteShape, ...],
     base: BaseSpec,

@@ -23,7 +23,7 @@ from weftune.plan.layout.stream_choice import StreamChoice
 from weftune.plan.layout.streamed_memory import StreamedMemory
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import CPU_SHARE, taken_bytes
 from weftune.run.stream.executor import StreamExecutor
@@ -132,4 +132,4 @@ class StreamedLoop(Loop):
         self.seconds += time.monotonic() - began
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        return plan_streamed(courses, self.choice.cut, room.capacity, self.executor.captures is not None)
+        return plan_window(courses, self.choice.cut, room.capacity, self.executor.captures is not None)

@@ -24,7 +24,7 @@ from weftune.plan.layout.worker_memory import RanksMemory
 from weftune.plan.program.program import Program
 from weftune.plan.window.pipeline import LoadPace
 from weftune.plan.window.rounds import Course
-from weftune.plan.window.streamed_workers import plan_ranks
+from weftune.plan.window.window import plan_window
 from weftune.run.measure.link import measure_link
 from weftune.run.measure.memory import taken_bytes
 from weftune.run.workers.driver import Pipeline
@@ -147,4 +147,4 @@ class RankedLoop(PipelinedLoop):
         self.seconds += time.monotonic() - began
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        return plan_ranks(courses, self.choice.cut, room.capacity)
+        return plan_window(courses, self.choice.cut, room.capacity)

@@ -11,7 +11,7 @@ from tests.plan.window.test_streamed import cut
 from weftune.plan.layout.recurrence import StageRound, compute_seconds, slotted_seconds
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
 from weftune.plan.program.simulate import simulate
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 
 SECONDS = st.integers(0, 30).map(lambda tenths: tenths / 10)
 STAGES = st.lists(st.builds(StageRound, SECONDS, SECONDS, st.integers(1, 40)), min_size=1, max_size=8)
@@ -21,7 +21,7 @@ STAGES = st.lists(st.builds(StageRound, SECONDS, SECONDS, st.integers(1, 40)), m
 @given(STAGES, st.sets(st.integers(0, 7)), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_rounds_take_what_the_simulator_says_of_their_program(stages, resident, slots, rounds, microbatches):
     chosen = cut(*[1] * len(stages), resident=resident, slots=slots)
-    program = plan_streamed([course("a", [[9] * microbatches] * rounds)], chosen, 10)
+    program = plan_window([course("a", [[9] * microbatches] * rounds)], chosen, 10)
     price = tuple(PassPrice(one.forward / microbatches, one.backward / microbatches) for one in stages)
     prices = Prices(
         (price,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)

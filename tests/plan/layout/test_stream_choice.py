@@ -35,7 +35,7 @@ from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, hungriest
 from weftune.plan.layout.ring import PIECE, PIECES, ROUNDS
 from weftune.plan.layout.search import plain_drafts
 from weftune.plan.layout.stream_choice import WAYS, Way, capacities, choose_stream
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 
 
 @settings(max_examples=80, deadline=None)
@@ -91,7 +91,7 @@ def test_what_is_chosen_fits_and_its_window_is_legal(layers, jobs, device, share
     assert choice.capacity >= max(one.longest for one in jobs)
     assert 0.0 <= choice.unhidden < 1.0
     assert choice.cut.layers == layers
-    plan_streamed([course("a", [[1, 1], [1]])], choice.cut, choice.capacity)
+    plan_window([course("a", [[1, 1], [1]])], choice.cut, choice.capacity)
 
 
 @settings(max_examples=30, deadline=None)
@@ -243,7 +243,7 @@ def test_of_the_jobs_that_wait_only_the_hungriest_are_looked_at(wants):
 def test_a_base_that_fits_is_not_streamed():
     choice = choose_stream(base(4), [job()], gpu(NEVER), 256, 100)
     assert choice.whole
-    assert choice.cut.streamed == ()
+    assert choice.cut.on(0).streamed == ()
     assert (choice.host_bytes, choice.unhidden, choice.capacity) == (0, 0.0, 256)
     assert choice.why.startswith("nothing is streamed, since the base, the adapters and their passes need 5.")
 
@@ -275,7 +275,7 @@ def test_a_base_that_stays_only_because_its_adapters_travel_is_not_whole():
     jobs = [job(str(one), 120_000, longest=1) for one in range(8)]
     device = sized(gpu(0, bandwidth=1e5, flops=1e8, slack=0, fused=False), 0.7, base(12), jobs, 229)
     choice = choose_stream(base(12), jobs, device, 256, 229)
-    assert (choice.cut.streamed, choice.cut.travels) == ((), True)
+    assert (choice.cut.on(0).streamed, choice.cut.travels) == ((), True)
     assert not choice.whole
 
 

@@ -9,7 +9,7 @@ from tests.plan.stream_cases import NEVER, base, every_draft, gpu
 from weftune.core.shapes import JobShape
 from weftune.plan.layout.need import StreamCase
 from weftune.plan.layout.streamed_memory import StreamedMemory
-from weftune.plan.program.stream_cut import StreamCut
+from weftune.plan.program.layout import Layout
 
 LAYERS = 5
 DRAFTS = st.sampled_from(list(every_draft(LAYERS)))
@@ -29,7 +29,7 @@ COMPANIES = st.lists(
 CAPACITIES = st.integers(60, 200)
 
 
-def memory(cut: StreamCut, budget: int = NEVER, fused: bool = False) -> StreamedMemory:
+def memory(cut: Layout, budget: int = NEVER, fused: bool = False) -> StreamedMemory:
     return StreamedMemory(base(LAYERS), budget, fused=fused, cut=cut, slack=5000)
 
 

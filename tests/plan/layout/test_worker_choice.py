@@ -19,7 +19,7 @@ from weftune.plan.layout.worker_choice import choose_ranks
 from weftune.plan.layout.worker_memory import RanksMemory
 from weftune.plan.layout.worker_need import RanksCase
 from weftune.plan.layout.worker_search import ranks_cut
-from weftune.plan.window.streamed_workers import plan_ranks
+from weftune.plan.window.window import plan_window
 
 LAYERS = 6
 PARTED = 1 << 30
@@ -60,7 +60,7 @@ def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, ranks, room
     assert found.step_seconds == pytest.approx(judged.seconds(found.cut))
     assert 0 <= found.unhidden < 1
     assert found.cut.layers == LAYERS
-    plan_ranks([course("a", [[9, 9, 4], [7]])], found.cut, max(found.capacity, 9))
+    plan_window([course("a", [[9, 9, 4], [7]])], found.cut, max(found.capacity, 9))
 
 
 @settings(max_examples=40, deadline=None)
@@ -86,7 +86,7 @@ def test_no_cut_that_fits_is_much_faster(ranks, room, bandwidth, tokens):
 def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
     tokens = sum(one.batch_tokens for one in jobs)
     device = gpu(NEVER, fused=False)
-    judged = case(jobs, device, chosen.ranks, tokens, capacity, chosen.layers)
+    judged = case(jobs, device, chosen.workers, tokens, capacity, chosen.layers)
     memory = RanksMemory(base(chosen.layers), NEVER, cut=chosen, device=device)
     assert memory.peak_bytes(jobs, capacity) == judged.device_bytes(chosen)
     room = memory.capacity(jobs, 10_000)
@@ -125,7 +125,7 @@ def test_each_end_of_the_base_is_counted_on_its_rank():
     ):
         one = StreamCase(base(12, tied), (), gpu(NEVER, slack=0), 1, 1, travels=False)
         cut = ranks_cut([12 // stages] * stages, [False] * stages, 1, 2)
-        needs = [RanksCase(one, 2).rank_need(cut.of(rank)).resident for rank in (0, 1)]
+        needs = [RanksCase(one, 2).rank_need(cut.on(rank)).resident for rank in (0, 1)]
         assert tuple(need - 12 // stages * LAYER for need in needs) == wanted
 
 

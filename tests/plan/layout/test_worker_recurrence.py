@@ -12,20 +12,20 @@ from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDe
 from weftune.plan.program.program import Step
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.pipeline import LoadPace, StagePace, timeline_foreseen
-from weftune.plan.window.streamed_workers import plan_ranks
+from weftune.plan.window.window import plan_window
 
 SECONDS = st.integers(1, 30).map(lambda tenths: tenths / 10)
 
 
 def ends_simulated(stages, chosen, microbatches, bandwidth, rounds):
     """When the first rank makes each round's Step, by the simulator."""
-    program = plan_ranks([course("a", [[10] * microbatches] * rounds)], chosen, 10)
+    program = plan_window([course("a", [[10] * microbatches] * rounds)], chosen, 10)
     passes = tuple(PassPrice(one.forward, one.backward) for one in stages)
     prices = Prices(
         (passes,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )
     device = PricedDevice(1 << 40, Link(bandwidth))
-    timeline = simulate(program, prices, PricedCluster((device,) * chosen.ranks))
+    timeline = simulate(program, prices, PricedCluster((device,) * chosen.workers))
     return [one.start for one in timeline.events if isinstance(one.action, Step) and one.device == 0]
 
 
@@ -53,7 +53,7 @@ def test_a_microbatch_more_than_ranks_hides_a_hop_and_a_second_slot_hides_loads(
 
 def test_what_is_foreseen_of_a_window_counts_its_loads():
     chosen = cut(*[1] * 6, ranks=2, slots=1)
-    program = plan_ranks([course("a", [[10] * 2] * 2)], chosen, 10)
+    program = plan_window([course("a", [[10] * 2] * 2)], chosen, 10)
     paces = (StagePace(Line(1.0, 0.0), Line(2.0, 0.0)),) * 6
     seconds = [
         timeline_foreseen(program, paces, loads).makespan

@@ -13,6 +13,7 @@ from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed import companies, done
 from weftune.plan.program.check import check
 from weftune.plan.program.check_slots import check_slots
+from weftune.plan.program.layout import Layout, StageLayers, whole
 from weftune.plan.program.prices import PassPrice, Prices, free_cluster
 from weftune.plan.program.program import (
     Backward,
@@ -29,21 +30,18 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.plan.program.simulate import simulate
-from weftune.plan.program.stream_cut import StreamStage
-from weftune.plan.program.worker_cut import RanksCut
-from weftune.plan.window.rounds import plan_window
-from weftune.plan.window.streamed_workers import plan_ranks
+from weftune.plan.window.window import plan_window
 
 
-def cut(*layers: int, ranks: int, resident: set[int] = frozenset(), slots: int = 1) -> RanksCut:
+def cut(*layers: int, ranks: int, resident: set[int] = frozenset(), slots: int = 1) -> Layout:
     """Stages of so many layers each."""
     ends = pairwise(accumulate(layers, initial=0))
-    stages = tuple(StreamStage(*both, number in resident) for number, both in enumerate(ends))
-    return RanksCut(stages, (slots,) * ranks)
+    stages = tuple(StageLayers(*both, number in resident) for number, both in enumerate(ends))
+    return Layout(stages, (slots,) * ranks)
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> RanksCut:
+def cuts(draw: st.DrawFn) -> Layout:
     layers = draw(st.lists(st.integers(1, 3), min_size=2, max_size=9))
     ranks = draw(st.integers(2, min(4, len(layers))))
     resident = draw(st.sets(st.integers(0, len(layers) - 1)))
@@ -59,8 +57,8 @@ def passes(program: Program, kind: type, stage: int) -> list[int]:
 @settings(max_examples=120, deadline=None)
 @given(companies(), cuts())
 def test_every_stage_sees_the_microbatches_of_one_device_in_its_order(courses, chosen):
-    program = plan_ranks(courses, chosen, 60)
-    alone = plan_window(courses, 60)
+    program = plan_window(courses, chosen, 60)
+    alone = plan_window(courses, whole(), 60)
     for stage in range(len(chosen.stages)):
         trained = passes(alone, Forward, 0)
         mine = passes(program, Forward, stage)
@@ -72,25 +70,25 @@ def test_every_stage_sees_the_microbatches_of_one_device_in_its_order(courses, c
 @settings(max_examples=120, deadline=None)
 @given(companies(), cuts(), st.data())
 def test_every_window_is_legal_and_so_is_what_a_dead_job_leaves_of_it(courses, chosen, data):
-    program = plan_ranks(courses, chosen, 60)
+    program = plan_window(courses, chosen, 60)
     left = program.without(data.draw(st.sampled_from(courses)).job)
     for one in (program, left):
         check(one, done(courses))
-        for rank in range(chosen.ranks):
-            check_slots(one, chosen.of(rank), rank)
+        for rank in range(chosen.workers):
+            check_slots(one, chosen.on(rank))
 
 
 @settings(max_examples=60, deadline=None)
 @given(companies(), cuts())
 def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_slots(courses, chosen):
-    program = plan_ranks(courses, chosen, 60)
+    program = plan_window(courses, chosen, 60)
     # A stage that nothing moves seems resident to the simulator.
     assume(program.microbatches)
     sizes = tuple(stage.stop - stage.start for stage in chosen.stages)
     rows = ((PassPrice(1.0, 2.0),) * len(sizes),) * len(program.microbatches)
-    timeline = simulate(program, Prices(rows, weight_bytes=sizes), free_cluster(chosen.ranks))
+    timeline = simulate(program, Prices(rows, weight_bytes=sizes), free_cluster(chosen.workers))
     for rank, peak in enumerate(timeline.peaks):
-        own = chosen.of(rank)
+        own = chosen.on(rank)
         streamed = [sizes[stage] for stage in own.streamed]
         stays = sum(sizes[stage] for stage in own.own) - sum(streamed)
         assert peak <= stays + own.slots * max(streamed, default=0)
@@ -100,7 +98,7 @@ def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_s
 @settings(max_examples=100, deadline=None)
 @given(companies(), cuts())
 def test_a_window_ends_with_the_first_round_in_which_somebody_evaluates(courses, chosen):
-    program = plan_ranks(courses, chosen, 60)
+    program = plan_window(courses, chosen, 60)
     for actions in program.devices:
         looks = [n for n, one in enumerate(actions) if isinstance(one, Evaluate)]
         if looks:
@@ -111,7 +109,7 @@ def test_a_window_ends_with_the_first_round_in_which_somebody_evaluates(courses,
 
 
 def test_a_round_hops_from_rank_to_rank_there_and_back():
-    program = plan_ranks([course("a", [[9]])], cut(1, 1, 1, ranks=2, slots=1), 10)
+    program = plan_window([course("a", [[9]])], cut(1, 1, 1, ranks=2, slots=1), 10)
     there = Recv(0, 2, "activation", 1), Forward(0, 2), Backward(0, 2), Send(0, 1, "gradient", 1)
     assert program.stages == (0, 1, 0)
     assert program.devices == (
@@ -129,7 +127,7 @@ def test_a_round_hops_from_rank_to_rank_there_and_back():
 
 def test_other_ranks_than_the_first_make_a_step_right_before_its_job_needs_it():
     first = course("a", [[9], [9]], evaluation=[4], evaluate_at={2}, save_at={1})
-    actions = plan_ranks([first, course("b", [[8], [8]])], cut(1, 1, 1, 1, ranks=2), 40).devices[1]
+    actions = plan_window([first, course("b", [[8], [8]])], cut(1, 1, 1, 1, ranks=2), 40).devices[1]
     order = [one for one in actions if isinstance(one, Step | Save | Evaluate | Reduce)]
     assert order == [
         *(Reduce("a", 1), Reduce("b", 1), Step("a", 1), Save("a", 1), Step("b", 1)),
@@ -139,9 +137,9 @@ def test_other_ranks_than_the_first_make_a_step_right_before_its_job_needs_it():
 
 def test_a_stage_that_has_gone_is_refused_on_any_rank():
     chosen = cut(1, 1, 1, 1, ranks=2, slots=1)
-    program = plan_ranks([course("a", [[9]])], chosen, 10)
+    program = plan_window([course("a", [[9]])], chosen, 10)
     broken = tuple(one for one in program.devices[1] if one != Load(3))
     without_load = replace(program, devices=(program.devices[0], broken))
     with pytest.raises(IllegalProgram, match="uses a stage that is not in its slot"):
-        check_slots(without_load, chosen.of(1), 1)
-    check_slots(without_load, chosen.of(0))
+        check_slots(without_load, chosen.on(1))
+    check_slots(without_load, chosen.on(0))

@@ -15,10 +15,9 @@ from weftune.base.spec import BaseSpec
 from weftune.base.streamed import stream_model
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops.lora import Route
+from weftune.plan.program.layout import Layout, StageLayers, whole
 from weftune.plan.program.recompute import NOTHING, Recompute
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
-from weftune.plan.window.rounds import plan_window
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 from weftune.run.events import Failed, Stepped
 from weftune.run.stream.executor import StreamExecutor
 
@@ -81,7 +80,7 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     jobs = jobs_for(base)
     executor = woven(base, jobs, route, monkeypatch)
     courses = [job.course(0, steps, False) for job in jobs]
-    program = plan_window(courses, CAPACITY, ladder=True, recompute=recompute)
+    program = plan_window(courses, whole(), CAPACITY, ladder=True, recompute=recompute)
     assert all(plan.rows > plan.tokens for plan in program.microbatches)
     events = list(aboard.events(executor, program, jobs))
     executor.unweave()
@@ -119,7 +118,7 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
         executor = woven(base, jobs, Route.tiled, monkeypatch)
         if sick:
             executor.banks.write("dropping", torch.full_like(executor.aboard["dropping"].master, math.nan))
-        program = plan_window([job.course(0, 1, False) for job in jobs], CAPACITY, ladder=True)
+        program = plan_window([job.course(0, 1, False) for job in jobs], whole(), CAPACITY, ladder=True)
         assert program.shared() > 0
         events = list(aboard.events(executor, program, jobs))
         executor.unweave()
@@ -168,7 +167,7 @@ def two_layers(family):
 def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
     """Weights that share their input lie side by side in the arena, biases too: nothing is stacked anew."""
     model, spec = two_layers("qwen2")
-    cut = StreamCut((StreamStage(0, 1), StreamStage(1, 2)), slots=1, travels=travels)
+    cut = Layout((StageLayers(0, 1), StageLayers(1, 2)), slots=(1,), travels=travels)
     base = stream_model(model, spec, bench.CPU, cut)
     before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
     jobs = jobs_for(base.whole)
@@ -178,11 +177,11 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
     for job in jobs:
         executor.attach(aboard.training(base.whole, job))
     courses = [job.course(0, 1, False) for job in jobs]
-    list(aboard.events(executor, plan_streamed(courses, cut, CAPACITY), jobs))
+    list(aboard.events(executor, plan_window(courses, cut, CAPACITY), jobs))
 
     resident = Base.from_model(two_layers("qwen2")[0], spec, bench.CPU)
     wanted = woven(resident, jobs, Route.tiled, monkeypatch)
-    list(aboard.events(wanted, plan_window(courses, CAPACITY), jobs))
+    list(aboard.events(wanted, plan_window(courses, whole(), CAPACITY), jobs))
     for job in jobs:
         assert executor.aboard[job.name].progress.step == 1
         assert torch.equal(executor.aboard[job.name].master, wanted.aboard[job.name].master), job.name

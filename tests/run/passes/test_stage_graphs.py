@@ -14,8 +14,8 @@ from weftune.adapters.banks import Banks
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import stream_model
 from weftune.ops.lora import Route
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.program.layout import Layout, StageLayers
+from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
 from weftune.run.passes.rows import lay
 from weftune.run.passes.stage_graphs import MOST_KEYS, StageGraphs, Visit, Way
@@ -68,7 +68,7 @@ def streamed(cut):
 
 
 def a_layer_each(slots=1, **others):
-    return StreamCut(tuple(StreamStage(n, n + 1) for n in range(STAGES)), slots, **others)
+    return Layout(tuple(StageLayers(n, n + 1) for n in range(STAGES)), (slots,), **others)
 
 
 def ready(base, name, length=LENGTH, **keys):
@@ -238,7 +238,7 @@ def trained(cut, pool):
     job = ready(base, "a", steps=2, batch_size=2, adapter=ADAPTER)
     member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)
     executor.attach(new_training(member, job.recipe, base.shape.sites, base.dtype, executor.home))
-    program = plan_streamed([job.course(0, 2, False)], cut, LENGTH)
+    program = plan_window([job.course(0, 2, False)], cut, LENGTH)
     assert len(program.microbatches) == 2 * 2
     events = [event for event in aboard.events(executor, program, [job]) if isinstance(event, Stepped)]
     return events, executor.aboard["a"].master, executor

@@ -25,8 +25,7 @@ from tests.run.stream.test_executor import (
 from tests.run.workers.test_stage_executor import make_jobs, whole_base
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import stream_model
-from weftune.plan.window.rounds import plan_window
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 from weftune.run.events import OutOfMemory
 from weftune.run.executor import Executor
 from weftune.run.stream.activations import KeptInputs, OffloadedInputs, Visitor, rows_at_once
@@ -79,7 +78,7 @@ def test_only_a_round_and_a_microbatch_of_inputs_are_on_the_device_at_once(cut):
     for chosen in (cut, offloading(cut)):
         executor, jobs = aboard(chosen)
         rows = on_the_device(executor)
-        program = plan_streamed([job.course(0, 2, False) for job in jobs], chosen, CAPACITY)
+        program = plan_window([job.course(0, 2, False) for job in jobs], chosen, CAPACITY)
         run(executor, program, jobs)
         seen[chosen.offloads] = max(rows)
         assert executor.inputs.rows_here == 0
@@ -105,10 +104,10 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
         hook = executor.streamed.stages[2].model.base_model.register_forward_pre_hook(kill)
         others = [job for job in jobs if job.name != "b"]
         courses = [job.course(0, 2, True) for job in jobs]
-        run(executor, plan_streamed(courses, cut, CAPACITY), jobs)
+        run(executor, plan_window(courses, cut, CAPACITY), jobs)
         hook.remove()
         courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in others]
-        run(executor, plan_streamed(courses, cut, CAPACITY), jobs)
+        run(executor, plan_window(courses, cut, CAPACITY), jobs)
         assert passes > 3
         assert executor.inputs.rows_here == 0
         assert executor.aboard["b"].progress.step == 0
@@ -124,9 +123,9 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
     take_aboard(whole, make_jobs(base))
     executor, jobs = aboard(LAYER_EACH)
     courses = [job.course(0, 3, False) for job in jobs]
-    program = plan_streamed(courses, LAYER_EACH, capacity)
+    program = plan_window(courses, LAYER_EACH, capacity)
     assert any(one.jobs == ("b",) for one in program.microbatches)
-    for one, planned in ((whole, plan_window(courses, capacity)), (executor, program)):
+    for one, planned in ((whole, plan_window(courses, whole(), capacity)), (executor, program)):
         one.kill("b")
         run(one, planned, jobs)
     for name in ("a", "c"):
@@ -137,7 +136,7 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
 @pytest.mark.parametrize("short_stage", [1, 2, 3])
 def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_bits(short_stage):
     executor, jobs = aboard(LAYER_EACH, evaluated_jobs)
-    program = plan_streamed([job.course(0, 2, True) for job in jobs], LAYER_EACH, CAPACITY)
+    program = plan_window([job.course(0, 2, True) for job in jobs], LAYER_EACH, CAPACITY)
     passes = 0
 
     def short(*_):
@@ -152,7 +151,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_
     hook.remove()
     assert executor.inputs.rows_here == 0
     assert {one.progress.step for one in executor.aboard.values()} == {0}
-    _, masters = windows(executor, jobs, lambda courses: plan_streamed(courses, LAYER_EACH, CAPACITY))
+    _, masters = windows(executor, jobs, lambda courses: plan_window(courses, LAYER_EACH, CAPACITY))
     _, wanted = resident("llama", torch.float32)
     for name, master in wanted.items():
         assert torch.equal(masters[name], master), name
@@ -162,7 +161,7 @@ def test_room_on_the_host_is_the_plans_and_grows_only_for_a_larger_round():
     small = offloading(CUTS["a layer at a time"], rows=1)
     for cut, grows in ((LAYER_EACH, False), (small, True)):
         executor, jobs = aboard(cut)
-        program = plan_streamed([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+        program = plan_window([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
         assert executor.inputs.reserved_rows == cut.offloaded_rows
         run(executor, program, jobs)
         assert 1 < rows_at_once(program) < ROUND
@@ -173,7 +172,7 @@ def test_what_comes_back_is_told_among_what_came_from_the_host():
     copied = {}
     for cut in (CUTS["one slot"], offloading(CUTS["one slot"])):
         executor, jobs = aboard(cut)
-        program = plan_streamed([job.course(0, 1, False) for job in jobs], cut, CAPACITY)
+        program = plan_window([job.course(0, 1, False) for job in jobs], cut, CAPACITY)
         run(executor, program, jobs)
         copied[cut.offloads] = executor.streamer.waited.copied_bytes
     rows = sum(one.rows for one in program.microbatches)

@@ -31,7 +31,7 @@ from weftune.plan.layout import ring
 from weftune.plan.layout.ring import PIECES
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.adapter_steps import ALIGNMENT, pieces
-from weftune.run.stream.adapters import OUTSIDE, Part
+from weftune.run.stream.adapters import OUTSIDE, StagePart
 from weftune.run.stream.buffers import Lanes
 from weftune.run.stream.weights import Gone
 from weftune.run.training.steps import NoStep
@@ -86,7 +86,7 @@ def cuts(draw):
     """Parts of a vector one after another, its size, and how much is updated at a time."""
     sizes = draw(st.lists(st.integers(1, 400), min_size=1, max_size=5))
     ends = [0, *accumulate(sizes)]
-    parts = [Part(start, stop) for start, stop in pairwise(ends)]
+    parts = [StagePart(start, stop) for start, stop in pairwise(ends)]
     return parts, ends[-1], ALIGNMENT * draw(st.integers(1, 5))
 
 

@@ -10,11 +10,10 @@ from tests.run.workers.test_stage_executor import PACE, make_jobs, whole_base
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import stream_model
 from weftune.errors import PlanError
+from weftune.plan.program.layout import Layout, StageLayers, whole
 from weftune.plan.program.program import Load
-from weftune.plan.program.stream_cut import StreamCut, StreamStage
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
-from weftune.plan.window.rounds import plan_window
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weftune.run.executor import Executor
 from weftune.run.stream.executor import StreamExecutor
@@ -23,19 +22,20 @@ from weftune.train.job import lay_out
 
 CAPACITY = 40
 CUTS = {
-    "a layer at a time": StreamCut(tuple(StreamStage(n, n + 1) for n in range(LAYERS)), slots=2),
-    "one slot": StreamCut(tuple(StreamStage(n, n + 1) for n in range(LAYERS)), slots=1),
-    "uneven, two stay": StreamCut(
-        (StreamStage(0, 1, True), StreamStage(1, 2), StreamStage(2, 3, True), StreamStage(3, 4)), slots=1
+    "a layer at a time": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slots=(2,)),
+    "one slot": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slots=(1,)),
+    "uneven, two stay": Layout(
+        (StageLayers(0, 1, True), StageLayers(1, 2), StageLayers(2, 3, True), StageLayers(3, 4)),
+        slots=(1,),
     ),
-    "two and two": StreamCut((StreamStage(0, 2), StreamStage(2, 4)), slots=2),
-    "three slots": StreamCut(tuple(StreamStage(n, n + 1) for n in range(LAYERS)), slots=3),
-    "all stay": StreamCut((StreamStage(0, 2, True), StreamStage(2, 4, True)), slots=0),
+    "two and two": Layout((StageLayers(0, 2), StageLayers(2, 4)), slots=(2,)),
+    "three slots": Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), slots=(3,)),
+    "all stay": Layout((StageLayers(0, 2, True), StageLayers(2, 4, True))),
 }
 
 
 def travelling(cut):
-    return StreamCut(cut.stages, cut.slots, travels=True)
+    return Layout(cut.stages, cut.slots, travels=True)
 
 
 def streamed(family, dtype, cut):
@@ -81,14 +81,14 @@ def resident(family, dtype):
     jobs = evaluated_jobs(base)
     executor = Executor(base)
     take_aboard(executor, jobs)
-    return windows(executor, jobs, lambda courses: plan_window(courses, CAPACITY))
+    return windows(executor, jobs, lambda courses: plan_window(courses, whole(), CAPACITY))
 
 
 def compare(family, dtype, cut):
     executor = streamed(family, dtype, cut)
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
-    events, masters = windows(executor, jobs, lambda courses: plan_streamed(courses, cut, CAPACITY))
+    events, masters = windows(executor, jobs, lambda courses: plan_window(courses, cut, CAPACITY))
     wanted, wanted_masters = resident(family, dtype)
     assert len(wanted) > 8
     assert sorted(events, key=str) == sorted(wanted, key=str)
@@ -134,14 +134,14 @@ def test_a_nan_of_one_job_does_not_reach_the_others():
     executor.aboard["b"].state.weights.fill_(float("nan"))
     executor.travel.bring_weights(["b"])
     courses = [job.course(0, 3, False) for job in jobs]
-    events = told(run(executor, plan_streamed(courses, cut, CAPACITY), jobs))
+    events = told(run(executor, plan_window(courses, cut, CAPACITY), jobs))
     assert [event.job for event in events if isinstance(event, Failed)] == ["b"]
 
     alone = streamed("llama", torch.float32, cut)
     others = [job for job in make_jobs(alone.base) if job.name != "b"]
     take_aboard(alone, make_jobs(alone.base))
     alone.kill("b")
-    run(alone, plan_streamed(courses, cut, CAPACITY), jobs)
+    run(alone, plan_window(courses, cut, CAPACITY), jobs)
     for job in others:
         mine, theirs = executor.aboard[job.name].master, alone.aboard[job.name].master
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
@@ -154,7 +154,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everyth
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
     courses = [job.course(0, 2, True) for job in jobs]
-    program = plan_streamed(courses, cut, CAPACITY)
+    program = plan_window(courses, cut, CAPACITY)
     passes = 0
 
     def short(*_):
@@ -171,7 +171,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everyth
     assert max(done.values()) <= 1
     for _ in range(3):
         courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in jobs]
-        run(executor, plan_streamed(courses, cut, CAPACITY), jobs)
+        run(executor, plan_window(courses, cut, CAPACITY), jobs)
     assert {name: one.progress.step for name, one in executor.aboard.items()} == {
         job.name: job.recipe.steps for job in jobs
     }
@@ -182,7 +182,7 @@ def test_one_load_of_a_stage_serves_all_jobs():
     loads = set()
     for count in (1, 3):
         jobs = make_jobs(whole_base("llama", torch.float32))[:count]
-        program = plan_streamed([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
+        program = plan_window([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
         loads.add(sum(isinstance(action, Load) for action in program.actions))
     assert len(loads) == 1
 

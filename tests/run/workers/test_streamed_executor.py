@@ -23,24 +23,23 @@ from tests.run.workers.test_stage_executor import (
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed_rank import stream_rank
 from weftune.ops.lora import Route
+from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Evaluate, Forward
-from weftune.plan.program.stream_cut import StreamStage
-from weftune.plan.program.worker_cut import RanksCut
-from weftune.plan.window.streamed_workers import plan_ranks
+from weftune.plan.window.window import plan_window
 from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
 from weftune.run.workers.streamed_executor import RankExecutor
 from weftune.run.workers.transport import Lanes, Transport
 from weftune.train.job import lay_out
 
-ONE_EACH = tuple(StreamStage(n, n + 1) for n in range(LAYERS))
+ONE_EACH = tuple(StageLayers(n, n + 1) for n in range(LAYERS))
 CUTS = {
-    "two ranks, a slot each": RanksCut(ONE_EACH, (1, 1)),
-    "two ranks, a slot for everything on one of them": RanksCut(ONE_EACH, (2, 1)),
-    "three ranks, the first ends": RanksCut(ONE_EACH, (1, 1, 1)),
-    "two ranks, one resident on each": RanksCut(
-        (StreamStage(0, 1), StreamStage(1, 2, True), StreamStage(2, 3, True), StreamStage(3, 4)), (1, 1)
+    "two ranks, a slot each": Layout(ONE_EACH, (1, 1)),
+    "two ranks, a slot for everything on one of them": Layout(ONE_EACH, (2, 1)),
+    "three ranks, the first ends": Layout(ONE_EACH, (1, 1, 1)),
+    "two ranks, one resident on each": Layout(
+        (StageLayers(0, 1), StageLayers(1, 2, True), StageLayers(2, 3, True), StageLayers(3, 4)), (1, 1)
     ),
-    "an odd number of stages": RanksCut((StreamStage(0, 1), StreamStage(1, 3), StreamStage(3, 4)), (1, 1)),
+    "an odd number of stages": Layout((StageLayers(0, 1), StageLayers(1, 3), StageLayers(3, 4)), (1, 1)),
 }
 
 
@@ -72,7 +71,7 @@ def as_rank(wires, family, dtype, cut, make, poison=None, cancelled=None):
     """
     jobs = make(whole_base(family, dtype))
     spec = BaseSpec(model=f"tiny/{family}")
-    streamed = stream_rank(deep(family, dtype), spec, bench.CPU, cut.of(wires.place.rank))
+    streamed = stream_rank(deep(family, dtype), spec, bench.CPU, cut.on(wires.place.rank))
     base = streamed.whole
     transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
     executor = RankExecutor(streamed, transport, wires.place.rank)
@@ -86,7 +85,7 @@ def as_rank(wires, family, dtype, cut, make, poison=None, cancelled=None):
         steps = {name: training.progress.step for name, training in executor.aboard.items()}
         courses = [job.course(steps[job.name], 5, begins) for job in jobs if job.name not in executor.dead]
         begins = False
-        program = plan_ranks(courses, cut, CAPACITY)
+        program = plan_window(courses, cut, CAPACITY)
         held_out = {action.microbatch for action, _ in program.compute() if isinstance(action, Evaluate)}
         microbatches = {
             n: lay_out(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)
@@ -97,8 +96,8 @@ def as_rank(wires, family, dtype, cut, make, poison=None, cancelled=None):
                 executor.kill(cancelled)
         looks += executor.report.looks
         transport.settle()
-    assert executor.streamer.there == set(executor.cut.waiting)
-    if len(executor.cut.streamed) > executor.cut.slots:
+    assert executor.streamer.there == set(executor.part.waiting)
+    if len(executor.part.streamed) > executor.part.slots:
         all_of_it = sum(source.size for source in streamed.sources.values())
         assert executor.streamer.waited.copied_bytes > 2 * all_of_it
     steps = {name: training.progress.step for name, training in executor.aboard.items()}
@@ -120,7 +119,7 @@ def of(answers, place):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_layers_are_fused_though_those_between_are_on_another_rank(rank):
-    cut = CUTS["two ranks, a slot each"].of(rank)
+    cut = CUTS["two ranks, a slot each"].on(rank)
     streamed = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), bench.CPU, cut)
     transport = Transport(
         Lanes(*[None] * 7, words_out=()), streamed.whole.shape.hidden, torch.float32, bench.CPU
@@ -133,7 +132,7 @@ def test_layers_are_fused_though_those_between_are_on_another_rank(rank):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
 def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(cut, dtype):
-    answers = run_ranks(cut.ranks, as_rank, "llama", dtype, cut, even_jobs, ring=True)
+    answers = run_ranks(cut.workers, as_rank, "llama", dtype, cut, even_jobs, ring=True)
     events, weights, _ = alone("llama", dtype, even_jobs)
     mine = {job: [line[:2] for line in lines] for job, lines in losses_of(answers[0][0]).items()}
     assert mine == {job: [line[:2] for line in lines] for job, lines in losses_of(events).items()}
@@ -197,7 +196,7 @@ def test_a_job_that_the_first_rank_ends_makes_no_more_steps_anywhere():
 def test_stages_of_other_ranks_are_nowhere_and_those_that_stay_have_no_copy_in_host_memory():
     cut = CUTS["two ranks, one resident on each"]
     for rank, streamed, gone in ((0, {0}, (1, 3)), (1, {3}, (0, 2))):
-        held = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.of(rank))
+        held = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(rank))
         assert set(held.sources) == streamed
         layers = held.whole.model.base_model.layers
         assert all(not list(layers[number].parameters()) for number in gone)
@@ -207,7 +206,7 @@ def test_stages_of_other_ranks_are_nowhere_and_those_that_stay_have_no_copy_in_h
 
 def test_a_stage_that_has_left_its_rank_cannot_be_used():
     cut = CUTS["two ranks, a slot each"]
-    base = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.of(1))
+    base = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(1))
     nobody = Lanes(*[None] * 7, words_out=())
     hidden = base.whole.shape.hidden
     executor = RankExecutor(base, Transport(nobody, hidden, torch.float32, bench.CPU), 1)

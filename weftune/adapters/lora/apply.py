@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import Frozen, Member, Parameters, Pass
-from weftune.adapters.layout import Layout, ParameterShape
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, write_adapter
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform, parameter_key
@@ -143,14 +143,14 @@ def _factors(parameters: Parameters, sites: Sequence[str]) -> dict[str, Factors]
 class Lora:
     name = "lora"
 
-    def layout(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> Layout:
+    def layout(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> VectorLayout:
         shapes: list[ParameterShape] = []
         for site in sites:
             if spec.targets_site(site.name):
                 rank = spec.rank_at(site.name)
                 shapes.append(ParameterShape(site.name, A, (rank, site.in_features)))
                 shapes.append(ParameterShape(site.name, B, (rank, site.out_features)))
-        return Layout(tuple(shapes))
+        return VectorLayout(tuple(shapes))
 
     def check_start(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> None:
         if spec.init_from is not None:

@@ -18,7 +18,7 @@ from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import gib
 from weftune.plan.layout.mobius_bound import Bounds, Prefix
 from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, stages_seconds
-from weftune.plan.program.stream_cut import StreamStage
+from weftune.plan.program.layout import StageLayers
 
 PREFIXES = 200_000
 """How many prefixes a search may look at: not seconds, since a plan must not depend on the clock."""
@@ -52,7 +52,7 @@ class _Draft:
 
     def partition(self) -> StreamPartition:
         bounds = zip(pairwise(self.cuts), self.resident, strict=True)
-        return StreamPartition(tuple(StreamStage(start, stop, stays) for (start, stop), stays in bounds))
+        return StreamPartition(tuple(StageLayers(start, stop, stays) for (start, stop), stays in bounds))
 
 
 class _Problem:

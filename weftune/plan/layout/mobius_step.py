@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
-from weftune.plan.program.stream_cut import StreamStage
+from weftune.plan.program.layout import StageLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class StreamPartition:
-    stages: tuple[StreamStage, ...]
+    stages: tuple[StageLayers, ...]
 
     def costs(self, layers: Sequence[LayerCost]) -> tuple[StageCost, ...]:
         return tuple(stage_cost(layers, stage.start, stage.stop) for stage in self.stages)

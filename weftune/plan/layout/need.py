@@ -17,10 +17,10 @@ from weftune.plan.cost.estimate import GPU_LAUNCH, base_layers
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.layout.recurrence import StageRound, compute_seconds, slotted_seconds
 from weftune.plan.layout.ring import ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
-from weftune.plan.program.stream_cut import (
+from weftune.plan.program.layout import (
     BUFFERED,
-    StreamCut,
-    StreamStage,
+    Layout,
+    StageLayers,
     held_inputs,
     offloaded_inputs,
     padded_rows,
@@ -79,12 +79,12 @@ class Draft:
     resident: tuple[bool, ...]
     slots: int
 
-    def cut(self, travels: bool, offloaded_rows: int = 0) -> StreamCut:
+    def cut(self, travels: bool, offloaded_rows: int = 0) -> Layout:
         ends = pairwise(accumulate(self.sizes, initial=0))
         bounds = zip(ends, self.resident, strict=True)
-        stages = tuple(StreamStage(start, stop, stays) for (start, stop), stays in bounds)
+        stages = tuple(StageLayers(start, stop, stays) for (start, stop), stays in bounds)
         slots = min(self.slots, self.resident.count(False))
-        return StreamCut(stages, slots, travels, offloaded_rows)
+        return Layout(stages, (slots,), travels, offloaded_rows)
 
 
 @dataclass(frozen=True)

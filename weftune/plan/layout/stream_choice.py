@@ -11,7 +11,7 @@ from weftune.plan.cost.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryFit, 
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice
 from weftune.plan.layout.refuse import refuse_jobs, why_not
 from weftune.plan.layout.search import Found, fits_any, search
-from weftune.plan.program.stream_cut import StreamCut
+from weftune.plan.program.layout import Layout
 
 SMALLEST = 256
 """Passes of fewer tokens are not tried unless every sample is shorter."""
@@ -36,7 +36,7 @@ WAYS = (Way(False, False), Way(False, True), Way(True, False), Way(True, True))
 
 @dataclass(frozen=True, slots=True)
 class StreamChoice:
-    cut: StreamCut
+    cut: Layout
     capacity: int
     """Tokens of a microbatch."""
     device_bytes: int

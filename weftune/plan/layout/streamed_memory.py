@@ -9,13 +9,13 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel, Need
 from weftune.plan.layout.need import layer_bytes
 from weftune.plan.layout.ring import ring_bytes, stage_parts
+from weftune.plan.program.layout import BUFFERED, Layout, padded_rows
 from weftune.plan.program.recompute import NOTHING, Recompute
-from weftune.plan.program.stream_cut import BUFFERED, StreamCut, padded_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedMemory(MemoryModel):
-    cut: StreamCut
+    cut: Layout
     slack: int
     """Logits of one chunk, temporaries and the allocator's rounding."""
 
@@ -24,13 +24,13 @@ class StreamedMemory(MemoryModel):
         """Layers that have a place on the device."""
         sizes = [(stage.stop - stage.start, stage.resident) for stage in self.cut.stages]
         streamed = max((size for size, stays in sizes if not stays), default=0)
-        return sum(size for size, stays in sizes if stays) + self.cut.slots * streamed
+        return sum(size for size, stays in sizes if stays) + self.cut.slots[0] * streamed
 
     def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
         """Of a microbatch, while the largest stage goes back, and offloaded inputs of another come; and of
         what captured passes read and write."""
         passing = MemoryModel.bytes_per_token(self, recompute) * self._largest // self.shape.layers
-        held = self.cut.held_inputs.microbatches + (BUFFERED if self.fused else 0)
+        held = self.cut.on(0).held_inputs.microbatches + (BUFFERED if self.fused else 0)
         return passing + held * self._row_bytes
 
     @property
@@ -57,7 +57,7 @@ class StreamedMemory(MemoryModel):
         layer = layer_bytes(self.shape)
         ends = max(0, self.shape.base_bytes - self.shape.layers * layer)
         rows = padded_rows(sum(job.batch_tokens for job in jobs), self.fused)
-        inputs = self.cut.held_inputs.rounds * rows * self._row_bytes
+        inputs = self.cut.on(0).held_inputs.rounds * rows * self._row_bytes
         return Need(
             resident=self.taken + ends + self._present * layer,
             state=self.state_bytes(jobs),

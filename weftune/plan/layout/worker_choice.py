@@ -12,12 +12,12 @@ from weftune.plan.layout.need import StreamCase, StreamDevice
 from weftune.plan.layout.stream_choice import capacities
 from weftune.plan.layout.worker_need import RanksCase
 from weftune.plan.layout.worker_search import Found, even_cuts, even_sizes, ranks_cut, search, stage_counts
-from weftune.plan.program.worker_cut import RanksCut
+from weftune.plan.program.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class RanksChoice:
-    cut: RanksCut
+    cut: Layout
     capacity: int
     """Tokens of a microbatch."""
     device_bytes: int

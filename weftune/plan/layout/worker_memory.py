@@ -9,13 +9,13 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import ON_THE_WAY, MemoryModel, Need
 from weftune.plan.layout.need import StreamCase, StreamDevice
 from weftune.plan.layout.worker_need import RanksCase
+from weftune.plan.program.layout import Layout
 from weftune.plan.program.recompute import NOTHING, Recompute
-from weftune.plan.program.worker_cut import RanksCut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksMemory(MemoryModel):
-    cut: RanksCut
+    cut: Layout
     device: StreamDevice
     """Of every rank."""
 
@@ -31,7 +31,7 @@ class RanksMemory(MemoryModel):
         rows = sum(job.batch_tokens for job in jobs)
         device = replace(self.device, taken=self.taken, fused=self.fused)
         one = StreamCase(self.shape, jobs, device, rows, int(tokens), travels=False)
-        return RanksCase(one, self.cut.ranks).need(self.cut)
+        return RanksCase(one, self.cut.workers).need(self.cut)
 
     def _choices(self) -> list[Recompute]:
         """Every stage is made again as it is."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weftune.plan.cost.memory import ON_THE_WAY, UNFITTED, Need
 from weftune.plan.layout.need import StreamCase
 from weftune.plan.layout.worker_recurrence import Hops, StagePasses, round_seconds
-from weftune.plan.program.worker_cut import RankCut, RanksCut
+from weftune.plan.program.layout import Layout, OnWorker
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class RanksCase:
 
     # -- bytes -------------------------------------------------------------------------------------------
 
-    def need(self, cut: RanksCut) -> Need:
+    def need(self, cut: Layout) -> Need:
         """Of the rank that needs most."""
-        return max((self.rank_need(cut.of(rank)) for rank in range(self.ranks)), key=_total)
+        return max((self.rank_need(cut.on(rank)) for rank in range(self.ranks)), key=_total)
 
-    def rank_need(self, cut: RankCut) -> Need:
+    def rank_need(self, cut: OnWorker) -> Need:
         one = self.one
         sizes = {stage: cut.stages[stage].stop - cut.stages[stage].start for stage in cut.own}
         streamed = [sizes[stage] for stage in cut.streamed]
@@ -51,34 +51,34 @@ class RanksCase:
             slack=one.device.slack,
         )
 
-    def _ends_bytes(self, cut: RankCut) -> int:
+    def _ends_bytes(self, cut: OnWorker) -> int:
         """Embedding and head, where they are; norms and biases, which may be anywhere."""
         shape = self.one.shape
         matrix = shape.hidden * shape.vocabulary * shape.bytes_per_value
         tied = self.one.ends_bytes < 2 * matrix
         beside = max(0, self.one.ends_bytes - (matrix if tied else 2 * matrix))
-        first, last = cut.rank == 0, cut.own[-1] == len(cut.stages) - 1
+        first, last = cut.worker == 0, cut.own[-1] == len(cut.stages) - 1
         return beside + matrix * (1 if first and last and tied else first + last)
 
-    def rank_bytes(self, cut: RankCut) -> int:
+    def rank_bytes(self, cut: OnWorker) -> int:
         """With these jobs, or with the one that must fit alone."""
         alone = 0 if self.alone is None else RanksCase(self.alone, self.ranks).rank_bytes(cut)
         return max(_total(self.rank_need(cut)), alone)
 
-    def most_bytes(self, cut: RanksCut) -> int:
+    def most_bytes(self, cut: Layout) -> int:
         """The same, on the fullest device."""
-        return max(self.rank_bytes(cut.of(rank)) for rank in range(self.ranks))
+        return max(self.rank_bytes(cut.on(rank)) for rank in range(self.ranks))
 
-    def device_bytes(self, cut: RanksCut) -> int:
+    def device_bytes(self, cut: Layout) -> int:
         """On the fullest device at the peak, with these jobs."""
         return _total(self.need(cut))
 
-    def host_bytes(self, cut: RanksCut) -> int:
+    def host_bytes(self, cut: Layout) -> int:
         """Of all ranks: layers that come and go."""
         streamed = sum(stage.stop - stage.start for stage in cut.stages if not stage.resident)
         return streamed * self.one.layer_bytes
 
-    def excess(self, cut: RanksCut) -> int:
+    def excess(self, cut: Layout) -> int:
         """Bytes that are needed, on the fullest device or on the host, and are not there."""
         device = self.one.device
         lacking = self.most_bytes(cut) - device.budget, self.host_bytes(cut) - device.host_budget
@@ -90,7 +90,7 @@ class RanksCase:
     def microbatches(self) -> int:
         return math.ceil(self.one.round_tokens / self.one.capacity)
 
-    def seconds(self, cut: RanksCut, bandwidth: float | None = None) -> float:
+    def seconds(self, cut: Layout, bandwidth: float | None = None) -> float:
         """Of a round; `bandwidth` in the place of the device's own."""
         rounds = self.one.rounds([stage.stop - stage.start for stage in cut.stages])
         passes = [
@@ -102,7 +102,7 @@ class RanksCase:
         hops = Hops(hop, bandwidth or self.one.device.bandwidth)
         return round_seconds(passes, cut, self.microbatches, hops)
 
-    def unhidden(self, cut: RanksCut) -> float:
+    def unhidden(self, cut: Layout) -> float:
         """The share of a round that Loads add to it."""
         seconds = self.seconds(cut)
         return max(0.0, seconds - self.seconds(cut, math.inf)) / seconds

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from weftune.plan.program.layout import Layout, OnWorker
 from weftune.plan.program.program import Load
-from weftune.plan.program.worker_cut import RankCut, RanksCut
-from weftune.plan.window.streamed import Visit, moves
+from weftune.plan.window.rounds import Visit, moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Hops:
     """Bytes per second from the host, of each rank's link."""
 
 
-def round_seconds(stages: Sequence[StagePasses], cut: RanksCut, microbatches: int, hops: Hops) -> float:
+def round_seconds(stages: Sequence[StagePasses], cut: Layout, microbatches: int, hops: Hops) -> float:
     """Of one round among many."""
     first, second = round_ends(stages, cut, microbatches, hops, 2)
     return second - first
 
 
 def round_ends(
-    stages: Sequence[StagePasses], cut: RanksCut, microbatches: int, hops: Hops, rounds: int
+    stages: Sequence[StagePasses], cut: Layout, microbatches: int, hops: Hops, rounds: int
 ) -> list[float]:
     """When each of so many rounds ends, the first beginning at 0."""
     run = _Run(stages, cut, microbatches, hops, rounds)
@@ -62,19 +62,19 @@ def round_ends(
 
 class _Run:
     def __init__(
-        self, stages: Sequence[StagePasses], cut: RanksCut, microbatches: int, hops: Hops, rounds: int
+        self, stages: Sequence[StagePasses], cut: Layout, microbatches: int, hops: Hops, rounds: int
     ) -> None:
         self.stages, self.cut, self.hops = stages, cut, hops
         self.more = microbatches - 1
         self.first = self.last = 0.0
         """When the first and the last microbatch are ready for their next visit."""
-        self.free = [0.0] * cut.ranks
-        self.link = [0.0] * cut.ranks
+        self.free = [0.0] * cut.workers
+        self.link = [0.0] * cut.workers
         self.there = [0.0] * len(stages)
-        self.loads = [_loads(cut.of(rank), rounds) for rank in range(cut.ranks)]
+        self.loads = [_loads(cut.on(rank), rounds) for rank in range(cut.workers)]
 
     def visit(self, stage: int, seconds: float) -> None:
-        rank = stage % self.cut.ranks
+        rank = stage % self.cut.workers
         start = max(self.free[rank], self.there[stage], self.first)
         final = max(self.last, start + self.more * seconds)
         self.first, self.last = (begin + seconds + self.hops.hop for begin in (start, final))
@@ -90,7 +90,7 @@ class _Run:
         return self.free[0]
 
 
-def _loads(cut: RankCut, rounds: int) -> Iterator[int | None]:
+def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
     """The stage that is loaded behind each visit of a rank, if there is one."""
     last = len(cut.stages) - 1
     forth = [stage for stage in cut.own if stage < last]

@@ -13,8 +13,7 @@ from itertools import chain, islice, pairwise, permutations
 
 from weftune.plan.layout.search import CLOSE, SIZES, SLOTS
 from weftune.plan.layout.worker_need import RanksCase
-from weftune.plan.program.stream_cut import StreamStage
-from weftune.plan.program.worker_cut import RanksCut
+from weftune.plan.program.layout import Layout, StageLayers
 
 CHANGES = 2000
 """How many changes all descents may try, and the last one again: not seconds, since a plan must not depend on
@@ -26,7 +25,7 @@ STARTS = 4
 @dataclass(frozen=True, slots=True)
 class Found:
     case: RanksCase
-    cut: RanksCut
+    cut: Layout
     excess: int
     """Bytes that it needs and that are not there."""
     seconds: float
@@ -46,7 +45,7 @@ def search(cases: Iterable[RanksCase]) -> Found | None:
     return None if best.excess else _descend(best, CHANGES)
 
 
-def _judged(case: RanksCase, cut: RanksCut) -> Found:
+def _judged(case: RanksCase, cut: Layout) -> Found:
     return Found(case, cut, case.excess(cut), case.seconds(cut))
 
 
@@ -71,17 +70,17 @@ def _various(found: Sequence[Found]) -> list[Found]:
 # -- where the search sets out ---------------------------------------------------------------------------
 
 
-def ranks_cut(sizes: Sequence[int], resident: Sequence[bool], slots: int, ranks: int) -> RanksCut:
+def ranks_cut(sizes: Sequence[int], resident: Sequence[bool], slots: int, ranks: int) -> Layout:
     """No rank has more slots than stages that come and go."""
     ends = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
     stages = tuple(
-        StreamStage(start, stop, stays) for (start, stop), stays in zip(pairwise(ends), resident, strict=True)
+        StageLayers(start, stop, stays) for (start, stop), stays in zip(pairwise(ends), resident, strict=True)
     )
     moving = [sum(not stays for stays in resident[rank::ranks]) for rank in range(ranks)]
-    return RanksCut(stages, tuple(min(slots, count) for count in moving))
+    return Layout(stages, tuple(min(slots, count) for count in moving))
 
 
-def even_cuts(case: RanksCase) -> Iterator[RanksCut]:
+def even_cuts(case: RanksCase) -> Iterator[Layout]:
     for count in stage_counts(case):
         for slots in SLOTS:
             if slots <= math.ceil(count / case.ranks):
@@ -104,7 +103,7 @@ def even_sizes(layers: int, stages: int) -> list[int]:
     return [stop - start for start, stop in pairwise(ends)]
 
 
-def _filled(case: RanksCase, sizes: Sequence[int], slots: int) -> RanksCut:
+def _filled(case: RanksCase, sizes: Sequence[int], slots: int) -> Layout:
     """On each rank as many of the slots as fit, then as many residents, spread among its stages."""
     cut = ranks_cut(sizes, [False] * len(sizes), slots, case.ranks)
     for rank in range(case.ranks):
@@ -120,21 +119,21 @@ def _filled(case: RanksCase, sizes: Sequence[int], slots: int) -> RanksCut:
     return cut
 
 
-def _fits(case: RanksCase, cut: RanksCut, rank: int) -> bool:
-    return case.rank_bytes(cut.of(rank)) <= case.one.device.budget
+def _fits(case: RanksCase, cut: Layout, rank: int) -> bool:
+    return case.rank_bytes(cut.on(rank)) <= case.one.device.budget
 
 
-def _with_slots(cut: RanksCut, rank: int, count: int) -> RanksCut:
+def _with_slots(cut: Layout, rank: int, count: int) -> Layout:
     return replace(cut, slots=(*cut.slots[:rank], count, *cut.slots[rank + 1 :]))
 
 
-def _with_residents(cut: RanksCut, rank: int, stay: set[int]) -> RanksCut:
+def _with_residents(cut: Layout, rank: int, stay: set[int]) -> Layout:
     """Of the rank's stages these; it has a slot as long as something comes, and none too many."""
     stages = tuple(
-        replace(held, resident=stage in stay) if stage % cut.ranks == rank else held
+        replace(held, resident=stage in stay) if stage % cut.workers == rank else held
         for stage, held in enumerate(cut.stages)
     )
-    moving = sum(not held.resident for held in stages[rank :: cut.ranks])
+    moving = sum(not held.resident for held in stages[rank :: cut.workers])
     return _with_slots(replace(cut, stages=stages), rank, min(max(1, cut.slots[rank]), moving))
 
 
@@ -157,7 +156,7 @@ def _descend(found: Found, tries: int) -> Found:
     return best
 
 
-def _other_sizes(found: Found) -> Iterator[RanksCut]:
+def _other_sizes(found: Found) -> Iterator[Layout]:
     """A boundary moved, dropped or added, or a layer handed to a stage further off; who stays is then decided
     anew."""
     sizes = [stage.stop - stage.start for stage in found.cut.stages]
@@ -166,7 +165,7 @@ def _other_sizes(found: Found) -> Iterator[RanksCut]:
         before, after = sizes[:number], sizes[number + 2 :]
         changed = [[one + 1, other - 1], [one - 1, other + 1], [one + other]]
         for between in changed:
-            if min(between) > 0 and len(sizes) - 2 + len(between) >= found.cut.ranks:
+            if min(between) > 0 and len(sizes) - 2 + len(between) >= found.cut.workers:
                 yield _filled(found.case, [*before, *between, *after], slots)
     for number, size in enumerate(sizes):
         for part in range(1, size):
@@ -177,10 +176,10 @@ def _other_sizes(found: Found) -> Iterator[RanksCut]:
             yield _filled(found.case, [changes.get(at, size) for at, size in enumerate(sizes)], slots)
 
 
-def _other_residents(cut: RanksCut) -> Iterator[RanksCut]:
+def _other_residents(cut: Layout) -> Iterator[Layout]:
     """One stage more or less stays, or another of its rank instead; a rank has a slot more or less."""
-    for rank in range(cut.ranks):
-        own = cut.of(rank)
+    for rank in range(cut.workers):
+        own = cut.on(rank)
         stay = set(own.own) - set(own.streamed)
         for stage in own.own:
             yield _with_residents(cut, rank, stay ^ {stage})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from weftune.errors import PlanError
 from weftune.plan.outlook.candidates import alone, candidates, left_out
 from weftune.plan.outlook.chunked import chunked_forecast
-from weftune.plan.outlook.fit import Layout, lay_out
+from weftune.plan.outlook.fit import Placement, lay_out
 from weftune.plan.outlook.forecast import Forecast, run_scheme
 from weftune.plan.outlook.outlook import Outlook
 from weftune.plan.outlook.priced import lay, slowest_first
@@ -81,7 +81,7 @@ def _shard_rows(found: Outlook) -> list[Ablation]:
     ]
 
 
-def _whole(found: Outlook, scheme: Scheme, layout: Layout | None = None) -> Forecast:
+def _whole(found: Outlook, scheme: Scheme, layout: Placement | None = None) -> Forecast:
     return run_scheme(scheme, found.jobs, found.ground, layout or found.layout).forecast
 
 

@@ -14,7 +14,7 @@ from weftune.plan.cost.estimate import (
     square_seconds,
 )
 from weftune.plan.cost.time import Line
-from weftune.plan.outlook.fit import Ground, Layout
+from weftune.plan.outlook.fit import Ground, Placement
 from weftune.plan.outlook.priced import made_again
 from weftune.plan.outlook.scheme import Groups
 from weftune.plan.pack.group import JobLengths, group
@@ -35,7 +35,7 @@ class Candidate:
     reason: str
 
 
-def candidates(jobs: Sequence[JobOutline], layout: Layout) -> list[Candidate]:
+def candidates(jobs: Sequence[JobOutline], layout: Placement) -> list[Candidate]:
     stages, names = len(layout.stages), [job.name for job in jobs]
     lengths = [JobLengths(job.name, _mean(job), round_tokens(job)) for job in jobs]
     head_tail = group(lengths, layout.capacity, stages)
@@ -46,7 +46,7 @@ def candidates(jobs: Sequence[JobOutline], layout: Layout) -> list[Candidate]:
     ]
 
 
-def left_out(ground: Ground, jobs: Sequence[JobOutline], layout: Layout) -> list[Candidate]:
+def left_out(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> list[Candidate]:
     """Those that never won where no collectives are to be hidden (`benchmarks/plan_mechanisms.py`)."""
     fusion, pipeline = _fused(ground, jobs, layout)
     arrangement = arrange(fusion, pipeline)
@@ -73,7 +73,7 @@ def _mean(job: JobOutline) -> float:
     return sum(map(sum, job.batches)) / max(1, count)
 
 
-def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Layout) -> tuple[Fusion, Pipeline]:
+def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> tuple[Fusion, Pipeline]:
     """Fusion over the microbatches that a round needs at least, every job with its share in each."""
     count = max(1, -(-sum(map(round_tokens, jobs)) // layout.capacity))
     pipeline = Pipeline(tuple(_stage(ground, layout, number) for number in range(len(layout.stages))), count)
@@ -90,7 +90,7 @@ def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Layout) -> tuple[
     return fuse(loads, pipeline), pipeline
 
 
-def _stage(ground: Ground, layout: Layout, number: int) -> Stage:
+def _stage(ground: Ground, layout: Placement, number: int) -> Stage:
     cut, speed = layout.stages[number], ground.speeds[number]
     layers = ground.layers[cut.start : cut.stop]
     line, square = base_line(layers, speed), square_seconds(layers, speed)

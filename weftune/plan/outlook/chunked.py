@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from weftune.plan.cost.estimate import JobOutline, Rows
-from weftune.plan.outlook.fit import Ground, Layout
+from weftune.plan.outlook.fit import Ground, Placement
 from weftune.plan.outlook.forecast import Forecast, forecast_of
 from weftune.plan.outlook.priced import stage_rates
 from weftune.plan.outlook.scheme import Groups
@@ -67,7 +67,7 @@ class Chunked:
 
 
 def chunked_forecast(
-    jobs: Sequence[JobOutline], groups: Groups, size: int, ground: Ground, layout: Layout
+    jobs: Sequence[JobOutline], groups: Groups, size: int, ground: Ground, layout: Placement
 ) -> Forecast:
     made = chunked(jobs, groups, size, ground, layout)
     timeline = simulate(made.program, made.prices, ground.cluster.priced())
@@ -76,7 +76,9 @@ def chunked_forecast(
     return forecast_of(f"chunks of {size}", timeline, jobs, layout, held, count)
 
 
-def chunked(jobs: Sequence[JobOutline], groups: Groups, size: int, ground: Ground, layout: Layout) -> Chunked:
+def chunked(
+    jobs: Sequence[JobOutline], groups: Groups, size: int, ground: Ground, layout: Placement
+) -> Chunked:
     """1F1B over units, each of them chunk by chunk."""
     assert layout.capacity % size == 0, "a microbatch holds whole chunks"
     units = list(_units(jobs, groups, size, layout.capacity))
@@ -189,7 +191,7 @@ def _expanded(lists: Passes, units: Sequence[Unit]) -> Passes:
     return expanded
 
 
-def _prices(units: Sequence[Unit], jobs: Sequence[JobOutline], ground: Ground, layout: Layout) -> Prices:
+def _prices(units: Sequence[Unit], jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> Prices:
     rates = [
         stage_rates(cut, jobs, ground, speed)
         for cut, speed in zip(layout.stages, ground.speeds, strict=False)

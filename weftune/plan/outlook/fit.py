@@ -110,7 +110,7 @@ def most_frugal(ground: Ground) -> Ground:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Placement:
     """The base cut into stages for a token capacity."""
 
     capacity: int
@@ -135,7 +135,7 @@ def ground_capacities(ground: Ground, jobs: Sequence[JobOutline]) -> list[int]:
     return halves if ground.stages > 1 or least in halves else [*halves, least]
 
 
-def lay_out(ground: Ground, jobs: Sequence[JobOutline], capacity: int, ends: bool = True) -> Layout:
+def lay_out(ground: Ground, jobs: Sequence[JobOutline], capacity: int, ends: bool = True) -> Placement:
     """The cut whose slowest stage is fastest; without `ends`, embedding and head count for nothing."""
     costs = ground.costs(jobs, full_rows(jobs, capacity))
     counted = costs if ends else [_free(cost) for cost in costs]
@@ -153,7 +153,7 @@ def lay_out(ground: Ground, jobs: Sequence[JobOutline], capacity: int, ends: boo
     needs = tuple(
         stage_bytes(stage, limit.in_flight) + beside for stage, limit in zip(stages, limits, strict=True)
     )
-    return Layout(capacity, stages, needs, ground.budgets[: ground.stages], beside)
+    return Placement(capacity, stages, needs, ground.budgets[: ground.stages], beside)
 
 
 def full_rows(jobs: Sequence[JobOutline], capacity: int) -> Rows:

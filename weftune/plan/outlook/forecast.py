@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.fit import Ground, Layout
+from weftune.plan.outlook.fit import Ground, Placement
 from weftune.plan.outlook.ordering import passes_in
 from weftune.plan.outlook.priced import Laid, lay
 from weftune.plan.outlook.scheme import Scheme
@@ -60,7 +60,7 @@ class Run:
     merged: Merged
 
 
-def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Layout) -> Run:
+def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> Run:
     """Lay the jobs' batches out as `scheme` says, order them, and simulate the Program."""
     laid = lay(scheme, jobs, ground, layout)
     passes = passes_in(scheme.order, laid, layout)
@@ -68,7 +68,7 @@ def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layou
 
 
 def run_passes(
-    passes: Passes, laid: Laid, scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Layout
+    passes: Passes, laid: Laid, scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement
 ) -> Run:
     """The same where the order is there already."""
     program = assemble(laid.work, passes)
@@ -83,7 +83,7 @@ def forecast_of(
     name: str,
     timeline: Timeline,
     jobs: Sequence[JobOutline],
-    layout: Layout,
+    layout: Placement,
     held: Sequence[int],
     microbatches: int,
 ) -> Forecast:

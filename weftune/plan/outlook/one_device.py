@@ -17,13 +17,13 @@ from weftune.plan.outlook.ablate import Ablation
 from weftune.plan.outlook.fit import Ground
 from weftune.plan.outlook.forecast import Forecast, in_turn
 from weftune.plan.outlook.priced import make_batch
+from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
 from weftune.plan.program.program import Program
 from weftune.plan.program.simulate import simulate
-from weftune.plan.program.stream_cut import StreamCut
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.rounds import Course
-from weftune.plan.window.streamed import plan_streamed
+from weftune.plan.window.window import plan_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class SingleOutlook:
     def uploaded_bytes(self) -> int:
         """Of layers in a round: stages in the slots are still there where it turns and where it ends."""
         cut = self.choice.cut
-        sizes = [cut.stages[stage].stop - cut.stages[stage].start for stage in cut.streamed]
-        still_there = sum(sizes[: cut.slots]) + sum(sizes[len(sizes) - cut.slots :])
+        sizes = [cut.stages[stage].stop - cut.stages[stage].start for stage in cut.on(0).streamed]
+        still_there = sum(sizes[: cut.slots[0]]) + sum(sizes[len(sizes) - cut.slots[0] :])
         return (2 * sum(sizes) - still_there) * self.case.layer_bytes
 
 
@@ -87,9 +87,9 @@ def single_outlook(
     )
 
 
-def draft_of(cut: StreamCut) -> Draft:
+def draft_of(cut: Layout) -> Draft:
     sizes = tuple(stage.stop - stage.start for stage in cut.stages)
-    return Draft(sizes, tuple(stage.resident for stage in cut.stages), cut.slots)
+    return Draft(sizes, tuple(stage.resident for stage in cut.stages), cut.slots[0])
 
 
 def foreseen(case: StreamCase, draft: Draft) -> Forecast:
@@ -161,7 +161,7 @@ def first_window(found: SingleOutlook) -> FirstWindow:
         )
         for job in found.jobs
     ]
-    program = plan_streamed(courses, found.choice.cut, found.choice.capacity, found.case.device.fused)
+    program = plan_window(courses, found.choice.cut, found.choice.capacity, found.case.device.fused)
     case, sizes = found.case, found.draft.sizes
     by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
     prices = Prices(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weftune.plan.cost.memory import ON_THE_WAY
-from weftune.plan.outlook.fit import Layout
+from weftune.plan.outlook.fit import Placement
 from weftune.plan.outlook.priced import Laid
 from weftune.plan.outlook.scheme import Order
 from weftune.plan.program.prices import Link, Prices
@@ -14,7 +14,7 @@ from weftune.plan.window.orders import Passes, alternating_passes, gpipe_passes,
 from weftune.plan.window.template import eager_passes
 
 
-def passes_in(order: Order, laid: Laid, layout: Layout) -> Passes:
+def passes_in(order: Order, laid: Laid, layout: Placement) -> Passes:
     work, stages = laid.work, len(layout.stages)
     match order:
         case Order.gpipe:
@@ -31,7 +31,7 @@ def passes_in(order: Order, laid: Laid, layout: Layout) -> Passes:
     ]
 
 
-def template_room(layout: Layout) -> tuple[int, ...]:
+def template_room(layout: Placement) -> tuple[int, ...]:
     """What microbatches in flight may keep on each stage: all that weights, adapters and transport leave."""
     rooms = []
     for stage, budget in zip(layout.stages, layout.budgets, strict=True):

@@ -9,7 +9,7 @@ from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import gib
 from weftune.plan.outlook.candidates import Candidate
-from weftune.plan.outlook.fit import Ground, Layout, why_not
+from weftune.plan.outlook.fit import Ground, Placement, why_not
 from weftune.plan.outlook.forecast import Forecast, Run
 from weftune.plan.outlook.places import Place, descend, places
 from weftune.plan.outlook.rivals import rivals
@@ -21,7 +21,7 @@ from weftune.plan.outlook.search import Search, Tried, fastest, polished
 class Outlook:
     ground: Ground
     jobs: tuple[JobOutline, ...]
-    layout: Layout
+    layout: Placement
     candidate: Candidate
     scheme: Scheme
     run: Run

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.fit import Ground, Layout, frugal, ground_capacities, lay_out
+from weftune.plan.outlook.fit import Ground, Placement, frugal, ground_capacities, lay_out
 
 T = TypeVar("T")
 ALIKE = 1e-3
@@ -23,7 +23,7 @@ class Place:
     """Where the jobs could run: what is made again, and the cut for a token capacity."""
 
     ground: Ground
-    layout: Layout
+    layout: Placement
 
 
 def places(ground: Ground, jobs: Sequence[JobOutline]) -> list[Place]:

@@ -18,7 +18,7 @@ from weftune.plan.cost.estimate import (
 )
 from weftune.plan.cost.layers import StageCost
 from weftune.plan.cost.time import Line
-from weftune.plan.outlook.fit import Ground, Layout
+from weftune.plan.outlook.fit import Ground, Placement
 from weftune.plan.outlook.scheme import Groups, Scheme
 from weftune.plan.pack.merge import BatchSample, Merged, MergeRules, merge
 from weftune.plan.program.prices import PassPrice, Prices
@@ -35,7 +35,7 @@ class Laid:
     prices: Prices
 
 
-def lay(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Layout) -> Laid:
+def lay(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> Laid:
     by_name = {job.name: job for job in jobs}
     rounds = []
     for step in range(max(len(job.batches) for job in jobs)):

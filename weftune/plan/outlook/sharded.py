@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from weftune.plan.cost.cluster import Cluster, Device
 from weftune.plan.cost.estimate import JobOutline, Speed
-from weftune.plan.outlook.fit import Ground, Layout, lay_out, make_ground
+from weftune.plan.outlook.fit import Ground, Placement, lay_out, make_ground
 from weftune.plan.outlook.forecast import Forecast, Run, run_passes
 from weftune.plan.outlook.ordering import passes_in
 from weftune.plan.outlook.priced import Laid, lay
@@ -31,7 +31,7 @@ class Shards:
 
     count: int
     ground: Ground
-    layout: Layout
+    layout: Placement
 
 
 def make_shards(ground: Ground, jobs: Sequence[JobOutline], capacity: int, count: int = 2) -> Shards:

@@ -10,7 +10,7 @@ from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.layers import LayerCost, StageCost
 from weftune.plan.cost.memory import ON_THE_WAY
 from weftune.plan.layout.mobius_step import StreamPartition
-from weftune.plan.outlook.fit import Ground, Layout, frugal, full_rows
+from weftune.plan.outlook.fit import Ground, Placement, frugal, full_rows
 from weftune.plan.outlook.forecast import Run, forecast_of
 from weftune.plan.outlook.priced import make_work, price_all, stage_rates
 from weftune.plan.outlook.scheme import SEARCHED
@@ -63,7 +63,7 @@ class Streamed:
     cut: str
     mapping: str
     streams: Streams
-    layout: Layout
+    layout: Placement
     run: Run
     unhidden: float
     """Seconds of the window that uploads add to what it would take if they took no time."""
@@ -121,7 +121,7 @@ def run_streams(bed: Bed, streams: Streams, cut: str, mapping: str, queued: bool
     state = [sum(stage.state_bytes for stage in owned(streams, device)) for device in devices]
     beside = bed.beside_bytes
     needs = tuple(peak + held + beside for peak, held in zip(timeline.peaks, state, strict=True))
-    layout = Layout(bed.capacity, streams.stages, needs, ground.budgets, beside)
+    layout = Placement(bed.capacity, streams.stages, needs, ground.budgets, beside)
     forecast = forecast_of("weftune", timeline, bed.jobs, layout, state, len(bed.work.filled))
     run = Run(forecast, program, timeline, bed.merged)
     return Streamed(cut, mapping, streams, layout, run, timeline.makespan - free)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import Backward, Evaluate, Evict, Forward, IllegalProgram, Load, Program
-from weftune.plan.program.stream_cut import StreamCut
 
 
-def check_slots(program: Program, cut: StreamCut, device: int = 0) -> None:
-    """Raise IllegalProgram unless every streamed stage of the device has its slot to itself whenever it is
+def check_slots(program: Program, part: OnWorker) -> None:
+    """Raise IllegalProgram unless every streamed stage of a worker has its slot to itself whenever it is
     there.
 
     What `check` asks is taken for granted. The rules: resident stages are neither loaded nor given up; a Load
     finds its slot empty; a pass and an Evict find their stage in its slot; the window begins and ends with
-    `cut.waiting` in the slots.
+    `part.waiting` in the slots.
     """
-    if len(program.stages) != len(cut.stages):
-        raise IllegalProgram(f"{len(program.stages)} stages are planned, but the cut has {len(cut.stages)}")
-    slot_of = {stage: cut.slot(stage) for stage in cut.streamed}
-    waiting = {slot_of[stage]: stage for stage in cut.waiting}
+    if len(program.stages) != len(part.stages):
+        raise IllegalProgram(
+            f"{len(program.stages)} stages are planned, but the layout has {len(part.stages)}"
+        )
+    slot_of = {stage: part.slot(stage) for stage in part.streamed}
+    waiting = {slot_of[stage]: stage for stage in part.waiting}
     held = dict(waiting)
-    for action in program.devices[device]:
+    for action in program.devices[part.worker]:
         match action:
             case Load(stage) | Evict(stage) if stage not in slot_of:
                 raise IllegalProgram(f"{action} moves a resident stage")

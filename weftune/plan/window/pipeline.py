@@ -86,13 +86,13 @@ def plan_pipeline(courses: Sequence[Course], rules: PipelineRules) -> Program:
     """Train the courses' batches up to the first evaluation. The result is checked before it is given out."""
     step = {course.job: course.step for course in courses}
     beginners = [course for course in courses if course.begins]
-    looking = [course for course in beginners if _evaluates(course, course.step)]
+    looking = [course for course in beginners if course.evaluates_at(course.step)]
     # Who evaluates where it begins must know the outcome before its first batch; nobody trains meanwhile.
     batches = [] if looking else _batches(courses)
     program = _trained(batches, courses, rules) if batches else _empty(rules)
     after = step | {batch.job: batch.step for batch in batches}
     last = {batch.job: batch.step for batch in batches}
-    due = looking or [course for course in courses if _evaluates(course, last.get(course.job, -1))]
+    due = looking or [course for course in courses if course.evaluates_at(last.get(course.job, -1))]
     program = _with_evaluation(program, [_look(course, after[course.job]) for course in due], rules)
     # Whoever waits meanwhile begins in the next window, and must not save at the same step in both.
     program = _with_saves(program, courses, looking or beginners)
@@ -126,10 +126,6 @@ def timeline_priced(program: Program, prices: Prices, loads: LoadPace | None = N
     return simulate(program, prices, cluster)
 
 
-def _evaluates(course: Course, step: int) -> bool:
-    return bool(course.evaluation) and step in course.evaluate_at
-
-
 def _look(course: Course, step: int) -> SegmentPlan:
     return SegmentPlan(course.job, step, course.evaluation)
 
@@ -140,7 +136,7 @@ def _batches(courses: Sequence[Course]) -> list[GlobalBatch]:
     for turn in range(max((len(course.batches) for course in courses), default=0)):
         moving = [course for course in courses if turn < len(course.batches)]
         found += [course.batches[turn] for course in moving]
-        if any(_evaluates(course, course.batches[turn].step) for course in moving):
+        if any(course.evaluates_at(course.batches[turn].step) for course in moving):
             break
     return found
 

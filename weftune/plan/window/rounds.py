@@ -1,26 +1,32 @@
-"""The only public entry of `plan`: what the next window does, from records of the jobs aboard."""
+"""Windows in rounds: one global batch of every job, then who evaluates and who saves, in any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from weftune.plan.pack.segments import pack_segments
 from weftune.plan.program.check import check
+from weftune.plan.program.check_slots import check_slots
+from weftune.plan.program.layout import Layout, OnWorker
 from weftune.plan.program.program import (
     Action,
     Backward,
     Evaluate,
+    Evict,
     Forward,
     GlobalBatch,
+    Load,
     MicrobatchPlan,
     Placed,
     Program,
+    Reduce,
     Save,
     SegmentPlan,
     Step,
 )
 from weftune.plan.program.recompute import NOTHING, Recompute
+from weftune.plan.window.orders import transported
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,10 @@ class Course:
     save_at: frozenset[int]
     begins: bool = False
     """True in the window a job starts in: it evaluates and saves before its first batch."""
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether its held-out samples are evaluated after this step."""
+        return bool(self.evaluation) and step in self.evaluate_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +124,167 @@ def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False) -
     return Laid(tuple(window.microbatches), tuple(window.rounds))
 
 
-def plan_window(
-    courses: Sequence[Course], capacity: int, ladder: bool = False, recompute: Recompute = NOTHING
+def plan_rounds(
+    courses: Sequence[Course],
+    layout: Layout,
+    capacity: int,
+    ladder: bool = False,
+    recompute: Recompute = NOTHING,
 ) -> Program:
-    """Train every course's batches on one device. The result is checked before it is handed out."""
+    """Train every course's batches round by round: a stage serves all microbatches of a round before the next
+    takes its turn, so that one Load serves them all.
+
+    Microbatches, and the order in which each stage sees them, are the same in every layout: losses have the
+    same bits. A window of several workers ends with the round in which somebody evaluates: what follows
+    depends on the outcome, which only the first worker knows. Every worker begins and ends with the stages
+    in its slots that it needs first. The result is checked before it is given out.
+    """
+    done = {course.job: course.step for course in courses}
+    courses = _until_an_evaluation(courses) if layout.workers > 1 else courses
     laid = lay_rounds(courses, capacity, ladder)
-    actions: list[Action] = []
-    for one in laid.rounds:
-        for trained in one.trained:
-            actions += [Forward(trained.microbatch), Backward(trained.microbatch), *trained.steps]
-        actions += [Evaluate(number) for number in one.evaluated]
-        actions += one.saves
+    room = _evaluation_rows(laid, layout, capacity)
+    runs = [_together(one.evaluated, laid, room) for one in laid.rounds]
     program = Program(
-        capacity, laid.microbatches, all_batches(courses), (tuple(actions),), recompute=recompute
+        capacity,
+        laid.microbatches,
+        all_batches(courses),
+        devices=tuple(_listed(laid, runs, layout.on(worker)) for worker in range(layout.workers)),
+        stages=layout.homes,
+        recompute=recompute,
     )
-    check(program, {course.job: course.step for course in courses})
+    check(program, done)
+    for worker in range(layout.workers):
+        check_slots(program, layout.on(worker))
     return program
+
+
+def _until_an_evaluation(courses: Sequence[Course]) -> list[Course]:
+    """Who evaluates where it begins must know the outcome before its first batch; nobody trains meanwhile."""
+    if waiting := [course for course in courses if course.begins and course.evaluates_at(course.step)]:
+        return [replace(course, batches=()) for course in waiting]
+    rounds = [
+        turn
+        for course in courses
+        for turn, batch in enumerate(course.batches, start=1)
+        if course.evaluates_at(batch.step)
+    ]
+    if not rounds:
+        return [*courses]
+    return [replace(course, batches=course.batches[: min(rounds)]) for course in courses]
+
+
+def _evaluation_rows(laid: Laid, layout: Layout, capacity: int) -> int:
+    """Rows of an evaluation that may be in flight at once: as many as training holds of inputs, less those
+    that its microbatch at work makes of them."""
+    rounds = (sum(laid.microbatches[one.microbatch].rows for one in each.trained) for each in laid.rounds)
+    largest = max(rounds, default=0)
+    if layout.offloads:
+        held = layout.on(0).held_inputs
+        return held.rounds * largest + (held.microbatches - 1) * capacity
+    return len(layout.stages) // layout.workers * max(capacity, largest)
+
+
+def _together(numbers: Sequence[int], laid: Laid, room: int) -> list[list[int]]:
+    """Microbatches in runs of so many rows: for every run but the first, each stage is loaded once more."""
+    runs: list[list[int]] = []
+    taken = room
+    for number in numbers:
+        rows = laid.microbatches[number].rows
+        if taken + rows > room:
+            runs.append([])
+            taken = 0
+        runs[-1].append(number)
+        taken += rows
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One stage at work, until another takes its turn."""
+
+    stage: int
+    actions: tuple[Action, ...]
+    """Its passes, and the Steps among them."""
+
+
+def _listed(laid: Laid, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker) -> tuple[Action, ...]:
+    """One worker's actions; `runs` are the microbatches that each round evaluates."""
+    visits = [list(_visits(one, run, part)) for one, run in zip(laid.rounds, runs, strict=True)]
+    actions = list(_with_moves(laid.rounds, visits, part))
+    ordered = actions if part.worker == 0 else _steps_late(actions, laid)
+    return tuple(transported(ordered, part.layout.homes))
+
+
+def _visits(one: Round, runs: Sequence[Sequence[int]], part: OnWorker) -> Iterator[Visit]:
+    """Forward and back through the worker's own stages, the last stage of all turning each microbatch round
+    at once; then the runs that are evaluated."""
+    last, numbers = len(part.stages) - 1, [trained.microbatch for trained in one.trained]
+    if numbers:
+        for stage in (stage for stage in part.own if stage < last):
+            yield Visit(stage, tuple(Forward(number, stage) for number in numbers))
+        for stage in reversed(part.own):
+            actions: list[Action] = []
+            for trained in one.trained:
+                actions += [Forward(trained.microbatch, stage)] if stage == last else []
+                actions += [Backward(trained.microbatch, stage)]
+                actions += _steps(trained, part) if stage == part.own[0] else []
+            yield Visit(stage, tuple(actions))
+    for run in runs:
+        for stage in part.own:
+            yield Visit(stage, tuple(Evaluate(number, stage) for number in run))
+
+
+def _steps(trained: Trained, part: OnWorker) -> Iterator[Action]:
+    """Several workers agree on every Step by a Reduce."""
+    if part.layout.workers > 1:
+        yield from (Reduce(step.job, step.step) for step in trained.steps)
+    yield from trained.steps
+
+
+def _with_moves(
+    rounds: Sequence[Round], visits: Sequence[Sequence[Visit]], part: OnWorker
+) -> Iterator[Action]:
+    """The visits of every round, what moves behind each, and the round's Saves."""
+    moved = moves([visit for each in visits for visit in each], part)
+    for one, each in zip(rounds, visits, strict=True):
+        for visit in each:
+            yield from visit.actions
+            yield from next(moved)
+        yield from one.saves
+
+
+def moves(visits: Sequence[Visit], part: OnWorker) -> Iterator[tuple[Action, ...]]:
+    """What follows each visit: where another stage needs the slot next, it is loaded there at once."""
+    streamed = set(part.streamed)
+    needed = {part.slot(stage): stage for stage in part.waiting}
+    found: list[tuple[Action, ...]] = []
+    for visit in reversed(visits):
+        found.append(())
+        if visit.stage in streamed:
+            slot = part.slot(visit.stage)
+            if needed[slot] != visit.stage:
+                found[-1] = Evict(visit.stage), Load(needed[slot])
+            needed[slot] = visit.stage
+    return reversed(found)
+
+
+def _steps_late(actions: Iterable[Action], laid: Laid) -> Iterator[Action]:
+    """Every Step as late as it may be: until then the first worker's decision is on its way."""
+    due: dict[str, Step] = {}
+    for action in actions:
+        match action:
+            case Step(job):
+                due[job] = action
+                continue
+            case Forward(number) | Evaluate(number):
+                needed: Iterable[str] = laid.microbatches[number].jobs
+            case Save(job):
+                needed = (job,)
+            case _:
+                needed = ()
+        yield from [due.pop(job) for job in needed if job in due]
+        yield action
+    yield from due.values()
 
 
 def all_batches(courses: Iterable[Course]) -> tuple[GlobalBatch, ...]:

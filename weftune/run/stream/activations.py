@@ -15,8 +15,8 @@ from torch import Tensor
 
 from weftune.base.host import host_vectors
 from weftune.base.streamed import StreamedBase
+from weftune.plan.program.layout import offloaded_inputs
 from weftune.plan.program.program import Backward, Forward, Program
-from weftune.plan.program.stream_cut import offloaded_inputs
 from weftune.run.stream.weights import Waited
 
 CHUNK_BYTES = 8 << 20
@@ -78,14 +78,14 @@ class OffloadedInputs(KeptInputs):
     def __init__(self, base: StreamedBase, waited: Callable[[], Waited]) -> None:
         super().__init__()
         whole = base.whole
-        self._last = len(base.cut.stages) - 1
+        self._last = len(base.part.stages) - 1
         self.width = whole.shape.hidden
         self._dtype, self._device = whole.dtype, whole.device
         self._copies = _GpuCopies(self._device, waited) if whole.device.type == "cuda" else _Copies(waited)
         self._rows: dict[int, slice] = {}
         """Microbatch → its rows on the host, the same for every stage."""
         self._host_GRD = torch.empty(0)
-        self._make_room(base.cut.offloaded_rows)
+        self._make_room(base.part.layout.offloaded_rows)
 
     @property
     def reserved_rows(self) -> int:
@@ -233,7 +233,7 @@ def _marked() -> torch.cuda.Event:
 
 def stage_inputs(base: StreamedBase, waited: Callable[[], Waited]) -> KeptInputs:
     """As the cut says."""
-    offloads = base.cut.offloads and offloaded_inputs(len(base.cut.stages)) > 0
+    offloads = base.part.layout.offloads and offloaded_inputs(len(base.part.stages)) > 0
     return OffloadedInputs(base, waited) if offloads else KeptInputs()
 
 

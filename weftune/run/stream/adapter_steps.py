@@ -23,13 +23,13 @@ from torch import Tensor
 from weftune.ops.adamw import State, Update, update
 from weftune.ops.triton.at_hand import kernels_run
 from weftune.plan.layout.ring import PIECE, PIECES
-from weftune.run.stream.adapters import OUTSIDE, Pair, Part, Travel
+from weftune.run.stream.adapters import OUTSIDE, Pair, StagePart, Travel
 from weftune.run.stream.buffers import Buffer, Lanes, bring, copy, give_back
 from weftune.run.stream.weights import Gone
 from weftune.run.training.steps import Begun, Due, Outcome, factors, open_sums, open_tokens
 
 ALIGNMENT = 64
-"""Parameters. Torch's fused AdamW rounds the odd ones at a vector's end otherwise than all before them: cut
+"""Parameters. Torch's fused AdamW rounds the odd ones at a vector's end otherwise than all before them: part
 at multiples of whatever a processor takes at a time, pieces get the bits of the whole."""
 
 Make = Callable[[Sequence[Update], Tensor | None], Tensor]
@@ -40,15 +40,15 @@ Make = Callable[[Sequence[Update], Tensor | None], Tensor]
 class Piece:
     """Parameters of a part that are updated at a time."""
 
-    inside: Part
-    whole: Part
+    inside: StagePart
+    whole: StagePart
     """The same and what lies between it and the next multiples: computed with, but not kept."""
 
     @property
-    def kept(self) -> Part:
+    def kept(self) -> StagePart:
         """What is inside, counted from the first of the whole."""
         first = self.whole.start
-        return Part(self.inside.start - first, self.inside.stop - first)
+        return StagePart(self.inside.start - first, self.inside.stop - first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class _Left:
     run: _Run
     number: int
     """Of the job in the run."""
-    part: Part
+    part: StagePart
     pieces: list[Piece]
 
     @property
@@ -224,7 +224,7 @@ class TravelSteps:
 
     def _pairs(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
         """What passes of these jobs over the stage read; at both ends also what is outside all layers."""
-        last = len(self.travel.cut.stages) - 1
+        last = len(self.travel.part.stages) - 1
         stages = (stage, OUTSIDE) if stage in (0, last) else (stage,)
         return [(job, one) for job in jobs for one in stages]
 
@@ -360,13 +360,13 @@ def _wait_for(gone: Gone) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
-def pieces(part: Part, size: int) -> Iterator[Piece]:
+def pieces(part: StagePart, size: int) -> Iterator[Piece]:
     """Of a part of a vector of so many parameters."""
     first = part.start - part.start % ALIGNMENT
     for at in range(first, part.stop if part.size else first, PIECE):
-        inside = Part(max(at, part.start), min(at + PIECE, part.stop))
+        inside = StagePart(max(at, part.start), min(at + PIECE, part.stop))
         stop = min(-(-inside.stop // ALIGNMENT) * ALIGNMENT, size)
-        yield Piece(inside, Part(at, stop))
+        yield Piece(inside, StagePart(at, stop))
 
 
 def _aligned(count: int) -> int:

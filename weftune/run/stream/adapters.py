@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.kind import Parameters
-from weftune.adapters.layout import Layout
+from weftune.adapters.vector import VectorLayout
 from weftune.base.host import host_vectors
 from weftune.core.shapes import layer_of
 from weftune.ops.adamw import State, gradient_norms, square_sums
 from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
-from weftune.plan.program.stream_cut import StreamCut
+from weftune.plan.program.layout import OnWorker
 from weftune.run.training.state import Training
 
 Place = tuple[str, int]
@@ -34,7 +34,7 @@ OUTSIDE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagePart:
     """The parameters `start` to `stop` of an adapter's flat vector, which are those of one stage."""
 
     start: int
@@ -54,12 +54,12 @@ class Traveller:
     """One job: its parts by place and stage, and its room on the device."""
 
     training: Training
-    parts: Mapping[Place, Mapping[int, Part]]
+    parts: Mapping[Place, Mapping[int, StagePart]]
     weights: Mapping[Place, Tensor]
     gradient: Mapping[Place, Tensor]
 
     @property
-    def by_stage(self) -> dict[int, Part]:
+    def by_stage(self) -> dict[int, StagePart]:
         return {stage: part for parts in self.parts.values() for stage, part in parts.items()}
 
     def parameters(self) -> tuple[Parameters, Parameters]:
@@ -73,7 +73,7 @@ class Traveller:
             key=lambda pair: pair[0].start,
         )
         spans = iter(by_start)
-        part, room = next(spans, (Part(0, 0), None))
+        part, room = next(spans, (StagePart(0, 0), None))
         for parameter in self.training.layout.parameters:
             if at >= part.stop:
                 part, room = next(spans)
@@ -87,8 +87,8 @@ class Traveller:
 class Travel:
     """All travellers, and which stage is in which place."""
 
-    def __init__(self, cut: StreamCut, device: torch.device, dtype: torch.dtype) -> None:
-        self.cut = cut
+    def __init__(self, part: OnWorker, device: torch.device, dtype: torch.dtype) -> None:
+        self.part = part
         self.device, self.dtype = device, dtype
         self.travellers: dict[str, Traveller] = {}
         self._made: set[Pair] = set()
@@ -96,14 +96,14 @@ class Travel:
         self._squares: dict[str, list[Tensor]] = {}
         """Job → sums of squares of the parts of its gradient that have left the device."""
         self._in: dict[Place, int] = {ENDS: OUTSIDE}
-        for number, stage in enumerate(cut.stages):
+        for number, stage in enumerate(part.stages):
             if stage.resident:
                 self._in["stage", number] = number
 
     def board(self, training: Training) -> Traveller:
         """Room on the device for a job, filled for the stages that are there."""
-        parts: dict[Place, dict[int, Part]] = {}
-        for stage, part in _parts(training.layout, self.cut):
+        parts: dict[Place, dict[int, StagePart]] = {}
+        for stage, part in _parts(training.layout, self.part):
             parts.setdefault(self._place(stage), {})[stage] = part
         rooms = {place: max(part.size for part in held.values()) for place, held in parts.items()}
         training.state = _on_the_host(training.state, self.device)
@@ -150,7 +150,7 @@ class Travel:
         """Gradients of these jobs were added to in the place of that stage."""
         for job in jobs:
             self._made.add((job, stage))
-            if stage in (0, len(self.cut.stages) - 1):
+            if stage in (0, len(self.part.stages) - 1):
                 self._made.add((job, OUTSIDE))
 
     def there(self, stage: int) -> bool:
@@ -209,7 +209,9 @@ class Travel:
             host = traveller.training.state.weights[part.start : part.stop]
             traveller.weights[place][: part.size].copy_(host, non_blocking=True)
 
-    def _made_in(self, places: Iterable[tuple[Traveller, Place]]) -> list[tuple[Traveller, Part, Tensor]]:
+    def _made_in(
+        self, places: Iterable[tuple[Traveller, Place]]
+    ) -> list[tuple[Traveller, StagePart, Tensor]]:
         """Of these, where there is a gradient: whose, which part of it, and its room."""
         found = []
         for traveller, place in places:
@@ -242,7 +244,7 @@ class Travel:
     def _place(self, stage: int) -> Place:
         if stage == OUTSIDE:
             return ENDS
-        return ("stage", stage) if self.cut.stages[stage].resident else ("slot", self.cut.slot(stage))
+        return ("stage", stage) if self.part.stages[stage].resident else ("slot", self.part.slot(stage))
 
 
 def _on_the_host(state: State, device: torch.device) -> State:
@@ -252,16 +254,16 @@ def _on_the_host(state: State, device: torch.device) -> State:
     return State(*(here.copy_(vector) for here, vector in zip(found, vectors, strict=True)))
 
 
-def _parts(layout: Layout, cut: StreamCut) -> Iterator[tuple[int, Part]]:
+def _parts(layout: VectorLayout, part: OnWorker) -> Iterator[tuple[int, StagePart]]:
     """Stage → its part; a flat vector holds the sites in the order of the layers."""
-    homes = [stage for stage, held in enumerate(cut.stages) for _ in range(held.start, held.stop)]
-    found: dict[int, Part] = {}
+    homes = [stage for stage, held in enumerate(part.stages) for _ in range(held.start, held.stop)]
+    found: dict[int, StagePart] = {}
     at = 0
     for parameter in layout.parameters:
         layer = layer_of(parameter.site)
         stage = OUTSIDE if layer is None else homes[layer]
-        part = found.get(stage, Part(at, at))
-        assert part.stop == at, f"{parameter.site} lies apart from its stage"
-        found[stage] = Part(part.start, at + parameter.size)
+        so_far = found.get(stage, StagePart(at, at))
+        assert so_far.stop == at, f"{parameter.site} lies apart from its stage"
+        found[stage] = StagePart(so_far.start, at + parameter.size)
         at += parameter.size
     return iter(found.items())

@@ -64,7 +64,9 @@ class StreamExecutor(Executor):
         base.refuse_copies()
         # Loading and weaving leave holes behind; what stays must not settle in them.
         release(base.whole.device)
-        self.travel = Travel(base.cut, base.whole.device, base.whole.dtype) if base.cut.travels else None
+        self.travel = (
+            Travel(base.part, base.whole.device, base.whole.dtype) if base.part.layout.travels else None
+        )
         self.steps = TravelSteps(self.travel, make) if self.travel else None
         self.streamer = Streamer(base, self._come, self._go)
         self._returning: int | None = None
@@ -126,7 +128,7 @@ class StreamExecutor(Executor):
 
     def _refuse(self, program: Program) -> None:
         refuse_other_devices(program)
-        stages = len(self.streamed.cut.stages)
+        stages = len(self.streamed.part.stages)
         assert len(program.stages) == stages, f"the plan has {len(program.stages)} stages, the base {stages}"
 
     def _act(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:

@@ -78,8 +78,8 @@ class Streamer:
 
     def load(self, stage: int) -> None:
         assert stage not in self.there, f"stage {stage} is there already"
-        slot = self.base.cut.slot(stage)
-        taken = [other for other in self.there if self.base.cut.slot(other) == slot]
+        slot = self.base.part.slot(stage)
+        taken = [other for other in self.there if self.base.part.slot(other) == slot]
         assert not taken, f"stage {stage} would overwrite stage {taken[0]}"
         self.there.add(stage)
         self.waited.copied_bytes += self.base.sources[stage].size
@@ -87,11 +87,11 @@ class Streamer:
 
     def evict(self, stage: int) -> None:
         self.there.remove(stage)
-        self._queue.evict(stage, self.base.cut.slot(stage))
+        self._queue.evict(stage, self.base.part.slot(stage))
 
     def use(self, stage: int) -> None:
         """From here on the device may read the stage."""
-        if not self.base.cut.stages[stage].resident:
+        if not self.base.part.stages[stage].resident:
             assert stage in self.there, f"stage {stage} is used but was not brought"
             self._queue.use(stage)
 
@@ -120,7 +120,7 @@ class Streamer:
 
     def settle(self) -> None:
         """Have those stages there that a window begins with, whatever an unfinished one has left."""
-        waiting = set(self.base.cut.waiting)
+        waiting = set(self.base.part.waiting)
         for stage in sorted(self.there - waiting):
             self.evict(stage)
         self._queue.settle()

@@ -27,7 +27,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from weftune.adapters.layout import Layout, ParameterShape
+from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.formats import FORMAT, refuse_unknown_format
 from weftune.run.training.state import Progress, Training
 
@@ -152,7 +152,7 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 class _Part:
     """One file of tensors, with where each parameter lies in its flat vectors."""
 
-    layout: Layout
+    layout: VectorLayout
     tensors: Mapping[str, Tensor]
 
 
@@ -172,7 +172,7 @@ class _Stored:
         return stored.issuperset(training.layout.parameters)
 
     def vector(self, name: str, training: Training) -> Tensor:
-        whole = Layout(tuple(one for part in self.parts for one in part.layout.parameters))
+        whole = VectorLayout(tuple(one for part in self.parts for one in part.layout.parameters))
         flat = torch.cat([part.tensors[name] for part in self.parts])
         return training.layout.slice_of(whole, flat)
 
@@ -215,8 +215,8 @@ def layout_of(training: Training) -> list[list[Any]]:
     return [[p.site, p.name, list(p.shape)] for p in training.layout.parameters]
 
 
-def _layout_from(listed: list[list[Any]]) -> Layout:
-    return Layout(tuple(ParameterShape(site, name, tuple(shape)) for site, name, shape in listed))
+def _layout_from(listed: list[list[Any]]) -> VectorLayout:
+    return VectorLayout(tuple(ParameterShape(site, name, tuple(shape)) for site, name, shape in listed))
 
 
 def _sums(content: Mapping[str, bytes]) -> bytes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.kind import Member, kind_named
-from weftune.adapters.layout import Layout
+from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.adamw import State, Update
@@ -58,7 +58,7 @@ class StepOutcome:
 class Training:
     member: Member
     recipe: Recipe
-    layout: Layout
+    layout: VectorLayout
     state: State
     progress: Progress = field(default_factory=Progress)
     best: Tensor | None = None

@@ -16,13 +16,14 @@ from types import UnionType
 import torch
 
 from weftune.adapters.kind import kind_named
-from weftune.adapters.layout import Layout
+from weftune.adapters.vector import VectorLayout
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import StreamedBase
 from weftune.errors import UserError
 from weftune.ops.adamw import State
 from weftune.plan.cost.time import PassTime, work_of
+from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, Program
 from weftune.run.events import Evaluated, Event, Failed, Passed
 from weftune.run.executor import Fetch
@@ -30,7 +31,7 @@ from weftune.run.measure.memory import limit_bytes
 from weftune.run.training import checkpoint
 from weftune.run.training.slices import Slice, drop_partial, finish, write_slice
 from weftune.run.training.state import Progress, Training
-from weftune.run.workers.loaded import Held, base_of, executor_of, load_held, stage_layers
+from weftune.run.workers.loaded import base_of, executor_of, load_part
 from weftune.run.workers.messages import (
     Answer,
     Attach,
@@ -65,7 +66,7 @@ class Pipeline:
         self,
         staff: Staff,
         loaded: Base | StreamedBase,
-        held: Sequence[Held],
+        layout: Layout,
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
@@ -75,7 +76,8 @@ class Pipeline:
         self.staff = staff
         wires = staff.wires
         self.stages, self.replicas = wires.place.stages, wires.place.replicas
-        self.paces = Paces(stage_layers(held))
+        self.layout = layout
+        self.paces = Paces([stage.count for stage in layout.stages])
         self.reports: list[RankReport] = []
         """Of the last window, rank by rank."""
         self.peaks: list[int] = []
@@ -298,23 +300,23 @@ def open_pipeline(
     staff: Staff,
     spec: BaseSpec,
     device: torch.device,
-    held: Sequence[Held],
+    layout: Layout,
     checkpoints: Callable[[str], Path],
     delay: float = 0.0,
     most: int | None = None,
 ) -> Pipeline:
-    """Load what every rank has and wait until all of it is there. `held` are the layers of each stage, or
-    what each rank streams; no rank takes more than `most` bytes of its GPU."""
+    """Load what every worker has and wait until all of it is there; none takes more than `most` bytes of its
+    GPU."""
     for rank in staff.ranks:
-        staff.command(rank, Begin(spec, held[rank % len(held)], delay, most))
+        staff.command(rank, Begin(spec, layout.on(rank % layout.workers), delay, most))
     limit_bytes(device, most)
-    loaded = load_held(spec, device, held[0])
+    loaded = load_part(spec, device, layout.on(0))
     for _ in staff.ranks:
         _, answer = staff.wait()
         if isinstance(answer, Refused):
             raise UserError(answer.sentence)
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"
-    return Pipeline(staff, loaded, held, checkpoints, delay)
+    return Pipeline(staff, loaded, layout, checkpoints, delay)
 
 
 def shares(reports: Sequence[RankReport], kinds: type | UnionType) -> dict[int, float]:
@@ -328,9 +330,9 @@ def shares(reports: Sequence[RankReport], kinds: type | UnionType) -> dict[int, 
     return seconds
 
 
-def _whole(own: Training, parts: Sequence[HandedOver], layout: Layout) -> Training:
+def _whole(own: Training, parts: Sequence[HandedOver], layout: VectorLayout) -> Training:
     """A training with all parameters; its moments stay where they were, since nobody goes on with it."""
-    stored = Layout(tuple(parameter for part in parts for parameter in part.layout.parameters))
+    stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
     master = layout.slice_of(stored, torch.cat([part.master for part in parts]))
     kept = [part.best for part in parts if part.best is not None]
     best = layout.slice_of(stored, torch.cat(kept)) if len(kept) == len(parts) else None

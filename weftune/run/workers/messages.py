@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weftune.adapters.kind import Member
-from weftune.adapters.layout import Layout
+from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
-from weftune.core.shapes import LayerRange
+from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import Program
-from weftune.plan.program.worker_cut import RankCut
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.slices import Slice
 from weftune.run.workers.groups import Wires
@@ -33,10 +32,10 @@ from weftune.run.workers.stage_executor import RankReport
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Load these layers of this base. `delay` makes links slower, for tests and benchmarks."""
+    """Load this part of a base. `delay` makes links slower, for tests and benchmarks."""
 
     spec: BaseSpec
-    held: LayerRange | RankCut
+    part: OnWorker
     delay: float = 0.0
     most: int | None = None
     """Bytes that the rank may take of its GPU, if not all."""
@@ -112,7 +111,7 @@ class Through:
 @dataclass(frozen=True, slots=True)
 class HandedOver:
     job: str
-    layout: Layout
+    layout: VectorLayout
     master: Tensor
     best: Tensor | None
 

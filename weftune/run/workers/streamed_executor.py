@@ -18,7 +18,6 @@ from weftune.base.streamed import StreamedBase, stage_view
 from weftune.core.batch import Microbatch
 from weftune.ops.lora import Route
 from weftune.plan.program.program import Action, Backward, Evaluate, Evict, Forward, Load, Program
-from weftune.plan.program.worker_cut import RankCut
 from weftune.run.passes.plain import Plain
 from weftune.run.passes.rows import Dealt, Laid, deal, lay
 from weftune.run.stream.weights import Streamer
@@ -39,16 +38,15 @@ class RankExecutor(StageExecutor):
         self, base: StreamedBase, transport: Transport, rank: int, route: Route | None = None
     ) -> None:
         super().__init__(base.whole, transport, rank, route)
-        assert isinstance(base.cut, RankCut), "a rank has its own stages only"
-        assert not base.cut.travels, "adapters of a rank stay on its device"
+        assert not base.part.layout.travels, "adapters of a rank stay on its device"
         base.refuse_copies()
-        self.cut = base.cut
+        self.part = base.part
         self.streamer = Streamer(base, lambda stage: None, lambda stage: None)
-        self._views = {stage: stage_view(base.whole, base.cut.held(stage)) for stage in base.cut.own}
+        self._views = {stage: stage_view(base.whole, base.part.held(stage)) for stage in base.part.own}
         self._rows: dict[int, _Rows] = {}
 
     def _refuse(self, program: Program) -> None:
-        stages, ranks = len(self.cut.stages), self.cut.ranks
+        stages, ranks = len(self.part.stages), self.part.layout.workers
         assert program.stages == tuple(stage % ranks for stage in range(stages)), "stage j is rank j mod N's"
         assert len(program.devices) == ranks, f"the plan is for {len(program.devices)} ranks, not {ranks}"
 
@@ -65,9 +63,9 @@ class RankExecutor(StageExecutor):
                 self._began = self._clock.mark()
         yield from super()._act(action)
         match action:
-            case Backward(number, stage) if stage == self.cut.own[0]:
+            case Backward(number, stage) if stage == self.part.own[0]:
                 del self._rows[number]
-            case Evaluate(number, stage) if stage == self.cut.own[-1]:
+            case Evaluate(number, stage) if stage == self.part.own[-1]:
                 del self._rows[number]
 
     def _begin(self) -> None:
@@ -105,4 +103,4 @@ class RankExecutor(StageExecutor):
 
     @property
     def _counting(self) -> int:
-        return self.cut.own[-1]
+        return self.part.own[-1]

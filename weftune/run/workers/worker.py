@@ -12,7 +12,7 @@ from weftune.run.training import checkpoint
 from weftune.run.training.slices import write_slice
 from weftune.run.training.state import new_training
 from weftune.run.workers.groups import Wires
-from weftune.run.workers.loaded import base_of, executor_of, load_held
+from weftune.run.workers.loaded import base_of, executor_of, load_part
 from weftune.run.workers.messages import (
     Attach,
     Begin,
@@ -57,7 +57,7 @@ class Worker:
         self.place = wires.place
         self.orders = orders
         limit_bytes(device, begin.most)
-        loaded = load_held(begin.spec, device, begin.held)
+        loaded = load_part(begin.spec, device, begin.part)
         self.base = base_of(loaded)
         width, dtype = self.base.shape.hidden, self.base.dtype
         self.transport = Transport(wires.lanes, width, dtype, device, begin.delay)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from weftune.adapters.layout import Layout, ParameterShape
+from weftune.adapters.vector import ParameterShape, VectorLayout
 
-LAYOUT = Layout(
+LAYOUT = VectorLayout(
     (ParameterShape("x", "a", (2, 3)), ParameterShape("x", "b", (2, 4)), ParameterShape("y", "a", (1, 5)))
 )
 

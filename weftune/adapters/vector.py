@@ -24,7 +24,7 @@ class ParameterShape:
 
 
 @dataclass(frozen=True)
-class Layout:
+class VectorLayout:
     parameters: tuple[ParameterShape, ...]
 
     @cached_property
@@ -40,7 +40,7 @@ class Layout:
             for parameter, piece in zip(self.parameters, pieces, strict=True)
         }
 
-    def slice_of(self, other: Layout, flat: Tensor) -> Tensor:
+    def slice_of(self, other: VectorLayout, flat: Tensor) -> Tensor:
         """The values of this layout's parameters out of the vector `flat` of another that holds them all."""
         if other == self:
             return flat
