@@ -9,7 +9,6 @@ import torch
 
 from tests import bench, oracle
 from weftune import JobSpec, Options
-from weftune.ops.lora import Route
 from weftune.run.events import Stepped
 
 STEPS = 8
@@ -38,8 +37,8 @@ def healthy_jobs():
     return [job(name, index) for index, name in enumerate(HEALTHY)]
 
 
-def run(output, route, dtype, sick):
-    """Five healthy jobs, with or without three sick ones, on one route: the trainer and its results."""
+def run(output, dtype, sick):
+    """Five healthy jobs, with or without three sick ones: the trainer and its results."""
     jobs = healthy_jobs()
     if sick:
         exploding = job("exploding", 5, learning_rate=LARGE_RATE[dtype], weight_decay=0.1)
@@ -50,7 +49,6 @@ def run(output, route, dtype, sick):
     def spoil(event):
         """One job's weights become so large that its next loss overflows, another's become NaN."""
         executor = trainer.loop.executor
-        executor.route = route
         if sick and isinstance(event, Stepped) and (event.job, event.step) in spoilt:
             weights = executor.aboard[event.job].master.detach()
             executor.banks.write(event.job, torch.full_like(weights, spoilt[event.job, event.step]))
@@ -59,10 +57,9 @@ def run(output, route, dtype, sick):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("route", [Route.segmented, Route.concatenated])
-def test_three_sick_jobs_of_eight_fail_alone(route, dtype, tmp_path):
-    run(tmp_path / "without", route, dtype, sick=False)
-    trainer, results = run(tmp_path / "with", route, dtype, sick=True)
+def test_three_sick_jobs_of_eight_fail_alone(dtype, tmp_path):
+    run(tmp_path / "without", dtype, sick=False)
+    trainer, results = run(tmp_path / "with", dtype, sick=True)
 
     failed = {name for name, result in results.items() if result.state == "failed"}
     assert failed == {"exploding", "infinite", "poisoned"}
@@ -92,7 +89,7 @@ def test_three_sick_jobs_of_eight_fail_alone(route, dtype, tmp_path):
 
 
 def test_a_failed_job_has_its_reason_in_the_status_and_no_step_after_it(tmp_path):
-    run(tmp_path, Route.segmented, torch.float64, sick=True)
+    run(tmp_path, torch.float64, sick=True)
     status = json.loads((tmp_path / "status.json").read_text())["jobs"]
     assert status["poisoned"]["state"] == "failed"
     assert status["poisoned"]["reason"] == f"its loss at step {POISONED_AT} is nan"

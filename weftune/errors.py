@@ -67,7 +67,3 @@ class HostTooSmall(PlanError):
 
 class MissingPackage(UserError):
     """An optional package is needed; the sentence carries the command that installs it."""
-
-
-class JobFailed(WeftuneError):
-    """A job cannot go on; its neighbours can. The text becomes the reason in its status."""

@@ -10,7 +10,6 @@ from tests import bench
 from tests.families import tiny
 from tests.run import aboard
 from weftune.errors import PlanError
-from weftune.ops.lora import Route
 from weftune.plan.program.program import Load
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
 from weftune.train.job import lay_out
@@ -106,12 +105,11 @@ def test_microbatches_of_dead_jobs_only_are_not_run(base):
     assert steps_of(events, "b") == []
 
 
-@pytest.mark.parametrize("route", [Route.segmented, Route.concatenated])
-def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base, route):
+def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base):
     jobs = two(base)
-    alone = aboard.executor(bench.base(), jobs[:1], Route.segmented)
+    alone = aboard.executor(bench.base(), jobs[:1])
     run(alone, jobs[:1], 4)
-    made = aboard.executor(base, jobs, route)
+    made = aboard.executor(base, jobs)
     made.banks.write("b", torch.full_like(made.aboard["b"].master, math.nan))
     planned = aboard.program(jobs, 4)
     assert planned.shared() > 0
@@ -122,18 +120,9 @@ def test_a_nan_kills_its_own_job_and_the_other_equals_a_run_without_it(base, rou
     assert_close(made.aboard["a"].master, alone.aboard["a"].master)
 
 
-def test_without_the_replay_the_concatenated_route_would_spread_the_nan(base, monkeypatch):
-    jobs = two(base)
-    made = aboard.executor(base, jobs, Route.concatenated)
-    monkeypatch.setattr(made, "_finite", lambda flight: True)
-    made.banks.write("b", torch.full_like(made.aboard["b"].master, math.nan))
-    failed = [event.job for event in run(made, jobs, 1) if isinstance(event, Failed)]
-    assert sorted(failed) == ["a", "b"]
-
-
 def test_a_nan_in_an_evaluation_fails_its_own_job_only(base):
     jobs = two(base, eval={"fraction": 0.4})
-    made = aboard.executor(base, jobs, Route.concatenated)
+    made = aboard.executor(base, jobs)
     made.banks.write("b", torch.full_like(made.aboard["b"].master, math.nan))
     events = run(made, jobs, 0, begins=True)
     assert [event.job for event in events if isinstance(event, Evaluated)] == ["a"]

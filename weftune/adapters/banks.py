@@ -33,7 +33,7 @@ SLOTS = 64
 
 @dataclass(slots=True)
 class Aboard:
-    """A job and its flat vectors: what passes read, where gradients add up, and room for doubtful ones."""
+    """A job and its flat vectors: what passes read, and where gradients add up."""
 
     member: Member
     layout: VectorLayout
@@ -41,7 +41,6 @@ class Aboard:
     weights: Tensor
     gradient: Tensor
     totals: Parameters
-    scratch: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -152,37 +151,12 @@ class Banks:
         limits = [bank.limits() for group in self._distinct() for bank in group.banks.values()]
         return self.slots, tuple(limits)
 
-    # -- doubtful gradients ------------------------------------------------------------------------------
-
-    def scratch_is_finite(self) -> bool:
-        """Whether all gradients of the pass just run over mixed rows are finite."""
-        found = [aboard.scratch for aboard in self.aboard.values() if aboard.scratch is not None]
-        return not found or bool(torch.stack(torch._foreach_norm(found)).isfinite().all())
-
-    def keep_scratch(self) -> None:
-        for aboard in self.aboard.values():
-            if aboard.scratch is not None:
-                aboard.gradient.add_(aboard.scratch)
-                aboard.scratch = None
-
-    def drop_scratch(self) -> None:
-        for aboard in self.aboard.values():
-            aboard.scratch = None
-
-    def _totals(self, microbatch: Microbatch, doubtful: bool) -> dict[str, Parameters]:
-        """Where each job's gradients of a pass go. Bound again for its backward, it finds its own scratch."""
-        totals: dict[str, Parameters] = {}
-        for segment in microbatch.segments:
-            if (aboard := self.aboard.get(segment.job)) is None:
-                continue
-            totals[segment.job] = aboard.totals
-            if doubtful:
-                if aboard.scratch is None:
-                    aboard.scratch = torch.zeros_like(aboard.gradient)
-                totals[segment.job] = aboard.layout.views(aboard.scratch)
-        return totals
-
     # -- passes ------------------------------------------------------------------------------------------
+
+    def _totals(self, microbatch: Microbatch) -> dict[str, Parameters]:
+        """Where each job's gradients of a pass are added."""
+        found = ((segment.job, self.aboard.get(segment.job)) for segment in microbatch.segments)
+        return {job: aboard.totals for job, aboard in found if aboard is not None}
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
         """Whose rows are where, as the tiled kernels want to know it."""
@@ -201,7 +175,7 @@ class Banks:
         if route is Route.tiled and rows is None:
             rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
             rows.fill(self.seats(microbatch), microbatch.token_index_T.cpu().numpy())
-        totals = {} if route is Route.tiled else self._totals(microbatch, training and route.mixes_rows)
+        totals = {} if route is Route.tiled else self._totals(microbatch)
         self._pass = Pass(microbatch, route, training, self._anchor, totals, rows, self._choices)
         try:
             yield

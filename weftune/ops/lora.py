@@ -1,23 +1,20 @@
 """The LoRA part of a site over mixed segments: y += scale · drop(x)AᵀBᵀ, each job with its own A and B.
 
-Three routes compute the same thing from whole tensors (`ops.tiled` is the fourth, for GPUs):
+Two routes compute the same thing from whole tensors (`ops.tiled` is the third, for GPUs):
 - `reference`: plain autograd over one job after another. The truth.
 - `segmented`: one autograd node that saves only x and rank-sized tensors, still one job after another, so
   that no reduction ever mixes rows of two jobs: a NaN stays with its owner.
-- `concatenated`: the same node with the ranks of all jobs side by side and no loop over jobs. Its reductions
-  meet 0 × NaN when a job's rows or weights are not finite: its gradients must be looked at before they count.
 
 Gradients of A and B are added to each job's own accumulators by the backward; autograd sees x and y only.
 
-Shapes: T rows, K inputs, N outputs, r ranks of one job, R those of all jobs side by side. B is held
-transposed, so that a job's A and B are runs of whole rows.
+Shapes: T rows, K inputs, N outputs, r ranks of one job. B is held transposed, so that a job's A and B are
+runs of whole rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,13 +26,7 @@ from weftune.ops.dropout import kept_TK
 class Route(StrEnum):
     reference = "reference"
     segmented = "segmented"
-    concatenated = "concatenated"
     tiled = "tiled"
-
-    @property
-    def mixes_rows(self) -> bool:
-        """Whether a reduction runs over rows of several jobs, so that a NaN can travel."""
-        return self is Route.concatenated
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,7 @@ class Block:
         return self.weights.a_rK.shape[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """All jobs at one site in one microbatch."""
 
@@ -81,20 +72,6 @@ class Blocks:
     token_index_T: Tensor
     anchor: Tensor
     """A scalar that requires a gradient and gets none: it has autograd record sites whose x needs none."""
-
-    @cached_property
-    def ranks(self) -> list[int]:
-        return [block.rank for block in self.blocks]
-
-    @cached_property
-    def factor_TR(self) -> Tensor:
-        """Each row's factor in its own job's columns and zero elsewhere."""
-        factor_TR = torch.zeros(len(self.token_index_T), sum(self.ranks), dtype=torch.float64)
-        low = 0
-        for block in self.blocks:
-            factor_TR[block.rows, low : low + block.rank] = block.factor
-            low += block.rank
-        return factor_TR.to(self.token_index_T.device)
 
     def kept(self, block: Block, features: int) -> Tensor | None:
         """Which values of the block's rows of x survive its dropout; None where it has none."""
@@ -107,8 +84,7 @@ def add_lora(x_TK: Tensor, y_TN: Tensor, blocks: Blocks, route: Route) -> Tensor
     """y with every job's part added to its own rows. Except by reference, y itself is overwritten."""
     if route is Route.reference:
         return _reference(x_TK, y_TN, blocks)
-    node = _Concatenated if route is Route.concatenated else _Segmented
-    return node.apply(x_TK, y_TN, blocks.anchor, blocks)
+    return _Segmented.apply(x_TK, y_TN, blocks.anchor, blocks)
 
 
 def _reference(x_TK: Tensor, y_TN: Tensor, blocks: Blocks) -> Tensor:
@@ -170,45 +146,11 @@ class _Segmented(torch.autograd.Function):
         return dx_TK, dy_TN, None, None
 
 
-class _Concatenated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, y_TN: Tensor, anchor: Tensor, blocks: Blocks) -> Tensor:
-        a_RK = torch.cat([block.weights.a_rK for block in blocks.blocks])
-        b_RN = torch.cat([block.weights.b_rN for block in blocks.blocks])
-        s_TR = _own(_masked_by_owner(x_TK, blocks) @ a_RK.T, blocks)
-        y_TN.addmm_(s_TR, b_RN)
-        ctx.blocks = blocks
-        ctx.save_for_backward(x_TK, a_RK, b_RN, s_TR)
-        ctx.mark_dirty(y_TN)
-        return y_TN
-
-    @staticmethod
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, a_RK, b_RN, s_TR = ctx.saved_tensors
-        blocks: Blocks = ctx.blocks
-        ds_TR = _own(dy_TN @ b_RN.T, blocks)
-        db_RN = s_TR.T @ dy_TN
-        da_RK = ds_TR.T @ _masked_by_owner(x_TK, blocks)
-        for block, da, db in zip(
-            blocks.blocks, da_RK.split(blocks.ranks), db_RN.split(blocks.ranks), strict=True
-        ):
-            block.gradient.a_rK.add_(da)
-            block.gradient.b_rN.add_(db)
-        dx_TK = _masked_by_owner(ds_TR @ a_RK, blocks) if ctx.needs_input_grad[0] else None
-        return dx_TK, dy_TN, None, None
-
-
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
         total.add_(left @ right)
-
-
-def _own(s_TR: Tensor, blocks: Blocks) -> Tensor:
-    """Scaled in the columns of each row's own job, zero elsewhere: by `where`, since 0 × NaN is NaN."""
-    factor_TR = blocks.factor_TR.to(s_TR.dtype)
-    return torch.where(factor_TR != 0.0, s_TR * factor_TR, 0.0)
 
 
 def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
@@ -224,13 +166,3 @@ def _zero_outside(blocks: Blocks, values_TK: Tensor) -> Tensor:
 def _masked(x_TK: Tensor, kept: Tensor | None) -> Tensor:
     """x with dropped values at exactly zero, even a NaN; not yet scaled up."""
     return x_TK if kept is None else torch.where(kept, x_TK, 0.0)
-
-
-def _masked_by_owner(values_TK: Tensor, blocks: Blocks) -> Tensor:
-    """Values (x, or its gradient) with each job's dropout on its own rows; as they are if nobody drops."""
-    if all(block.dropout == 0.0 for block in blocks.blocks):
-        return values_TK
-    masked = values_TK.clone()
-    for block in blocks.blocks:
-        masked[block.rows] = _masked(values_TK[block.rows], blocks.kept(block, values_TK.shape[1]))
-    return masked

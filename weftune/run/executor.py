@@ -8,18 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch, Segment
 from weftune.errors import PlanError
-from weftune.objectives import sft
 from weftune.ops.lora import Route
 from weftune.ops.triton.at_hand import kernels_run
 from weftune.plan.cost.time import PassTime, StateTime, work_of
@@ -37,10 +34,10 @@ from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, Sa
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.measure.timers import Stopwatch
 from weftune.run.passes.adapted import Woven
-from weftune.run.passes.logprobs import segment_logprobs
 from weftune.run.passes.rows import Laid, lay
+from weftune.run.passes.scorer import Scores
 from weftune.run.training import checkpoint
-from weftune.run.training.evaluation import Look, Looks
+from weftune.run.training.evaluation import Evaluations, EvaluationSums
 from weftune.run.training.steps import Due, NoStep, Outcome, Underway, begin_steps, take_steps
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
@@ -61,13 +58,11 @@ class Watch(Laps, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A microbatch between its Forward and its Backward; one loss and one count of hits per segment."""
+    """A microbatch between its Forward and its Backward."""
 
     plan: MicrobatchPlan
     laid: Laid
-    h_TD: Tensor
-    losses: list[Tensor]
-    hits: list[Tensor]
+    scores: Scores
     watch: Stopwatch
     settled: bool
 
@@ -100,7 +95,7 @@ class Executor(Woven):
         self._asked: Asked | None = None
         self._made: set[str] = set()
         """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
-        self._looks = Looks(NOTHING_TO_DO)
+        self._looks = Evaluations(NOTHING_TO_DO)
 
     def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
         self.aboard[job].note_evaluation(loss, keep_best, min_delta)
@@ -134,7 +129,7 @@ class Executor(Woven):
             raise OutOfMemory(shortage)
 
     def _act(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        self._looks = Looks(program)
+        self._looks = Evaluations(program)
         for kind, run in groupby(program.actions, type):
             if kind is Step:
                 yield from self._step(program, [action for action in run if isinstance(action, Step)])
@@ -168,7 +163,6 @@ class Executor(Woven):
         self.passes.abandon()
         if self.passes.graphs is not None:
             self.passes.graphs.clear()
-        self.banks.drop_scratch()
         for training in self.aboard.values():
             training.forget_open_batch()
 
@@ -179,7 +173,7 @@ class Executor(Woven):
         if plan.segments:
             watch = Stopwatch(self.base.device)
             laid = self._laid(plan, fetch)
-            self._flights[number] = self._forward(plan, laid, program, self.route, watch)
+            self._flights[number] = self._forward(plan, laid, program, watch)
 
     def _laid(self, plan: MicrobatchPlan, fetch: Fetch) -> Laid:
         if self._next is not None and self._next[0] == plan:
@@ -194,22 +188,15 @@ class Executor(Woven):
             if plan.segments and Forward(number + 1) in program.actions:
                 self._next = plan, lay(fetch(plan, False), plan.rows, self.base.device)
 
-    def _forward(
-        self, plan: MicrobatchPlan, laid: Laid, program: Program, route: Route, watch: Stopwatch
-    ) -> _Flight:
+    def _forward(self, plan: MicrobatchPlan, laid: Laid, program: Program, watch: Stopwatch) -> _Flight:
         captures = self.captures
-        h_TD = self.passes.forward(laid, route)
+        h_TD = self.passes.forward(laid, self.route)
         settled = self._again("pass") and (
             captures is None or (self.passes.replays and captures == self.captures)
         )
-        logprobs, hits = segment_logprobs(h_TD, laid, self._head)
-        losses = [
-            sft.loss(part_S, program.batch(segment.job, segment.step).supervised)
-            for segment, part_S in zip(laid.microbatch.segments, logprobs, strict=True)
-        ]
-        hit_counts = [part_S.sum() for part_S in hits]
+        scores = self.scorer.score(h_TD, laid, program.supervised)
         watch.mark()
-        return _Flight(plan, laid, h_TD, losses, hit_counts, watch, settled)
+        return _Flight(plan, laid, scores, watch, settled)
 
     def _again(self, kind: str) -> bool:
         """Whether something of this kind has been made before."""
@@ -221,16 +208,8 @@ class Executor(Woven):
         flight = self._flights.pop(number, None)
         if flight is None:
             return
-        self._backward(flight)
-        if self.route.mixes_rows:
-            if not self._finite(flight):
-                # A NaN of one job may have reached another's gradient. Segmented, every job's gradient comes
-                # from its own rows and weights alone.
-                self.banks.drop_scratch()
-                flight = self._forward(flight.plan, flight.laid, program, Route.segmented, flight.watch)
-                self._backward(flight)
-            self.banks.keep_scratch()
-        self._collect(flight)
+        self.passes.backward(flight.scores.gradient_TD(self.dead))
+        self._collect(flight.scores)
         flight.watch.mark()
         self._timed.append(Timed(flight.plan, flight.watch, flight.settled))
         self._lay_ahead(number, program, fetch)
@@ -241,14 +220,13 @@ class Executor(Woven):
     def _passed(self, passes: Sequence[Timed]) -> Iterator[Event]:
         """Report passes; the device must have done them."""
         for timed in passes:
-            forward, *backward = timed.watch.laps()
+            forward, backward = timed.watch.laps()
             time = PassTime(
                 work=work_of(timed.plan, self._sizes()),
                 forward=forward,
-                backward=sum(backward),
+                backward=backward,
                 training=True,
-                # A pass that was replayed segmented has more laps.
-                settled=timed.settled and len(backward) == 1,
+                settled=timed.settled,
             )
             yield Passed(timed.plan, time)
 
@@ -256,20 +234,11 @@ class Executor(Woven):
         """Job → adapter parameters."""
         return {job: training.layout.size for job, training in self.aboard.items()}
 
-    def _backward(self, flight: _Flight) -> None:
-        torch.stack(flight.losses).sum().backward()
-        assert flight.h_TD.grad is not None
-        self.passes.backward(flight.h_TD.grad)
-
-    def _finite(self, flight: _Flight) -> bool:
-        return bool(torch.stack(flight.losses).isfinite().all()) and self.banks.scratch_is_finite()
-
-    def _collect(self, flight: _Flight) -> None:
-        """Add the microbatch's sums to those of each job's open global batch."""
-        for segment, loss, hits in zip(
-            flight.laid.microbatch.segments, flight.losses, flight.hits, strict=True
-        ):
-            self.aboard[segment.job].collect(segment, loss, hits)
+    def _collect(self, scores: Scores) -> None:
+        """Add a microbatch's sums to those of each job's open global batch; those of the dead are dropped."""
+        for segment, loss, hits in zip(scores.segments, scores.losses, scores.hits, strict=True):
+            if segment.job not in self.dead:
+                self.aboard[segment.job].collect(segment, loss, hits)
 
     def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
         """Consecutive Steps are made together. Where kernels make them, the device is only asked for them:
@@ -331,40 +300,24 @@ class Executor(Woven):
         watch = Stopwatch(self.base.device)
         microbatch = fetch(alive, True)
         laid = lay(microbatch, microbatch.rows, self.base.device)
-        yield from self._look(alive, laid, watch, partial(self.passes.look, laid))
+        yield from self._evaluated(alive, laid, watch, self.passes.look(laid, self.route))
 
-    def _look(
-        self, plan: MicrobatchPlan, laid: Laid, watch: Watch, hidden: Callable[[Route], Tensor]
-    ) -> Iterator[Event]:
-        """Add a microbatch to its jobs' evaluations; `hidden` gives its last hidden states by a route."""
-        sums = self._look_sums(laid, hidden)
+    def _evaluated(self, plan: MicrobatchPlan, laid: Laid, watch: Watch, h_TD: Tensor) -> Iterator[Event]:
+        """Add a microbatch, of which these are the last hidden states, to its jobs' evaluations."""
+        sums = self.scorer.evaluate(h_TD, laid)
         watch.mark()
         time = PassTime(
             work=work_of(plan, self._sizes()),
             forward=sum(watch.laps()),
             backward=0.0,
             training=False,
-            settled=self._again("look"),
+            settled=self._again("evaluation"),
         )
         yield Passed(plan, time)
-        for segment, look in zip(laid.microbatch.segments, sums, strict=True):
-            yield from self._looked(segment, look)
+        for segment, more in zip(laid.microbatch.segments, sums, strict=True):
+            yield from self._looked(segment, more)
 
-    @torch.no_grad()
-    def _look_sums(self, laid: Laid, hidden: Callable[[Route], Tensor]) -> list[Look]:
-        """What each segment comes to."""
-        logprobs, hits = segment_logprobs(hidden(self.route), laid, self._head)
-        sums = torch.stack([-part_S.sum() for part_S in logprobs])
-        if self.route.mixes_rows and not bool(sums.isfinite().all()):
-            logprobs, hits = segment_logprobs(hidden(Route.segmented), laid, self._head)
-            sums = torch.stack([-part_S.sum() for part_S in logprobs])
-        counts = torch.stack([part_S.sum() for part_S in hits]).tolist()
-        return [
-            Look(loss, count, len(part_S))
-            for loss, count, part_S in zip(sums.tolist(), counts, hits, strict=True)
-        ]
-
-    def _looked(self, segment: Segment, more: Look) -> Iterator[Event]:
+    def _looked(self, segment: Segment, more: EvaluationSums) -> Iterator[Event]:
         if segment.job in self.dead:
             return
         key = (segment.job, segment.step)

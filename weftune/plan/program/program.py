@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from weftune.plan.program.recompute import NOTHING, Recompute
+
+
+class OfBatch(Protocol):
+    """Anything that belongs to one global batch."""
+
+    @property
+    def job(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +228,10 @@ class Program:
 
     def batch(self, job: str, step: int) -> GlobalBatch:
         return next(batch for batch in self.batches if (batch.job, batch.step) == (job, step))
+
+    def supervised(self, segment: OfBatch) -> int:
+        """Supervised tokens of a segment's whole global batch: what its loss is divided by."""
+        return self.batch(segment.job, segment.step).supervised
 
     def compute(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
         """Every pass over the base that this program makes, each once however many stages it crosses."""

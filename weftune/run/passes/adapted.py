@@ -14,6 +14,7 @@ from weftune.ops.triton.at_hand import kernels_run
 from weftune.run.passes.graphs import Graphs
 from weftune.run.passes.layers import Layers
 from weftune.run.passes.plain import Passes
+from weftune.run.passes.scorer import Scorer
 from weftune.run.training.state import Training
 
 
@@ -34,7 +35,7 @@ class Woven:
                 self.layers.fuse(self.banks)
                 if graphs and self.layers.capturable:
                     self.passes.graphs = Graphs(base, self.banks, self.layers)
-        self._head = base.head() if base.last else None
+        self.scorer = Scorer(base.head() if base.last else None)
 
     @property
     def home(self) -> torch.device:

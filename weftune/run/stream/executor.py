@@ -16,7 +16,6 @@ from operator import itemgetter
 import torch
 
 from weftune.base.streamed import StreamedBase
-from weftune.objectives import sft
 from weftune.ops.adamw import update
 from weftune.ops.lora import Route
 from weftune.plan.program.program import (
@@ -34,7 +33,6 @@ from weftune.run.events import Event
 from weftune.run.executor import Asked, Executor, Fetch, Timed, refuse_other_devices
 from weftune.run.measure.memory import release
 from weftune.run.passes.graph_pool import GraphPool, Pool
-from weftune.run.passes.logprobs import segment_logprobs
 from weftune.run.passes.plain import Plain
 from weftune.run.passes.rows import deal, lay
 from weftune.run.passes.stage_graphs import StageGraph, StageGraphs, Visit, Way
@@ -59,7 +57,6 @@ class StreamExecutor(Executor):
         """`make` makes the updates of adapters that travel. Passes are captured where they can be; with a
         `pool`, in it."""
         super().__init__(base.whole, route, graphs=False)
-        assert not self.route.mixes_rows, "no pass is made again segmented, so no route may mix rows"
         self.streamed = base
         base.refuse_copies()
         # Loading and weaving leave holes behind; what stays must not settle in them.
@@ -284,13 +281,7 @@ class StreamExecutor(Executor):
     def _end(self, flight: Flight, passed: Plain | StageGraph, program: Program) -> None:
         """The last stage's forward, and what it comes to."""
         leaf_TD = passed.forward().detach().requires_grad_()
-        logprobs, hits = segment_logprobs(leaf_TD, flight.laid, self._head)
-        flight.losses = [
-            sft.loss(part_S, program.batch(segment.job, segment.step).supervised)
-            for segment, part_S in zip(flight.laid.microbatch.segments, logprobs, strict=True)
-        ]
-        flight.hits = [part_S.sum() for part_S in hits]
-        flight.last, flight.leaf_TD = passed, leaf_TD
+        flight.last, flight.scores = passed, self.scorer.score(leaf_TD, flight.laid, program.supervised)
 
     def _back(self, number: int, stage: int) -> Iterator[Event]:
         if (flight := self._in_flight.get(number)) is None:
@@ -300,11 +291,9 @@ class StreamExecutor(Executor):
         passed = flight.last or self._pass(flight, Visitor(number, stage), Way.back)
         flight.visits.backward.begin()
         if flight.last is not None:
-            assert flight.leaf_TD is not None
-            torch.stack(flight.losses).sum().backward()
-            assert flight.leaf_TD.grad is not None
-            passed.backward(flight.leaf_TD.grad)
-            flight.last = flight.leaf_TD = None
+            assert flight.scores is not None
+            passed.backward(flight.scores.gradient_TD(self.dead))
+            flight.last = None
         else:
             assert flight.dh_TD is not None
             passed.back(flight.dh_TD)
@@ -320,11 +309,8 @@ class StreamExecutor(Executor):
 
     def _through(self, flight: Flight) -> Iterator[Event]:
         """A microbatch has gone all the way back."""
-        for segment, loss, hits in zip(
-            flight.laid.microbatch.segments, flight.losses, flight.hits, strict=True
-        ):
-            if segment.job not in self.dead:
-                self.aboard[segment.job].collect(segment, loss, hits)
+        assert flight.scores is not None
+        self._collect(flight.scores)
         self._timed.append(Timed(flight.plan, flight.visits, self._again("pass") and flight.settled))
         if self._stream is None:
             yield from self._passed(self._timed)
@@ -394,4 +380,4 @@ class StreamExecutor(Executor):
             looking.visits.mark()
             return
         del self._looking[number]
-        yield from self._look(looking.plan, looking.laid, looking.visits, lambda _: h_TD)
+        yield from self._evaluated(looking.plan, looking.laid, looking.visits, h_TD)

@@ -5,13 +5,14 @@ Shapes: T rows, D hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.run.passes.plain import Plain
 from weftune.run.passes.rows import Dealt, Laid
+from weftune.run.passes.scorer import Scores
 from weftune.run.passes.stage_graphs import StageGraph
 from weftune.run.stream.visits import ThereAndBack, Visits
 
@@ -29,10 +30,9 @@ class Flight:
     dh_TD: Tensor | None = None
     """What the stage after hands back."""
     last: Plain | StageGraph | None = None
-    """The last stage's pass, and behind it a leaf, losses and hits, between its forward and backward."""
-    leaf_TD: Tensor | None = None
-    losses: list[Tensor] = field(default_factory=list)
-    hits: list[Tensor] = field(default_factory=list)
+    """The last stage's pass, between its forward and its backward."""
+    scores: Scores | None = None
+    """Once it has been through the last stage."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ Key = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Look:
+class EvaluationSums:
     """Sums over held-out samples of one job."""
 
     loss: float = 0.0
@@ -20,7 +20,7 @@ class Look:
     tokens: int = 0
 
 
-class Looks:
+class Evaluations:
     """Those of one window."""
 
     def __init__(self, program: Program) -> None:
@@ -30,13 +30,13 @@ class Looks:
             if isinstance(action, Evaluate)
             for segment in plan.segments
         )
-        self._sums: defaultdict[Key, Look] = defaultdict(Look)
+        self._sums: defaultdict[Key, EvaluationSums] = defaultdict(EvaluationSums)
 
     def begin(self, plan: MicrobatchPlan) -> None:
         """One microbatch less is to come."""
         self.left.subtract((segment.job, segment.step) for segment in plan.segments)
 
-    def add(self, key: Key, more: Look) -> Look:
+    def add(self, key: Key, more: EvaluationSums) -> EvaluationSums:
         """What the evaluation has come to with that."""
         so_far = self._sums[key]
         so_far.loss += more.loss

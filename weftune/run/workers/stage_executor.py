@@ -18,7 +18,6 @@ from torch import Tensor
 
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch, Segment
-from weftune.objectives import sft
 from weftune.ops.lora import Route
 from weftune.plan.program.program import (
     Action,
@@ -37,9 +36,9 @@ from weftune.run.events import Failed, SaveDue, Stepped
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.measure.timers import Clock, Moment
 from weftune.run.passes.adapted import Woven
-from weftune.run.passes.logprobs import segment_logprobs
 from weftune.run.passes.plain import Plain
 from weftune.run.passes.rows import lay
+from weftune.run.passes.scorer import Scores
 from weftune.run.training.steps import (
     Due,
     Sums,
@@ -107,16 +106,13 @@ class _Flight:
     """A microbatch between its Forward and its Backward on this stage."""
 
     passed: Plain
-    leaf_TD: Tensor | None = None
+    scores: Scores | None = None
     """Behind the last stage."""
-    losses: list[Tensor] = field(default_factory=list)
-    hits: list[Tensor] = field(default_factory=list)
 
 
 class StageExecutor(Woven):
     def __init__(self, base: Base, transport: Transport, rank: int, route: Route | None = None) -> None:
         super().__init__(base, route, graphs=False)
-        assert not self.route.mixes_rows, "in a pipeline no route may mix rows: nothing is replayed"
         self.transport = transport
         self.rank = rank
         self.report = RankReport()
@@ -223,18 +219,16 @@ class StageExecutor(Woven):
     def _end(self, passed: Plain) -> _Flight:
         """The last stage's forward, and what it comes to."""
         leaf_TD = passed.forward().detach().requires_grad_()
-        logprobs, hits = segment_logprobs(leaf_TD, passed.laid, self._head)
-        losses = [
-            sft.loss(part_S, self._batches[segment.job, segment.step][1].supervised)
-            for segment, part_S in zip(passed.laid.microbatch.segments, logprobs, strict=True)
-        ]
-        return _Flight(passed, leaf_TD, losses, [part_S.sum() for part_S in hits])
+        return _Flight(passed, self.scorer.score(leaf_TD, passed.laid, self._supervised))
+
+    def _supervised(self, segment: Segment) -> int:
+        return self._batches[segment.job, segment.step][1].supervised
 
     def _backward(self, number: int, stage: int) -> None:
         flight = self._flights.pop((number, stage))
         passed = flight.passed
-        last = passed.base.last
-        dh_TD = self._loss_gradient(flight) if last else self._arrived.pop((number, stage, "gradient"))
+        scores = flight.scores
+        dh_TD = scores.gradient_TD(self.dead) if scores else self._arrived.pop((number, stage, "gradient"))
         self._go_back(passed, dh_TD)
         if not passed.base.first:
             self._made[number, stage - 1, "gradient"] = passed.dgiven_TD
@@ -253,24 +247,9 @@ class StageExecutor(Woven):
         return self.rank % self._program.width
 
     def _collect(self, segment: Segment, flight: _Flight, index: int) -> None:
-        loss = flight.losses[index] if flight.losses else self._zero
-        hits = flight.hits[index] if flight.hits else self._zero.long()
+        scores = flight.scores
+        loss, hits = (scores.losses[index], scores.hits[index]) if scores else (self._zero, self._zero.long())
         self.aboard[segment.job].collect(segment, loss, hits)
-
-    def _loss_gradient(self, flight: _Flight) -> Tensor:
-        """With respect to the last hidden states; the rows of dead jobs weigh nothing."""
-        assert flight.leaf_TD is not None
-        segments = flight.passed.laid.microbatch.segments
-        alive = [
-            loss
-            for segment, loss in zip(segments, flight.losses, strict=True)
-            if segment.job not in self.dead
-        ]
-        if not alive:
-            return torch.zeros_like(flight.leaf_TD)
-        torch.stack(alive).sum().backward()
-        assert flight.leaf_TD.grad is not None
-        return flight.leaf_TD.grad
 
     @torch.no_grad()
     def _evaluate(self, number: int, stage: int) -> None:
@@ -279,10 +258,10 @@ class StageExecutor(Woven):
         if not passed.base.last:
             self._made[number, stage + 1, "activation"] = h_TD
             return
-        logprobs, hits = segment_logprobs(h_TD, passed.laid, self._head)
-        for segment, part_S, hit_S in zip(passed.laid.microbatch.segments, logprobs, hits, strict=True):
-            sums = -part_S.sum().item(), int(hit_S.sum()), len(hit_S)
-            self.report.looks.append(LookSums(segment.job, segment.step, *sums))
+        sums = self.scorer.evaluate(h_TD, passed.laid)
+        for segment, more in zip(passed.laid.microbatch.segments, sums, strict=True):
+            told = LookSums(segment.job, segment.step, more.loss, more.hits, more.tokens)
+            self.report.looks.append(told)
 
     # -- steps -------------------------------------------------------------------------------------------
 
