@@ -21,7 +21,15 @@ import typer
 
 from weftune.errors import UserError
 from weftune.launch.processes import CRASHED, be_process, forks, how_ended, log_folder, signals_to, write_pids
-from weftune.run.workers.groups import Place, Wires, connect, own_gpus, store_here
+from weftune.run.workers.groups import (
+    LOOPBACK,
+    Place,
+    Wires,
+    connect,
+    loopback_store,
+    own_gpus,
+    store_here,
+)
 from weftune.run.workers.heartbeat import LOST, Heartbeat
 from weftune.run.workers.mailbox import PeerLost
 from weftune.run.workers.messages import Staff
@@ -130,9 +138,7 @@ class Loss:
 
 
 def _run_once(main: Main, words: Sequence[str], ranks: int, output: Path) -> int | Loss:
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     context = forks()
     logs = log_folder(output)
     processes = []
@@ -161,7 +167,7 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -5,8 +5,9 @@ import socket
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
-from weftune.run.workers.groups import Place
+from weftune.run.workers.groups import Place, loopback_store
 from weftune.run.workers.network import LIBRARIES, bind_interface, interface_towards
 
 
@@ -41,9 +42,20 @@ def test_a_host_that_nobody_knows_is_no_reason_to_fall():
     assert interface_towards("no-such-host.invalid") in {None, *outward()}
 
 
-def test_ranks_of_one_machine_are_left_to_their_defaults():
+def test_workers_of_one_machine_meet_on_its_loopback():
     bind_interface(Place(0, 2, 0, 2))
-    assert not set(LIBRARIES) & set(os.environ)
+    addresses = psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
+    assert any(one.address.startswith("127.") for one in addresses)
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_the_store_of_a_local_run_is_reached_from_this_machine_alone():
+    store = loopback_store()
+    TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
+    for addresses in outward().values():
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((addresses[0], store.port), timeout=5)
 
 
 def test_what_the_user_has_set_stays(monkeypatch):

@@ -5,6 +5,7 @@ direction and purpose; between the first rank and every other, one for commands 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ FOREVER = timedelta(days=30)
 """Nobody is given up for being slow: who is gone is found by the heartbeat."""
 
 
+LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(minutes=5)
 """How long a rank waits for the store to be there, or for another rank to come."""
 
@@ -106,6 +108,16 @@ def store_here(place: Place) -> dist.TCPStore:
         wait_for_workers=False,
         multi_tenant=True,
         timeout=PATIENCE,
+    )
+
+
+def loopback_store() -> dist.TCPStore:
+    """A store of this machine's own processes: it listens on the loopback address alone, so that nobody in
+    the network can read its keys or have a worker declared lost."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 

@@ -1,6 +1,7 @@
-"""Which network interface reaches the other machines of a pipeline, for the libraries that must bind one.
+"""Which network interface reaches the other workers of a pipeline, for the libraries that must bind one.
 
-Left to themselves gloo and NCCL take the interface of the machine's own name, which is often the loopback.
+Left to themselves gloo and NCCL take the interface of the machine's own name: often the loopback, where
+others are on other machines, or one that the network reaches, where all are on this one.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def bind_interface(place: Place) -> None:
-    """Tell the libraries which interface reaches the others, where these are on other machines."""
-    if place.local_ranks == place.ranks:
-        return
-    found = interface_towards(os.environ["MASTER_ADDR"])
+    """Tell the libraries which interface reaches the others. Where all are on this machine gloo listens on
+    the loopback alone; NCCL finds other ways there than the network."""
+    alone = place.local_ranks == place.ranks
+    found = loopback() if alone else interface_towards(os.environ["MASTER_ADDR"])
     if found is not None:
-        for name in LIBRARIES:
+        for name in LIBRARIES[:1] if alone else LIBRARIES:
             os.environ.setdefault(name, found)
+
+
+def loopback() -> str | None:
+    return next((name for name, addresses in _addresses().items() if any(map(_is_loopback, addresses))), None)
 
 
 def interface_towards(host: str) -> str | None:
@@ -32,15 +37,20 @@ def interface_towards(host: str) -> str | None:
     None where that cannot be said: `host` is unknown, or is the loopback and there are several others.
     """
     own = _address_towards(host)
-    held = {
-        name: {address.address for address in addresses if address.family is socket.AF_INET}
-        for name, addresses in psutil.net_if_addrs().items()
-    }
+    held = _addresses()
     outward = [name for name, addresses in held.items() if not all(map(_is_loopback, addresses))]
     if own is None or _is_loopback(own):
         # A machine whose own name is its loopback address; others may know it by one that is not.
         return outward[0] if len(outward) == 1 else None
     return next((name for name in outward if own in held[name]), None)
+
+
+def _addresses() -> dict[str, set[str]]:
+    """Interface → its addresses."""
+    return {
+        name: {address.address for address in addresses if address.family is socket.AF_INET}
+        for name, addresses in psutil.net_if_addrs().items()
+    }
 
 
 def _address_towards(host: str) -> str | None:
