@@ -23,7 +23,7 @@ from weftune.plan.outlook.scheme import SEARCHED
 from weftune.plan.pack.group import JobLengths, group
 from weftune.plan.pack.merge import BatchSample, MergeRules, merge
 from weftune.plan.program.prices import Prices, free_cluster, stage_prices
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.orders import Work, multi_job, one_forward_one_backward
 
@@ -79,7 +79,7 @@ def draw(adapters: int, size: int, seed: int) -> Batches:
     for adapter in range(adapters):
         for step in range(1, STEPS + 1):
             lengths = [_length(random) for _ in range(size)]
-            placed = tuple(Placed(i, length, sum(lengths[:i])) for i, length in enumerate(lengths))
+            placed = tuple(PlacedSample(i, length, sum(lengths[:i])) for i, length in enumerate(lengths))
             drawn[f"job{adapter}", step] = GlobalBatch(f"job{adapter}", step, placed, sum(lengths))
     return drawn
 
@@ -127,7 +127,7 @@ def packed(batches: Batches, capacity: int) -> Work:
 
 
 def _microbatch(held: Sequence[BatchSample], batches: Batches) -> MicrobatchPlan:
-    segments: dict[tuple[str, int], list[Placed]] = {}
+    segments: dict[tuple[str, int], list[PlacedSample]] = {}
     for one in held:
         segments.setdefault((one.job, one.batch), []).append(batches[one.job, one.batch].samples[one.sample])
     return MicrobatchPlan(

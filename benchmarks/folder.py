@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from weftune.bench.llama import Size, build
-from weftune.bench.timing import Place
+from weftune.bench.timing import BenchPlace
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 
@@ -28,7 +28,7 @@ class Rows:
     longest: int
 
 
-def write_base(folder: Path, size: Size, place: Place) -> None:
+def write_base(folder: Path, size: Size, place: BenchPlace) -> None:
     """A folder as it comes from the Hub; a word of the tokenizer is a token."""
     build(size, place).save_pretrained(folder)
     words = {word: number for number, word in enumerate(SPECIAL)}
@@ -47,7 +47,7 @@ def write_rows(path: Path, size: Size, rows: Rows, seed: int = 0) -> None:
     path.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in drawn))
 
 
-def write_jobs(path: Path, base: Path, place: Place, ranks: Sequence[int], **defaults: object) -> None:
+def write_jobs(path: Path, base: Path, place: BenchPlace, ranks: Sequence[int], **defaults: object) -> None:
     """A job for each of these ranks, all with the keys of `defaults`."""
     jobs = {
         "base": {"model": str(base), "dtype": str(place.dtype).removeprefix("torch.")},

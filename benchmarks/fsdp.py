@@ -8,21 +8,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weftune.bench.baselines import Work, job_step, peft_model
+from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.llama import Size, random_ids
-from weftune.bench.timing import Measured, Pace, Place, fresh, measure, repeated
+from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, fresh, measure, repeated
 
 
 def peft_offloaded(
-    size: Size, work: Work, place: Place, pace: Pace, capped: AbstractContextManager[None]
-) -> Measured:
+    size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats, capped: AbstractContextManager[None]
+) -> MeasuredStep:
     """One job's step, times the jobs: every layer comes from the host, and is made again in the backward.
 
     The cap holds from the first step on: weights are drawn on the device, since a host would take minutes,
     and leave it layer by layer.
     """
     if place.device.type != "cuda":
-        return Measured(None, None, "needs a GPU")
+        return MeasuredStep(None, None, "needs a GPU")
     with_group()
     model = peft_model(size, work.rank, place, wide=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -33,7 +33,7 @@ def peft_offloaded(
     with capped:
         one = measure(repeated(step), place, pace)
     assert one.seconds is not None
-    return Measured(one.seconds * work.jobs, one.peak_bytes)
+    return MeasuredStep(one.seconds * work.jobs, one.peak_bytes)
 
 
 def sharded(model: Any) -> None:

@@ -26,7 +26,7 @@ from weftune.bench.result import arguments, finish
 from weftune.ops.fused import fused_dx, fused_y
 from weftune.ops.tiled_kernels import add_dx, add_gradients, da, db, down, ds_db, room_for_da, sum_rows, up
 from weftune.ops.tiled_kernels import ds as ds_alone
-from weftune.ops.weave import Order, Span, orders_for
+from weftune.ops.weave import Order, RowSpan, orders_for
 from weftune.ops.wide import in_float32
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
@@ -97,7 +97,7 @@ def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[in
     outputs, features = weight_NK.shape
     y_TN, dx_TK = in_float32(case.x[0], weight_NK.T), in_float32(case.dy[0], weight_NK)
     columns = weave.tiling.up.columns
-    of_y, of_dx = (Span(0, -(-width // columns), 0, width) for width in (outputs, features))
+    of_y, of_dx = (RowSpan(0, -(-width // columns), 0, width) for width in (outputs, features))
     return {
         "xWt in float32": lambda turn: in_float32(case.x[turn], weight_NK.T),
         "dyW in float32": lambda turn: in_float32(case.dy[turn], weight_NK),

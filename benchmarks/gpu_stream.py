@@ -28,17 +28,17 @@ import torch
 from benchmarks.fsdp import peft_offloaded
 from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_company
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.bench.baselines import Work
+from weftune.bench.baselines import BaselineWork
 from weftune.bench.llama import SIZES, Size, base_bytes, floor_seconds
 from weftune.bench.processes import first_line
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
+from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import Company
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.layout.ring import ROUNDS
 from weftune.run.executor import Executor
-from weftune.run.measure.link import Link, measure_link
+from weftune.run.measure.link import HostLink, measure_link
 from weftune.run.measure.memory import budget_bytes
 
 STREAMED, RESIDENT, SAME = "Weftune, streamed", "Weftune, resident", "Weftune, resident, same passes"
@@ -56,7 +56,7 @@ class Row:
     name: str
     jobs: int
     tokens: int
-    measured: Measured
+    measured: MeasuredStep
     floor: float | None = None
     predicted_wait: float | None = None
     measured_wait: float | None = None
@@ -70,26 +70,26 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Case:
     size: Size
-    place: Place
-    pace: Pace
+    place: BenchPlace
+    pace: Repeats
     cap: int | None
     """Bytes; None: all that the device has."""
     most: int
     rate: float
-    link: Link
+    link: HostLink
 
 
-def join_all(company: Company, work: Work) -> None:
+def join_all(company: Company, work: BaselineWork) -> None:
     for at in range(work.jobs):
         adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
         company.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
 
 
-def streamed_row(case: Case, work: Work, how: str) -> Row:
+def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
     """One number of jobs, with the base cut as `how` says."""
     found: list[Streamed] = []
 
-    def run() -> Measured:
+    def run() -> MeasuredStep:
         with capped(case):
             made = streamed_company(case.size, case.place, work, case.cap, case.most, case.link, how)
             found.append(made)
@@ -125,7 +125,7 @@ def streamed_row(case: Case, work: Work, how: str) -> Row:
     return row
 
 
-def streamed_floor(case: Case, work: Work, made: Streamed) -> float:
+def streamed_floor(case: Case, work: BaselineWork, made: Streamed) -> float:
     """Every stage but the last goes forward twice; every streamed stage comes for each direction unless it is
     still there, and so does what Steps need."""
     cut = made.choice.cut
@@ -136,12 +136,12 @@ def streamed_floor(case: Case, work: Work, made: Streamed) -> float:
     return max(arithmetic, (made.loaded_bytes + made.stepped_bytes) / case.link.bandwidth)
 
 
-def resident_row(case: Case, work: Work, passes: int | None = None) -> Row:
+def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> Row:
     """The same run with all of the base on the device, and no cap; with plain passes of so many tokens."""
     losses: tuple[tuple[float, ...], ...] = ()
     described = ""
 
-    def run() -> Measured:
+    def run() -> MeasuredStep:
         nonlocal losses, described
         company = Company(Executor(random_base(case.size, case.place), graphs=passes is None))
         capacity = passes or roomy(company, case, work)
@@ -158,7 +158,7 @@ def resident_row(case: Case, work: Work, passes: int | None = None) -> Row:
     return Row(name, work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
 
 
-def roomy(company: Company, case: Case, work: Work) -> int:
+def roomy(company: Company, case: Case, work: BaselineWork) -> int:
     """Tokens of a microbatch, and what must be made again for so many to fit, as a run would choose them."""
     device, base = case.place.device, company.base
     memory = MemoryModel(
@@ -169,24 +169,24 @@ def roomy(company: Company, case: Case, work: Work) -> int:
     return memory.capacity(jobs, most, company.recompute)
 
 
-def streamed_capacity(rows: Sequence[Row], work: Work) -> int:
+def streamed_capacity(rows: Sequence[Row], work: BaselineWork) -> int:
     """That the streamed run of this work had; a sample's length where there was none."""
     found = (row.capacity for row in rows if row.name == STREAMED and row.jobs == work.jobs)
     return next(found, 0) or work.length
 
 
-def fsdp_row(case: Case, work: Work) -> Row:
+def fsdp_row(case: Case, work: BaselineWork) -> Row:
     try:
         measured = attempted(
             lambda: peft_offloaded(case.size, work, case.place, few(case.pace), capped(case)), case.place
         )
     except RuntimeError as error:
         # Of all rows this one alone hangs on libraries of others: what they say is its finding.
-        measured = Measured(None, None, first_line(error))
+        measured = MeasuredStep(None, None, first_line(error))
     return Row("PEFT + FSDP2 offload, one by one", work.jobs, work.tokens, measured)
 
 
-def few(pace: Pace) -> Pace:
+def few(pace: Repeats) -> Repeats:
     """For runs whose rounds are alike: nothing is left to the end of a window."""
     return replace(pace, steps=min(pace.steps, FEW))
 
@@ -346,26 +346,28 @@ def stream_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def case_of(asked: argparse.Namespace, place: Place) -> Case:
+def case_of(asked: argparse.Namespace, place: BenchPlace) -> Case:
     if asked.toy:
         size = replace(SIZES["toy"], layers=4)
         # Not enough for its four layers, of 31 KiB each in float32, beside what else there is.
-        return Case(size, place, Pace(1, 1, 1), TOY_CAP, 32, gemm_rate(place), measure_link(*_where(place)))
-    pace = Pace(asked.warmup, asked.blocks, asked.steps)
+        return Case(
+            size, place, Repeats(1, 1, 1), TOY_CAP, 32, gemm_rate(place), measure_link(*_where(place))
+        )
+    pace = Repeats(asked.warmup, asked.blocks, asked.steps)
     cap = None if asked.cap is None else int(asked.cap * GIB)
     link = measure_link(*_where(place))
     return Case(SIZES[asked.shape], place, pace, cap, asked.capacity, gemm_rate(place), link)
 
 
-def _where(place: Place) -> tuple[torch.device, torch.dtype]:
+def _where(place: BenchPlace) -> tuple[torch.device, torch.dtype]:
     return place.device, place.dtype
 
 
-def work_of(asked: argparse.Namespace, jobs: int) -> Work:
+def work_of(asked: argparse.Namespace, jobs: int) -> BaselineWork:
     if asked.toy:
-        return Work(jobs=jobs, batch=2, length=16, rank=4)
+        return BaselineWork(jobs=jobs, batch=2, length=16, rank=4)
     batch, length = (int(word) for word in asked.batch.lower().split("x"))
-    return Work(jobs=jobs, batch=batch, length=length, rank=asked.rank)
+    return BaselineWork(jobs=jobs, batch=batch, length=length, rank=asked.rank)
 
 
 if __name__ == "__main__":

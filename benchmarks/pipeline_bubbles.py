@@ -37,17 +37,17 @@ from weftune.bench.result import arguments, finish
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import LayerRange, ModelShape
 from weftune.launch.pipeline import environment
-from weftune.plan.cost.time import Work
+from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs
 from weftune.plan.program.layout import in_stages
-from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, Program
+from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, PlacedSample, Program
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
 from weftune.plan.window.rounds import Course
 from weftune.run.profile import measure_profile
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
-from weftune.run.workers.driver import Pipeline, open_pipeline
+from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.groups import connect, place_here
 from weftune.run.workers.messages import Staff
 from weftune.run.workers.paces import Paces
@@ -165,7 +165,7 @@ def measure(setting: Setting) -> tuple[Cut, list[Found]]:
 
 
 @contextmanager
-def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Setting) -> Iterator[Pipeline]:
+def opened(spec: BaseSpec, held: Sequence[LayerRange], folder: Path, setting: Setting) -> Iterator[Driver]:
     place = place_here()
     assert place is not None
     staff = Staff(connect(place, CPU))
@@ -196,11 +196,11 @@ def measured_cut(spec: BaseSpec, setting: Setting) -> Cut:
     return Cut(cut_layers(shape, setting.stages, costs), costs)
 
 
-def work_of_one(setting: Setting, shape: ModelShape) -> Work:
+def work_of_one(setting: Setting, shape: ModelShape) -> PassWork:
     """A microbatch of one job, its adapter of the mean rank."""
     rank = sum(RANKS) / len(RANKS)
     per_row = int(rank * sum(site.in_features + site.out_features for site in shape.sites))
-    return Work(
+    return PassWork(
         tokens=setting.rows,
         squares=setting.rows * setting.length,
         samples=setting.samples,
@@ -235,7 +235,7 @@ class Window:
     varied: tuple[Timeline, ...]
 
 
-def run_case(pipeline: Pipeline, setting: Setting, case: Case, cut: Cut) -> Found:
+def run_case(pipeline: Driver, setting: Setting, case: Case, cut: Cut) -> Found:
     names = [f"job{number}" for number in range(case.jobs)]
     base = pipeline.base
     for number, name in enumerate(names):
@@ -307,7 +307,7 @@ def means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 def course(job: str, step: int, case: Case, setting: Setting) -> Course:
     count = setting.samples * setting.microbatches
-    samples = tuple(Placed(i, setting.length, i * setting.length) for i in range(count))
+    samples = tuple(PlacedSample(i, setting.length, i * setting.length) for i in range(count))
     numbers = range(step + 1, step + case.steps + 1)
     batches = tuple(GlobalBatch(job, number, samples, count * (setting.length - 1)) for number in numbers)
     return Course(job, step, batches, (), frozenset(), frozenset())

@@ -22,7 +22,7 @@ from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_ro
 from weftune.bench.llama import SIZES, Size
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
-from weftune.bench.timing import Place, fresh, here
+from weftune.bench.timing import BenchPlace, fresh, here
 from weftune.train.engine import MOST_TOKENS
 from weftune.train.trainer import Options, train
 
@@ -59,7 +59,7 @@ Run = tuple[float, dict[str, list[float]]]
 """Seconds, and the losses of every job."""
 
 
-def compare(folder: Path, place: Place, stages: int) -> dict[str, Run]:
+def compare(folder: Path, place: BenchPlace, stages: int) -> dict[str, Run]:
     device = place.device.type
     most = MOST_TOKENS[device]
     found = {}
@@ -76,7 +76,7 @@ def compare(folder: Path, place: Place, stages: int) -> dict[str, Run]:
     return found | {"pipeline": (time.perf_counter() - began, losses(folder / "pipeline"))}
 
 
-def write(folder: Path, size: Size, place: Place, steps: int) -> None:
+def write(folder: Path, size: Size, place: BenchPlace, steps: int) -> None:
     """A base with its tokenizer, rows of tokens, and a jobs file."""
     write_base(folder / "base", size, place)
     write_rows(folder / "rows.jsonl", size, Rows(samples=SAMPLES, shortest=TOKENS // 4, longest=TOKENS))

@@ -17,7 +17,7 @@ from benchmarks import figure20
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices, even_prices, free_cluster
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, Program, SegmentPlan
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.orders import Work, gpipe, multi_job, one_forward_one_backward
 
@@ -59,7 +59,7 @@ class Case:
         return (self.devices - 1) / (self.microbatches + self.devices - 1)
 
     def work(self, region: Region) -> Work:
-        samples = tuple(Placed(number, 1, number) for number in range(self.microbatches))
+        samples = tuple(PlacedSample(number, 1, number) for number in range(self.microbatches))
         batches = tuple(
             GlobalBatch(f"job{job}", step, samples, len(samples))
             for step in range(1, region.steps + 1)

@@ -27,8 +27,8 @@ from weftune.plan.cost.time import Line
 from weftune.plan.studies.bucket import arrange, bucket, end_to_end, make_bucket
 from weftune.plan.studies.chunk import align, chunk_size
 from weftune.plan.studies.fuse import Fusion, fuse, price
-from weftune.plan.studies.overlap import Graph, Kind, Operator, overlap
-from weftune.plan.studies.stage import Load, Pass, Pipeline, Stage, one_adapter
+from weftune.plan.studies.overlap import Graph, Operator, OperatorKind, overlap
+from weftune.plan.studies.stage import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
 
 LENGTHS = Path(weftune.__file__).parent / "bench" / "lengths.json"
 PARAMETERS, LAYERS, HIDDEN = 8e9, 32, 4096
@@ -36,24 +36,24 @@ FLOPS = 4e14
 GIB = 1 << 30
 
 
-def pipeline(stages: int, communication: float = 0.0, budget: int = 48 * GIB) -> Pipeline:
+def pipeline(stages: int, communication: float = 0.0, budget: int = 48 * GIB) -> PipelineCost:
     """The base in even stages; `communication` is a pass's collectives as a share of its compute."""
     per_token = 2 * PARAMETERS / FLOPS / stages
     launch = 2e-3 / stages
     per_square = 2 * HIDDEN * LAYERS / FLOPS / stages
     bare = Line(communication * launch, communication * per_token)
     stage = Stage(
-        forward=Pass(Line(launch, per_token), per_square, bare),
-        backward=Pass(Line(launch, per_token), 2.5 * per_square, bare),
+        forward=StagePass(Line(launch, per_token), per_square, bare),
+        backward=StagePass(Line(launch, per_token), 2.5 * per_square, bare),
         resident_bytes=int(2 * PARAMETERS / stages),
         activation_bytes=17 * HIDDEN * 2 * LAYERS // stages,
         gradient_bytes=4 * HIDDEN * 2,
         budget=budget,
     )
-    return Pipeline((stage,) * stages, microbatches=2 * stages)
+    return PipelineCost((stage,) * stages, microbatches=2 * stages)
 
 
-def jobs(count: int, stages: int, draw: random.Random) -> list[Load]:
+def jobs(count: int, stages: int, draw: random.Random) -> list[GroupLoad]:
     made = []
     for number in range(count):
         tokens = int(2 ** draw.uniform(6, 13))
@@ -61,11 +61,11 @@ def jobs(count: int, stages: int, draw: random.Random) -> list[Load]:
         share = draw.uniform(0.1, 0.6)
         squares = tokens * min(tokens, int(2 ** draw.uniform(6, 10)))
         adapters = (one_adapter(adapter, 2 * adapter, share),) * stages
-        made.append(Load((f"job{number}",), tokens, squares, adapters))
+        made.append(GroupLoad((f"job{number}",), tokens, squares, adapters))
     return made
 
 
-def best_of_all_partitions(loads: Sequence[Load], pipe: Pipeline) -> float:
+def best_of_all_partitions(loads: Sequence[GroupLoad], pipe: PipelineCost) -> float:
     """The least time over every set partition that fits, and every choice of the group that goes first."""
     whole = (1 << len(loads)) - 1
     first, added = [math.inf] * (whole + 1), [math.inf] * (whole + 1)
@@ -84,9 +84,9 @@ def best_of_all_partitions(loads: Sequence[Load], pipe: Pipeline) -> float:
     return min(first[mask] + rest[whole ^ mask] for mask in range(1, whole + 1))
 
 
-def fill(loads: Sequence[Load], pipe: Pipeline) -> list[Load]:
+def fill(loads: Sequence[GroupLoad], pipe: PipelineCost) -> list[GroupLoad]:
     """What one would do without a model: the next job joins while memory lets it."""
-    groups: list[Load] = []
+    groups: list[GroupLoad] = []
     for load in sorted(loads, key=lambda one: one.tokens):
         if groups and pipe.shortage(groups[-1] + load) is None:
             groups[-1] += load
@@ -146,7 +146,7 @@ def buckets() -> list[dict[str, Any]]:
     return rows
 
 
-def all_apart(loads: Sequence[Load], pipe: Pipeline) -> float:
+def all_apart(loads: Sequence[GroupLoad], pipe: PipelineCost) -> float:
     """Every job a group, and every group a bucket: nothing batched and nothing hidden."""
     made = sorted((make_bucket([load], pipe) for load in loads), key=lambda one: -one.paces[0])
     return end_to_end(made, pipe.microbatches)
@@ -161,14 +161,14 @@ def layers(count: int, reduce_seconds: float) -> Graph:
             name = f"{part}{index}"
             for linear in linears:
                 here = f"{name}.{linear}"
-                made.append(Operator(here, Kind.compute, 0.18, before))
+                made.append(Operator(here, OperatorKind.compute, 0.18, before))
                 if linear == "mix":
                     before = (here,)
                     continue
-                made.append(Operator(f"{here}.adapter", Kind.adapter, 0.02, before))
-                made.append(Operator(f"{here}.sum", Kind.compute, 0.005, (here, f"{here}.adapter")))
+                made.append(Operator(f"{here}.adapter", OperatorKind.adapter, 0.02, before))
+                made.append(Operator(f"{here}.sum", OperatorKind.compute, 0.005, (here, f"{here}.adapter")))
                 before = (f"{here}.sum",)
-            made.append(Operator(f"{name}.reduce", Kind.communication, reduce_seconds / 2, before))
+            made.append(Operator(f"{name}.reduce", OperatorKind.communication, reduce_seconds / 2, before))
             before = (f"{name}.reduce",)
     return tuple(made)
 

@@ -18,7 +18,14 @@ from weftune.bench.table import aligned
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
 from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
-from weftune.plan.layout.mobius_step import Host, StreamPartition, Visit, Visits, step_seconds, visits
+from weftune.plan.layout.mobius_step import (
+    Host,
+    MobiusVisit,
+    MobiusVisits,
+    StreamPartition,
+    step_seconds,
+    visits,
+)
 from weftune.plan.program.layout import StageLayers
 from weftune.plan.studies.contention import Root, contended_seconds, fastest_order
 
@@ -181,14 +188,14 @@ def even(layers: int, stages: int) -> StreamPartition:
     return StreamPartition(tuple(StageLayers(start, stop) for start, stop in pairwise(cuts)))
 
 
-def unfetched(moved: Visits) -> Visits:
-    def late(direction: Sequence[Visit]) -> tuple[Visit, ...]:
+def unfetched(moved: MobiusVisits) -> MobiusVisits:
+    def late(direction: Sequence[MobiusVisit]) -> tuple[MobiusVisit, ...]:
         return tuple(replace(visit, late_bytes=visit.upload_bytes) for visit in direction)
 
-    return Visits(late(moved.forward), late(moved.backward))
+    return MobiusVisits(late(moved.forward), late(moved.backward))
 
 
-def gain(moved: Visits, order: tuple[int, ...], topology: Topology, host: Host, root: Root) -> float:
+def gain(moved: MobiusVisits, order: tuple[int, ...], topology: Topology, host: Host, root: Root) -> float:
     """The share of sequential mapping's step that this order saves."""
     sequential, other = (
         contended_seconds(moved, one, topology, host, host.gpus, root)

@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.streamed_side import choose
 from weftune.base.shape import model_shape
-from weftune.bench.baselines import Work
+from weftune.bench.baselines import BaselineWork
 from weftune.bench.llama import SIZES, outline
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError
 from weftune.plan.layout.one_device import gpu_place
-from weftune.plan.layout.stream_choice import WAYS, StreamChoice, Way
+from weftune.plan.layout.stream_choice import WAYS, StreamChoice, StreamWay
 from weftune.plan.program.layout import held_inputs, padded_rows
 
 GIB = 1 << 30
@@ -46,8 +46,8 @@ class Case:
         return f"{self.shape}, {self.gib:g} GiB, {self.jobs} × {self.batch}"
 
     @property
-    def work(self) -> Work:
-        return Work(jobs=self.jobs, batch=self.batch, length=1024, rank=16)
+    def work(self) -> BaselineWork:
+        return BaselineWork(jobs=self.jobs, batch=self.batch, length=1024, rank=16)
 
 
 CASES = (
@@ -93,7 +93,7 @@ def main() -> None:
     finish({"cases": found}, asked.json)
 
 
-def foreseen(case: Case, shape: ModelShape, ways: Sequence[Way] = WAYS) -> StreamChoice:
+def foreseen(case: Case, shape: ModelShape, ways: Sequence[StreamWay] = WAYS) -> StreamChoice:
     device = gpu_place(int(case.gib * GIB), case.host, bandwidth=55e9, flops=650e12)
     return choose(shape, case.work, device, 8192, "chosen", ways)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weftune.ops.dropout import step_key
 from weftune.ops.rows import Rows, Seat
-from weftune.ops.table import Entry, Group, Table
+from weftune.ops.table import Entry, Group, SlotTable
 from weftune.ops.tiled import backward, forward
 from weftune.ops.weave import Order, Weave, tiling
 
@@ -84,7 +84,7 @@ def made_up_case(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    table = Table.empty(["site"], SLOTS, device)
+    table = SlotTable.empty(["site"], SLOTS, device)
     group = Group(((0, outputs),), table, max(company.ranks), company.dropout > 0)
     length = company.rows // len(company.ranks)
     seats, entries = [], []

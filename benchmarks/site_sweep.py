@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.site_case import Company, SiteCase, microseconds, site_case
 from weftune.ops.fused import fused_dx, fused_y
 from weftune.ops.tiled_kernels import da, down, ds_db, room_for_da
-from weftune.ops.weave import Launch, Order, product_blocks
+from weftune.ops.weave import KernelLaunch, Order, product_blocks
 
 Step = Callable[[int], object]
 Option = tuple[str, Callable[[SiteCase], Step]]
@@ -70,11 +70,13 @@ def _product_step(forward: bool, columns: int, stages: int, group: int, case: Si
 
 
 def _down_options() -> Iterator[Option]:
-    for launch, split in itertools.product((Launch(128, 4, 4), Launch(128, 8, 4), Launch(64, 8, 4)), (2, 4)):
+    for launch, split in itertools.product(
+        (KernelLaunch(128, 4, 4), KernelLaunch(128, 8, 4), KernelLaunch(64, 8, 4)), (2, 4)
+    ):
         yield f"{_words(launch)} split {split}", partial(_down_step, launch, split)
 
 
-def _down_step(launch: Launch, split: int, case: SiteCase) -> Step:
+def _down_step(launch: KernelLaunch, split: int, case: SiteCase) -> Step:
     weave = case.weave()
     weave = replace(weave, tiling=replace(weave.tiling, down=launch, split=split))
     return lambda turn: down(case.x[turn], weave)
@@ -83,22 +85,22 @@ def _down_step(launch: Launch, split: int, case: SiteCase) -> Step:
 def _ds_db_options() -> Iterator[Option]:
     # For 64 ranks four warps have registers for 128 columns, eight for 256, which halves the shares of ds.
     launches = (
-        Launch(256, 4, 4),
-        Launch(256, 4, 2),
-        Launch(128, 4, 4),
-        Launch(128, 4, 2),
-        Launch(256, 8, 2),
-        Launch(256, 8, 3),
-        Launch(512, 8, 2),
-        Launch(256, 8, 4),
-        Launch(256, 4, 3),
-        Launch(256, 8, 3, rows=128),
+        KernelLaunch(256, 4, 4),
+        KernelLaunch(256, 4, 2),
+        KernelLaunch(128, 4, 4),
+        KernelLaunch(128, 4, 2),
+        KernelLaunch(256, 8, 2),
+        KernelLaunch(256, 8, 3),
+        KernelLaunch(512, 8, 2),
+        KernelLaunch(256, 8, 4),
+        KernelLaunch(256, 4, 3),
+        KernelLaunch(256, 8, 3, rows=128),
     )
     for piece, launch in itertools.product((1024, 512), launches):
         yield f"{_words(launch)} piece {piece}", partial(_ds_db_step, launch, piece)
 
 
-def _ds_db_step(launch: Launch, piece: int, case: SiteCase) -> Step:
+def _ds_db_step(launch: KernelLaunch, piece: int, case: SiteCase) -> Step:
     weave = case.weave(piece=piece)
     weave = replace(weave, tiling=replace(weave.tiling, ds_db=launch))
     s = down(case.x[0], weave)
@@ -107,25 +109,25 @@ def _ds_db_step(launch: Launch, piece: int, case: SiteCase) -> Step:
 
 def _da_options() -> Iterator[Option]:
     launches = (
-        Launch(128, 8, 3),
-        Launch(128, 4, 4),
-        Launch(64, 8, 3),
-        Launch(64, 4, 4),
-        Launch(128, 8, 4),
-        Launch(256, 8, 3),
+        KernelLaunch(128, 8, 3),
+        KernelLaunch(128, 4, 4),
+        KernelLaunch(64, 8, 3),
+        KernelLaunch(64, 4, 4),
+        KernelLaunch(128, 8, 4),
+        KernelLaunch(256, 8, 3),
     )
     for piece, launch in itertools.product((1024, 512), launches):
         yield f"{_words(launch)} piece {piece}", partial(_da_step, launch, piece)
 
 
-def _da_step(launch: Launch, piece: int, case: SiteCase) -> Step:
+def _da_step(launch: KernelLaunch, piece: int, case: SiteCase) -> Step:
     weave = case.weave(piece=piece)
     weave = replace(weave, tiling=replace(weave.tiling, da=launch))
     ds, partial_da = down(case.x[0], weave), room_for_da(case.x[0], weave)
     return lambda turn: da(case.x[turn], ds, partial_da, weave)
 
 
-def _words(launch: Launch) -> str:
+def _words(launch: KernelLaunch) -> str:
     return f"columns {launch.columns} rows {launch.rows} warps {launch.warps} stages {launch.stages}"
 
 

@@ -15,9 +15,9 @@ from weftune.base.model import Base
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import StreamedBase, streamed_base
-from weftune.bench.baselines import Work
+from weftune.bench.baselines import BaselineWork
 from weftune.bench.llama import Size, outline
-from weftune.bench.timing import Place
+from weftune.bench.timing import BenchPlace
 from weftune.bench.weftune_side import Company
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
@@ -25,12 +25,12 @@ from weftune.plan.layout.need import StreamCase, StreamDevice
 from weftune.plan.layout.one_device import gpu_place, pretended_place
 from weftune.plan.layout.ring import step_bytes
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
-from weftune.plan.layout.stream_choice import WAYS, StreamChoice, Way, choose_stream
+from weftune.plan.layout.stream_choice import WAYS, StreamChoice, StreamWay, choose_stream
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
-from weftune.run.measure.link import Link
+from weftune.run.measure.link import HostLink
 from weftune.run.measure.memory import CPU_SHARE, budget_bytes
 from weftune.run.stream.executor import StreamExecutor
 from weftune.run.stream.weights import Waited
@@ -88,7 +88,7 @@ class Streamed:
 
 
 def streamed_company(
-    size: Size, place: Place, work: Work, cap: int | None, most: int, link: Link, how: str
+    size: Size, place: BenchPlace, work: BaselineWork, cap: int | None, most: int, link: HostLink, how: str
 ) -> Streamed:
     shape = model_shape(outline(size, torch.device("meta"), place.dtype), place.dtype)
     choice = choose(shape, work, stream_device(place, cap, link), most, how)
@@ -99,11 +99,11 @@ def streamed_company(
 
 def choose(
     shape: ModelShape,
-    work: Work,
+    work: BaselineWork,
     device: StreamDevice,
     most: int,
     how: str,
-    ways: Sequence[Way] = WAYS,
+    ways: Sequence[StreamWay] = WAYS,
 ) -> StreamChoice:
     jobs = job_shapes(shape, work)
     chosen = choose_stream(shape, jobs, device, most, work.tokens, ways)
@@ -123,7 +123,7 @@ def choose(
     )
 
 
-def job_shapes(shape: ModelShape, work: Work) -> list[JobShape]:
+def job_shapes(shape: ModelShape, work: BaselineWork) -> list[JobShape]:
     """As the planner wants to know them."""
     adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
     trainable = sum(
@@ -133,19 +133,19 @@ def job_shapes(shape: ModelShape, work: Work) -> list[JobShape]:
     return [JobShape(f"job{at}", 0, at, trainable, work.length, tokens) for at in range(work.jobs)]
 
 
-def stream_device(place: Place, cap: int | None, link: Link) -> StreamDevice:
+def stream_device(place: BenchPlace, cap: int | None, link: HostLink) -> StreamDevice:
     host = int(psutil.virtual_memory().available * CPU_SHARE)
     if place.device.type != "cuda":
         return pretended_place(cap or 1 << 30, host)
     return gpu_place(cap or budget_bytes(place.device), host, link.bandwidth, link.flops, link.both_ways)
 
 
-def random_base(size: Size, place: Place) -> Base:
+def random_base(size: Size, place: BenchPlace) -> Base:
     """The base that `streamed_company` makes, all of it on the device."""
     return _random_base(size, place, Layout((StageLayers(0, size.layers, resident=True),))).whole
 
 
-def _random_base(size: Size, place: Place, cut: Layout) -> StreamedBase:
+def _random_base(size: Size, place: BenchPlace, cut: Layout) -> StreamedBase:
     model = outline(size, torch.device("meta"), place.dtype)
     return streamed_base(
         model,
@@ -156,7 +156,7 @@ def _random_base(size: Size, place: Place, cut: Layout) -> StreamedBase:
     )
 
 
-def fill_random(name: str, out: Tensor, place: Place) -> None:
+def fill_random(name: str, out: Tensor, place: BenchPlace) -> None:
     """By name, so that they are the same wherever they go; drawn on the device: a host takes minutes."""
     if out.ndim == 1 and not name.endswith("bias"):
         out.fill_(1.0)

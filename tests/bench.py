@@ -22,7 +22,7 @@ from weftune.adapters.lora.apply import A
 from weftune.adapters.lora.spec import weight_names
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.data.order import Order
+from weftune.data.order import SampleOrder
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -73,7 +73,7 @@ def rows(made: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def batches(made: Sequence[Sample], batch_size: int, seed: int, steps: int) -> list[list[Sample]]:
-    order = Order(len(made), batch_size, seed)
+    order = SampleOrder(len(made), batch_size, seed)
     return [[made[i] for i in order.batch(step)] for step in range(1, steps + 1)]
 
 

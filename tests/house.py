@@ -47,7 +47,9 @@ class House:
 def survey() -> House:
     sources = {path: path.read_text() for path in sorted(ROOT.rglob("*.py")) if path.stat().st_size}
     modules = {module_name(path): ast.parse(text) for path, text in sources.items()}
-    rooms = Counter(str(path.parent.relative_to(ROOT.parent)) for path in sources if path.name != "__init__.py")
+    rooms = Counter(
+        str(path.parent.relative_to(ROOT.parent)) for path in sources if path.name != "__init__.py"
+    )
     imports = {name: set(imported(tree, modules)) - {name} for name, tree in modules.items()}
     classes = Counter(
         node.name

@@ -12,7 +12,7 @@ from tests import bench, oracle
 from tests.families import FAMILIES, tiny
 from weftune import JobSpec, Options, Trainer
 from weftune.core.paths import cache_folder
-from weftune.data.order import Order
+from weftune.data.order import SampleOrder
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec
 
@@ -152,7 +152,7 @@ def real_model_equals_peft(base, folder, rows, tmp_path, steps=STEPS):
     made = prepare(DataSpec(rows=rows), None, tokenizer, cache_folder()).train
     every = [(made.tokens(i).tolist(), made.mask(i).tolist()) for i in range(len(made))]
     for index, (config, start) in enumerate(jobs):
-        order = Order(len(every), 4, index)
+        order = SampleOrder(len(every), 4, index)
         batches = [[every[i] for i in order.batch(step)] for step in range(1, steps + 1)]
         recipe = oracle.Recipe(steps)
         want = oracle.train_with_peft(model, copy.deepcopy(config), start, batches, recipe)

@@ -16,7 +16,7 @@ from tests.test_pipeline import FLOAT32, trained
 from weftune.cli.train import with_replicas
 from weftune.errors import UserError
 from weftune.report.timelines import read_timelines
-from weftune.run.workers.groups import Place
+from weftune.run.workers.groups import WorkerPlace
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -151,9 +151,9 @@ def test_in_float32_it_is_as_near_to_float64_as_one_process_is(tmp_path, forks):
 
 
 def test_ranks_that_cannot_be_divided_are_a_mistake_with_a_sentence():
-    assert with_replicas(Place(2, 6), 3) == Place(2, 6, replicas=3)
+    assert with_replicas(WorkerPlace(2, 6), 3) == WorkerPlace(2, 6, replicas=3)
     with pytest.raises(UserError, match="--replicas 4: 6 ranks cannot be divided into 4 equal pipelines"):
-        with_replicas(Place(2, 6), 4)
+        with_replicas(WorkerPlace(2, 6), 4)
 
 
 def test_more_stages_than_layers_in_a_replica_is_a_mistake_with_a_sentence(place, forks):

@@ -18,7 +18,7 @@ from tests.base.test_streamed import a_layer_each, through
 from tests.families import COMMON, FAMILIES, config, randomised
 from weftune.base.load import load_base
 from weftune.base.mapped import MappedFile, MappedTensor
-from weftune.base.source import MappedStage, Part, Staging
+from weftune.base.source import MappedStage, SourcePart, Staging
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import load_streamed, weights_in_files
 from weftune.errors import BaseModelError
@@ -84,7 +84,7 @@ def test_in_chunks_of_any_size_all_bytes_come_to_their_places(numbered, chunk, g
     parts, start = [], 0
     for gap, (name, value) in zip(gaps, tensors.items(), strict=True):
         found = file.tensors[name]
-        parts.append(Part(start + gap, MappedTensor(file, found.start, found.stop)))
+        parts.append(SourcePart(start + gap, MappedTensor(file, found.start, found.stop)))
         start += gap + len(value)
     slot = torch.zeros(start, dtype=torch.uint8)
     for staging in (None, Staging(CPU, chunk)):

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weftune.bench.baselines import Work, frozen, peft_model, peft_one_by_one, peft_padded
+from weftune.bench.baselines import BaselineWork, frozen, peft_model, peft_one_by_one, peft_padded
 from weftune.bench.liger import compile_layers, missing, packed_step
 from weftune.bench.llama import SIZES, random_ids
-from weftune.bench.processes import Task, alone, peft_at_once
-from weftune.bench.timing import Measured, Pace, Place
+from weftune.bench.processes import ProcessTask, alone, peft_at_once
+from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats
 
-CPU = Place(torch.device("cpu"), torch.float32)
-TASK = Task(SIZES["toy"], Work(jobs=2, batch=2, length=8, rank=4), CPU, Pace(1, 1, 1))
+CPU = BenchPlace(torch.device("cpu"), torch.float32)
+TASK = ProcessTask(SIZES["toy"], BaselineWork(jobs=2, batch=2, length=8, rank=4), CPU, Repeats(1, 1, 1))
 
 
 def test_the_frozen_base_and_peft_are_measured() -> None:
@@ -25,7 +25,7 @@ def test_the_frozen_base_and_peft_are_measured() -> None:
 
 
 def test_pefts_adapters_are_float32_by_default_and_in_the_bases_dtype_if_asked() -> None:
-    place = Place(CPU.device, torch.bfloat16)
+    place = BenchPlace(CPU.device, torch.bfloat16)
     for wide, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         model = peft_model(TASK.size, 4, place, wide)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -47,10 +47,10 @@ def test_two_jobs_in_processes_of_their_own_are_measured_together() -> None:
 
 def test_a_process_that_fails_is_a_row_with_its_reason() -> None:
     measured = alone(_failing, TASK)
-    assert measured == Measured(None, None, "ValueError: nothing works")
+    assert measured == MeasuredStep(None, None, "ValueError: nothing works")
 
 
-def _failing(task: Task) -> Measured:
+def _failing(task: ProcessTask) -> MeasuredStep:
     raise ValueError("nothing works\nat all")
 
 

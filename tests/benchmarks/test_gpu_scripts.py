@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import gpu_stream, pipeline_gpu
 from weftune.bench import gpu_churn, gpu_lengths, gpu_quality, gpu_step
-from weftune.bench.timing import Measured
-from weftune.bench.where import Kind
+from weftune.bench.timing import MeasuredStep
+from weftune.bench.where import KernelKind
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def test_the_time_of_a_profiled_round_is_shared_out_among_kinds(
 ) -> None:
     found = run(gpu_step, "--baselines", "", "--profile")
     by_kind = found["where"]["by_kind"]
-    assert set(by_kind) == {str(kind) for kind in Kind}
-    assert sum(by_kind.values()) - by_kind[Kind.IDLE] > 0
+    assert set(by_kind) == {str(kind) for kind in KernelKind}
+    assert sum(by_kind.values()) - by_kind[KernelKind.IDLE] > 0
     heaviest = found["where"]["heaviest"]
     assert [one["microseconds"] for one in heaviest] == sorted(
         (one["microseconds"] for one in heaviest), reverse=True
     )
     said = capsys.readouterr().out.split("under the profiler:")[1]
-    assert all(kind in said for kind in Kind)
+    assert all(kind in said for kind in KernelKind)
 
 
 def test_without_baselines_weftune_is_measured_alone_and_without_a_profile_nothing_is_said_of_where(
@@ -69,11 +69,11 @@ def test_without_baselines_weftune_is_measured_alone_and_without_a_profile_nothi
 
 def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weftune() -> None:
     rows = [
-        gpu_step.Row(gpu_step.FROZEN, Measured(1.0, 0), 1.0, adapters=False),
-        gpu_step.Row("slow", Measured(3.0, 0), 1.0, adapters=True),
-        gpu_step.Row("fast", Measured(2.0, 0), 1.0, adapters=True),
-        gpu_step.Row("absent", Measured(None, None, "not here"), 1.0, adapters=True),
-        gpu_step.Row(gpu_step.WEFTUNE, Measured(1.5, 0), 1.0, adapters=True),
+        gpu_step.StepRow(gpu_step.FROZEN, MeasuredStep(1.0, 0), 1.0, adapters=False),
+        gpu_step.StepRow("slow", MeasuredStep(3.0, 0), 1.0, adapters=True),
+        gpu_step.StepRow("fast", MeasuredStep(2.0, 0), 1.0, adapters=True),
+        gpu_step.StepRow("absent", MeasuredStep(None, None, "not here"), 1.0, adapters=True),
+        gpu_step.StepRow(gpu_step.WEFTUNE, MeasuredStep(1.5, 0), 1.0, adapters=True),
     ]
     best = gpu_step.strongest(rows)
     assert best is not None
@@ -145,7 +145,7 @@ def test_a_streamed_base_is_measured_in_every_cut_beside_the_resident_one(run: A
 
 def test_streamed_losses_are_held_to_those_of_as_many_resident_jobs() -> None:
     def row(name: str, jobs: int, loss: float) -> gpu_stream.Row:
-        return gpu_stream.Row(name, jobs, 16, Measured(1.0, 0), losses=((loss, 2.0),) * jobs)
+        return gpu_stream.Row(name, jobs, 16, MeasuredStep(1.0, 0), losses=((loss, 2.0),) * jobs)
 
     rows = [row("Weftune, streamed", jobs, 3.0 + jobs) for jobs in (4, 2, 1)]
     assert gpu_stream.loss_gap(rows, gpu_stream.RESIDENT) is None

@@ -13,7 +13,7 @@ from tests.plan.costs import SHAPE
 from weftune.plan.layout.cut import PartCosts, cut_layers
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.pipeline import PipelineOrder
-from weftune.run.workers.stage_executor import RankReport, Timed
+from weftune.run.workers.stage_executor import RankReport, TimedAction
 
 
 def test_the_toy_measures_every_case_on_every_rank(monkeypatch, capsys, tmp_path):
@@ -58,9 +58,13 @@ def test_ends_of_up_to_a_seventh_of_a_layer_leave_four_stages_within_five_percen
 
 
 def test_a_pass_spreads_around_the_mean_of_its_own_kind_and_steps_do_not_count():
-    even = [Timed(Forward(0, 0), 0.0, 1.0), Timed(Backward(0, 0), 1.0, 3.0), Timed(Step("a", 1), 3.0, 9.0)]
+    even = [
+        TimedAction(Forward(0, 0), 0.0, 1.0),
+        TimedAction(Backward(0, 0), 1.0, 3.0),
+        TimedAction(Step("a", 1), 3.0, 9.0),
+    ]
     assert pipeline_bubbles.pass_seconds(RankReport(times=even)) == 3.0
     assert pipeline_bubbles.pass_spread(RankReport(times=even)) == 0.0
-    uneven = [Timed(Forward(0, 0), 0.0, 0.5), Timed(Forward(1, 0), 1.0, 2.5), *even[1:]]
+    uneven = [TimedAction(Forward(0, 0), 0.0, 0.5), TimedAction(Forward(1, 0), 1.0, 2.5), *even[1:]]
     assert pipeline_bubbles.pass_seconds(RankReport(times=uneven)) == 3.0
     assert pipeline_bubbles.pass_spread(RankReport(times=uneven)) > 0.4

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import Measured, Pace, Place, attempted, gemm_rate, measure, repeated
+from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, measure, repeated
 from weftune.errors import PlanError
 from weftune.run.events import OutOfMemory
 
-CPU = Place(torch.device("cpu"), torch.float32)
+CPU = BenchPlace(torch.device("cpu"), torch.float32)
 
 
 def test_a_step_is_the_median_block_over_its_steps_and_the_warm_up_is_not_counted() -> None:
     naps = iter([0.2, 0.2, *[0.002] * 4, *[0.05] * 2, *[0.002] * 4])
-    measured = measure(repeated(lambda: time.sleep(next(naps))), CPU, Pace(warmup=2, blocks=5, steps=2))
+    measured = measure(repeated(lambda: time.sleep(next(naps))), CPU, Repeats(warmup=2, blocks=5, steps=2))
     assert measured.seconds is not None
     assert 0.002 <= measured.seconds < 0.04
     assert next(naps, None) is None
@@ -23,21 +23,21 @@ def test_a_step_is_the_median_block_over_its_steps_and_the_warm_up_is_not_counte
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), OutOfMemory("no room")])
 def test_a_lack_of_memory_is_a_row_that_says_so(error: Exception) -> None:
-    def run() -> Measured:
+    def run() -> MeasuredStep:
         raise error
 
-    assert attempted(run, CPU) == Measured(None, None, "out of memory: no room")
+    assert attempted(run, CPU) == MeasuredStep(None, None, "out of memory: no room")
 
 
 def test_what_cannot_be_planned_is_a_row_that_says_why() -> None:
-    def run() -> Measured:
+    def run() -> MeasuredStep:
         raise PlanError("the host needs more")
 
-    assert attempted(run, CPU) == Measured(None, None, "the host needs more")
+    assert attempted(run, CPU) == MeasuredStep(None, None, "the host needs more")
 
 
 def test_any_other_error_is_not_swallowed() -> None:
-    def run() -> Measured:
+    def run() -> MeasuredStep:
         raise ValueError
 
     with pytest.raises(ValueError):

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weftune.bench import where
-from weftune.bench.where import KERNELS, Event, Kind, drawn, kind_of, kinds_of, spent, traced
+from weftune.bench.where import KERNELS, KernelEvent, KernelKind, drawn, kind_of, kinds_of, spent, traced
 
 OPS = Path(__file__).parents[2] / "weftune" / "ops"
 
 
-def in_a_row(*names: str, each: float = 2.0, gap: float = 0.0) -> list[Event]:
-    return [Event(name, at * (each + gap), each) for at, name in enumerate(names)]
+def in_a_row(*names: str, each: float = 2.0, gap: float = 0.0) -> list[KernelEvent]:
+    return [KernelEvent(name, at * (each + gap), each) for at, name in enumerate(names)]
 
 
 def test_every_triton_kernel_that_the_ops_launch_has_a_kind() -> None:
@@ -29,53 +29,62 @@ def test_every_triton_kernel_that_the_ops_launch_has_a_kind() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", Kind.FROZEN),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", Kind.FROZEN),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", Kind.FROZEN),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", KernelKind.FROZEN),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", KernelKind.FROZEN),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", KernelKind.FROZEN),
         (
             "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, cutlass::bf16>>",
-            Kind.ATTENTION,
+            KernelKind.ATTENTION,
         ),
-        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", Kind.ATTENTION),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", Kind.ATTENTION),
-        ("Memcpy HtoD (Pinned -> Device)", Kind.COPIES),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>", Kind.COPIES),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", Kind.COPIES),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", Kind.OTHER),
-        ("up", Kind.ADAPTERS),
-        ("void at::native::upsample_nearest2d", Kind.OTHER),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", KernelKind.ATTENTION),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", KernelKind.ATTENTION),
+        ("Memcpy HtoD (Pinned -> Device)", KernelKind.COPIES),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>", KernelKind.COPIES),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+            KernelKind.COPIES,
+        ),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", KernelKind.OTHER),
+        ("up", KernelKind.ADAPTERS),
+        ("void at::native::upsample_nearest2d", KernelKind.OTHER),
     ],
 )
-def test_a_kernel_is_known_by_its_name(name: str, kind: Kind) -> None:
+def test_a_kernel_is_known_by_its_name(name: str, kind: KernelKind) -> None:
     assert kind_of(name) is kind
 
 
 def test_products_beside_the_loss_are_the_heads_and_no_others() -> None:
     chunk = ["gemm", "target_logprobs", "gemm", "splitk", "memset"]
     names = ["gemm", "norm_forward", *chunk, *chunk, "add", "norm_backward", "gemm"]
-    head = [Kind.HEAD] * 4 + [Kind.COPIES]
-    layer = [Kind.FROZEN, Kind.ELEMENTS]
-    assert kinds_of(names) == [*layer, *head, *head, Kind.OTHER, *reversed(layer)]
+    head = [KernelKind.HEAD] * 4 + [KernelKind.COPIES]
+    layer = [KernelKind.FROZEN, KernelKind.ELEMENTS]
+    assert kinds_of(names) == [*layer, *head, *head, KernelKind.OTHER, *reversed(layer)]
 
 
 def test_kinds_and_idle_make_up_the_whole_time() -> None:
     found = spent(in_a_row("down", "nvjet", "up", "fmha", "squares", each=2.0, gap=0.5))
     assert found.microseconds == pytest.approx(5 * 2.0 + 4 * 0.5)
-    assert found.by_kind[Kind.ADAPTERS] == 4.0
-    assert found.by_kind[Kind.FROZEN] == 2.0
-    assert found.by_kind[Kind.IDLE] == 2.0
-    assert found.by_kind[Kind.HEAD] == 0.0
+    assert found.by_kind[KernelKind.ADAPTERS] == 4.0
+    assert found.by_kind[KernelKind.FROZEN] == 2.0
+    assert found.by_kind[KernelKind.IDLE] == 2.0
+    assert found.by_kind[KernelKind.HEAD] == 0.0
 
 
 def test_what_runs_beside_something_earlier_counts_only_where_it_is_alone() -> None:
-    found = spent([Event("nvjet", 0.0, 10.0), Event("Memcpy DtoH", 8.0, 4.0), Event("add", 9.0, 1.0)])
-    assert found.by_kind[Kind.FROZEN] == 10.0
-    assert found.by_kind[Kind.COPIES] == 2.0
-    assert found.by_kind[Kind.OTHER] == found.by_kind[Kind.IDLE] == 0.0
+    found = spent(
+        [KernelEvent("nvjet", 0.0, 10.0), KernelEvent("Memcpy DtoH", 8.0, 4.0), KernelEvent("add", 9.0, 1.0)]
+    )
+    assert found.by_kind[KernelKind.FROZEN] == 10.0
+    assert found.by_kind[KernelKind.COPIES] == 2.0
+    assert found.by_kind[KernelKind.OTHER] == found.by_kind[KernelKind.IDLE] == 0.0
 
 
-@given(st.lists(st.builds(Event, st.sampled_from([*KERNELS, "nvjet", "add"]), *[st.integers(0, 50)] * 2)))
-def test_the_time_is_from_the_first_start_to_the_last_end_whatever_overlaps(events: list[Event]) -> None:
+@given(
+    st.lists(st.builds(KernelEvent, st.sampled_from([*KERNELS, "nvjet", "add"]), *[st.integers(0, 50)] * 2))
+)
+def test_the_time_is_from_the_first_start_to_the_last_end_whatever_overlaps(
+    events: list[KernelEvent],
+) -> None:
     ends = [event.start + event.duration for event in events]
     whole = max(ends) - min(event.start for event in events) if events else 0
     found = spent(events)

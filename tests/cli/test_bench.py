@@ -13,9 +13,9 @@ import torch
 
 from weftune.bench import gpu_lengths, gpu_quality
 from weftune.cli import bench as verb
-from weftune.cli.bench import FROZEN, WEFTUNE, Line, Part, Shape, line_of, parts
+from weftune.cli.bench import FROZEN, WEFTUNE, BenchLine, BenchPart, BenchShape, line_of, parts
 
-PART = Part("8 jobs", "gpu_step")
+PART = BenchPart("8 jobs", "gpu_step")
 PACKAGE = Path(verb.__file__).parents[1]
 
 
@@ -67,7 +67,7 @@ def test_without_a_checkout_a_toy_runs_through_and_ends_with_a_table_that_names_
 def test_a_part_that_fails_is_named_and_the_exit_code_is_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    broken = [Part("broken", "gpu_step", ("--no-such-option",))]
+    broken = [BenchPart("broken", "gpu_step", ("--no-such-option",))]
     monkeypatch.setattr(verb, "parts", lambda *asked: broken)
     with pytest.raises(Exception) as caught:
         verb.bench(toy=True)
@@ -85,18 +85,18 @@ def test_a_line_compares_weftune_with_the_frozen_base_and_with_the_strongest() -
             {"name": WEFTUNE, "seconds": 0.5, "note": ""},
         ],
     }
-    assert line_of(PART, found) == Line("8 jobs", 500.0, 1.25, "PEFT", 1.6)
+    assert line_of(PART, found) == BenchLine("8 jobs", 500.0, 1.25, "PEFT", 1.6)
 
 
 def test_a_line_without_times_says_why() -> None:
     short = {"strongest": None, "rows": [{"name": WEFTUNE, "seconds": None, "note": "out of memory"}]}
-    assert line_of(PART, short) == Line("8 jobs", verdict="out of memory")
-    assert line_of(PART, {"verdict": "memory +0.1%"}) == Line("8 jobs", verdict="memory +0.1%")
+    assert line_of(PART, short) == BenchLine("8 jobs", verdict="out of memory")
+    assert line_of(PART, {"verdict": "memory +0.1%"}) == BenchLine("8 jobs", verdict="memory +0.1%")
 
 
 def test_every_part_is_a_script_of_the_package_and_quick_is_only_the_first() -> None:
-    whole = parts(Shape.SMALL, quick=False, model=Path("stories"))
-    assert [part.title for part in parts(Shape.SMALL, quick=True, model=None)] == [whole[0].title]
+    whole = parts(BenchShape.SMALL, quick=False, model=Path("stories"))
+    assert [part.title for part in parts(BenchShape.SMALL, quick=True, model=None)] == [whole[0].title]
     for part in whole:
         assert (PACKAGE / "bench" / f"{part.module}.py").is_file()
 

@@ -19,7 +19,7 @@ from weftune.cli.doctor import (
     orders_check,
     package_check,
 )
-from weftune.ops.choice_file import ChoiceFile, Machine, Measured
+from weftune.ops.choice_file import ChoiceFile, Machine, MeasuredOrder
 from weftune.ops.weave import Order
 
 
@@ -73,7 +73,7 @@ def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
 def test_the_orders_known_of_a_gpu_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
     file = ChoiceFile(tmp_path, Machine("card", "9.0", "2.11", "3.6", "00"))
     assert orders_check(file, 1).finding == f"0 shapes measured, in {file.path}"
-    file.add("a shape", Measured(Order.wide_beside, {Order.wide_beside: 1.0}), (Order.wide_beside,))
+    file.add("a shape", MeasuredOrder(Order.wide_beside, {Order.wide_beside: 1.0}), (Order.wide_beside,))
     check = orders_check(file, 1)
     assert (check.name, check.verdict) == ("GPU 1 orders", Verdict.OK)
     assert check.finding == f"1 shapes measured, in {file.path}"

@@ -389,7 +389,7 @@ def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure
     import torch
 
     from weftune.plan.cost import cluster
-    from weftune.run.measure.link import Link
+    from weftune.run.measure.link import HostLink
 
     monkeypatch.setattr(cluster, "_smi", lambda: "NVIDIA H200, 143771\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -402,7 +402,7 @@ def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure
 
     by_sheet, source = seconds()
     assert "data sheet" in source
-    monkeypatch.setattr("weftune.cli.plan_single.measured_link", lambda base: Link(1e9, 1e9, 1e15))
+    monkeypatch.setattr("weftune.cli.plan_single.measured_link", lambda base: HostLink(1e9, 1e9, 1e15))
     measured, source = seconds()
     assert "measured just now" in source
     # The layers' 13 GiB come twice a round, save those that find their slot still full.

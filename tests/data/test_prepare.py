@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.data import families
-from weftune.data.order import Order
+from weftune.data.order import SampleOrder
 from weftune.data.prepare import prepare
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import DataError
@@ -154,7 +154,7 @@ def test_a_mixture_stands_behind_one_index_with_its_weights(gpt2, tmp_path, writ
     samples = prepare(DataSpec(path=sources), None, gpt2, tmp_path / "cache").train
     assert texts(samples, gpt2) == [row["text"] for row in ROWS[:10]]
     assert samples.weights.tolist() == [2.0] * 4 + [0.5] * 6
-    order = Order(len(samples), 100, 0, samples.weights)
+    order = SampleOrder(len(samples), 100, 0, samples.weights)
     assert np.bincount(order.batch(1), minlength=10)[:4].tolist() == [2] * 4
     assert len(order.batch(1)) == 11
     even = prepare(

@@ -14,10 +14,10 @@ from weftune.jobs.shares import SHARES, deal, dissolve, gather, share_folder
 from weftune.jobs.states import State
 from weftune.jobs.status import to_json
 from weftune.jobs.store import Store, open_share, open_store
-from weftune.plan.layout.split import Share
+from weftune.plan.layout.split import DeviceShare
 from weftune.report.read import read_run
 
-SHARED = [Share(("a", "c"), 3.0), Share(("b",), 2.0)]
+SHARED = [DeviceShare(("a", "c"), 3.0), DeviceShare(("b",), 2.0)]
 
 
 def line(job: str, step: int) -> dict[str, object]:

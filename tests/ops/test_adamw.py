@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from weftune.ops.adamw import State, Update, gradient_norms, update
+from weftune.ops.adamw import AdamState, Update, gradient_norms, update
 
 SIZES = [5, 4096, 10_001, 70_000]
 
@@ -16,7 +16,7 @@ def states(device, dtype, seed=0):
     for size in SIZES:
         master, gradient = (torch.randn(size, generator=generator).to(device, dtype) for _ in "mg")
         made.append(
-            State(master, torch.zeros_like(master), torch.zeros_like(master), gradient, master.clone())
+            AdamState(master, torch.zeros_like(master), torch.zeros_like(master), gradient, master.clone())
         )
     return made
 
@@ -87,6 +87,6 @@ def test_a_weight_that_is_not_finite_is_told_of_its_own_job_only(device, dtype, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_weights_are_the_master_rounded(device):
     (state, *_) = states(device, torch.float32)
-    half = State(state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.master.bfloat16())
+    half = AdamState(state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.master.bfloat16())
     update([Update(half, 1, 1e-1, 0.0, 1.0)])
     assert torch.equal(half.weights, half.master.bfloat16())

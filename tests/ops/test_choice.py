@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from weftune.ops.choice import MOST_ROWS, Choices, fastest, shape_of
-from weftune.ops.choice_file import ChoiceFile, Machine, Measured, file_for
+from weftune.ops.choice_file import ChoiceFile, Machine, MeasuredOrder, file_for
 from weftune.ops.choice_trial import JOBS, choices_on, made_up_site
 from weftune.ops.rows import Rows
-from weftune.ops.table import Group, Table
+from weftune.ops.table import Group, SlotTable
 from weftune.ops.weave import Order
 
 MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
@@ -51,7 +51,7 @@ class Call:
         self.residual = torch.zeros(rows, outputs, device=device) if changes.pop("residual", False) else None
         names = [f"site{part}" for part in range(len(widths))]
         aligned = changes.pop("aligned", True)
-        table = Table.empty(names, slots, torch.device(device), aligned)
+        table = SlotTable.empty(names, slots, torch.device(device), aligned)
         columns = tuple(pairwise(accumulate(widths, initial=0)))
         self.group = Group(columns, table, rank, changes.pop("drops", False))
         self.rows = Rows.empty(rows, slots, torch.device(device))
@@ -176,7 +176,7 @@ def test_another_choice_of_orders_is_measured_by_itself(tmp_path):
 
 def test_a_file_that_names_an_order_that_may_not_be_used_is_not_believed(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
-    file.add(Call().contest(), Measured(Order.fused, {Order.fused: 1.0}), tuple(Order))
+    file.add(Call().contest(), MeasuredOrder(Order.fused, {Order.fused: 1.0}), tuple(Order))
     assert Call().of(choices(Clock(), tmp_path)) is Order.wide_beside
     assert file.read()[Call().contest()].order is Order.wide_beside
 
@@ -231,12 +231,12 @@ def test_a_spoiled_file_is_ignored_and_written_anew(name, tmp_path):
     assert Call().of(choices(clock, tmp_path)) is Order.wide_beside
     assert len(clock.asked) == 1
     times = {order: clock.times[order] for order in BOTH}
-    assert file.read() == {Call().contest(): Measured(Order.wide_beside, times)}
+    assert file.read() == {Call().contest(): MeasuredOrder(Order.wide_beside, times)}
 
 
 def test_one_bad_entry_costs_the_others_nothing(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
-    file.add("good", Measured(Order.wide_beside, {Order.wide_beside: 1.0}), BOTH)
+    file.add("good", MeasuredOrder(Order.wide_beside, {Order.wide_beside: 1.0}), BOTH)
     content = json.loads(file.path.read_text())
     content["shapes"]["bad"] = {"order": 3}
     file.path.write_text(json.dumps(content))
@@ -256,7 +256,7 @@ def test_what_another_process_wrote_during_the_trial_stands(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
 
     def slow(shape, orders):
-        file.add(Call().contest(), Measured(Order.wide, {Order.wide: 1.0}), BOTH)
+        file.add(Call().contest(), MeasuredOrder(Order.wide, {Order.wide: 1.0}), BOTH)
         return {Order.wide: 2.0, Order.wide_beside: 1.0}
 
     assert Call().of(Choices(slow, file, lambda: False)) is Order.wide

@@ -11,7 +11,7 @@ from torch import Tensor
 from weftune.ops import dropout
 from weftune.ops.dropout import step_key
 from weftune.ops.rows import Rows, Seat
-from weftune.ops.table import ALIGNMENT, Entry, Group, Table
+from weftune.ops.table import ALIGNMENT, Entry, Group, SlotTable
 from weftune.ops.tiled import backward, forward, woven_linear
 from weftune.ops.tiled_kernels import ds
 from weftune.ops.weave import Order, Weave, product_blocks, tiling
@@ -256,7 +256,7 @@ def woven(case: Case, made: Values) -> tuple[dict[int, list[Entry | None]], Grou
     device = torch.device(case.device)
     slots = max(4, len(case.jobs))
     aligned = all(width % 8 == 0 for width in (case.features, *case.widths))
-    table = Table.empty(case.sites[: len(case.widths)], slots, device, aligned)
+    table = SlotTable.empty(case.sites[: len(case.widths)], slots, device, aligned)
     present = [job for job in case.jobs if job is not None]
     group = Group(
         case.columns,

@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 
 from weftune.base.architecture import model_shape
-from weftune.plan.cost.time import CostModel, PassTime, Rate, StateTime, Terms, Work
+from weftune.plan.cost.time import CostModel, PassTime, PassWork, Rate, StateTime, Terms
 from weftune.plan.program.layout import whole
-from weftune.plan.program.program import GlobalBatch, Placed, Program
+from weftune.plan.program.program import GlobalBatch, PlacedSample, Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
 
@@ -36,9 +36,9 @@ TRUTH = CostModel(
 )
 
 
-def work(samples: Sequence[int], supervised: float = 0.5, size: int = 10**6, jobs: int = 1) -> Work:
+def work(samples: Sequence[int], supervised: float = 0.5, size: int = 10**6, jobs: int = 1) -> PassWork:
     tokens = sum(samples)
-    return Work(
+    return PassWork(
         tokens=tokens,
         squares=sum(length**2 for length in samples),
         samples=len(samples),
@@ -48,12 +48,12 @@ def work(samples: Sequence[int], supervised: float = 0.5, size: int = 10**6, job
     )
 
 
-def draw(dice: random.Random) -> Work:
+def draw(dice: random.Random) -> PassWork:
     lengths = [dice.randint(16, 300) for _ in range(dice.randint(1, 8))]
     return work(lengths, dice.random(), dice.choice([10**5, 10**6, 4 * 10**6]), dice.randint(1, 4))
 
 
-def measured(one: Work, truth: CostModel = TRUTH, slower: float = 1.0, training: bool = True) -> PassTime:
+def measured(one: PassWork, truth: CostModel = TRUTH, slower: float = 1.0, training: bool = True) -> PassTime:
     forward = truth.forward if training else truth.evaluation
     return PassTime(
         work=one,
@@ -71,7 +71,7 @@ def program(*lengths: int, capacity: int = 64) -> Program:
     """One job, one batch, evaluated on its first sample when it begins."""
     samples, offset = [], 0
     for number, length in enumerate(lengths):
-        samples.append(Placed(number, length, offset, length // 2))
+        samples.append(PlacedSample(number, length, offset, length // 2))
         offset += length
     batch = GlobalBatch("a", 1, tuple(samples), supervised=sum(one.supervised for one in samples))
     course = Course("a", 0, (batch,), tuple(samples[:1]), frozenset({0}), frozenset({1}), begins=True)

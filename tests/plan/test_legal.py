@@ -17,7 +17,7 @@ from weftune.plan.outlook.candidates import alone
 from weftune.plan.outlook.fit import Ground, frugal, lay_out, make_ground
 from weftune.plan.outlook.forecast import run_scheme
 from weftune.plan.outlook.outlook import outlook
-from weftune.plan.outlook.scheme import GREEDY, SEARCHED, Order, Scheme
+from weftune.plan.outlook.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder
 from weftune.plan.outlook.streamed import stream_outlook
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Forward, Program, Step
@@ -79,7 +79,15 @@ def trains(program: Program, jobs: list[JobOutline]) -> None:
 @given(
     st.sampled_from(["H100", "2xA100-40G", "3xL40S", "4xRTX4090", "8xH200"]),
     LENGTHS,
-    st.sampled_from([Order.gpipe, Order.alternating, Order.multi_job, Order.template, Order.one_at_a_time]),
+    st.sampled_from(
+        [
+            SchemeOrder.gpipe,
+            SchemeOrder.alternating,
+            SchemeOrder.multi_job,
+            SchemeOrder.template,
+            SchemeOrder.one_at_a_time,
+        ]
+    ),
     st.booleans(),
     st.booleans(),
     st.sampled_from([GREEDY, SEARCHED]),

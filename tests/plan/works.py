@@ -1,11 +1,11 @@
 """Work for pipelines: jobs whose microbatches each hold one sample."""
 
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 from weftune.plan.window.orders import Work
 
 
 def batch(job: str, step: int, microbatches: int) -> tuple[GlobalBatch, tuple[MicrobatchPlan, ...]]:
-    samples = tuple(Placed(i, 1, i) for i in range(microbatches))
+    samples = tuple(PlacedSample(i, 1, i) for i in range(microbatches))
     held = tuple(MicrobatchPlan((SegmentPlan(job, step, (one,)),)) for one in samples)
     return GlobalBatch(job, step, samples, microbatches), held
 

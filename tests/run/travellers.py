@@ -7,7 +7,7 @@ import torch
 from tests.bench import CPU
 from weftune.adapters.kind import Member
 from weftune.adapters.vector import ParameterShape, VectorLayout
-from weftune.ops.adamw import State, update
+from weftune.ops.adamw import AdamState, update
 from weftune.plan.layout.ring import ring_bytes
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.run.stream.adapter_steps import TravelBegun, TravelSteps
@@ -38,7 +38,7 @@ def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weigh
     master = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     moments = (torch.zeros_like(master) for _ in range(3))
     recipe = Recipe(steps=9, learning_rate=1e-2, weight_decay=0.1, clip=0.5, betas=(0.8, 0.95), eps=1e-4)
-    state = State(master, *moments, master.to(weights or WEIGHTS[dtype]))
+    state = AdamState(master, *moments, master.to(weights or WEIGHTS[dtype]))
     return Training(Member(name, None, seed), recipe, layout, state)
 
 

@@ -44,7 +44,7 @@ class Aboard:
 
 
 @dataclass(slots=True)
-class Group:
+class SiteGroup:
     """Sites that share their input, with whoever is aboard there."""
 
     sites: tuple[SiteShape, ...]
@@ -76,11 +76,11 @@ class Banks:
         shapes = {site.name: site for site in sites}
         grouped = {name for names in groups for name in names}
         alone = [(name,) for name in shapes if name not in grouped]
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, SiteGroup] = {}
         """By the name of each of its sites."""
         for names in (*map(tuple, groups), *alone):
             frozen = _stack([self._modules[name] for name in names], shapes[names[0]].fan_in_fan_out)
-            group = Group(tuple(shapes[name] for name in names), frozen)
+            group = SiteGroup(tuple(shapes[name] for name in names), frozen)
             self._groups |= dict.fromkeys(names, group)
         for (name,) in alone:
             module = self._modules[name]
@@ -139,11 +139,11 @@ class Banks:
                     bank.resize(self.slots)
         return slot
 
-    def _of(self, aboard: Aboard) -> list[Group]:
+    def _of(self, aboard: Aboard) -> list[SiteGroup]:
         sites = dict.fromkeys(parameter.site for parameter in aboard.layout.parameters)
         return list({id(group): group for group in map(self._groups.__getitem__, sites)}.values())
 
-    def _distinct(self) -> list[Group]:
+    def _distinct(self) -> list[SiteGroup]:
         return list({id(group): group for group in self._groups.values()}.values())
 
     def limits(self) -> tuple[object, ...]:
@@ -192,7 +192,7 @@ class Banks:
             return plain(x)
         return self._linear(group, x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
-    def _linear(self, group: Group, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
+    def _linear(self, group: SiteGroup, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
         bound, kinds = self._pass, list(group.banks.values())
         if bound is not None and bound.route is Route.tiled and len(kinds) == 1:
             return kinds[0].linear(x_TK, group.frozen, residual_TN, bound)

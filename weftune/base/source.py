@@ -84,7 +84,7 @@ class Staging:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """A parameter of a stage, which begins at the byte `start` of it."""
 
     start: int
@@ -109,7 +109,7 @@ class Part:
 class MappedStage:
     """Parameters in mapped files, brought a chunk at a time."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
     staging: Staging | None
     """None where the device is pretended: its memory can be read into."""
     blocks = True

@@ -25,7 +25,7 @@ from weftune.base.mapped import MappedWeights, map_weights
 from weftune.base.model import Base, own_config
 from weftune.base.place import explained
 from weftune.base.shape import model_shape
-from weftune.base.source import HostStage, MappedStage, Part, StageSource, Staging
+from weftune.base.source import HostStage, MappedStage, SourcePart, StageSource, Staging
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut, shape_here
 from weftune.base.weights import file_reader, make_buffers
@@ -40,7 +40,7 @@ Fill = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPiece:
     """A parameter among the bytes of its stage."""
 
     name: str
@@ -166,7 +166,7 @@ def _take_pages(device: torch.device) -> None:
 
 
 def _in_memory(
-    pieces: Mapping[int, Sequence[Piece]], device: torch.device, fill: Fill
+    pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
 ) -> dict[int, StageSource]:
     """One piece of host memory, a run of bytes for each stage."""
     starts, total = {}, 0
@@ -184,25 +184,25 @@ def _in_memory(
 
 
 def _in_files(
-    pieces: Mapping[int, Sequence[Piece]], device: torch.device, mapped: MappedWeights
+    pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, mapped: MappedWeights
 ) -> dict[int, StageSource]:
     staging = Staging(device) if device.type == "cuda" else None
     return {
-        stage: MappedStage(tuple(Part(one.start, mapped.tensors[one.name]) for one in found), staging)
+        stage: MappedStage(tuple(SourcePart(one.start, mapped.tensors[one.name]) for one in found), staging)
         for stage, found in pieces.items()
     }
 
 
-def _pieces(model: PreTrainedModel, held: LayerRange) -> list[Piece]:
+def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
     """The parameters of a stage's layers; in each layer matrices come first, so that those which share their
     input are neighbours, then biases, then what norms have."""
-    found: list[Piece] = []
+    found: list[WeightPiece] = []
     start = 0
     for index in range(held.start, held.stop):
         prefix = f"{_layers_path(model)}.{index}."
         own = [(name, value) for name, value in model.named_parameters() if name.startswith(prefix)]
         for name, value in sorted(own, key=lambda pair: (-pair[1].ndim, not pair[0].endswith("bias"))):
-            found.append(Piece(name, start, value.shape, value.dtype))
+            found.append(WeightPiece(name, start, value.shape, value.dtype))
             start = -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
     return found
 

@@ -14,14 +14,14 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from weftune.bench.llama import Size, build, random_ids
-from weftune.bench.timing import Block, Measured, Pace, Place, measure, repeated
+from weftune.bench.timing import BenchPlace, Block, MeasuredStep, Repeats, measure, repeated
 from weftune.core.batch import IGNORED
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class BaselineWork:
     """One round: every job makes one step on `batch` samples of `length` tokens, all supervised."""
 
     jobs: int
@@ -39,7 +39,7 @@ class Work:
         return sum(self.lengths)
 
 
-def frozen(size: Size, work: Work, place: Place, pace: Pace) -> Measured:
+def frozen(size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats) -> MeasuredStep:
     """Forward and backward of all jobs' samples as one batch, no adapter: embeddings carry the gradient."""
     model = build(size, place)
     ids_BL = random_ids(size, work.jobs * work.batch, work.length, place)
@@ -52,16 +52,18 @@ def frozen(size: Size, work: Work, place: Place, pace: Pace) -> Measured:
     return measure(repeated(step), place, pace)
 
 
-def peft_one_by_one(size: Size, work: Work, place: Place, pace: Pace, wide: bool) -> Measured:
+def peft_one_by_one(
+    size: Size, work: BaselineWork, place: BenchPlace, pace: Repeats, wide: bool
+) -> MeasuredStep:
     """One job's step, times the jobs. `wide` adapters are float32, PEFT's default; else the base's dtype."""
     model = peft_model(size, work.rank, place, wide)
     step = job_step(model, random_ids(size, work.batch, work.length, place))
     one = measure(repeated(step), place, pace)
     assert one.seconds is not None
-    return Measured(one.seconds * work.jobs, one.peak_bytes)
+    return MeasuredStep(one.seconds * work.jobs, one.peak_bytes)
 
 
-def peft_model(size: Size, rank: int, place: Place, wide: bool) -> Any:
+def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool) -> Any:
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, task_type="CAUSAL_LM")
     return get_peft_model(build(size, place), config, autocast_adapter_dtype=wide).train()
 
@@ -82,7 +84,7 @@ def adamw(model: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
 
-def peft_padded(size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int, place: Place) -> Block:
+def peft_padded(size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int, place: BenchPlace) -> Block:
     """Rounds of steps on batches of these lengths, one job after another, each padded to its longest.
 
     One adapter stands for all jobs: they cost the same, and a real user loads them one by one.
@@ -108,7 +110,7 @@ def peft_padded(size: Size, rounds: Sequence[Iterable[Sequence[int]]], rank: int
     return block
 
 
-def _padded(size: Size, lengths: Sequence[int], place: Place) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(size: Size, lengths: Sequence[int], place: BenchPlace) -> tuple[Tensor, Tensor, Tensor]:
     ids_BL = random_ids(size, len(lengths), max(lengths), place)
     ends_B1 = torch.tensor(lengths, device=place.device)[:, None]
     present_BL = torch.arange(max(lengths), device=place.device)[None] < ends_B1

@@ -34,7 +34,7 @@ TOLD = 20
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ChurnState:
     """With nobody aboard: bytes of tensors, bytes the process holds, captures made so far."""
 
     allocated: int
@@ -76,7 +76,7 @@ class Churn:
                 self._leave(sizes.choice(aboard))
             self._round()
 
-    def empty(self) -> State:
+    def empty(self) -> ChurnState:
         for job in list(self.company.stocks):
             self.company.leave(job)
         device = self.company.base.device
@@ -84,8 +84,8 @@ class Churn:
         captures = self.company.executor.captures
         if device.type != "cuda":
             resident = psutil.Process().memory_info().rss
-            return State(resident, resident, captures)
-        return State(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), captures)
+            return ChurnState(resident, resident, captures)
+        return ChurnState(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), captures)
 
     def _join(self, rank: int, samples: int, tokens: int) -> None:
         self.came += 1
@@ -145,7 +145,7 @@ def main() -> None:
     )
 
 
-def table(before: State, after: State) -> str:
+def table(before: ChurnState, after: ChurnState) -> str:
     def memory(name: str, first: int, last: int) -> tuple[str, str, str, str]:
         change = growth(first, last)
         verdict = "" if change <= ALLOWED_GROWTH else f"over {ALLOWED_GROWTH:.0%}"

@@ -22,7 +22,7 @@ from weftune.bench.baselines import peft_padded
 from weftune.bench.llama import SIZES, Size, build, floor_seconds
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import Measured, Pace, Place, attempted, gemm_rate, here, measure
+from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import resident, rows_computed, rows_useful
 
 Round = list[list[int]]
@@ -33,9 +33,9 @@ FILE = Path(__file__).parent / "lengths.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LengthsRow:
     name: str
-    measured: Measured
+    measured: MeasuredStep
     padding: float | None
     """The share of the computed rows that are no sample's."""
 
@@ -54,18 +54,18 @@ def tokens_of(rounds: Sequence[Round]) -> int:
     return sum(sum(batch) for jobs in rounds for batch in jobs)
 
 
-def with_peft(size: Size, rounds: Sequence[Round], rank: int, place: Place, pace: Pace) -> Row:
+def with_peft(size: Size, rounds: Sequence[Round], rank: int, place: BenchPlace, pace: Repeats) -> LengthsRow:
     measured = attempted(lambda: measure(peft_padded(size, rounds, rank, place), place, pace), place)
     padded = sum(len(batch) * max(batch) for jobs in rounds for batch in jobs)
-    return Row("PEFT bf16, one by one", measured, 1 - tokens_of(rounds) / padded)
+    return LengthsRow("PEFT bf16, one by one", measured, 1 - tokens_of(rounds) / padded)
 
 
 def with_weftune(
-    size: Size, rounds: Sequence[Round], rank: int, place: Place, pace: Pace, capacity: int
-) -> Row:
+    size: Size, rounds: Sequence[Round], rank: int, place: BenchPlace, pace: Repeats, capacity: int
+) -> LengthsRow:
     shares: list[float] = []
 
-    def run() -> Measured:
+    def run() -> MeasuredStep:
         company = resident(build(size, place), place.device)
         for job in range(len(rounds[0])):
             batches = [jobs[job] for jobs in rounds]
@@ -76,10 +76,10 @@ def with_weftune(
         return measured
 
     measured = attempted(run, place)
-    return Row("Weftune, together", measured, shares[0] if shares else None)
+    return LengthsRow("Weftune, together", measured, shares[0] if shares else None)
 
 
-def table(rows: Sequence[Row], tokens: float, floor: float) -> str:
+def table(rows: Sequence[LengthsRow], tokens: float, floor: float) -> str:
     """Of rounds with `tokens` useful tokens each; the last row is Weftune's."""
     titles = ("", "ms a round", "× Weftune", "useful tokens/s", "padding", "peak GB", "ρ", "")
     weftune = rows[-1].measured.seconds
@@ -108,9 +108,9 @@ def main() -> None:
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     size = SIZES["toy" if asked.toy else asked.shape]
-    jobs, pace, rank = asked.jobs, Pace(asked.rounds, asked.blocks, asked.rounds), asked.rank
+    jobs, pace, rank = asked.jobs, Repeats(asked.rounds, asked.blocks, asked.rounds), asked.rank
     if asked.toy:
-        jobs, pace, rank = 4, Pace(1, 1, 1), 4
+        jobs, pace, rank = 4, Repeats(1, 1, 1), 4
     rounds = draw_rounds(pace.steps, jobs, asked.batch_size)
     rate = gemm_rate(place)
     print("measuring: PEFT", flush=True)
@@ -137,7 +137,7 @@ def main() -> None:
     )
 
 
-def as_json(row: Row) -> dict[str, object]:
+def as_json(row: LengthsRow) -> dict[str, object]:
     measured = row.measured
     return {
         "name": row.name,

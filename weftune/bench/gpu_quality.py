@@ -41,7 +41,7 @@ BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class QualityCase:
     name: str
     texts: str
     rank: int
@@ -60,10 +60,10 @@ class Losses:
 
 
 CASES = (
-    Case("arithmetic", "gsm8k", 8),
-    Case("arithmetic-wide", "gsm8k", 32),
-    Case("science", "openbookqa", 8),
-    Case("science-attention", "openbookqa", 16, ATTENTION),
+    QualityCase("arithmetic", "gsm8k", 8),
+    QualityCase("arithmetic-wide", "gsm8k", 32),
+    QualityCase("science", "openbookqa", 8),
+    QualityCase("science-attention", "openbookqa", 16, ATTENTION),
 )
 
 
@@ -77,7 +77,7 @@ def write_texts(folder: Path, name: str, toy: bool) -> None:
         (folder / file).write_text("\n".join(rows) + "\n")
 
 
-def write_start(folder: Path, model: PreTrainedModel, case: Case, seed: int) -> Path:
+def write_start(folder: Path, model: PreTrainedModel, case: QualityCase, seed: int) -> Path:
     """An adapter as PEFT initialises it."""
     torch.manual_seed(seed)
     targets = case.targets if isinstance(case.targets, str) else list(case.targets)
@@ -88,7 +88,7 @@ def write_start(folder: Path, model: PreTrainedModel, case: Case, seed: int) -> 
     return folder / f"start-{case.name}"
 
 
-def job_of(case: Case, folder: Path, start: Path, steps: int, seed: int) -> JobSpec:
+def job_of(case: QualityCase, folder: Path, start: Path, steps: int, seed: int) -> JobSpec:
     return JobSpec(
         name=case.name,
         data=str(folder / f"{case.texts}.jsonl"),

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.bench.baselines import Work, frozen, peft_one_by_one
+from weftune.bench.baselines import BaselineWork, frozen, peft_one_by_one
 from weftune.bench.liger import peft_with_liger
 from weftune.bench.llama import SIZES, build, floor_seconds
-from weftune.bench.processes import Task, peft_at_once
+from weftune.bench.processes import ProcessTask, peft_at_once
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import Measured, Pace, Place, attempted, fresh, gemm_rate, here, measure
+from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, fresh, gemm_rate, here, measure
 from weftune.bench.weftune_side import Company, resident
 from weftune.bench.where import Spent, drawn, spent, traced
 
@@ -33,15 +33,15 @@ GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StepRow:
     name: str
-    measured: Measured
+    measured: MeasuredStep
     floor: float
     adapters: bool
     """False for the base alone, which is no way to train."""
 
 
-def aboard(task: Task) -> Company:
+def aboard(task: ProcessTask) -> Company:
     """Every job aboard one executor."""
     work = task.work
     company = resident(build(task.size, task.place), task.place.device)
@@ -51,11 +51,11 @@ def aboard(task: Task) -> Company:
     return company
 
 
-def together(task: Task, capacity: int) -> Measured:
+def together(task: ProcessTask, capacity: int) -> MeasuredStep:
     return measure(aboard(task).block(max(capacity, task.work.length)), task.place, task.pace)
 
 
-def profiled(task: Task, capacity: int) -> Spent:
+def profiled(task: ProcessTask, capacity: int) -> Spent:
     """Where one round goes, after enough others that it replays a captured graph."""
     fresh(task.place.device)
     block = aboard(task).block(max(capacity, task.work.length))
@@ -63,22 +63,22 @@ def profiled(task: Task, capacity: int) -> Spent:
     return spent(traced(lambda: block(1)(), task.place.device))
 
 
-def rows(task: Task, baselines: Sequence[str], capacity: int, rate: float) -> Iterator[Row]:
+def rows(task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float) -> Iterator[StepRow]:
     """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
     bare = floor_seconds(size, rate, work.lengths, rank=0)
     floor = floor_seconds(size, rate, work.lengths, work.rank)
-    narrow = Measured(None, None)
+    narrow = MeasuredStep(None, None)
 
-    def row(name: str, run: Callable[[], Measured]) -> Row:
+    def row(name: str, run: Callable[[], MeasuredStep]) -> StepRow:
         print(f"{name} …", end=" ", flush=True)
         measured = attempted(run, place)
         print(f"{number(measured.seconds, scale=1e3)} ms {measured.note}", flush=True)
-        return Row(name, measured, floor, adapters=True)
+        return StepRow(name, measured, floor, adapters=True)
 
     if "frozen" in baselines:
         measured = row(FROZEN, lambda: frozen(size, work, place, pace)).measured
-        yield Row(FROZEN, measured, bare, adapters=False)
+        yield StepRow(FROZEN, measured, bare, adapters=False)
     if "peft" in baselines:
         yield row("PEFT, one by one", lambda: peft_one_by_one(size, work, place, pace, wide=True))
     if {"peft-bf16", "processes"} & set(baselines):
@@ -92,7 +92,7 @@ def rows(task: Task, baselines: Sequence[str], capacity: int, rate: float) -> It
     yield row(WEFTUNE, lambda: together(task, capacity))
 
 
-def strongest(made: Sequence[Row]) -> Row | None:
+def strongest(made: Sequence[StepRow]) -> StepRow | None:
     """The fastest way to train without Weftune."""
     others = [
         row for row in made if row.adapters and row.name != WEFTUNE and row.measured.seconds is not None
@@ -100,7 +100,7 @@ def strongest(made: Sequence[Row]) -> Row | None:
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
 
 
-def table(made: Sequence[Row], tokens: int) -> str:
+def table(made: Sequence[StepRow], tokens: int) -> str:
     seconds = {row.name: row.measured.seconds for row in made}
     titles = ("", "ms a step", "× frozen", "× Weftune", "tokens/s", "peak GB", "ρ", "")
     return aligned(
@@ -158,7 +158,7 @@ def main() -> None:
     )
 
 
-def as_json(row: Row) -> dict[str, object]:
+def as_json(row: StepRow) -> dict[str, object]:
     return {
         "name": row.name,
         "seconds": row.measured.seconds,
@@ -184,12 +184,14 @@ def step_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def task_of(asked: argparse.Namespace, place: Place) -> Task:
+def task_of(asked: argparse.Namespace, place: BenchPlace) -> ProcessTask:
     if asked.toy:
-        return Task(SIZES["toy"], Work(jobs=2, batch=2, length=16, rank=4), place, Pace(1, 2, 1))
+        return ProcessTask(
+            SIZES["toy"], BaselineWork(jobs=2, batch=2, length=16, rank=4), place, Repeats(1, 2, 1)
+        )
     batch, length = (int(word) for word in asked.batch.lower().split("x"))
-    work = Work(jobs=asked.jobs, batch=batch, length=length, rank=asked.rank)
-    return Task(SIZES[asked.shape], work, place, Pace(asked.warmup, asked.blocks, asked.steps))
+    work = BaselineWork(jobs=asked.jobs, batch=batch, length=length, rank=asked.rank)
+    return ProcessTask(SIZES[asked.shape], work, place, Repeats(asked.warmup, asked.blocks, asked.steps))
 
 
 if __name__ == "__main__":

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from weftune.bench.baselines import Work, adamw, peft_model
+from weftune.bench.baselines import BaselineWork, adamw, peft_model
 from weftune.bench.llama import random_ids
-from weftune.bench.processes import Task, alone, first_line
-from weftune.bench.timing import Measured, Place, fresh, measure, repeated
+from weftune.bench.processes import ProcessTask, alone, first_line
+from weftune.bench.timing import BenchPlace, MeasuredStep, fresh, measure, repeated
 
 
-def peft_with_liger(task: Task) -> Measured:
+def peft_with_liger(task: ProcessTask) -> MeasuredStep:
     """One job's step, times the jobs, in a process of its own: Liger changes the classes of transformers."""
     if lacking := missing(task.place):
-        return Measured(None, None, lacking)
+        return MeasuredStep(None, None, lacking)
     return alone(_measured, task)
 
 
-def missing(place: Place) -> str:
+def missing(place: BenchPlace) -> str:
     """Why it cannot run here; empty where it can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger_kernel is not installed"
@@ -38,7 +38,7 @@ def missing(place: Place) -> str:
     return ""
 
 
-def _measured(task: Task) -> Measured:
+def _measured(task: ProcessTask) -> MeasuredStep:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama()
@@ -53,13 +53,13 @@ def _measured(task: Task) -> Measured:
     return replace(padding_free(task, compiled=False), note=note)
 
 
-def padding_free(task: Task, compiled: bool) -> Measured:
+def padding_free(task: ProcessTask, compiled: bool) -> MeasuredStep:
     model = peft_model(task.size, task.work.rank, task.place, wide=False)
     if compiled:
         compile_layers(model)
     one = measure(repeated(packed_step(model, task)), task.place, task.pace)
     assert one.seconds is not None
-    return Measured(one.seconds * task.work.jobs, one.peak_bytes)
+    return MeasuredStep(one.seconds * task.work.jobs, one.peak_bytes)
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
@@ -70,13 +70,13 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
         layer.compile(backend=backend)
 
 
-def packed_step(model: Any, task: Task) -> Callable[[], None]:
+def packed_step(model: Any, task: ProcessTask) -> Callable[[], None]:
     """The job's samples in one row; positions that begin anew keep them apart.
 
     Of the attentions that transformers offers, flash_attention_2 would take such a row as it is, but wants a
     package that is seldom there; SDPA gets a block mask, and none at all for a single sample.
     """
-    work: Work = task.work
+    work: BaselineWork = task.work
     ids_1T = random_ids(task.size, 1, work.batch * work.length, task.place)
     positions_1T = None
     if work.batch > 1:

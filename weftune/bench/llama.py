@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from weftune.bench.timing import Place
+from weftune.bench.timing import BenchPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ SIZES = {
 }
 
 
-def build(size: Size, place: Place) -> PreTrainedModel:
+def build(size: Size, place: BenchPlace) -> PreTrainedModel:
     """Made where it will run, in the dtype it will run in: the 8B shape never passes through the host."""
     torch.manual_seed(0)
     return outline(size, place.device, place.dtype)
@@ -135,7 +135,7 @@ def config(size: Size) -> PretrainedConfig:
     )
 
 
-def random_ids(size: Size, rows: int, length: int, place: Place) -> Tensor:
+def random_ids(size: Size, rows: int, length: int, place: BenchPlace) -> Tensor:
     return torch.randint(size.vocabulary, (rows, length), device=place.device)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from weftune.bench.baselines import Work, job_step, peft_model
+from weftune.bench.baselines import BaselineWork, job_step, peft_model
 from weftune.bench.llama import Size, random_ids
-from weftune.bench.timing import Measured, Pace, Place, fresh, peak_bytes, wait
+from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, fresh, peak_bytes, wait
 
 PATIENCE = 150.0
 """Seconds that processes wait for one another before the row is given up."""
@@ -30,11 +30,11 @@ SHORT, WAITED = "out of memory", "another process did not come"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ProcessTask:
     size: Size
-    work: Work
-    place: Place
-    pace: Pace
+    work: BaselineWork
+    place: BenchPlace
+    pace: Repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Answer:
     began: float = 0.0
     ended: float = 0.0
     peak: int = 0
-    measured: Measured = field(default_factory=lambda: Measured(None, None))
+    measured: MeasuredStep = field(default_factory=lambda: MeasuredStep(None, None))
     problem: str = ""
 
 
-def peft_at_once(task: Task, one_peak: int | None) -> Measured:
+def peft_at_once(task: ProcessTask, one_peak: int | None) -> MeasuredStep:
     """Every job in a process of its own, all at once; where memory is short, as many as fit, in turns.
 
     `one_peak` is what one job took by itself. Weights are held by every process anew.
@@ -59,16 +59,16 @@ def peft_at_once(task: Task, one_peak: int | None) -> Measured:
             break
         if SHORT not in problems:
             told = next((problem for problem in problems if problem != WAITED), WAITED)
-            return Measured(None, None, told)
+            return MeasuredStep(None, None, told)
     else:
-        return Measured(None, None, "not even one process fits")
+        return MeasuredStep(None, None, "not even one process fits")
     steps = task.pace.blocks * task.pace.steps
     together = max(a.ended for a in answers) - min(a.began for a in answers)
     note = "" if count == jobs else f"{count} processes fit, so {jobs} jobs take {jobs / count:.1f} turns"
-    return Measured(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
+    return MeasuredStep(together / steps * jobs / count, sum(a.peak for a in answers) or None, note)
 
 
-def _room(place: Place, one_peak: int | None) -> int:
+def _room(place: BenchPlace, one_peak: int | None) -> int:
     if place.device.type != "cuda" or one_peak is None:
         return 1 << 30
     fresh(place.device)
@@ -76,11 +76,11 @@ def _room(place: Place, one_peak: int | None) -> int:
     return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
 
 
-def alone(run: Callable[[Task], Measured], task: Task) -> Measured:
+def alone(run: Callable[[ProcessTask], MeasuredStep], task: ProcessTask) -> MeasuredStep:
     """What `run`, a function of a module, measures in a process of its own."""
     fresh(task.place.device)
     (answer,) = _in_children(_Alone(run, task), 1)
-    return Measured(None, None, answer.problem) if answer.problem else answer.measured
+    return MeasuredStep(None, None, answer.problem) if answer.problem else answer.measured
 
 
 def _in_children(act: Callable[[Any], Answer], count: int) -> list[Answer]:
@@ -133,8 +133,8 @@ def first_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    run: Callable[[Task], Measured]
-    task: Task
+    run: Callable[[ProcessTask], MeasuredStep]
+    task: ProcessTask
 
     def __call__(self, barrier: Any) -> Answer:
         return Answer(measured=self.run(self.task))
@@ -144,7 +144,7 @@ class _Alone:
 class _Stepping:
     """One job among others: all begin at once."""
 
-    task: Task
+    task: ProcessTask
 
     def __call__(self, barrier: Any) -> Answer:
         work, place, pace = self.task.work, self.task.place, self.task.pace

@@ -18,7 +18,7 @@ Block = Callable[[int], Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BenchPlace:
     """Where a benchmark runs, and in which dtype its base is."""
 
     device: torch.device
@@ -26,7 +26,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Repeats:
     """Steps to warm up with, then blocks of steps; the device is waited for only between blocks."""
 
     warmup: int = 3
@@ -35,7 +35,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """One round of all jobs. No seconds: it could not be measured, and the note says why."""
 
     seconds: float | None
@@ -43,16 +43,16 @@ class Measured:
     note: str = ""
 
 
-def here(toy: bool) -> Place | None:
+def here(toy: bool) -> BenchPlace | None:
     """The GPU in bfloat16, or for a toy the CPU in float32; None where there is no GPU."""
     if toy:
-        return Place(torch.device("cpu"), torch.float32)
+        return BenchPlace(torch.device("cpu"), torch.float32)
     if not torch.cuda.is_available():
         return None
-    return Place(torch.device("cuda", 0), torch.bfloat16)
+    return BenchPlace(torch.device("cuda", 0), torch.bfloat16)
 
 
-def measure(block: Block, place: Place, pace: Pace) -> Measured:
+def measure(block: Block, place: BenchPlace, pace: Repeats) -> MeasuredStep:
     """Seconds of one step, and the most memory that was held since `fresh`."""
     block(pace.warmup)()
     taken = []
@@ -63,7 +63,7 @@ def measure(block: Block, place: Place, pace: Pace) -> Measured:
         run()
         wait(place.device)
         taken.append((time.perf_counter() - began) / pace.steps)
-    return Measured(statistics.median(taken), peak_bytes(place.device))
+    return MeasuredStep(statistics.median(taken), peak_bytes(place.device))
 
 
 def repeated(step: Callable[[], object]) -> Block:
@@ -77,7 +77,7 @@ def repeated(step: Callable[[], object]) -> Block:
     return block
 
 
-def attempted(run: Callable[[], Measured], place: Place) -> Measured:
+def attempted(run: Callable[[], MeasuredStep], place: BenchPlace) -> MeasuredStep:
     """What `run` measures with the device to itself; a lack of memory is a finding, not a crash, and so is
     what cannot be planned: the rows after it are measured all the same."""
     fresh(place.device)
@@ -86,9 +86,9 @@ def attempted(run: Callable[[], Measured], place: Place) -> Measured:
     except (torch.OutOfMemoryError, OutOfMemory) as error:
         # The allocator's own words say what was wanted, and what holes there are.
         said = str(error).partition("If reserved but")[0].partition("\n")[0].strip()
-        return Measured(None, None, f"out of memory: {said}")
+        return MeasuredStep(None, None, f"out of memory: {said}")
     except UserError as error:
-        return Measured(None, None, str(error).partition("\n")[0])
+        return MeasuredStep(None, None, str(error).partition("\n")[0])
 
 
 def fresh(device: torch.device) -> None:
@@ -108,11 +108,11 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def gemm_rate(place: Place) -> float:
+def gemm_rate(place: BenchPlace) -> float:
     """Operations a second of one large product, the device's best: what every floor is reckoned with."""
     edge = 8192 if place.device.type == "cuda" else 256
     a = torch.randn(edge, edge, device=place.device, dtype=place.dtype)
     b = torch.randn_like(a)
-    measured = measure(repeated(lambda: a @ b), place, Pace(warmup=5, blocks=5, steps=10))
+    measured = measure(repeated(lambda: a @ b), place, Repeats(warmup=5, blocks=5, steps=10))
     assert measured.seconds is not None
     return 2 * edge**3 / measured.seconds

@@ -20,7 +20,7 @@ from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
 from weftune.data.tally import Tally
 from weftune.plan.program.layout import whole
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, Program
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program
 from weftune.plan.program.recompute import NOTHING
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
@@ -47,7 +47,7 @@ class Stock:
         first, end = list(pairwise(self.firsts))[(step - 1) % (len(self.firsts) - 1)]
         lengths = self.samples.lengths[first:end].tolist()
         offsets = np.cumsum([0, *lengths[:-1]]).tolist()
-        placed = tuple(Placed(*item) for item in zip(range(first, end), lengths, offsets, strict=True))
+        placed = tuple(PlacedSample(*item) for item in zip(range(first, end), lengths, offsets, strict=True))
         return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
 
 

@@ -29,7 +29,7 @@ MOST_NAMES = 24
 """So many kernels are named, those that took the most time."""
 
 
-class Kind(StrEnum):
+class KernelKind(StrEnum):
     FROZEN = "frozen products"
     ADAPTERS = "adapters' kernels"
     ATTENTION = "attention"
@@ -42,27 +42,29 @@ class Kind(StrEnum):
 
 
 KERNELS = {
-    "product": Kind.FROZEN,
-    **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), Kind.ADAPTERS),
-    **dict.fromkeys(("add_dx", "add_gradients"), Kind.ADAPTERS),
-    **dict.fromkeys(("norm_forward", "norm_backward", "rotary_forward", "rotary_backward"), Kind.ELEMENTS),
-    **dict.fromkeys(("swiglu_forward", "swiglu_backward"), Kind.ELEMENTS),
-    "target_logprobs": Kind.HEAD,
-    **dict.fromkeys(("squares", "update"), Kind.OPTIMIZER),
+    "product": KernelKind.FROZEN,
+    **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), KernelKind.ADAPTERS),
+    **dict.fromkeys(("add_dx", "add_gradients"), KernelKind.ADAPTERS),
+    **dict.fromkeys(
+        ("norm_forward", "norm_backward", "rotary_forward", "rotary_backward"), KernelKind.ELEMENTS
+    ),
+    **dict.fromkeys(("swiglu_forward", "swiglu_backward"), KernelKind.ELEMENTS),
+    "target_logprobs": KernelKind.HEAD,
+    **dict.fromkeys(("squares", "update"), KernelKind.OPTIMIZER),
 }
 """Weftune's own, by their whole names."""
 WORDS = (
-    (Kind.ATTENTION, ("flash", "fmha", "sdpa", "cudnn", "attention")),
-    (Kind.FROZEN, ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv")),
-    (Kind.OPTIMIZER, ("multi_tensor", "adam")),
-    (Kind.COPIES, ("memcpy", "memset", "copy", "fillfunctor")),
+    (KernelKind.ATTENTION, ("flash", "fmha", "sdpa", "cudnn", "attention")),
+    (KernelKind.FROZEN, ("gemm", "nvjet", "cutlass", "xmma", "splitk", "gemv")),
+    (KernelKind.OPTIMIZER, ("multi_tensor", "adam")),
+    (KernelKind.COPIES, ("memcpy", "memset", "copy", "fillfunctor")),
 )
 """Those of libraries: the first line with a word that the name has in it, in small letters. Attention comes
 first, since its kernels are made of a library of products."""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class KernelEvent:
     name: str
     start: float
     """In microseconds, as all times here."""
@@ -74,13 +76,13 @@ class Heavy:
     """All events of one name and kind."""
 
     name: str
-    kind: Kind
+    kind: KernelKind
     microseconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    by_kind: dict[Kind, float]
+    by_kind: dict[KernelKind, float]
     """Every kind, idle included: together the whole time."""
     heaviest: tuple[Heavy, ...]
 
@@ -89,34 +91,34 @@ class Spent:
         return sum(self.by_kind.values())
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> KernelKind:
     if name in KERNELS:
         return KERNELS[name]
     small = name.lower()
-    return next((kind for kind, words in WORDS if any(word in small for word in words)), Kind.OTHER)
+    return next((kind for kind, words in WORDS if any(word in small for word in words)), KernelKind.OTHER)
 
 
-def kinds_of(names: Sequence[str]) -> list[Kind]:
+def kinds_of(names: Sequence[str]) -> list[KernelKind]:
     """Of events in their order: unbroken products, copies aside, are the head's if the loss is among them."""
     kinds = [kind_of(name) for name in names]
-    open_to_the_head = (Kind.FROZEN, Kind.HEAD, Kind.COPIES)
-    found: list[Kind] = []
+    open_to_the_head = (KernelKind.FROZEN, KernelKind.HEAD, KernelKind.COPIES)
+    found: list[KernelKind] = []
     for joins, run in groupby(kinds, lambda kind: kind in open_to_the_head):
         stretch = list(run)
-        heads = joins and Kind.HEAD in stretch
-        found += [Kind.HEAD if heads and kind is Kind.FROZEN else kind for kind in stretch]
+        heads = joins and KernelKind.HEAD in stretch
+        found += [KernelKind.HEAD if heads and kind is KernelKind.FROZEN else kind for kind in stretch]
     return found
 
 
-def spent(events: Iterable[Event]) -> Spent:
+def spent(events: Iterable[KernelEvent]) -> Spent:
     """From the first event's start to the last one's end; where events overlap, the earlier one counts."""
     ordered = sorted(events, key=lambda event: (event.start, -event.duration))
-    by_kind = dict.fromkeys(Kind, 0.0)
-    names: Counter[tuple[str, Kind]] = Counter()
+    by_kind = dict.fromkeys(KernelKind, 0.0)
+    names: Counter[tuple[str, KernelKind]] = Counter()
     reached = ordered[0].start if ordered else 0.0
     for event, kind in zip(ordered, kinds_of([event.name for event in ordered]), strict=True):
         end = event.start + event.duration
-        by_kind[Kind.IDLE] += max(0.0, event.start - reached)
+        by_kind[KernelKind.IDLE] += max(0.0, event.start - reached)
         alone = max(0.0, end - max(event.start, reached))
         by_kind[kind] += alone
         names[event.name, kind] += alone  # type: ignore[assignment]
@@ -125,7 +127,7 @@ def spent(events: Iterable[Event]) -> Spent:
     return Spent(by_kind, tuple(heaviest))
 
 
-def traced(run: Callable[[], object], device: torch.device) -> list[Event]:
+def traced(run: Callable[[], object], device: torch.device) -> list[KernelEvent]:
     """The events of the second of two runs; the first is for what the profiler needs to get going.
 
     On a GPU what its kernels and copies did, also those of a replayed graph; else the operations of torch.
@@ -144,7 +146,7 @@ def traced(run: Callable[[], object], device: torch.device) -> list[Event]:
                 profiler.step()
         said = json.loads(file.read_text())["traceEvents"]
     counted = ON_DEVICE if on_device else ON_HOST
-    return [Event(one["name"], one["ts"], one["dur"]) for one in said if one.get("cat") in counted]
+    return [KernelEvent(one["name"], one["ts"], one["dur"]) for one in said if one.get("cat") in counted]
 
 
 def drawn(found: Spent) -> str:
@@ -155,6 +157,8 @@ def drawn(found: Spent) -> str:
         for kind, time in (*found.by_kind.items(), ("together", found.microseconds))
     ]
     others = [
-        f"{one.microseconds / 1e3:.1f} ms {one.name[:90]}" for one in found.heaviest if one.kind is Kind.OTHER
+        f"{one.microseconds / 1e3:.1f} ms {one.name[:90]}"
+        for one in found.heaviest
+        if one.kind is KernelKind.OTHER
     ]
     return "\n".join([aligned(("", "ms", "%", ""), lines), *(f"  other: {line}" for line in others[:3])])

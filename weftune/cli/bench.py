@@ -23,13 +23,13 @@ WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 """What the benchmarks call the two rows that every other one is compared with."""
 
 
-class Shape(StrEnum):
+class BenchShape(StrEnum):
     SMALL = "1b"
     LARGE = "8b"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BenchPart:
     """One benchmark of the package `weftune.bench`, and how to run it."""
 
     title: str
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BenchLine:
     """What a part found; a part that compares no times has only a verdict."""
 
     title: str
@@ -51,9 +51,9 @@ class Line:
 
 
 def bench(
-    shape: Annotated[Shape, typer.Option(help="The base: the shape of Llama 8B or of TinyLlama 1.1B.")] = (
-        Shape.LARGE
-    ),
+    shape: Annotated[
+        BenchShape, typer.Option(help="The base: the shape of Llama 8B or of TinyLlama 1.1B.")
+    ] = (BenchShape.LARGE),
     quick: Annotated[bool, typer.Option("--quick", help="Only the first part, in a minute or two.")] = False,
     model: Annotated[
         Path | None,
@@ -84,25 +84,27 @@ def check_device() -> None:
         raise UserError("This machine has no CUDA device that torch can use, so there is nothing to measure.")
 
 
-def parts(shape: Shape, quick: bool, model: Path | None) -> list[Part]:
+def parts(shape: BenchShape, quick: bool, model: Path | None) -> list[BenchPart]:
     base = ("--shape", shape.value)
-    first = Part("8 jobs, 1×1024 tokens each", "gpu_step", (*base, "--batch", "1x1024"))
+    first = BenchPart("8 jobs, 1×1024 tokens each", "gpu_step", (*base, "--batch", "1x1024"))
     if quick:
         few = ("--baselines", "frozen,peft,peft-bf16", "--blocks", "3")
-        return [Part(first.title, first.module, (*first.options, *few))]
+        return [BenchPart(first.title, first.module, (*first.options, *few))]
     alone = ("--jobs", "1", "--batch", "8x1024", "--baselines", "frozen,peft,peft-bf16,liger")
-    quality = [] if model is None else [Part("quality", "gpu_quality", ("--model", str(model.absolute())))]
+    quality = (
+        [] if model is None else [BenchPart("quality", "gpu_quality", ("--model", str(model.absolute())))]
+    )
     return [
         first,
-        Part("8 jobs, 4×64 tokens each", "gpu_step", (*base, "--batch", "4x64")),
-        Part("1 job, 8×1024 tokens", "gpu_step", (*base, *alone)),
-        Part("32 jobs, real lengths", "gpu_lengths", base),
-        Part("joins and leaves", "gpu_churn"),
+        BenchPart("8 jobs, 4×64 tokens each", "gpu_step", (*base, "--batch", "4x64")),
+        BenchPart("1 job, 8×1024 tokens", "gpu_step", (*base, *alone)),
+        BenchPart("32 jobs, real lengths", "gpu_lengths", base),
+        BenchPart("joins and leaves", "gpu_churn"),
         *quality,
     ]
 
 
-def run_part(part: Part, file: Path, toy: bool) -> Mapping[str, Any] | None:
+def run_part(part: BenchPart, file: Path, toy: bool) -> Mapping[str, Any] | None:
     """Its numbers, or None if it failed; what it prints goes straight to the terminal."""
     typer.echo(f"\n{part.title}")
     words = [*part.options, *(["--toy"] if toy else []), "--json", str(file)]
@@ -114,15 +116,15 @@ def run_part(part: Part, file: Path, toy: bool) -> Mapping[str, Any] | None:
     return found
 
 
-def line_of(part: Part, found: Mapping[str, Any]) -> Line:
+def line_of(part: BenchPart, found: Mapping[str, Any]) -> BenchLine:
     if "rows" not in found:
-        return Line(part.title, verdict=found["verdict"])
+        return BenchLine(part.title, verdict=found["verdict"])
     rows: Sequence[Mapping[str, Any]] = found["rows"]
     seconds = {row["name"]: row["seconds"] for row in rows if row["seconds"] is not None}
     if WEFTUNE not in seconds:
-        return Line(part.title, verdict=next(row["note"] for row in rows if row["name"] == WEFTUNE))
+        return BenchLine(part.title, verdict=next(row["note"] for row in rows if row["name"] == WEFTUNE))
     rival = found["strongest"] or ""
-    return Line(
+    return BenchLine(
         part.title,
         milliseconds=seconds[WEFTUNE] * 1e3,
         over_frozen=seconds[WEFTUNE] / seconds[FROZEN] if FROZEN in seconds else None,
@@ -131,7 +133,7 @@ def line_of(part: Part, found: Mapping[str, Any]) -> Line:
     )
 
 
-def draw(lines: Sequence[Line], failed: Sequence[str]) -> None:
+def draw(lines: Sequence[BenchLine], failed: Sequence[str]) -> None:
     from rich.console import Console
 
     console = Console()
@@ -149,7 +151,7 @@ def draw(lines: Sequence[Line], failed: Sequence[str]) -> None:
         console.print(f"Failed: {title}; what it printed above says why.", highlight=False)
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[BenchLine]) -> Table:
     from rich.table import Table
 
     drawn = Table(box=None, pad_edge=False)

@@ -50,7 +50,7 @@ def plan(
     if gantt is not None:
         refuse_picture(gantt)
     limit = None if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
-    asked = Asked(cluster == "auto", limit, explain, ablate)
+    asked = PlanAsked(cluster == "auto", limit, explain, ablate)
     refuse_rows(read_early(jobs).jobs, named=True)
     found = read_cluster(cluster, limit)
 
@@ -65,7 +65,7 @@ def plan(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanAsked:
     """What the command line says."""
 
     here: bool
@@ -80,7 +80,7 @@ class Asked:
 class Wanted:
     """What is to be planned for, and what is to be said."""
 
-    asked: Asked
+    asked: PlanAsked
     base: BaseSpec
     ground: Ground
     company: Sequence[JobOutline]
@@ -96,7 +96,7 @@ class Wanted:
         return [job for job in self.company if job.name in admission.admitted]
 
 
-def read_wanted(jobs: Path, cluster: Cluster, asked: Asked) -> Wanted:
+def read_wanted(jobs: Path, cluster: Cluster, asked: PlanAsked) -> Wanted:
     """The jobs file's jobs on a cluster."""
     from weftune.base.config import read_tokenizer
     from weftune.cli.plan_jobs import outline_jobs

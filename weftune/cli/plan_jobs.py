@@ -11,7 +11,7 @@ from typing import Any
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.encode import Encoder
-from weftune.data.order import Order
+from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, is_prepared, prepare
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
@@ -102,8 +102,8 @@ def _evaluations(job: JobSpec, steps: int) -> int:
     return len(range(0, steps, every)) + 1
 
 
-def _order(job: JobSpec, data: Prepared) -> Order:
-    return Order(len(data.train), job.batch_size, job.seed, data.train.weights)
+def _order(job: JobSpec, data: Prepared) -> SampleOrder:
+    return SampleOrder(len(data.train), job.batch_size, job.seed, data.train.weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from weftune.cli.plan import Wanted
     from weftune.plan.layout.need import StreamDevice
     from weftune.plan.layout.one_device import CompanyChoice
-    from weftune.run.measure.link import Link
+    from weftune.run.measure.link import HostLink
 
 ENOUGH = 1 << 50
 """Bytes of host memory: a cluster's description does not tell how much there is."""
@@ -80,7 +80,7 @@ def host_budget() -> int:
     return int(psutil.virtual_memory().available * SHARES[False])
 
 
-def measured_link(base: BaseSpec) -> Link | None:
+def measured_link(base: BaseSpec) -> HostLink | None:
     """As the run measures it; None where torch cannot use this machine's GPU, or others have filled it."""
     import torch
 

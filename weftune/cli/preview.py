@@ -97,14 +97,16 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
 
 def warned(jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape) -> list[str]:
     """What `weftune train` will warn of."""
-    from weftune.data.order import Order
+    from weftune.data.order import SampleOrder
     from weftune.jobs.checks import data_warnings, told_once, warnings
 
     trains = {name: shown.prepared.train for shown in found for name in shown.jobs}
     sentences = []
     for job in jobs:
         train = trains[job.name]
-        steps = job.total_steps(Order(len(train), job.batch_size, job.seed, train.weights).steps_per_epoch)
+        steps = job.total_steps(
+            SampleOrder(len(train), job.batch_size, job.seed, train.weights).steps_per_epoch
+        )
         sentences += [(job.name, sentence) for sentence in data_warnings(job, len(train), steps)]
     return [*warnings(jobs, shape), *told_once(sentences)]
 

@@ -66,11 +66,11 @@ def kinds_table(profile: Profile, shape: ModelShape) -> Table:
     from rich.table import Table
 
     from weftune.plan.cost.profile_cost import directions
-    from weftune.plan.cost.time import Work
+    from weftune.plan.cost.time import PassWork
 
     rank, tokens, samples = 8, 256, 4
     widths = sum(site.in_features + site.out_features for site in shape.sites)
-    work = Work(
+    work = PassWork(
         tokens=tokens,
         squares=tokens * tokens // samples,
         samples=samples,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weftune.plan.layout.stage_count import StageCount
-    from weftune.run.workers.groups import Place
+    from weftune.run.workers.groups import WorkerPlace
     from weftune.run.workers.messages import Staff
     from weftune.train.trainer import Result
 
@@ -69,7 +69,7 @@ def train(
         raise UserError("--retry goes with --resume: it names the job of an earlier run to go on with")
     if changes and not retry:
         raise UserError("--set goes with --retry JOB, which goes on with that; else edit the jobs file")
-    asked = Asked(
+    asked = TrainAsked(
         jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory,
         tuple(retry or ()), tuple(changes or ()),
     )  # fmt: skip
@@ -106,7 +106,7 @@ def train(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrainAsked:
     """What the command line says."""
 
     jobs: Path
@@ -121,7 +121,7 @@ class Asked:
     retry: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
 
-    def again(self) -> Asked:
+    def again(self) -> TrainAsked:
         """The same after a loss: what the first try has written is gone on with."""
         from weftune.jobs.read import read_run
 
@@ -145,7 +145,7 @@ class Asked:
         return [*words, *(word for key, values in repeated.items() for one in values for word in (key, one))]
 
 
-def _place() -> Place | None:
+def _place() -> WorkerPlace | None:
     """None where this is the only process: known from the environment alone, before torch is imported."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
         return None
@@ -154,7 +154,7 @@ def _place() -> Place | None:
     return place_here()
 
 
-def _check_early(asked: Asked) -> None:
+def _check_early(asked: TrainAsked) -> None:
     """All mistakes that can be found without torch, before anything is printed."""
     from weftune.cli.early import read_early, refuse_rows
     from weftune.errors import SpecError
@@ -168,7 +168,7 @@ def _check_early(asked: Asked) -> None:
     refuse_rows(run.jobs, named=True)
 
 
-def _train_here(asked: Asked, stages: int) -> None:
+def _train_here(asked: TrainAsked, stages: int) -> None:
     """On this machine, in the processes that were asked for or that the planner finds right."""
     from weftune.run.measure.devices import devices_asked
 
@@ -184,7 +184,7 @@ def _train_here(asked: Asked, stages: int) -> None:
         _train(asked, None)
 
 
-def _chosen(asked: Asked) -> StageCount:
+def _chosen(asked: TrainAsked) -> StageCount:
     """Stages or shares, as the planner finds right for this machine; says why."""
     from rich.console import Console
 
@@ -208,7 +208,7 @@ def _chosen(asked: Asked) -> StageCount:
     return choice
 
 
-def _launch(asked: Asked, stages: int) -> int:
+def _launch(asked: TrainAsked, stages: int) -> int:
     """Start a process for every stage of every replica and wait for them."""
     from weftune.base.load import inspect
     from weftune.cli.main import main
@@ -225,7 +225,7 @@ def _launch(asked: Asked, stages: int) -> int:
     return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
 
 
-def _join(asked: Asked, place: Place) -> None:
+def _join(asked: TrainAsked, place: WorkerPlace) -> None:
     """Be one rank of a pipeline: the first trains, the others obey."""
     from weftune.launch.pipeline import joined
 
@@ -234,7 +234,7 @@ def _join(asked: Asked, place: Place) -> None:
             _train(asked, staff)
 
 
-def _train(asked: Asked, staff: Staff | None) -> None:
+def _train(asked: TrainAsked, staff: Staff | None) -> None:
     from rich.console import Console
 
     from weftune.base.load import shape_at_hand
@@ -266,7 +266,7 @@ def _train(asked: Asked, staff: Staff | None) -> None:
     _finish(console, trainer.output, results, trainer.interrupted)
 
 
-def _train_on(asked: Asked, devices: tuple[str, ...]) -> None:
+def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
     """A share of the jobs on each of these devices; one device is an ordinary run."""
     from rich.console import Console
 
@@ -322,7 +322,7 @@ def _finish(
         raise typer.Exit(SOME_FAILED)
 
 
-def _named(place: Place) -> str:
+def _named(place: WorkerPlace) -> str:
     """`2 stages`, `2 replicas`, or `2 replicas of 2 stages`; `2 ranks` where stages may take turns."""
     stages = f"{place.stages} {'ranks' if place.ring else 'stages'}"
     replicas = f"{place.replicas} replicas"
@@ -331,7 +331,7 @@ def _named(place: Place) -> str:
     return replicas if place.stages == 1 else f"{replicas} of {stages}"
 
 
-def with_replicas(place: Place, replicas: int) -> Place:
+def with_replicas(place: WorkerPlace, replicas: int) -> WorkerPlace:
     from weftune.errors import UserError
 
     if place.ranks % replicas:
@@ -353,7 +353,7 @@ def gpus_of(text: str) -> int | None:
     return int(text)
 
 
-def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: Place | None) -> None:
+def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: WorkerPlace | None) -> None:
     from weftune.errors import UserError
 
     if place is not None:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Order:
+class SampleOrder:
     """A job's global batches. Every epoch has its own permutation; its last batch may be smaller.
 
     A weight of 2 shows a sample twice an epoch. Of samples with a weight of 0.5 one half is shown in an epoch

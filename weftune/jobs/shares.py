@@ -29,7 +29,7 @@ from weftune.jobs.folder import (
 )
 from weftune.jobs.states import State
 from weftune.jobs.status import RunStatus
-from weftune.plan.layout.split import Share
+from weftune.plan.layout.split import DeviceShare
 
 SHARES = ".shares"
 """The folder of the shares' stores, as long as they are at work; no job can have its name."""
@@ -52,7 +52,7 @@ def share_folders(output: Path) -> list[Path]:
 # -- before ---------------------------------------------------------------------------------------------
 
 
-def deal(output: Path, status: RunStatus, shares: Sequence[Share]) -> None:
+def deal(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
     """Make a store for every share, with all that is known of its jobs. All of them appear at once."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)

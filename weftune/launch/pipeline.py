@@ -23,8 +23,8 @@ from weftune.errors import UserError
 from weftune.launch.processes import CRASHED, be_process, forks, how_ended, log_folder, signals_to, write_pids
 from weftune.run.workers.groups import (
     LOOPBACK,
-    Place,
     Wires,
+    WorkerPlace,
     connect,
     loopback_store,
     own_gpus,
@@ -51,7 +51,7 @@ GRACE = 15.0
 
 
 @contextmanager
-def joined(place: Place, device: str | None) -> Iterator[Staff | None]:
+def joined(place: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
     """Meet the other ranks. The first gets them as its staff; any other has obeyed when this is entered."""
     if place.rank > 0:
         # Only the first rank hears of an interruption; the others end when it says so.
@@ -95,7 +95,7 @@ def _leading(staff: Staff) -> Iterator[Staff]:
     staff.dismiss()
 
 
-def _connected(place: Place, device: str | None) -> tuple[Wires, torch.device]:
+def _connected(place: WorkerPlace, device: str | None) -> tuple[Wires, torch.device]:
     from weftune.base.load import device_named
 
     found = device_named(device)

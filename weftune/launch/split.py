@@ -27,7 +27,7 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import find_profile
 from weftune.plan.cost.profile_cost import cost_of
 from weftune.plan.cost.time import CostModel
-from weftune.plan.layout.split import JobWork, Share, job_seconds, share_jobs, sheet_cost, too_large
+from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost, too_large
 from weftune.report.terminal import JobRow
 from weftune.report.words import duration_text, plural
 from weftune.run.measure.devices import devices_here
@@ -168,7 +168,7 @@ def _serve(
 
 def divide(
     ready: Sequence[Ready], cost: CostModel, hosts: Hosts, output: Path, fits: frozenset[str]
-) -> list[Share]:
+) -> list[DeviceShare]:
     """As many shares as have jobs. Whoever fits nowhere takes no time: its share will only say so."""
     capacity = hosts.options.capacity or MOST_TOKENS.get(hosts.device.type, 1024)
     seconds = {}
@@ -194,7 +194,7 @@ def work_left(job: Ready, progress: Progress) -> JobWork:
     )
 
 
-def _tasks(run: RunSpec, trainer: Trainer, shares: Sequence[Share], hosts: Hosts) -> list[Task]:
+def _tasks(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], hosts: Hosts) -> list[Task]:
     on_cpu = hosts.device.type == "cpu"
     memory = hosts.budget if on_cpu else hosts.options.memory
     return [

@@ -68,7 +68,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class CrewMember:
     task: Task
     process: Any
     connection: Connection
@@ -87,7 +87,7 @@ class Crew:
         self.view = view
         self.troubles: dict[int, Trouble] = {}
         self._logs = log_folder(output)
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, CrewMember] = {}
         self._working: set[int] = set()
         self._heard: dict[int, float] = {}
         """Share → when it last gave a sign of life."""
@@ -116,7 +116,7 @@ class Crew:
         process = context.Process(target=be_share, args=(task, theirs, log), name=f"share {task.number}")
         process.start()
         theirs.close()
-        self._members[task.number] = Member(task, process, ours, restarts)
+        self._members[task.number] = CrewMember(task, process, ours, restarts)
         self._working.add(task.number)
         self._heard[task.number] = time.monotonic()
         write_pids(self._logs, [member.process for member in self._members.values()])
@@ -142,7 +142,7 @@ class Crew:
                 member.process.kill()
                 member.process.join()
 
-    def _read(self, member: Member, has_ended: bool) -> None:
+    def _read(self, member: CrewMember, has_ended: bool) -> None:
         self._heard[member.task.number] = time.monotonic()
         try:
             while member.connection.poll():
@@ -170,7 +170,7 @@ class Crew:
             self._told.add(sentence)
             self.view.note(sentence)
 
-    def _end(self, member: Member, asked: threading.Event) -> None:
+    def _end(self, member: CrewMember, asked: threading.Event) -> None:
         member.process.join()
         member.connection.close()
         number, code = member.task.number, member.process.exitcode
@@ -191,7 +191,7 @@ class Crew:
 # -- one share ------------------------------------------------------------------------------------------
 
 
-class Told:
+class ToldByShare:
     """The view of a share: the process that started it shows what it says."""
 
     def __init__(self, connection: Connection) -> None:
@@ -227,7 +227,7 @@ def be_share(task: Task, connection: Connection, log: Path) -> None:
 
 
 def _train(task: Task, connection: Connection) -> None:
-    told = Told(connection)
+    told = ToldByShare(connection)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     threading.Thread(target=told.live, daemon=True).start()
     device = torch.device(task.options.device or "cpu")

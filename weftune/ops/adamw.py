@@ -24,7 +24,7 @@ BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class AdamState:
     """A job's flat vectors: fp32 (or float64) but for the weights, which have the base's dtype."""
 
     master: Tensor
@@ -33,9 +33,9 @@ class State:
     gradient: Tensor
     weights: Tensor
 
-    def within(self, start: int, stop: int) -> State:
+    def within(self, start: int, stop: int) -> AdamState:
         """Of the parameters from `start` to `stop`."""
-        return State(
+        return AdamState(
             master=self.master[start:stop],
             exp_avg=self.exp_avg[start:stop],
             exp_avg_sq=self.exp_avg_sq[start:stop],
@@ -48,7 +48,7 @@ class State:
 class Update:
     """What one step of a job does."""
 
-    state: State
+    state: AdamState
     step: int
     """Counted from 1."""
     learning_rate: float
@@ -59,7 +59,7 @@ class Update:
     eps: float = EPS
 
 
-def gradient_norms(states: Sequence[State]) -> Tensor:
+def gradient_norms(states: Sequence[AdamState]) -> Tensor:
     """The norm of each job's gradient, in float64 [J]."""
     if not kernels_at_hand(states[0].gradient):
         return torch.stack([state.gradient.norm().double() for state in states])
@@ -154,15 +154,15 @@ def _numbers(one: Update) -> tuple[float, ...]:
     )
 
 
-def _blocks(states: Sequence[State]) -> int:
+def _blocks(states: Sequence[AdamState]) -> int:
     return max(-(-state.master.numel() // BLOCK) for state in states)
 
 
-def _even(states: Sequence[State]) -> bool:
+def _even(states: Sequence[AdamState]) -> bool:
     return all(state.master.numel() % 16 == 0 for state in states)
 
 
-def _table(states: Sequence[State]) -> Tensor:
+def _table(states: Sequence[AdamState]) -> Tensor:
     rows = []
     for state in states:
         vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)

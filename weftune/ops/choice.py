@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.ops.choice_file import ChoiceFile, Measured
+from weftune.ops.choice_file import ChoiceFile, MeasuredOrder
 from weftune.ops.rows import Rows
 from weftune.ops.table import Group
 from weftune.ops.weave import Order, rank_block
@@ -109,7 +109,7 @@ class Choices:
         if not times:
             # No kernel of theirs runs on this device. The library's product runs on all.
             return Order.wide
-        return file.add(contest, Measured(fastest(times), times), orders).order
+        return file.add(contest, MeasuredOrder(fastest(times), times), orders).order
 
 
 def shape_of(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor | None, group: Group, rows: Rows) -> Shape:

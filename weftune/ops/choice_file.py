@@ -35,7 +35,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredOrder:
     order: Order
     microseconds: Mapping[Order, float]
     """For whoever reads the file; the choice is made."""
@@ -53,7 +53,7 @@ class ChoiceFile:
         words = (machine.device, machine.capability, "torch", machine.torch, "triton", machine.triton)
         return self.folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
 
-    def read(self) -> dict[str, Measured]:
+    def read(self) -> dict[str, MeasuredOrder]:
         """What is known, by shape and orders; nothing if the file is not there or not this machine's."""
         try:
             content = json.loads(self.path.read_bytes())
@@ -65,7 +65,7 @@ class ChoiceFile:
         entries = shapes.items() if isinstance(shapes, dict) else ()
         return {contest: found for contest, entry in entries if (found := _measured(entry)) is not None}
 
-    def add(self, contest: str, measured: Measured, orders: Sequence[Order]) -> Measured:
+    def add(self, contest: str, measured: MeasuredOrder, orders: Sequence[Order]) -> MeasuredOrder:
         """What stands from now on: what another process wrote meanwhile, if it is one of the orders."""
         known = self.read()
         if contest not in known or known[contest].order not in orders:
@@ -73,7 +73,7 @@ class ChoiceFile:
             self._write(known)
         return known[contest]
 
-    def _write(self, known: Mapping[str, Measured]) -> None:
+    def _write(self, known: Mapping[str, MeasuredOrder]) -> None:
         shapes = {contest: {"order": m.order, "microseconds": m.microseconds} for contest, m in known.items()}
         content = {"machine": asdict(self.machine), "shapes": shapes}
         try:
@@ -91,9 +91,9 @@ class ChoiceFile:
             return
 
 
-def _measured(entry: Any) -> Measured | None:
+def _measured(entry: Any) -> MeasuredOrder | None:
     try:
-        return Measured(
+        return MeasuredOrder(
             Order(entry["order"]), {Order(name): float(t) for name, t in entry["microseconds"].items()}
         )
     except (AttributeError, KeyError, TypeError, ValueError):

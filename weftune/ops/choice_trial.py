@@ -21,7 +21,7 @@ from weftune.ops.choice import Choices, Shape
 from weftune.ops.choice_file import file_for
 from weftune.ops.dropout import step_key
 from weftune.ops.rows import Rows, Seat
-from weftune.ops.table import Entry, Group, Table
+from weftune.ops.table import Entry, Group, SlotTable
 from weftune.ops.tiled import backward, forward
 from weftune.ops.weave import Order, Weave, tiling
 
@@ -113,7 +113,7 @@ def made_up_site(shape: Shape, device: torch.device) -> Site:
         return torch.randn(high, wide, generator=generator, device=device, dtype=shape.dtype)
 
     outputs = sum(shape.widths)
-    table = Table.empty(
+    table = SlotTable.empty(
         [f"part{part}" for part in range(len(shape.widths))], shape.slots, device, shape.aligned
     )
     group = Group(tuple(pairwise(accumulate(shape.widths, initial=0))), table, shape.ranks, shape.drops)

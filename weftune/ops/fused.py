@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weftune.ops.rows import BLOCK
 from weftune.ops.tiled_kernels import alignment, precision
-from weftune.ops.weave import Blocks, Weave
+from weftune.ops.weave import ProductBlocks, Weave
 
 
 def fused_y(
@@ -44,7 +44,7 @@ def _launch(
     s_TPR: Tensor,
     target: Tensor,
     weave: Weave,
-    blocks: Blocks,
+    blocks: ProductBlocks,
     backward: bool,
 ) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -47,7 +47,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SlotTable:
     """Where the kernels find each slot's adapter at each site of a group."""
 
     aligned: bool
@@ -64,11 +64,11 @@ class Table:
     crc_P: Tensor
 
     @staticmethod
-    def empty(sites: Sequence[str], slots: int, device: torch.device, aligned: bool = True) -> Table:
+    def empty(sites: Sequence[str], slots: int, device: torch.device, aligned: bool = True) -> SlotTable:
         sections = _table_shapes(len(sites), slots)
         host = torch.zeros(words(sections), dtype=torch.int32)
         buffer = torch.empty_like(host, device=device)
-        table = Table(aligned, host, buffer, *_table_views(buffer, sections))
+        table = SlotTable(aligned, host, buffer, *_table_views(buffer, sections))
         _, _, _, threshold_PS, crc_P = _table_views(host, sections)
         threshold_PS.fill_(NEVER)
         crc_P.numpy()[:] = [signed(zlib.crc32(site.encode())) for site in sites]
@@ -116,7 +116,7 @@ class Group:
 
     columns: tuple[tuple[int, int], ...]
     """The columns of the output that belong to each part."""
-    table: Table
+    table: SlotTable
     rank: int
     """No job's rank is above this."""
     drops: bool

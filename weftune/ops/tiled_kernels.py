@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weftune.ops.table import ALIGNMENT
-from weftune.ops.weave import Span, Weave
+from weftune.ops.weave import RowSpan, Weave
 
 
 def down(x_TK: Tensor, weave: Weave) -> Tensor:
@@ -82,7 +82,7 @@ def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave
 def up(
     s_TPR: Tensor,
     frozen_TW: Tensor,
-    span: Span,
+    span: RowSpan,
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     y_TN: Tensor,
@@ -249,7 +249,7 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> N
     )
 
 
-def add_dx(ds_TPR: Tensor, frozen_TW: Tensor, span: Span, dx_TK: Tensor, weave: Weave) -> None:
+def add_dx(ds_TPR: Tensor, frozen_TW: Tensor, span: RowSpan, dx_TK: Tensor, weave: Weave) -> None:
     """dx = frozen + the dropped ds · A in the columns of the span, which are all that `frozen` has."""
     from weftune.ops.triton import site_gradients
 

@@ -59,7 +59,7 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class KernelLaunch:
     """The block that a program of one kernel takes."""
 
     columns: int
@@ -70,7 +70,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Consecutive blocks of columns, and the columns that they have together."""
 
     first: int
@@ -80,7 +80,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class ProductBlocks:
     """What a program of a fused product takes at a time, and how many of them there are."""
 
     columns: int
@@ -94,15 +94,15 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    down: Launch
-    up: Launch
+    down: KernelLaunch
+    up: KernelLaunch
     """Also of the adapters' part of dx."""
-    ds_db: Launch
-    db: Launch
+    ds_db: KernelLaunch
+    db: KernelLaunch
     """Of dB alone: small enough to find room beside a product."""
-    da: Launch
-    y: Blocks
-    dx: Blocks
+    da: KernelLaunch
+    y: ProductBlocks
+    dx: ProductBlocks
     split: int
     """Programs that share the sum over K of one tile."""
     ds_split: int
@@ -174,14 +174,14 @@ def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tilin
     return replace(chosen, split=split, ds_split=ds_split)
 
 
-def _split(wanted: int, width: int, launch: Launch) -> int:
+def _split(wanted: int, width: int, launch: KernelLaunch) -> int:
     """In how many shares a sum over so many columns is made: a power of two, so that few kernels are
     compiled."""
     most = max(1, min(wanted, width // (4 * launch.columns)))
     return 1 << most.bit_length() - 1
 
 
-def _crowded(rows: Rows, group: Group, launch: Launch, device: torch.device) -> bool:
+def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
     """Whether there are more programs than multiprocessors: then two share one, with less loaded ahead."""
     blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
     return blocks * -(-len(rows.token_index_T) // rows.piece) > _programs(device)
@@ -228,7 +228,7 @@ def _has_copy_engines(device: torch.device) -> bool:
 
 def _blocks(
     rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
-) -> Blocks:
+) -> ProductBlocks:
     """Of the widths that no part straddles, the one that the rounds of programs take the least time with."""
     programs = _programs(device)
     fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
@@ -239,7 +239,7 @@ def _blocks(
     return product_blocks(min(fitting, key=time), dtype, programs)
 
 
-def _leaving_room(blocks: Blocks, rows: int, outputs: int) -> Blocks:
+def _leaving_room(blocks: ProductBlocks, rows: int, outputs: int) -> ProductBlocks:
     """With no more programs than its rounds need: other multiprocessors are for what runs beside."""
     tiles = _tiles(rows, outputs, blocks.columns)
     rounds = max(1, -(-tiles // blocks.programs))
@@ -250,10 +250,10 @@ def _tiles(rows: int, outputs: int, columns: int) -> int:
     return -(-rows // BLOCK) * -(-outputs // columns)
 
 
-def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> Blocks:
+def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBlocks:
     """Blocks of so many columns that fit the registers and the shared memory."""
     wide = columns == 256
-    return Blocks(
+    return ProductBlocks(
         columns=columns,
         inner=128 // dtype.itemsize,
         stages=3 if wide else 4,
@@ -267,20 +267,20 @@ def _programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def _for_16_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
+def _for_16_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     rank, together = rank_block(group.rank), parts_together(group)
     few, span = rank <= 64, together * rank
     # Each part's mask is a tile in registers.
     columns = 64 if group.drops and together > 1 else 128
-    da = Launch(128, warps=8, stages=3) if span <= 64 else Launch(64, warps=8, stages=2)
+    da = KernelLaunch(128, warps=8, stages=3) if span <= 64 else KernelLaunch(64, warps=8, stages=2)
     if together < len(group.columns):
-        da = Launch(64, warps=8, stages=1)
-    many = Launch(64, warps=8, stages=2)
-    ds_db = Launch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
-    db = Launch(128, warps=4, stages=2) if rank <= 32 else Launch(128, warps=8, stages=3)
+        da = KernelLaunch(64, warps=8, stages=1)
+    many = KernelLaunch(64, warps=8, stages=2)
+    ds_db = KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
+    db = KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3)
     return Tiling(
-        down=Launch(columns, warps=4, stages=3 if group.drops else 4) if span <= 64 else many,
-        up=Launch(128 if few else 64, warps=4, stages=1),
+        down=KernelLaunch(columns, warps=4, stages=3 if group.drops else 4) if span <= 64 else many,
+        up=KernelLaunch(128 if few else 64, warps=4, stages=1),
         ds_db=ds_db if few else many,
         db=db if few else many,
         da=da,
@@ -295,7 +295,7 @@ def _for_16_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
 def _lean(tiling: Tiling) -> Tiling:
     """Half the columns, and loads at most one step ahead: for GPUs made for desks."""
 
-    def lean(launch: Launch) -> Launch:
+    def lean(launch: KernelLaunch) -> KernelLaunch:
         return replace(launch, columns=launch.columns // 2, stages=min(2, launch.stages))
 
     return replace(
@@ -315,8 +315,8 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
-def _for_32_bits(group: Group, y: Blocks, dx: Blocks) -> Tiling:
+def _for_32_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     """Exact float32 has no tensor core: operands live in registers, so the blocks are small."""
-    launch = Launch(32, warps=8, stages=1, rows=32)
+    launch = KernelLaunch(32, warps=8, stages=1, rows=32)
     one_read = rank_block(group.rank) <= ONE_READ_RANKS
     return Tiling(launch, launch, launch, launch, launch, y, dx, split=1, ds_split=1, one_read=one_read)

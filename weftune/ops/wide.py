@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weftune.ops.tiled_kernels import add_dx, up
-from weftune.ops.weave import Span, Weave
+from weftune.ops.weave import RowSpan, Weave
 
 SPAN_BYTES = 256 << 20
 """Of a product in float32 that are in memory at a time; only a block of columns is never cut."""
@@ -53,14 +53,14 @@ def wide_dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> T
     return dx_TK
 
 
-def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[Span]:
+def spans(parts: tuple[tuple[int, int], ...], columns: int, rows: int) -> Iterator[RowSpan]:
     """All blocks of so many columns, no part sharing one with the next, in as few spans as are allowed."""
     edges = [(at, min(at + columns, high)) for low, high in parts for at in range(low, high, columns)]
     most = max(1, SPAN_BYTES // (torch.float32.itemsize * rows * columns))
     count = -(-len(edges) // most)
     for turn in range(count):
         first, end = turn * len(edges) // count, (turn + 1) * len(edges) // count
-        yield Span(first, end - first, edges[first][0], edges[end - 1][1])
+        yield RowSpan(first, end - first, edges[first][0], edges[end - 1][1])
 
 
 def in_float32(left: Tensor, right: Tensor) -> Tensor:

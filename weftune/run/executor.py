@@ -34,7 +34,7 @@ from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, Sa
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.measure.timers import Stopwatch
 from weftune.run.passes.adapted import Woven
-from weftune.run.passes.rows import Laid, lay
+from weftune.run.passes.rows import LaidMicrobatch, lay
 from weftune.run.passes.scorer import Scores
 from weftune.run.training import checkpoint
 from weftune.run.training.evaluation import Evaluations, EvaluationSums
@@ -61,14 +61,14 @@ class _Flight:
     """A microbatch between its Forward and its Backward."""
 
     plan: MicrobatchPlan
-    laid: Laid
+    laid: LaidMicrobatch
     scores: Scores
     watch: Stopwatch
     settled: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedPass:
     """A pass that the device has yet to finish: it holds no tensors of it."""
 
     plan: MicrobatchPlan
@@ -77,22 +77,22 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StepsAsked:
     """Steps that have yet to be made, and the passes before them."""
 
     begun: Underway
     watch: Laps
     settled: bool
-    timed: list[Timed]
+    timed: list[TimedPass]
 
 
 class Executor(Woven):
     def __init__(self, base: Base, route: Route | None = None, graphs: bool = True) -> None:
         super().__init__(base, route, graphs)
         self._flights: dict[int, _Flight] = {}
-        self._next: tuple[MicrobatchPlan, Laid] | None = None
-        self._timed: list[Timed] = []
-        self._asked: Asked | None = None
+        self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
+        self._timed: list[TimedPass] = []
+        self._asked: StepsAsked | None = None
         self._made: set[str] = set()
         """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
         self._looks = Evaluations(NOTHING_TO_DO)
@@ -175,7 +175,7 @@ class Executor(Woven):
             laid = self._laid(plan, fetch)
             self._flights[number] = self._forward(plan, laid, program, watch)
 
-    def _laid(self, plan: MicrobatchPlan, fetch: Fetch) -> Laid:
+    def _laid(self, plan: MicrobatchPlan, fetch: Fetch) -> LaidMicrobatch:
         if self._next is not None and self._next[0] == plan:
             return self._next[1]
         return lay(fetch(plan, False), plan.rows, self.base.device)
@@ -188,7 +188,9 @@ class Executor(Woven):
             if plan.segments and Forward(number + 1) in program.actions:
                 self._next = plan, lay(fetch(plan, False), plan.rows, self.base.device)
 
-    def _forward(self, plan: MicrobatchPlan, laid: Laid, program: Program, watch: Stopwatch) -> _Flight:
+    def _forward(
+        self, plan: MicrobatchPlan, laid: LaidMicrobatch, program: Program, watch: Stopwatch
+    ) -> _Flight:
         captures = self.captures
         h_TD = self.passes.forward(laid, self.route)
         settled = self._again("pass") and (
@@ -211,13 +213,13 @@ class Executor(Woven):
         self.passes.backward(flight.scores.gradient_TD(self.dead))
         self._collect(flight.scores)
         flight.watch.mark()
-        self._timed.append(Timed(flight.plan, flight.watch, flight.settled))
+        self._timed.append(TimedPass(flight.plan, flight.watch, flight.settled))
         self._lay_ahead(number, program, fetch)
         if self._stream is None:
             yield from self._passed(self._timed)
             self._timed.clear()
 
-    def _passed(self, passes: Sequence[Timed]) -> Iterator[Event]:
+    def _passed(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
         """Report passes; the device must have done them."""
         for timed in passes:
             forward, backward = timed.watch.laps()
@@ -252,7 +254,7 @@ class Executor(Woven):
         if kernels_run(master.device, master.dtype):
             begun = begin_steps(due)
             watch.mark()
-            self._asked = Asked(begun, watch, settled, self._timed)
+            self._asked = StepsAsked(begun, watch, settled, self._timed)
             self._timed = []
             return
         outcomes = take_steps(due)
@@ -302,7 +304,9 @@ class Executor(Woven):
         laid = lay(microbatch, microbatch.rows, self.base.device)
         yield from self._evaluated(alive, laid, watch, self.passes.look(laid, self.route))
 
-    def _evaluated(self, plan: MicrobatchPlan, laid: Laid, watch: Watch, h_TD: Tensor) -> Iterator[Event]:
+    def _evaluated(
+        self, plan: MicrobatchPlan, laid: LaidMicrobatch, watch: Watch, h_TD: Tensor
+    ) -> Iterator[Event]:
         """Add a microbatch, of which these are the last hidden states, to its jobs' evaluations."""
         sums = self.scorer.evaluate(h_TD, laid)
         watch.mark()

@@ -30,7 +30,7 @@ from weftune.plan.program.program import (
     Forward,
     GlobalBatch,
     MicrobatchPlan,
-    Placed,
+    PlacedSample,
     Program,
     SegmentPlan,
     Step,
@@ -52,7 +52,7 @@ Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ProfileCase:
     """A pass to measure: every job has samples of one length, the same number of them."""
 
     jobs: int = 1
@@ -69,22 +69,22 @@ class Case:
 
 
 CASES = (
-    Case(samples=1, length=64),
-    Case(samples=4, length=64),
-    Case(samples=1, length=256),
-    Case(samples=4, length=64, supervised=0.1),
-    Case(samples=16, length=32, supervised=0.5),
-    Case(samples=1, length=512, supervised=0.1),
-    Case(samples=8, length=128, supervised=0.25),
-    Case(jobs=4, samples=1, length=64, supervised=0.5),
-    Case(jobs=4, samples=4, length=32, supervised=0.1),
-    Case(samples=4, length=64, rank=RANKS[1], supervised=0.5),
-    Case(jobs=2, samples=4, length=64, rank=RANKS[1], supervised=0.1),
-    Case(samples=1, length=64, training=False),
-    Case(samples=8, length=64, supervised=0.25, training=False),
-    Case(samples=1, length=512, supervised=0.25, training=False),
-    Case(jobs=4, samples=1, length=64, supervised=0.1, training=False),
-    Case(samples=4, length=64, rank=RANKS[1], training=False),
+    ProfileCase(samples=1, length=64),
+    ProfileCase(samples=4, length=64),
+    ProfileCase(samples=1, length=256),
+    ProfileCase(samples=4, length=64, supervised=0.1),
+    ProfileCase(samples=16, length=32, supervised=0.5),
+    ProfileCase(samples=1, length=512, supervised=0.1),
+    ProfileCase(samples=8, length=128, supervised=0.25),
+    ProfileCase(jobs=4, samples=1, length=64, supervised=0.5),
+    ProfileCase(jobs=4, samples=4, length=32, supervised=0.1),
+    ProfileCase(samples=4, length=64, rank=RANKS[1], supervised=0.5),
+    ProfileCase(jobs=2, samples=4, length=64, rank=RANKS[1], supervised=0.1),
+    ProfileCase(samples=1, length=64, training=False),
+    ProfileCase(samples=8, length=64, supervised=0.25, training=False),
+    ProfileCase(samples=1, length=512, supervised=0.25, training=False),
+    ProfileCase(jobs=4, samples=1, length=64, supervised=0.1, training=False),
+    ProfileCase(samples=4, length=64, rank=RANKS[1], training=False),
 )
 """For a CPU. A GPU's passes are `GPU_SCALE` times as large: below that it waits for the host."""
 GPU_SCALE = 4
@@ -122,7 +122,7 @@ def key_here(shape: ModelShape, device: torch.device) -> ProfileKey:
     return key_of(shape, "cpu", cpu_threads())
 
 
-def _cases(device: torch.device) -> Sequence[Case]:
+def _cases(device: torch.device) -> Sequence[ProfileCase]:
     if device.type == "cpu":
         return CASES
     return [replace(case, samples=GPU_SCALE * case.samples) for case in CASES]
@@ -161,7 +161,7 @@ class _Bench:
     def __exit__(self, *_: object) -> None:
         self.executor.unweave()
 
-    def measure(self, case: Case) -> _Found:
+    def measure(self, case: ProfileCase) -> _Found:
         """The median of its settled passes; nothing where it does not fit."""
         names = [f"job{number}" for number in range(case.jobs)]
         spec = LoraSpec(rank=case.rank, alpha=float(case.rank))
@@ -177,7 +177,7 @@ class _Bench:
             for name in names:
                 self.executor.detach(name)
 
-    def _run(self, case: Case, names: Sequence[str]) -> _Found:
+    def _run(self, case: ProfileCase, names: Sequence[str]) -> _Found:
         release(self.base.device)
         own_peak = begin_peak(self.base.device)
         before = resident_bytes(self.base.device)
@@ -202,7 +202,7 @@ class _Bench:
         return _microbatch(plan, self.base.shape.vocabulary)
 
 
-def _program(case: Case, names: Sequence[str], rounds: int) -> Program:
+def _program(case: ProfileCase, names: Sequence[str], rounds: int) -> Program:
     actions: list[Forward | Backward | Evaluate | Step] = []
     batches, microbatches = [], []
     for number in range(rounds):
@@ -217,10 +217,10 @@ def _program(case: Case, names: Sequence[str], rounds: int) -> Program:
     return Program(case.tokens, tuple(microbatches), tuple(batches), (tuple(actions),))
 
 
-def _batch(case: Case, name: str, step: int) -> GlobalBatch:
+def _batch(case: ProfileCase, name: str, step: int) -> GlobalBatch:
     supervised = max(1, int(case.supervised * (case.length - 1)))
     samples = tuple(
-        Placed(number, case.length, number * case.length, supervised) for number in range(case.samples)
+        PlacedSample(number, case.length, number * case.length, supervised) for number in range(case.samples)
     )
     return GlobalBatch(name, step, samples, supervised * case.samples)
 
@@ -239,7 +239,7 @@ def _microbatch(plan: MicrobatchPlan, vocabulary: int) -> Microbatch:
     )
 
 
-def _targets(placed: Placed, vocabulary: int) -> Tensor:
+def _targets(placed: PlacedSample, vocabulary: int) -> Tensor:
     targets_L = torch.full((placed.length,), IGNORED)
     targets_L[-placed.supervised :] = torch.randint(vocabulary, (placed.supervised,))
     return targets_L

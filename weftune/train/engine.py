@@ -29,8 +29,8 @@ from weftune.plan.program.layout import in_stages
 from weftune.run.measure.memory import budget_bytes, limit_bytes, taken_bytes
 from weftune.run.profile import key_here
 from weftune.run.stream.executor import StreamExecutor
-from weftune.run.workers.driver import Pipeline, open_pipeline
-from weftune.run.workers.groups import Place, own_gpus
+from weftune.run.workers.driver import Driver, open_pipeline
+from weftune.run.workers.groups import WorkerPlace, own_gpus
 from weftune.run.workers.messages import Staff
 from weftune.train.journal import Journal
 from weftune.train.loop import Loop
@@ -138,7 +138,7 @@ def _profile(setup: Setup, shape: ModelShape, device: torch.device) -> Profile |
 
 @dataclass(frozen=True, slots=True)
 class InStages:
-    pipeline: Pipeline
+    pipeline: Driver
     memory: MemoryModel
     most: int
 
@@ -159,19 +159,19 @@ def _in_stages(setup: Setup, staff: Staff, note: Callable[[str], None]) -> InSta
     return InStages(pipeline, memory, setup.most)
 
 
-def _stage_memory(setup: Setup, place: Place, held: Sequence[LayerRange]) -> MemoryModel:
+def _stage_memory(setup: Setup, place: WorkerPlace, held: Sequence[LayerRange]) -> MemoryModel:
     budget, taken = _resident_budget(setup) // _sharing(setup, place), taken_bytes(setup.device)
     if place.stages == 1:
         return MemoryModel(setup.shape, budget, taken)
     return stage_memory(setup.shape, held, budget, taken)
 
 
-def _sharing(setup: Setup, place: Place) -> int:
+def _sharing(setup: Setup, place: WorkerPlace) -> int:
     """Ranks on one device."""
     return 1 if own_gpus(place, setup.device) else place.local_ranks
 
 
-def _layers(setup: Setup, place: Place, note: Callable[[str], None]) -> tuple[LayerRange, ...]:
+def _layers(setup: Setup, place: WorkerPlace, note: Callable[[str], None]) -> tuple[LayerRange, ...]:
     """Of every stage, as this first rank cuts for all; a replica that is one process holds all."""
     shape = setup.shape
     if place.stages == 1:
@@ -230,7 +230,7 @@ def _streamed(setup: Setup, chosen: Streaming) -> Streamed:
 
 @dataclass(frozen=True, slots=True)
 class OverRanks:
-    pipeline: Pipeline
+    pipeline: Driver
     memory: RanksMemory
     choice: RanksChoice
 
@@ -242,7 +242,7 @@ class OverRanks:
         return RankedLoop(self.pipeline, tokenizer, store, self.memory, self.choice, journal)
 
 
-def _rank_streaming(setup: Setup, place: Place, jobs: Sequence[JobShape]) -> RankStreaming | None:
+def _rank_streaming(setup: Setup, place: WorkerPlace, jobs: Sequence[JobShape]) -> RankStreaming | None:
     """Only where it was asked for, since ranks are wired for it when they meet."""
     if not place.ring or setup.gpu_memory is None:
         return None

@@ -13,12 +13,12 @@ from weftune.adapters.kind import kind_named
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.collate import Part, collate
-from weftune.data.order import Order
+from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, prepare
 from weftune.data.samples import Samples
 from weftune.errors import AdapterError, DataError, Mistake
 from weftune.jobs.spec import JobSpec, in_steps
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample
 from weftune.plan.window.rounds import Course
 from weftune.run.training.schedule import Recipe
 
@@ -31,7 +31,7 @@ LEAST_SAVE_EVERY = 25
 class Ready:
     spec: JobSpec
     data: Prepared
-    order: Order
+    order: SampleOrder
     recipe: Recipe
     shape: JobShape
     evaluate_at: frozenset[int]
@@ -60,7 +60,7 @@ class Ready:
             self.name, step, _placed(self.data.train, chosen), int(self.data.train.supervised[chosen].sum())
         )
 
-    def _held_out(self) -> tuple[Placed, ...]:
+    def _held_out(self) -> tuple[PlacedSample, ...]:
         held_out = self.data.evaluation
         return () if held_out is None else _placed(held_out, np.arange(len(held_out)))
 
@@ -84,7 +84,7 @@ def make_ready(
         data = prepare(spec.data, spec.eval, tokenizer, cache, context=shape.context, progress=progress)
     except DataError as error:
         raise DataError(_named(spec.name, mistake) for mistake in error.mistakes) from None
-    order = Order(len(data.train), spec.batch_size, spec.seed, data.train.weights)
+    order = SampleOrder(len(data.train), spec.batch_size, spec.seed, data.train.weights)
     steps = spec.total_steps(order.steps_per_epoch)
     steps = steps if max_steps is None else min(steps, max_steps)
     lengths = [samples.lengths.max() for samples in (data.train, data.evaluation) if samples is not None]
@@ -130,11 +130,13 @@ def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> 
     return collate(parts)
 
 
-def _placed(samples: Samples, chosen: np.ndarray) -> tuple[Placed, ...]:
+def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
     lengths = samples.lengths[chosen].tolist()
     offsets = np.cumsum([0, *lengths[:-1]]).tolist()
     supervised = samples.supervised[chosen].tolist()
-    return tuple(Placed(*item) for item in zip(chosen.tolist(), lengths, offsets, supervised, strict=True))
+    return tuple(
+        PlacedSample(*item) for item in zip(chosen.tolist(), lengths, offsets, supervised, strict=True)
+    )
 
 
 def _saves(spec: JobSpec, steps: int) -> frozenset[int]:

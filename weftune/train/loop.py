@@ -34,7 +34,7 @@ from weftune.run.executor import Executor
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Training, new_training
-from weftune.run.workers.driver import Pipeline
+from weftune.run.workers.driver import Driver
 from weftune.train.job import Ready, lay_out
 from weftune.train.journal import Journal, Window
 from weftune.train.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
@@ -66,7 +66,7 @@ class Ahead:
 
 
 @dataclass(slots=True)
-class Timed:
+class TimedWindow:
     """What was measured in the window that runs."""
 
     passes: list[PassTime] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Loop:
         most: int,
         journal: Journal,
         cost: CostModel | None = None,
-        executor: Executor | Pipeline | None = None,
+        executor: Executor | Driver | None = None,
     ) -> None:
         self.base = base
         self.tokenizer = tokenizer
@@ -107,7 +107,7 @@ class Loop:
         self.journal = journal
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
-        self.executor: Executor | Pipeline = executor or Executor(base)
+        self.executor: Executor | Driver = executor or Executor(base)
         self.rounds = ROUNDS
         self.learned = Learned(
             known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)
@@ -119,7 +119,7 @@ class Loop:
         self.programs_run: list[Program] | None = None
         """Every executed Program, where a test or a benchmark asks for them by setting a list."""
         self._endings: dict[str, Ending] = {}
-        self._timed = Timed()
+        self._timed = TimedWindow()
         self._crowd: int | None = None
 
     # -- jobs come ---------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Loop:
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         company = {name: self.jobs[name].shape for name in self.executor.aboard}
         promise = self._promise(program, company)
-        self._timed = Timed()
+        self._timed = TimedWindow()
         own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
         if not own_peak:
             # What will be measured is the highest peak so far, so that is what is promised.

@@ -15,7 +15,7 @@ from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import Pacing, plan_window
 from weftune.report.timelines import Drawn, Timelines, drawn, write_timelines
-from weftune.run.workers.driver import Pipeline
+from weftune.run.workers.driver import Driver
 from weftune.run.workers.trace import Trace, timeline_of
 from weftune.train.journal import Journal
 from weftune.train.loop import Callback, Loop, Room
@@ -36,7 +36,7 @@ def stage_memory(shape: ModelShape, held: Sequence[LayerRange], budget: int, tak
 class PipelinedLoop(Loop):
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Driver,
         tokenizer: Any,
         store: Store,
         memory: MemoryModel,

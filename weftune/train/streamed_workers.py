@@ -27,8 +27,8 @@ from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
 from weftune.run.measure.link import measure_link
 from weftune.run.measure.memory import taken_bytes
-from weftune.run.workers.driver import Pipeline
-from weftune.run.workers.groups import Place
+from weftune.run.workers.driver import Driver
+from weftune.run.workers.groups import WorkerPlace
 from weftune.train.journal import Journal
 from weftune.train.loop import Callback, Room
 from weftune.train.pipelined import PipelinedLoop, stage_memory
@@ -54,7 +54,7 @@ def rank_streaming(
     spec: BaseSpec,
     shape: ModelShape,
     jobs: Sequence[JobShape],
-    ranks: Place,
+    ranks: WorkerPlace,
     device: torch.device,
     budget: int,
     most: int,
@@ -103,7 +103,7 @@ def _for_most(attempt: Callable[[int], RanksChoice | PlanError], count: int) -> 
     return found[0]
 
 
-def _parted(shape: ModelShape, ranks: Place, budget: int, on_gpu: bool) -> MemoryModel:
+def _parted(shape: ModelShape, ranks: WorkerPlace, budget: int, on_gpu: bool) -> MemoryModel:
     """What a rank needs whose part of the base stays; a pretended device has nothing but that on it."""
     memory = replace(stage_memory(shape, cut_layers(shape, ranks.stages), budget), fused=on_gpu)
     return memory if on_gpu else replace(memory, fit=MemoryFit(slack=0.0))
@@ -112,7 +112,7 @@ def _parted(shape: ModelShape, ranks: Place, budget: int, on_gpu: bool) -> Memor
 class RankedLoop(PipelinedLoop):
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Driver,
         tokenizer: Any,
         store: Store,
         memory: RanksMemory,

@@ -7,7 +7,7 @@ import pytest
 from tests.plan.costs import SHAPE, TRUTH, program, work
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import Rate, Terms, counts, terms_of, work_of
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 
 
 def test_a_program_costs_its_passes_looks_steps_and_saves() -> None:
@@ -28,8 +28,8 @@ def test_every_term_has_its_own_count() -> None:
 
 def test_work_counts_padding_as_rows_and_each_adapter_by_its_own_rows() -> None:
     segments = (
-        SegmentPlan("a", 1, (Placed(0, 3, 0, 1), Placed(1, 4, 3, 2))),
-        SegmentPlan("b", 1, (Placed(0, 5, 0, 5),)),
+        SegmentPlan("a", 1, (PlacedSample(0, 3, 0, 1), PlacedSample(1, 4, 3, 2))),
+        SegmentPlan("b", 1, (PlacedSample(0, 5, 0, 5),)),
     )
     found = work_of(MicrobatchPlan(segments, rung=16), {"a": 10, "b": 100})
     assert (found.tokens, found.squares, found.samples, found.supervised) == (16, 9 + 16 + 25, 3, 8)
@@ -45,7 +45,7 @@ def test_a_model_without_a_level_has_no_price() -> None:
 
 def test_alone_costs_one_pass_for_each_microbatch_of_one_job() -> None:
     model = replace(TRUTH, forward=Terms(fixed=1.0), backward=Terms())
-    batch = GlobalBatch("a", 1, (Placed(0, 30, 0), Placed(1, 50, 30)), supervised=80)
+    batch = GlobalBatch("a", 1, (PlacedSample(0, 30, 0), PlacedSample(1, 50, 30)), supervised=80)
     assert model.alone_seconds([batch, batch], 64, {"a": 1}) == pytest.approx(4.0)
 
 

@@ -12,7 +12,7 @@ from weftune.plan.cost.estimate import Speed
 from weftune.plan.cost.memory import SLACK_BYTES, MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.layout.split import JobWork, job_seconds, share_jobs, sheet_cost, too_large
-from weftune.plan.program.program import GlobalBatch, Placed
+from weftune.plan.program.program import GlobalBatch, PlacedSample
 
 HIDDEN, LAYERS, VOCABULARY = 256, 4, 1000
 SITES = tuple(
@@ -67,8 +67,8 @@ def test_moves_and_swaps_better_what_longest_first_leaves():
 
 
 def work(steps=10, lengths=(50, 60), looks=0, held_out=(), trainable=1000):
-    samples = tuple(Placed(n, length, 0, length) for n, length in enumerate(lengths))
-    held = tuple(Placed(n, length, 0, length) for n, length in enumerate(held_out))
+    samples = tuple(PlacedSample(n, length, 0, length) for n, length in enumerate(lengths))
+    held = tuple(PlacedSample(n, length, 0, length) for n, length in enumerate(held_out))
     shape = JobShape("a", 0, 0, trainable=trainable, longest=max((*lengths, *held_out)))
     batch = GlobalBatch("a", 1, samples, sum(lengths))
     return JobWork(shape=shape, steps=steps, batches=(batch,), looks=looks, held_out=held)

@@ -34,7 +34,7 @@ from weftune.plan.cost.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, hungriest
 from weftune.plan.layout.ring import PIECE, PIECES, ROUNDS
 from weftune.plan.layout.search import plain_drafts
-from weftune.plan.layout.stream_choice import WAYS, Way, capacities, choose_stream
+from weftune.plan.layout.stream_choice import WAYS, StreamWay, capacities, choose_stream
 from weftune.plan.window.window import plan_window
 
 
@@ -307,7 +307,7 @@ def test_inputs_are_kept_where_offloading_gains_nothing():
 def test_a_company_fits_with_inputs_offloaded_that_does_not_fit_with_inputs_kept():
     company, device = offload_company(), gpu(ENDS + 5000 + 6 * LAYER)
     with pytest.raises(PlanError, match="the jobs do not fit together"):
-        choose_stream(base(16), company, device, 64, 2000, [Way(False, False)])
+        choose_stream(base(16), company, device, 64, 2000, [StreamWay(False, False)])
     choice = choose_stream(base(16), company, device, 64, 2000)
     assert choice.cut.offloads
     assert choice.device_bytes <= device.budget

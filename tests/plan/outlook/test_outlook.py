@@ -18,7 +18,7 @@ from weftune.plan.outlook.forecast import run_scheme
 from weftune.plan.outlook.outlook import outlook
 from weftune.plan.outlook.places import ALIKE, places
 from weftune.plan.outlook.rivals import rivals
-from weftune.plan.outlook.scheme import Order
+from weftune.plan.outlook.scheme import SchemeOrder
 from weftune.plan.outlook.search import PIPELINE_ORDERS
 from weftune.plan.program.check import check
 from weftune.plan.program.recompute import NOTHING
@@ -72,7 +72,7 @@ def test_a_pipeline_beats_every_alternative_and_each_device_has_room(four):
     slowest = max(one.bubbles for one in four.alternatives)
     assert four.forecast.bubbles < 0.25 < slowest
     assert four.forecast.fits
-    scheme = replace(four.scheme, order=Order.alternating)
+    scheme = replace(four.scheme, order=SchemeOrder.alternating)
     alternating = run_scheme(scheme, four.jobs, four.ground, four.layout).forecast
     needs = zip(alternating.peaks, four.layout.need_bytes, strict=True)
     assert all(peak + four.layout.beside_bytes <= need * 1.01 for peak, need in needs)
@@ -91,7 +91,7 @@ def test_an_ablation_has_a_row_for_each_mechanism_and_none_of_them_gains(four):
     assert list(dict.fromkeys(names))[:5] == ["packing", "merging", "sharing", "order", "partition"]
     assert {row.instead for row in rows if row.mechanism == "order"} | {four.scheme.order} == {
         *PIPELINE_ORDERS,
-        Order.gpipe,
+        SchemeOrder.gpipe,
     }
     assert len([row for row in rows if row.instead.startswith("groups by")]) == 4
     costs = {row.instead: row.cost for row in rows if not row.added}

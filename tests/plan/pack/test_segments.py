@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weftune.plan.pack.segments import pack_segments, rung
-from weftune.plan.program.program import Placed, SegmentPlan
+from weftune.plan.program.program import PlacedSample, SegmentPlan
 
 
 def test_rungs_are_never_far_above_and_never_below() -> None:
@@ -17,7 +17,7 @@ def test_rungs_are_never_far_above_and_never_below() -> None:
 
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=60), st.integers(1024, 8192))
 def test_on_the_ladder_no_microbatch_more_is_needed_and_all_keep_to_the_capacity(lengths, capacity):
-    samples = tuple(Placed(i, length, sum(lengths[:i])) for i, length in enumerate(lengths))
+    samples = tuple(PlacedSample(i, length, sum(lengths[:i])) for i, length in enumerate(lengths))
     plain = pack_segments([SegmentPlan("a", 1, samples)], capacity)
     laddered = pack_segments([SegmentPlan("a", 1, samples)], capacity, ladder=True)
     assert len(laddered) == len(plain)
@@ -26,7 +26,7 @@ def test_on_the_ladder_no_microbatch_more_is_needed_and_all_keep_to_the_capacity
 
 
 def test_microbatches_of_a_round_on_the_ladder_are_evenly_full() -> None:
-    samples = tuple(Placed(i, 100, 100 * i) for i in range(100))
+    samples = tuple(PlacedSample(i, 100, 100 * i) for i in range(100))
     rows = [one.rows for one in pack_segments([SegmentPlan("a", 1, samples)], 8192, ladder=True)]
     assert len(rows) == 2
     assert sum(rows) <= 1.05 * 10_000

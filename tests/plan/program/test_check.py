@@ -18,7 +18,7 @@ from weftune.plan.program.program import (
     IllegalProgram,
     Load,
     MicrobatchPlan,
-    Placed,
+    PlacedSample,
     Program,
     Recv,
     Reduce,
@@ -35,7 +35,8 @@ from weftune.plan.window.window import plan_window
 def placed(lengths):
     offsets = [sum(lengths[:i]) for i in range(len(lengths))]
     return tuple(
-        Placed(i, length, offset) for i, (length, offset) in enumerate(zip(lengths, offsets, strict=True))
+        PlacedSample(i, length, offset)
+        for i, (length, offset) in enumerate(zip(lengths, offsets, strict=True))
     )
 
 
@@ -401,7 +402,7 @@ def test_a_load_of_a_stage_that_is_already_there_is_refused():
 
 def in_chunks(*actions):
     """One sample of three chunks, each a microbatch of its own."""
-    chunks = tuple(Placed(0, 4, offset) for offset in (0, 4, 8))
+    chunks = tuple(PlacedSample(0, 4, offset) for offset in (0, 4, 8))
     microbatches = tuple(MicrobatchPlan((SegmentPlan("a", 1, (chunk,)),)) for chunk in chunks)
     batches = (GlobalBatch("a", 1, chunks, 12),)
     return Program(4, microbatches, batches, ((*actions, Step("a", 1)),), chunk=4)
@@ -432,7 +433,7 @@ def test_chunks_out_of_order_are_refused(actions, sentence):
 
 def on_one_device(*actions):
     """One microbatch through three stages of one device."""
-    sample = (Placed(0, 4, 0),)
+    sample = (PlacedSample(0, 4, 0),)
     microbatches = (MicrobatchPlan((SegmentPlan("a", 1, sample),)),)
     batches = (GlobalBatch("a", 1, sample, 4),)
     return Program(4, microbatches, batches, ((*actions, Step("a", 1)),), stages=(0, 0, 0))

@@ -10,17 +10,17 @@ from tests.plan.pipelines import load, loads, pipelines, stage
 from weftune.plan.cost.time import Line
 from weftune.plan.studies.bucket import arrange, bucket, end_to_end, make_bucket
 from weftune.plan.studies.fuse import fuse
-from weftune.plan.studies.stage import Pass, Pipeline
+from weftune.plan.studies.stage import PipelineCost, StagePass
 
 
-def talkative(stages: int, communication: float, microbatches: int = 8) -> Pipeline:
+def talkative(stages: int, communication: float, microbatches: int = 8) -> PipelineCost:
     """Stages whose forward and backward each take a second and communicate for so long."""
-    one = Pass(Line(1.0, 0.0), communication=Line(communication, 0.0))
-    return Pipeline((stage(one, one),) * stages, microbatches)
+    one = StagePass(Line(1.0, 0.0), communication=Line(communication, 0.0))
+    return PipelineCost((stage(one, one),) * stages, microbatches)
 
 
 def test_one_bucket_of_one_group_takes_what_the_stage_model_says():
-    pipe = Pipeline((stage(), stage(backward=Pass(Line(5.0, 0.0)))), 6)
+    pipe = PipelineCost((stage(), stage(backward=StagePass(Line(5.0, 0.0)))), 6)
     group = load("a", 30, seconds=0.3)
     found = bucket([group], pipe)
     assert found.seconds == pytest.approx(pipe.first_seconds(group))
@@ -29,7 +29,7 @@ def test_one_bucket_of_one_group_takes_what_the_stage_model_says():
 
 def test_without_communication_every_group_is_a_bucket_of_its_own():
     groups = [load(f"job{number}", 100, stages=4) for number in range(4)]
-    found = bucket(groups, Pipeline((stage(),) * 4, 4))
+    found = bucket(groups, PipelineCost((stage(),) * 4, 4))
     assert [len(one.groups) for one in found.buckets] == [1, 1, 1, 1]
 
 
@@ -48,14 +48,14 @@ def test_a_bucket_is_never_faster_than_its_busier_lane_or_its_slowest_group():
     groups = [load("a", 100), load("b", 100)]
     assert make_bucket(groups, talkative(2, 0.5)).forward == (2.0, 2.0)
     assert make_bucket(groups, talkative(2, 3.0)).forward == (6.0, 6.0)
-    lazy = Pass(Line(0.0, 0.01), communication=Line(0.0, 0.01))
-    pipe = Pipeline((stage(lazy, lazy),), 1)
+    lazy = StagePass(Line(0.0, 0.01), communication=Line(0.0, 0.01))
+    pipe = PipelineCost((stage(lazy, lazy),), 1)
     assert make_bucket([load("a", 100, 1), load("b", 1, 1)], pipe).forward == pytest.approx((2.0,))
 
 
 def test_adapters_of_a_bucket_fuse_only_if_every_group_is_one_job():
     one, other, third = (load(name, 0, 1, seconds=1.0, share=0.25) for name in "abc")
-    pipe = Pipeline((stage(Pass(Line(0.0, 0.0)), Pass(Line(0.0, 0.0))),), 1)
+    pipe = PipelineCost((stage(StagePass(Line(0.0, 0.0)), StagePass(Line(0.0, 0.0))),), 1)
     assert make_bucket([one, other], pipe).forward == (1.0,)
     assert make_bucket([one, other + third], pipe).forward == (2.0,)
 
@@ -86,7 +86,7 @@ def test_the_chosen_number_is_the_best_that_was_tried_and_the_longest_bucket_goe
 
 
 def test_where_nothing_communicates_the_groups_stay_as_fused():
-    pipe = Pipeline((stage(),) * 2, 4)
+    pipe = PipelineCost((stage(),) * 2, 4)
     fusion = fuse([load("a", 10), load("b", 10)], pipe)
     found = arrange(fusion, pipe)
     assert found.bucketing.buckets[0].groups == tuple(group.load for group in fusion.groups)
@@ -94,8 +94,8 @@ def test_where_nothing_communicates_the_groups_stay_as_fused():
 
 
 def test_groups_stay_apart_where_fused_they_would_have_nothing_to_hide_their_communication_behind():
-    heavy = Pass(Line(0.1, 0.01), communication=Line(0.0, 0.01))
-    pipe = Pipeline((stage(heavy, heavy),), 4)
+    heavy = StagePass(Line(0.1, 0.01), communication=Line(0.0, 0.01))
+    pipe = PipelineCost((stage(heavy, heavy),), 4)
     fusion = fuse([load("a", 100, 1), load("b", 100, 1)], pipe)
     assert len(fusion.groups) == 1
     found = arrange(fusion, pipe)
@@ -121,5 +121,7 @@ def test_an_arrangement_is_never_slower_than_the_fused_groups_in_their_best_buck
 
 
 def test_of_many_groups_few_numbers_of_buckets_are_tried_and_the_largest_is_one():
-    found = bucket([load(f"job{number}", 10 + number, 1) for number in range(40)], Pipeline((stage(),), 2))
+    found = bucket(
+        [load(f"job{number}", 10 + number, 1) for number in range(40)], PipelineCost((stage(),), 2)
+    )
     assert [trial.buckets for trial in found.trials] == [*range(1, 17), 32, 40]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weftune.plan.pack.pack import pack
-from weftune.plan.studies.chunk import Chunk, Piece, align, chunk_size
+from weftune.plan.studies.chunk import Chunk, ChunkPiece, align, chunk_size
 
 
 def test_the_size_is_the_greatest_power_of_two_in_all_lengths_but_no_less_than_the_floor():
@@ -27,11 +27,11 @@ def test_nothing_larger_divides_all_lengths(lengths, power):
 def test_a_long_sample_goes_on_in_the_next_chunks_which_read_the_earlier_ones():
     found = align([10, 3, 2], capacity=13, size=4)
     assert found.chunks == (
-        Chunk(0, (Piece(0, 0, 4),), ()),
-        Chunk(1, (Piece(0, 4, 8),), (0,)),
-        Chunk(2, (Piece(0, 8, 10), Piece(1, 0, 2)), (0, 1)),
-        Chunk(3, (Piece(1, 2, 3),), (2,)),
-        Chunk(4, (Piece(2, 0, 2),), ()),
+        Chunk(0, (ChunkPiece(0, 0, 4),), ()),
+        Chunk(1, (ChunkPiece(0, 4, 8),), (0,)),
+        Chunk(2, (ChunkPiece(0, 8, 10), ChunkPiece(1, 0, 2)), (0, 1)),
+        Chunk(3, (ChunkPiece(1, 2, 3),), (2,)),
+        Chunk(4, (ChunkPiece(2, 0, 2),), ()),
     )
     assert found.padding == 3 + 2
 

@@ -13,7 +13,7 @@ from tests.plan.pipelines import GIB, load, loads, pipelines, stage
 from weftune.errors import PlanError
 from weftune.plan.cost.time import Line
 from weftune.plan.studies.fuse import fuse, price, why_not
-from weftune.plan.studies.stage import Pass, Pipeline
+from weftune.plan.studies.stage import PipelineCost, StagePass
 
 
 def stage_seconds(jobs, pipe):
@@ -99,19 +99,19 @@ def test_the_plan_does_not_depend_on_the_order_in_which_jobs_are_given(data):
 
 def test_jobs_fuse_where_the_fixed_part_rules_and_one_fills_the_pipeline_alone_where_tokens_do():
     jobs = [load(f"job{number}", 100, stages=4) for number in range(4)]
-    fixed = stage(Pass(Line(1.0, 0.0)), Pass(Line(1.0, 0.0)))
-    assert len(fuse(jobs, Pipeline((fixed,) * 4, 8)).groups) == 1
-    per_token = stage(Pass(Line(0.0, 0.01)), Pass(Line(0.0, 0.01)))
-    filling, others = fuse(jobs, Pipeline((per_token,) * 4, 8)).groups
+    fixed = stage(StagePass(Line(1.0, 0.0)), StagePass(Line(1.0, 0.0)))
+    assert len(fuse(jobs, PipelineCost((fixed,) * 4, 8)).groups) == 1
+    per_token = stage(StagePass(Line(0.0, 0.01)), StagePass(Line(0.0, 0.01)))
+    filling, others = fuse(jobs, PipelineCost((per_token,) * 4, 8)).groups
     assert (len(filling.jobs), len(others.jobs)) == (1, 3)
 
 
 def test_the_reason_tells_memory_from_time():
-    pipe = Pipeline((stage(budget=25 * 11),), 4)
+    pipe = PipelineCost((stage(budget=25 * 11),), 4)
     ten, twenty = fuse([load("ten", 10, 1), load("twenty", 20, 1)], pipe).groups
     assert ten.reason.startswith("with twenty the group needs 330 bytes on stage 0, but 275 bytes are")
     assert twenty.reason == "no job is left to join"
-    linear = Pipeline((stage(Pass(Line(0.0, 1.0)), Pass(Line(0.0, 1.0))),) * 2, 1)
+    linear = PipelineCost((stage(StagePass(Line(0.0, 1.0)), StagePass(Line(0.0, 1.0))),) * 2, 1)
     small, _ = fuse([load("small", 1), load("large", 9)], linear).groups
     # Apart: (1+1) + (9+9) of adding, and the small one passes the other stage: 22. Together: 2 · 20 = 40.
     assert small.reason == "with large in the group the best plan takes 18 s more than 22 s"
@@ -132,7 +132,7 @@ def test_no_reason_ever_admits_that_joining_were_faster(data):
 
 
 def test_jobs_that_do_not_fit_even_alone_are_named_with_their_number():
-    pipe = Pipeline((stage(resident=3 * GIB, budget=4 * GIB),), 2)
+    pipe = PipelineCost((stage(resident=3 * GIB, budget=4 * GIB),), 2)
     wide = load("wide", 110_000_000, stages=1)
     with pytest.raises(PlanError) as caught:
         fuse([load("fine", 10, 1), wide, load("empty", 0, 1)], pipe)
@@ -146,13 +146,13 @@ def test_jobs_that_do_not_fit_even_alone_are_named_with_their_number():
 
 
 def test_no_jobs_make_no_groups():
-    assert fuse([], Pipeline((stage(),), 1)).groups == ()
+    assert fuse([], PipelineCost((stage(),), 1)).groups == ()
 
 
 @pytest.mark.timed
 def test_128_jobs_on_eight_stages_are_fused_in_under_two_seconds():
     jobs = [load(f"job{n}", 64 + 37 * n % 4096, stages=8, seconds=0.01 * (n % 7)) for n in range(128)]
-    pipe = Pipeline((stage(),) * 8, 8)
+    pipe = PipelineCost((stage(),) * 8, 8)
     began = time.process_time()
     fusion = fuse(jobs, pipe)
     assert time.process_time() - began < 2.0

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftune.plan.studies.overlap import Kind, Operator, overlap, subgraphs
+from weftune.plan.studies.overlap import Operator, OperatorKind, overlap, subgraphs
 
-COMPUTE, COMMUNICATION, ADAPTER = Kind.compute, Kind.communication, Kind.adapter
+COMPUTE, COMMUNICATION, ADAPTER = OperatorKind.compute, OperatorKind.communication, OperatorKind.adapter
 
 
 def layers(count: int, matmul: float = 1.0, reduce: float = 1.0, adapter: float = 0.1):
@@ -39,7 +39,7 @@ def graphs(draw):
         operators = []
         for index in range(draw(st.integers(1, 9))):
             needs = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
-            kind = draw(st.sampled_from(Kind))
+            kind = draw(st.sampled_from(OperatorKind))
             operators.append(
                 Operator(f"op{index}", kind, draw(st.floats(0, 3)), tuple(f"op{n}" for n in sorted(needs)))
             )

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from tests.plan.pipelines import load, loads, pipelines, stage
 from weftune.plan.cost.time import Line
-from weftune.plan.studies.stage import Load, Pass, Pipeline, one_adapter
+from weftune.plan.studies.stage import GroupLoad, PipelineCost, StagePass, one_adapter
 
 
 def test_a_pass_is_the_line_over_summed_tokens_plus_attentions_squares_over_the_shards():
-    one = stage(forward=Pass(Line(1.0, 0.5), per_square=0.25), shards=2)
-    both = Load(("a",), 10, 100, (one_adapter(0, 0, 1),)) + Load(("b",), 4, 16, (one_adapter(0, 0, 1),))
-    (time,) = Pipeline((one,), 1).times(both)
+    one = stage(forward=StagePass(Line(1.0, 0.5), per_square=0.25), shards=2)
+    both = GroupLoad(("a",), 10, 100, (one_adapter(0, 0, 1),)) + GroupLoad(
+        ("b",), 4, 16, (one_adapter(0, 0, 1),)
+    )
+    (time,) = PipelineCost((one,), 1).times(both)
     assert time.forward.compute == pytest.approx((1.0 + 0.5 * 14 + 0.25 * 116) / 2)
 
 
@@ -28,7 +30,7 @@ def test_fused_adapters_take_their_shares_but_no_less_than_the_slowest():
 
 
 def test_equal_stages_take_microbatches_plus_stages_less_one_paces():
-    pipe = Pipeline((stage(),) * 4, microbatches=6)
+    pipe = PipelineCost((stage(),) * 4, microbatches=6)
     job = load("a", 100, stages=4)
     pace = (1.0 + 0.01 * 100) + (2.0 + 0.02 * 100)
     assert pipe.first_seconds(job) == pytest.approx((6 + 4 - 1) * pace)
@@ -36,14 +38,14 @@ def test_equal_stages_take_microbatches_plus_stages_less_one_paces():
 
 
 def test_the_slowest_stage_sets_the_pace_and_the_others_are_passed_once():
-    slow = stage(backward=Pass(Line(9.0, 0.0)))
-    pipe = Pipeline((stage(), slow, stage()), microbatches=5)
+    slow = stage(backward=StagePass(Line(9.0, 0.0)))
+    pipe = PipelineCost((stage(), slow, stage()), microbatches=5)
     each = [time.compute for time in pipe.times(load("a", 50, stages=3))]
     assert pipe.first_seconds(load("a", 50, stages=3)) == pytest.approx(each[0] + each[2] + 5 * each[1])
 
 
 def test_the_first_stage_holds_a_copy_for_every_stage_and_the_last_holds_one():
-    pipe = Pipeline((stage(resident=500, budget=4600), stage(resident=700)), microbatches=1)
+    pipe = PipelineCost((stage(resident=500, budget=4600), stage(resident=700)), microbatches=1)
     assert pipe.peak_bytes(load("a", 100)) == (500 + 100 * (1 + 20), 700 + 100 * (1 + 10))
     assert pipe.shortage(load("a", 195)) is None
     short = pipe.shortage(load("a", 196))
@@ -52,8 +54,8 @@ def test_the_first_stage_holds_a_copy_for_every_stage_and_the_last_holds_one():
 
 
 def test_communication_counts_only_where_nothing_hides_it():
-    one = stage(forward=Pass(Line(1.0, 0.0), communication=Line(0.5, 0.01)))
-    (time,) = Pipeline((one,), 1).times(load("a", 100, stages=1))
+    one = stage(forward=StagePass(Line(1.0, 0.0), communication=Line(0.5, 0.01)))
+    (time,) = PipelineCost((one,), 1).times(load("a", 100, stages=1))
     assert time.forward.compute == 1.0
     assert time.forward.alone == pytest.approx(2.5)
 

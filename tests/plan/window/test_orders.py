@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from tests.plan.works import work
 from weftune.plan.program.check import check
 from weftune.plan.program.prices import even_prices, free_cluster, stage_prices
-from weftune.plan.program.program import Backward, Forward, GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.program.program import (
+    Backward,
+    Forward,
+    GlobalBatch,
+    MicrobatchPlan,
+    PlacedSample,
+    SegmentPlan,
+)
 from weftune.plan.program.simulate import simulate
 from weftune.plan.window.orders import Work, gpipe, multi_job, one_forward_one_backward, rounds
 
@@ -98,7 +105,7 @@ def mixed_work(draw):
         for job in draw(st.sets(st.integers(0, 2), min_size=1)):
             steps[job] += 1
             homes = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4))
-            samples = tuple(Placed(i, 1, i) for i in range(len(homes)))
+            samples = tuple(PlacedSample(i, 1, i) for i in range(len(homes)))
             batches.append(GlobalBatch(f"job{job}", steps[job], samples, 1))
             for home in sorted(set(homes)):
                 held = tuple(one for one, where in zip(samples, homes, strict=True) if where == home)

@@ -18,7 +18,7 @@ from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
 from weftune.run.passes.rows import lay
-from weftune.run.passes.stage_graphs import MOST_KEYS, StageGraphs, Visit, Way
+from weftune.run.passes.stage_graphs import MOST_KEYS, GraphVisit, StageGraphs, Way
 from weftune.run.stream.executor import StreamExecutor
 from weftune.run.training.state import new_training
 from weftune.train.job import lay_out
@@ -27,9 +27,9 @@ STAGES = 3
 LENGTH = 7
 ADAPTER = {"rank": 4, "dropout": 0.1, "targets": ["v_proj"]}
 ROUND = [
-    *(Visit(Way.forth, stage) for stage in range(STAGES - 1)),
-    Visit(Way.turn, STAGES - 1),
-    *(Visit(Way.back, stage) for stage in reversed(range(STAGES - 1))),
+    *(GraphVisit(Way.forth, stage) for stage in range(STAGES - 1)),
+    GraphVisit(Way.turn, STAGES - 1),
+    *(GraphVisit(Way.back, stage) for stage in reversed(range(STAGES - 1))),
 ]
 """The visits of a microbatch."""
 

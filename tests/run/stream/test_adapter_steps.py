@@ -32,7 +32,7 @@ from weftune.plan.layout.ring import PIECES
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.adapter_steps import ALIGNMENT, pieces
 from weftune.run.stream.adapters import OUTSIDE, StagePart
-from weftune.run.stream.buffers import Lanes
+from weftune.run.stream.buffers import PieceLanes
 from weftune.run.stream.weights import Gone
 from weftune.run.training.steps import NoStep
 
@@ -302,7 +302,7 @@ def test_on_a_gpu_a_pass_waits_for_what_was_asked_for_of_its_jobs_and_stage_and_
     for one in company:
         hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
-    steps._lanes = Lanes(up, making, down)
+    steps._lanes = PieceLanes(up, making, down)
     with on(passes):
         steps.ask(steps.left(0, "a"), Gone(("writable",)))
         steps.ask(steps.left(0, "b"), Gone())

@@ -3,7 +3,7 @@
 import pytest
 
 from weftune.errors import UserError
-from weftune.run.workers.groups import Place, place_here
+from weftune.run.workers.groups import WorkerPlace, place_here
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -28,7 +28,7 @@ def test_a_process_by_itself_has_no_place(monkeypatch):
 
 def test_a_rank_finds_its_place(monkeypatch):
     put(monkeypatch, WHOLE | ADDRESS)
-    assert place_here() == Place(1, 4, 1, 2)
+    assert place_here() == WorkerPlace(1, 4, 1, 2)
 
 
 @pytest.mark.parametrize("missing", ADDRESS)
@@ -46,7 +46,7 @@ def test_a_rank_that_is_no_number_is_a_sentence(monkeypatch, name):
 
 
 def test_the_ranks_of_a_replica_stand_together_in_the_order_of_stages():
-    places = [Place(rank, 6, replicas=3) for rank in range(6)]
+    places = [WorkerPlace(rank, 6, replicas=3) for rank in range(6)]
     assert {place.stages for place in places} == {2}
     assert [place.stage for place in places] == [0, 1, 0, 1, 0, 1]
     assert [place.replica for place in places] == [0, 0, 1, 1, 2, 2]

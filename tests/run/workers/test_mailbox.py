@@ -7,14 +7,14 @@ import torch
 
 from tests import bench
 from weftune.plan.program.program import Program
-from weftune.run.workers.driver import Pipeline
-from weftune.run.workers.mailbox import Lane, Outbox, PeerLost
-from weftune.run.workers.messages import Run, Through
+from weftune.run.workers.driver import Driver
+from weftune.run.workers.mailbox import Outbox, PeerLane, PeerLost
+from weftune.run.workers.messages import RunProgram, Through
 from weftune.run.workers.worker import Worker
 
 
 def test_a_send_that_failed_is_told_by_the_next_send_and_when_the_outbox_settles():
-    outbox = Outbox(Lane(None, 7))
+    outbox = Outbox(PeerLane(None, 7))
     # There is no process group here: whatever is sent fails, in the outbox's own thread.
     outbox.send(torch.zeros(3))
     with pytest.raises(PeerLost, match="rank 7 is gone"):
@@ -35,7 +35,7 @@ def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
         orders=SimpleNamespace(answer=heard.append),
         base=SimpleNamespace(device=bench.CPU),
     )
-    Worker._run(worker, Run(NOTHING, {}))
+    Worker._run(worker, RunProgram(NOTHING, {}))
     settled, through = heard
     assert settled == "settled"
     assert isinstance(through, Through)
@@ -56,4 +56,4 @@ def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_w
         _transport=SimpleNamespace(settle=lost),
     )
     with pytest.raises(PeerLost, match="rank 1 is gone"):
-        list(Pipeline.run(pipeline, NOTHING, lambda *_: None, lambda: False))
+        list(Driver.run(pipeline, NOTHING, lambda *_: None, lambda: False))

@@ -6,16 +6,16 @@ from tests.plan.works import work
 from weftune.plan.cost.time import Line
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.orders import one_forward_one_backward
-from weftune.run.workers.paces import BACKWARD_GUESS, Measured, Paces, line_through
-from weftune.run.workers.stage_executor import RankReport, Timed
+from weftune.run.workers.paces import BACKWARD_GUESS, MeasuredPace, Paces, line_through
+from weftune.run.workers.stage_executor import RankReport, TimedAction
 
 
 def test_a_line_is_found_and_never_goes_below_zero():
-    line = line_through([Measured(rows, 0.5 + 0.01 * rows) for rows in (10, 20, 40)])
+    line = line_through([MeasuredPace(rows, 0.5 + 0.01 * rows) for rows in (10, 20, 40)])
     assert (line.fixed, line.per_token) == pytest.approx((0.5, 0.01))
-    assert line_through([Measured(10, 1.0), Measured(20, 2.5)]).fixed == 0.0
-    assert line_through([Measured(10, 2.0), Measured(20, 1.0)]) == Line(1.5, 0.0)
-    assert line_through([Measured(8, 4.0), Measured(8, 4.0)]) == Line(0.0, 0.5)
+    assert line_through([MeasuredPace(10, 1.0), MeasuredPace(20, 2.5)]).fixed == 0.0
+    assert line_through([MeasuredPace(10, 2.0), MeasuredPace(20, 1.0)]) == Line(1.5, 0.0)
+    assert line_through([MeasuredPace(8, 4.0), MeasuredPace(8, 4.0)]) == Line(0.0, 0.5)
 
 
 def test_until_every_stage_was_measured_its_layers_are_the_guess():
@@ -31,9 +31,9 @@ def test_a_windows_times_predict_the_next_like_it():
     reports = [
         RankReport(
             times=[
-                Timed(Forward(0, stage), 0.0, 1.0),
-                Timed(Backward(0, stage), 0.0, 2.0),
-                Timed(Step("job0", 1), 0.0, 0.25),
+                TimedAction(Forward(0, stage), 0.0, 1.0),
+                TimedAction(Backward(0, stage), 0.0, 2.0),
+                TimedAction(Step("job0", 1), 0.0, 0.25),
             ]
         )
         for stage in range(2)
@@ -47,7 +47,10 @@ def test_ranks_of_one_stage_in_different_replicas_teach_the_same_pace():
     program = one_forward_one_backward(work(1, 1, 1), 2)
     reports = [
         RankReport(
-            times=[Timed(Forward(0, rank % 2), 0.0, 1.0 + rank), Timed(Backward(0, rank % 2), 0.0, 2.0)]
+            times=[
+                TimedAction(Forward(0, rank % 2), 0.0, 1.0 + rank),
+                TimedAction(Backward(0, rank % 2), 0.0, 2.0),
+            ]
         )
         for rank in range(4)
     ]
@@ -59,10 +62,10 @@ def test_ranks_of_one_stage_in_different_replicas_teach_the_same_pace():
 def test_passes_are_remembered_as_multiples_of_their_line_in_the_order_in_which_they_ran():
     program = one_forward_one_backward(work(1, 1, 2), 1)
     passes = [
-        Timed(Forward(0, 0), 0.0, 1.0),
-        Timed(Backward(0, 0), 1.0, 2.0),
-        Timed(Forward(1, 0), 2.0, 5.0),
-        Timed(Backward(1, 0), 5.0, 8.0),
+        TimedAction(Forward(0, 0), 0.0, 1.0),
+        TimedAction(Backward(0, 0), 1.0, 2.0),
+        TimedAction(Forward(1, 0), 2.0, 5.0),
+        TimedAction(Backward(1, 0), 5.0, 8.0),
     ]
     paces = Paces([1])
     paces.learn(program, [RankReport(times=passes)])
@@ -75,7 +78,7 @@ def test_what_is_promised_counts_that_ranks_wait_for_one_anothers_slow_passes():
     reports = [
         RankReport(
             times=[
-                Timed(kind(number, rank), 10.0 * number + back, 10.0 * number + back + taken)
+                TimedAction(kind(number, rank), 10.0 * number + back, 10.0 * number + back + taken)
                 for number in range(16)
                 for back, kind in enumerate((Forward, Backward))
                 for taken in [3.0 if (number + rank) % 2 else 1.0]

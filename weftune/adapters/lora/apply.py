@@ -24,7 +24,7 @@ from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform, parameter_key
 from weftune.ops.dropout import key
 from weftune.ops.lora import Block, Blocks, Factors, add_lora
-from weftune.ops.table import Entry, Group, Table
+from weftune.ops.table import Entry, Group, SlotTable
 from weftune.ops.tiled import woven_linear
 
 A, B = "a_rK", "b_rN"
@@ -54,7 +54,7 @@ class LoraBank:
         self.sites = tuple(sites)
         self._slots = slots
         self._seats: dict[str, _Seat] = {}
-        self._table: Table | None = None
+        self._table: SlotTable | None = None
         self._rank, self._drops = LEAST_RANK, False
         stops = list(accumulate(site.out_features for site in sites))
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
@@ -123,16 +123,16 @@ class LoraBank:
             key=key(seat.member.seed, segment.step, site) if drops else 0,
         )
 
-    def _new_table(self, like: Tensor) -> Table:
+    def _new_table(self, like: Tensor) -> SlotTable:
         # A flat vector holds its parameters end to end: one odd width moves all that come after it.
         widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
         aligned = all(width % 8 == 0 for width in widths)
-        table = Table.empty([site.name for site in self.sites], self._slots, like.device, aligned)
+        table = SlotTable.empty([site.name for site in self.sites], self._slots, like.device, aligned)
         for seat in self._seats.values():
             self._write(table, seat)
         return table
 
-    def _write(self, table: Table, seat: _Seat) -> None:
+    def _write(self, table: SlotTable, seat: _Seat) -> None:
         table.write(seat.slot, [seat.entry(site.name) for site in self.sites])
 
 

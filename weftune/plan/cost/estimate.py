@@ -129,7 +129,7 @@ def adapter_flops(layer: BaseLayer, job: JobOutline) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowCounts:
     """What a microbatch holds, as far as its time hangs on it."""
 
     tokens: int
@@ -157,7 +157,7 @@ def adapter_seconds(layers: Sequence[BaseLayer], job: JobOutline, speed: Speed) 
 
 
 def layer_costs(
-    layers: Sequence[BaseLayer], jobs: Sequence[JobOutline], rows: Rows, speed: Speed, state_bytes: int
+    layers: Sequence[BaseLayer], jobs: Sequence[JobOutline], rows: RowCounts, speed: Speed, state_bytes: int
 ) -> tuple[LayerCost, ...]:
     """What each layer takes of a microbatch with `rows`, nothing of it made again in the backward.
 

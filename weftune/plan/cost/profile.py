@@ -19,7 +19,7 @@ from typing import Any
 
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import ModelShape
-from weftune.plan.cost.time import PassTime, StateTime, Work
+from weftune.plan.cost.time import PassTime, PassWork, StateTime
 
 VERSION = 1
 """Of the file's form and of what its numbers mean: another is not read."""
@@ -154,7 +154,7 @@ def _from_json(value: Mapping[str, Any]) -> Profile:
 
 def _pass(value: Mapping[str, Any]) -> LayeredPass:
     time = value["time"]
-    work = Work(**{name: int(count) for name, count in time["work"].items()})
+    work = PassWork(**{name: int(count) for name, count in time["work"].items()})
     return LayeredPass(
         layers=int(value["layers"]),
         time=PassTime(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from weftune.plan.cost.nnls import Array, non_negative
-from weftune.plan.cost.time import CostModel, PassTime, Rate, StateTime, Terms, Work, counts, terms_of
+from weftune.plan.cost.time import CostModel, PassTime, PassWork, Rate, StateTime, Terms, counts, terms_of
 
 REMEMBERED = 400
 """Passes, and as many Steps and Saves, that the model is fitted to."""
@@ -90,7 +90,7 @@ def _level(known: CostModel, passes: Sequence[PassTime], caution: float) -> floa
     return float(np.exp(trust * logs[order][middle]))
 
 
-def fit_terms(known: Terms, measured: Sequence[tuple[Work, float]]) -> Terms:
+def fit_terms(known: Terms, measured: Sequence[tuple[PassWork, float]]) -> Terms:
     if not measured:
         return known
     units = np.array([counts(work) for work, _ in measured], dtype=float)

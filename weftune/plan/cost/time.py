@@ -37,7 +37,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PassWork:
     """What a pass holds, as far as its time hangs on it."""
 
     tokens: int
@@ -64,7 +64,7 @@ class Terms:
     adapter: float = 0.0
     segment: float = 0.0
 
-    def __call__(self, work: Work) -> float:
+    def __call__(self, work: PassWork) -> float:
         return sum(each * count for each, count in zip(self.values(), counts(work), strict=True))
 
     def values(self) -> tuple[float, ...]:
@@ -87,7 +87,7 @@ def terms_of(values: Iterable[float]) -> Terms:
     return Terms(**dict(zip(TERMS, values, strict=True)))
 
 
-def counts(work: Work) -> tuple[int, ...]:
+def counts(work: PassWork) -> tuple[int, ...]:
     """How many units of each term a pass has."""
     return 1, work.tokens, work.squares, work.samples, work.supervised, work.adapted, work.segments
 
@@ -107,7 +107,7 @@ class Rate:
 class PassTime:
     """One measured pass."""
 
-    work: Work
+    work: PassWork
     forward: float
     backward: float
     training: bool
@@ -146,7 +146,7 @@ class CostModel:
     measured: bool = True
     """False while only the proportions of the terms are known, not their level."""
 
-    def pass_seconds(self, work: Work) -> float:
+    def pass_seconds(self, work: PassWork) -> float:
         """Forward and backward."""
         return self.forward(work) + self.backward(work)
 
@@ -193,9 +193,9 @@ class CostModel:
         )
 
 
-def work_of(microbatch: MicrobatchPlan, sizes: Sizes) -> Work:
+def work_of(microbatch: MicrobatchPlan, sizes: Sizes) -> PassWork:
     samples = [placed for segment in microbatch.segments for placed in segment.samples]
-    return Work(
+    return PassWork(
         tokens=microbatch.rows,
         squares=sum(placed.length**2 for placed in samples),
         samples=len(samples),

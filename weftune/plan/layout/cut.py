@@ -14,7 +14,7 @@ from weftune.errors import PlanError
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import directions
-from weftune.plan.cost.time import Work
+from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.partition import StageLimit, balance
 
 ANY = 1 << 62
@@ -77,7 +77,7 @@ def counted_costs(shape: ModelShape) -> PartCosts:
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
 
 
-def measured_costs(profile: Profile, shape: ModelShape, work: Work) -> PartCosts:
+def measured_costs(profile: Profile, shape: ModelShape, work: PassWork) -> PartCosts:
     """Seconds of a microbatch like `work`, whose adapters touch all layers alike."""
     found = directions(profile, shape)
     both = found.forward, found.backward
@@ -88,12 +88,12 @@ def measured_costs(profile: Profile, shape: ModelShape, work: Work) -> PartCosts
     )
 
 
-def typical_work(shape: ModelShape, tokens: int) -> Work:
+def typical_work(shape: ModelShape, tokens: int) -> PassWork:
     """A microbatch of so many tokens, one job's. All rows are supervised: a head that turns out cheaper
     leaves one stage idle for a while, one that turns out dearer would make all the others wait."""
     length = min(LENGTH, shape.context, tokens)
     per_row = sum(RANK * (site.in_features + site.out_features) for site in shape.sites)
-    return Work(
+    return PassWork(
         tokens=tokens,
         squares=tokens * length,
         samples=max(1, tokens // length),

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PartialPlacement:
     """A decided stage. Times are the least it can have, since what is undecided can only take memory."""
 
     stage: StageCost
@@ -34,7 +34,7 @@ class Placement:
 class Prefix:
     cuts: tuple[int, ...]
     resident: tuple[bool, ...]
-    recent: tuple[Placement | None, ...]
+    recent: tuple[PartialPlacement | None, ...]
     """The latest stage on each GPU."""
     fixed: tuple[int, ...]
     """Bytes that each GPU holds all the time."""
@@ -95,8 +95,13 @@ class Bounds:
         return Prefix(cuts, bits, recent, fixed, passing, seconds)
 
     def _placement(
-        self, stage: StageCost, resident: bool, before: Placement | None, above: Placement | None, room: int
-    ) -> Placement:
+        self,
+        stage: StageCost,
+        resident: bool,
+        before: PartialPlacement | None,
+        above: PartialPlacement | None,
+        room: int,
+    ) -> PartialPlacement:
         """`before` is the stage before it, `above` the stage before it on its GPU."""
         bandwidth, more = self.host.bandwidth, self.microbatches - 1
         first = last = 0.0
@@ -119,14 +124,14 @@ class Bounds:
             first_tail = max(first_tail, again / bandwidth + above.first_tail)
         last = max(last, first + more * stage.forward)
         first_tail = max(first_tail, more * stage.backward + last_tail)
-        return Placement(stage, resident, first, last, first_tail, last_tail)
+        return PartialPlacement(stage, resident, first, last, first_tail, last_tail)
 
     def _least_seconds(
         self,
         rest: Rest,
-        recent: Sequence[Placement | None],
+        recent: Sequence[PartialPlacement | None],
         fixed: Sequence[int],
-        newest: Placement | None,
+        newest: PartialPlacement | None,
     ) -> float:
         """Three bounds in each direction: the GPUs' work, the links' bytes, and one microbatch's way."""
         gpus, work = self.host.gpus, self.microbatches

@@ -31,7 +31,7 @@ CLOSE = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class StreamedPartition:
     """A partition, its step time, and a time below which no partition goes."""
 
     partition: StreamPartition
@@ -84,7 +84,7 @@ def stream(
     microbatches: int,
     prefixes: int = PREFIXES,
     starts: int = STARTS,
-) -> Streamed:
+) -> StreamedPartition:
     """The fastest partition found, never slower than `largest_stages` and `smallest_stages`; descends from so
     many starts."""
     problem = _Problem(layers, host, microbatches)
@@ -215,7 +215,7 @@ def _toggled(draft: _Draft, number: int) -> _Draft:
     return _Draft(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
 
 
-def _branch_and_bound(problem: _Problem, best: _Draft | None, prefixes: int) -> Streamed:
+def _branch_and_bound(problem: _Problem, best: _Draft | None, prefixes: int) -> StreamedPartition:
     bounds = Bounds(problem.layers, problem.host, problem.microbatches)
     count = len(problem.layers)
     seconds = problem.seconds(best) if best else math.inf
@@ -241,7 +241,7 @@ def _branch_and_bound(problem: _Problem, best: _Draft | None, prefixes: int) -> 
                     best, seconds = draft, exact
     if best is None:
         raise PlanError(_why_not(problem))
-    return Streamed(best.partition(), seconds, min(dropped, seconds))
+    return StreamedPartition(best.partition(), seconds, min(dropped, seconds))
 
 
 def _children(problem: _Problem, bounds: Bounds, prefix: Prefix) -> Iterator[Prefix]:

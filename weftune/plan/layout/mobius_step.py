@@ -41,7 +41,7 @@ class StreamPartition:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class MobiusVisit:
     """One stage in one direction: what it computes, and what must be brought to its GPU before."""
 
     seconds: float
@@ -54,11 +54,11 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Visits:
+class MobiusVisits:
     """All stages in the order they run; a GPU's next visit is `gpus` places further on."""
 
-    forward: tuple[Visit, ...]
-    backward: tuple[Visit, ...]
+    forward: tuple[MobiusVisit, ...]
+    backward: tuple[MobiusVisit, ...]
 
 
 def step_seconds(
@@ -97,14 +97,14 @@ def passing_bytes(stage: StageCost, resident: bool) -> int:
     return stage.kept_bytes + (0 if resident else stage.weight_bytes)
 
 
-def visits(partition: StreamPartition, layers: Sequence[LayerCost], host: Host) -> Visits:
+def visits(partition: StreamPartition, layers: Sequence[LayerCost], host: Host) -> MobiusVisits:
     stages = partition.costs(layers)
     rooms = free_bytes(stages, partition.resident, host)
     assert min(rooms) >= 0, "the partition does not fit"
     return _visits(stages, partition.resident, rooms, host)
 
 
-def pass_seconds(visits: Sequence[Visit], host: Host, microbatches: int) -> float:
+def pass_seconds(visits: Sequence[MobiusVisit], host: Host, microbatches: int) -> float:
     """Eq 8-10 for one direction.
 
     Microbatches are alike, so a stage's starts are convex in the microbatch's number and the first and the
@@ -134,14 +134,14 @@ def pass_seconds(visits: Sequence[Visit], host: Host, microbatches: int) -> floa
 
 def _visits(
     stages: Sequence[StageCost], resident: Sequence[bool], rooms: Sequence[int], host: Host
-) -> Visits:
+) -> MobiusVisits:
     count, gpus = len(stages), host.gpus
 
-    def visit(number: int, seconds: float, hop: int, above: int) -> Visit:
+    def visit(number: int, seconds: float, hop: int, above: int) -> MobiusVisit:
         """`above` is the stage that ran before on that GPU, if there is one."""
         weights = 0 if resident[number] or not 0 <= above < count else stages[number].weight_bytes
         late = max(0, weights - rooms[above]) if weights else 0
-        return Visit(seconds, hop if gpus > 1 else 0, weights, late)
+        return MobiusVisit(seconds, hop if gpus > 1 else 0, weights, late)
 
     forward = [
         visit(j, stages[j].forward, stages[j - 1].activation_bytes if j else 0, j - gpus)
@@ -151,4 +151,4 @@ def _visits(
         visit(j, stages[j].backward, stages[j + 1].gradient_bytes if j + 1 < count else 0, j + gpus)
         for j in reversed(range(count))
     ]
-    return Visits(tuple(forward), tuple(backward))
+    return MobiusVisits(tuple(forward), tuple(backward))

@@ -15,7 +15,7 @@ from weftune.plan.cost.prior import counted
 from weftune.plan.cost.time import CostModel, work_of
 from weftune.plan.layout.balanced import level, longest_first
 from weftune.plan.pack.pack import pack
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,11 @@ class JobWork:
     """Some of its global batches, which stand for all."""
     looks: int = 0
     """Evaluations still to be made."""
-    held_out: tuple[Placed, ...] = ()
+    held_out: tuple[PlacedSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class DeviceShare:
     """What one device trains."""
 
     jobs: tuple[str, ...]
@@ -50,7 +50,7 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     sizes = {job.shape.name: job.shape.trainable}
     room = max(capacity, job.shape.longest)
 
-    def passes(step: int, samples: Sequence[Placed]) -> list[MicrobatchPlan]:
+    def passes(step: int, samples: Sequence[PlacedSample]) -> list[MicrobatchPlan]:
         chosen = pack([placed.length for placed in samples], room)
         held = (tuple(samples[index] for index in some) for some in chosen)
         return [MicrobatchPlan((SegmentPlan(job.shape.name, step, some),)) for some in held]
@@ -66,7 +66,7 @@ def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
     return counted(shape).whole(shape.layers, speed.source).times(1 / speed.flops)
 
 
-def share_jobs(seconds: Mapping[str, float], devices: int) -> tuple[Share, ...]:
+def share_jobs(seconds: Mapping[str, float], devices: int) -> tuple[DeviceShare, ...]:
     """A share for every device; one is empty only where there are fewer jobs than devices.
 
     The longest first onto the least loaded, then moved and swapped while that evens the loads, which never
@@ -78,7 +78,7 @@ def share_jobs(seconds: Mapping[str, float], devices: int) -> tuple[Share, ...]:
     if len(each) > devices:
         buckets = level(buckets, each)
     return tuple(
-        Share(tuple(names[index] for index in sorted(bucket)), sum(each[index] for index in bucket))
+        DeviceShare(tuple(names[index] for index in sorted(bucket)), sum(each[index] for index in bucket))
         for bucket in buckets
     )
 

@@ -21,7 +21,7 @@ of it at its best is a hope."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class StreamWay:
     """What else than layers may live in host memory."""
 
     travels: bool
@@ -30,7 +30,7 @@ class Way:
     """What stages were given, between their forward and their backward."""
 
 
-WAYS = (Way(False, False), Way(False, True), Way(True, False), Way(True, True))
+WAYS = (StreamWay(False, False), StreamWay(False, True), StreamWay(True, False), StreamWay(True, True))
 """The plainest first. Inputs go before adapters do: no Step waits for them."""
 
 
@@ -60,7 +60,7 @@ def choose_stream(
     device: StreamDevice,
     most: int,
     round_tokens: int,
-    ways: Sequence[Way] = WAYS,
+    ways: Sequence[StreamWay] = WAYS,
     waiting: Sequence[JobShape] = (),
 ) -> StreamChoice:
     """Microbatches have at most `most` tokens, a round of all jobs `round_tokens`. Jobs that are `waiting`

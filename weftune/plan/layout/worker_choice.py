@@ -11,7 +11,14 @@ from weftune.plan.cost.memory import gib, longest
 from weftune.plan.layout.need import StreamCase, StreamDevice
 from weftune.plan.layout.stream_choice import capacities
 from weftune.plan.layout.worker_need import RanksCase
-from weftune.plan.layout.worker_search import Found, even_cuts, even_sizes, ranks_cut, search, stage_counts
+from weftune.plan.layout.worker_search import (
+    FoundLayout,
+    even_cuts,
+    even_sizes,
+    ranks_cut,
+    search,
+    stage_counts,
+)
 from weftune.plan.program.layout import Layout
 
 
@@ -85,7 +92,7 @@ def _largest(jobs: Sequence[JobShape]) -> JobShape:
     )
 
 
-def _why(found: Found, parted: int) -> str:
+def _why(found: FoundLayout, parted: int) -> str:
     case, cut = found.case, found.cut
     sizes = [stage.stop - stage.start for stage in cut.stages]
     stay = sum(stage.resident for stage in cut.stages)

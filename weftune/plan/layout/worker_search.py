@@ -23,21 +23,21 @@ STARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundLayout:
     case: RanksCase
     cut: Layout
     excess: int
     """Bytes that it needs and that are not there."""
     seconds: float
 
-    def better_than(self, other: Found) -> bool:
+    def better_than(self, other: FoundLayout) -> bool:
         """Not by rounding."""
         if self.excess or other.excess:
             return self.excess < other.excess
         return self.seconds < other.seconds * CLOSE
 
 
-def search(cases: Iterable[RanksCase]) -> Found | None:
+def search(cases: Iterable[RanksCase]) -> FoundLayout | None:
     """The fastest cut of all cases, of equals that of the first case; None if none fits."""
     starts = _various([_judged(case, cut) for case in cases for cut in even_cuts(case)])
     tries = CHANGES // len(starts)
@@ -45,11 +45,11 @@ def search(cases: Iterable[RanksCase]) -> Found | None:
     return None if best.excess else _descend(best, CHANGES)
 
 
-def _judged(case: RanksCase, cut: Layout) -> Found:
-    return Found(case, cut, case.excess(cut), case.seconds(cut))
+def _judged(case: RanksCase, cut: Layout) -> FoundLayout:
+    return FoundLayout(case, cut, case.excess(cut), case.seconds(cut))
 
 
-def _best(found: Sequence[Found]) -> Found:
+def _best(found: Sequence[FoundLayout]) -> FoundLayout:
     """Of equals the first."""
     best = found[0]
     for one in found:
@@ -58,7 +58,7 @@ def _best(found: Sequence[Found]) -> Found:
     return best
 
 
-def _various(found: Sequence[Found]) -> list[Found]:
+def _various(found: Sequence[FoundLayout]) -> list[FoundLayout]:
     """The best few, and the best of every number of stages, in the order of the cases."""
     ranked = sorted(range(len(found)), key=lambda number: (found[number].excess, found[number].seconds))
     firsts: dict[int, int] = {}
@@ -140,10 +140,10 @@ def _with_residents(cut: Layout, rank: int, stay: set[int]) -> Layout:
 # -- the descent -----------------------------------------------------------------------------------------
 
 
-def _descend(found: Found, tries: int) -> Found:
+def _descend(found: FoundLayout, tries: int) -> FoundLayout:
     """Take the first change that helps until none does."""
     best = found
-    better: Found | None = best
+    better: FoundLayout | None = best
     while better:
         best, better = better, None
         changes = chain(_other_residents(best.cut), _other_sizes(best))
@@ -156,7 +156,7 @@ def _descend(found: Found, tries: int) -> Found:
     return best
 
 
-def _other_sizes(found: Found) -> Iterator[Layout]:
+def _other_sizes(found: FoundLayout) -> Iterator[Layout]:
     """A boundary moved, dropped or added, or a layer handed to a stage further off; who stays is then decided
     anew."""
     sizes = [stage.stop - stage.start for stage in found.cut.stages]

@@ -11,7 +11,7 @@ from weftune.plan.outlook.fit import Placement, lay_out
 from weftune.plan.outlook.forecast import Forecast, run_scheme
 from weftune.plan.outlook.outlook import Outlook
 from weftune.plan.outlook.priced import lay, slowest_first
-from weftune.plan.outlook.scheme import GREEDY, Order, Scheme
+from weftune.plan.outlook.scheme import GREEDY, Scheme, SchemeOrder
 from weftune.plan.outlook.search import PIPELINE_ORDERS
 from weftune.plan.outlook.sharded import make_shards, sharded_forecast
 
@@ -73,7 +73,7 @@ def _shard_rows(found: Outlook) -> list[Ablation]:
         shards = make_shards(found.ground, found.jobs, found.layout.capacity, SHARDS)
     except PlanError:
         return []
-    scheme = _in_order(found, replace(found.scheme, shift=True), Order.alternating)
+    scheme = _in_order(found, replace(found.scheme, shift=True), SchemeOrder.alternating)
     plain, hidden = (sharded_forecast(shards, scheme, found.jobs, hidden) for hidden in (False, True))
     return [
         row(found, "tensor parallelism", f"{SHARDS} devices share each layer", plain, added=True),
@@ -90,15 +90,15 @@ def _order_rows(found: Outlook) -> list[Ablation]:
     if len(found.layout.stages) == 1:
         return []
     rows = []
-    for order in (Order.gpipe, *PIPELINE_ORDERS):
+    for order in (SchemeOrder.gpipe, *PIPELINE_ORDERS):
         if order is not found.scheme.order:
             rows.append(row(found, "order", str(order), _whole(found, _in_order(found, found.scheme, order))))
     return rows
 
 
-def _in_order(found: Outlook, scheme: Scheme, order: Order) -> Scheme:
+def _in_order(found: Outlook, scheme: Scheme, order: SchemeOrder) -> Scheme:
     scheme = replace(scheme, order=order)
-    if order is not Order.template:
+    if order is not SchemeOrder.template:
         return scheme
     laid = lay(scheme, found.jobs, found.ground, found.layout)
     return replace(scheme, groups=slowest_first(laid, scheme.groups))

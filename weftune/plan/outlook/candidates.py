@@ -20,7 +20,7 @@ from weftune.plan.outlook.scheme import Groups
 from weftune.plan.pack.group import JobLengths, group
 from weftune.plan.studies.bucket import arrange
 from weftune.plan.studies.fuse import Fusion, fuse
-from weftune.plan.studies.stage import Load, Pass, Pipeline, Stage, one_adapter
+from weftune.plan.studies.stage import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
 
 ADAPTER_SHARE = 0.5
 """How much of the device one adapter's products keep busy: fused ones overlap that far."""
@@ -73,10 +73,12 @@ def _mean(job: JobOutline) -> float:
     return sum(map(sum, job.batches)) / max(1, count)
 
 
-def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> tuple[Fusion, Pipeline]:
+def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> tuple[Fusion, PipelineCost]:
     """Fusion over the microbatches that a round needs at least, every job with its share in each."""
     count = max(1, -(-sum(map(round_tokens, jobs)) // layout.capacity))
-    pipeline = Pipeline(tuple(_stage(ground, layout, number) for number in range(len(layout.stages))), count)
+    pipeline = PipelineCost(
+        tuple(_stage(ground, layout, number) for number in range(len(layout.stages))), count
+    )
     loads = []
     for job in jobs:
         tokens = -(-round_tokens(job) // count)
@@ -86,7 +88,7 @@ def _fused(ground: Ground, jobs: Sequence[JobOutline], layout: Placement) -> tup
                 ground.layers[cut.start : cut.stop], job, ground.speeds[number]
             )
             adapters.append(one_adapter(seconds, ADAPTER_BACKWARD * seconds, ADAPTER_SHARE))
-        loads.append(Load((job.name,), tokens, int(tokens * _mean(job)), tuple(adapters)))
+        loads.append(GroupLoad((job.name,), tokens, int(tokens * _mean(job)), tuple(adapters)))
     return fuse(loads, pipeline), pipeline
 
 
@@ -97,8 +99,8 @@ def _stage(ground: Ground, layout: Placement, number: int) -> Stage:
     again = made_again(layers, ground)
     twice = Line((1 + again) * line.fixed, (1 + again) * line.per_token)
     return Stage(
-        forward=Pass(line, square),
-        backward=Pass(twice, (ATTENTION_BACKWARD + again) * square),
+        forward=StagePass(line, square),
+        backward=StagePass(twice, (ATTENTION_BACKWARD + again) * square),
         resident_bytes=cut.weight_bytes + cut.state_bytes + ground.slack,
         activation_bytes=cut.kept_bytes // layout.capacity,
         gradient_bytes=ground.held_bytes,

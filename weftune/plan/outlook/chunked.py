@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from weftune.plan.cost.estimate import JobOutline, Rows
+from weftune.plan.cost.estimate import JobOutline, RowCounts
 from weftune.plan.outlook.fit import Ground, Placement
 from weftune.plan.outlook.forecast import Forecast, forecast_of
 from weftune.plan.outlook.priced import stage_rates
@@ -21,22 +21,22 @@ from weftune.plan.program.program import (
     Forward,
     GlobalBatch,
     MicrobatchPlan,
-    Placed,
+    PlacedSample,
     Program,
     SegmentPlan,
 )
 from weftune.plan.program.simulate import simulate
-from weftune.plan.studies.chunk import Piece, align
+from weftune.plan.studies.chunk import ChunkPiece, align
 from weftune.plan.window.orders import Passes, Work, alternating_passes, assemble
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class ChunkSlice:
     """The part of a sample that lies in one chunk."""
 
     job: str
     step: int
-    placed: Placed
+    placed: PlacedSample
     start: int
     """Tokens of the sample before it, whose keys and values it reads."""
 
@@ -46,7 +46,7 @@ class Slice:
         return self.placed.length * (2 * self.start + self.placed.length)
 
 
-Chain = list[tuple[Slice, ...]]
+Chain = list[tuple[ChunkSlice, ...]]
 """Chunks that read one another and so run in order."""
 
 
@@ -54,7 +54,7 @@ Chain = list[tuple[Slice, ...]]
 class Unit:
     """Chains that run side by side, their first chunks together, then their second ones."""
 
-    chunks: tuple[tuple[Slice, ...], ...]
+    chunks: tuple[tuple[ChunkSlice, ...], ...]
     rows: tuple[int, ...]
     """Of each, padding included."""
 
@@ -143,14 +143,14 @@ def _chains(job: str, step: int, lengths: Sequence[int], size: int, capacity: in
         yield chain
 
 
-def _slice(job: str, step: int, piece: Piece, offsets: Sequence[int]) -> Slice:
-    placed = Placed(piece.sample, piece.stop - piece.start, offsets[piece.sample] + piece.start)
-    return Slice(job, step, placed, piece.start)
+def _slice(job: str, step: int, piece: ChunkPiece, offsets: Sequence[int]) -> ChunkSlice:
+    placed = PlacedSample(piece.sample, piece.stop - piece.start, offsets[piece.sample] + piece.start)
+    return ChunkSlice(job, step, placed, piece.start)
 
 
 def _batches(units: Sequence[Unit]) -> tuple[GlobalBatch, ...]:
     """What is trained of every batch: its slices, in the order of its tokens."""
-    held: dict[tuple[str, int], list[Placed]] = {}
+    held: dict[tuple[str, int], list[PlacedSample]] = {}
     for unit in units:
         for chunk in unit.chunks:
             for one in chunk:
@@ -166,8 +166,8 @@ def _batches(units: Sequence[Unit]) -> tuple[GlobalBatch, ...]:
     )
 
 
-def _microbatch(slices: Sequence[Slice], rows: int = 0) -> MicrobatchPlan:
-    held: dict[tuple[str, int], list[Placed]] = {}
+def _microbatch(slices: Sequence[ChunkSlice], rows: int = 0) -> MicrobatchPlan:
+    held: dict[tuple[str, int], list[PlacedSample]] = {}
     for one in slices:
         held.setdefault((one.job, one.step), []).append(one.placed)
     segments = (
@@ -202,6 +202,6 @@ def _prices(units: Sequence[Unit], jobs: Sequence[JobOutline], ground: Ground, l
             by_job: dict[str, int] = {}
             for one in chunk:
                 by_job[one.job] = by_job.get(one.job, 0) + one.placed.length
-            held = Rows(rows, sum(one.squares for one in chunk), by_job)
+            held = RowCounts(rows, sum(one.squares for one in chunk), by_job)
             passes.append(tuple(rate.price(held) for rate in rates))
     return Prices(tuple(passes), weight_bytes=tuple(stage.weight_bytes for stage in layout.stages))

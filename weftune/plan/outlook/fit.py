@@ -11,7 +11,7 @@ from weftune.plan.cost.cluster import Cluster
 from weftune.plan.cost.estimate import (
     BaseLayer,
     JobOutline,
-    Rows,
+    RowCounts,
     Speed,
     base_layers,
     layer_costs,
@@ -67,7 +67,7 @@ class Ground:
             for device in self.cluster.devices
         )
 
-    def costs(self, jobs: Sequence[JobOutline], rows: Rows) -> tuple[LayerCost, ...]:
+    def costs(self, jobs: Sequence[JobOutline], rows: RowCounts) -> tuple[LayerCost, ...]:
         """Of a microbatch, on the first device."""
         per_parameter = MemoryModel(self.shape, self.budgets[0]).bytes_per_parameter
         costs = layer_costs(self.layers, jobs, rows, self.speeds[0], per_parameter)
@@ -156,13 +156,13 @@ def lay_out(ground: Ground, jobs: Sequence[JobOutline], capacity: int, ends: boo
     return Placement(capacity, stages, needs, ground.budgets[: ground.stages], beside)
 
 
-def full_rows(jobs: Sequence[JobOutline], capacity: int) -> Rows:
+def full_rows(jobs: Sequence[JobOutline], capacity: int) -> RowCounts:
     """A full microbatch in which every job has its share of the tokens."""
     lengths = {job.name: [length for batch in job.batches for length in batch] for job in jobs}
     total = sum(map(sum, lengths.values()))
     squares = sum(length * length for each in lengths.values() for length in each)
     by_job = {name: capacity * sum(each) // total for name, each in lengths.items()} if total else {}
-    return Rows(capacity, squares * capacity // max(1, total), by_job)
+    return RowCounts(capacity, squares * capacity // max(1, total), by_job)
 
 
 def why_not(ground: Ground, jobs: Sequence[JobOutline]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.outlook.fit import Ground, Placement
 from weftune.plan.outlook.ordering import passes_in
-from weftune.plan.outlook.priced import Laid, lay
+from weftune.plan.outlook.priced import PricedWork, lay
 from weftune.plan.outlook.scheme import Scheme
 from weftune.plan.pack.merge import Merged
 from weftune.plan.program.program import Program
@@ -51,7 +51,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ForecastRun:
     """A forecast with what it was read from."""
 
     forecast: Forecast
@@ -60,7 +60,7 @@ class Run:
     merged: Merged
 
 
-def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> Run:
+def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> ForecastRun:
     """Lay the jobs' batches out as `scheme` says, order them, and simulate the Program."""
     laid = lay(scheme, jobs, ground, layout)
     passes = passes_in(scheme.order, laid, layout)
@@ -68,15 +68,20 @@ def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layou
 
 
 def run_passes(
-    passes: Passes, laid: Laid, scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement
-) -> Run:
+    passes: Passes,
+    laid: PricedWork,
+    scheme: Scheme,
+    jobs: Sequence[JobOutline],
+    ground: Ground,
+    layout: Placement,
+) -> ForecastRun:
     """The same where the order is there already."""
     program = assemble(laid.work, passes)
     timeline = simulate(program, laid.prices, ground.cluster.priced())
     held = [stage.state_bytes for stage in layout.stages]
     count = len(laid.work.filled)
     forecast = forecast_of(scheme.name, timeline, jobs, layout, held, count)
-    return Run(forecast, program, timeline, laid.merged)
+    return ForecastRun(forecast, program, timeline, laid.merged)
 
 
 def forecast_of(

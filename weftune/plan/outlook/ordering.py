@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from weftune.plan.cost.memory import ON_THE_WAY
 from weftune.plan.outlook.fit import Placement
-from weftune.plan.outlook.priced import Laid
-from weftune.plan.outlook.scheme import Order
+from weftune.plan.outlook.priced import PricedWork
+from weftune.plan.outlook.scheme import SchemeOrder
 from weftune.plan.program.prices import Link, Prices
 from weftune.plan.program.program import Action, Backward, Forward
 from weftune.plan.window.orders import Passes, alternating_passes, gpipe_passes, multi_job_passes
 from weftune.plan.window.template import eager_passes
 
 
-def passes_in(order: Order, laid: Laid, layout: Placement) -> Passes:
+def passes_in(order: SchemeOrder, laid: PricedWork, layout: Placement) -> Passes:
     work, stages = laid.work, len(layout.stages)
     match order:
-        case Order.gpipe:
+        case SchemeOrder.gpipe:
             return gpipe_passes(work, stages)
-        case Order.alternating:
+        case SchemeOrder.alternating:
             return alternating_passes(work, stages)
-        case Order.multi_job:
+        case SchemeOrder.multi_job:
             return multi_job_passes(work, stages, laid.prices)
-        case Order.template:
+        case SchemeOrder.template:
             return eager_passes(work, laid.prices, template_room(layout))
     return [
         [action for number in work.filled for action in (Forward(number, stage), Backward(number, stage))]

@@ -10,8 +10,8 @@ from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import gib
 from weftune.plan.outlook.candidates import Candidate
 from weftune.plan.outlook.fit import Ground, Placement, why_not
-from weftune.plan.outlook.forecast import Forecast, Run
-from weftune.plan.outlook.places import Place, descend, places
+from weftune.plan.outlook.forecast import Forecast, ForecastRun
+from weftune.plan.outlook.places import CapacityPlace, descend, places
 from weftune.plan.outlook.rivals import rivals
 from weftune.plan.outlook.scheme import Scheme
 from weftune.plan.outlook.search import Search, Tried, fastest, polished
@@ -24,7 +24,7 @@ class Outlook:
     layout: Placement
     candidate: Candidate
     scheme: Scheme
-    run: Run
+    run: ForecastRun
     tried: tuple[Tried, ...]
     """At the capacity that was chosen."""
     alternatives: tuple[Forecast, ...]
@@ -58,7 +58,9 @@ def outlook(ground: Ground, jobs: Sequence[JobOutline], compared: bool = True) -
     seconds = descend(where, descent.look, lambda one: one)
     best = descent.best
     assert best is not None, "the first place that is looked at is planned for"
-    last = polished(Tried(best.candidate, best.scheme, best.run), Place(best.ground, best.layout), jobs)
+    last = polished(
+        Tried(best.candidate, best.scheme, best.run), CapacityPlace(best.ground, best.layout), jobs
+    )
     return replace(
         best,
         scheme=last.scheme,
@@ -100,7 +102,7 @@ class _Descent:
         self.jobs = jobs
         self.best: Outlook | None = None
 
-    def look(self, place: Place) -> float:
+    def look(self, place: CapacityPlace) -> float:
         """What the jobs take there, or at least take."""
         search = Search(place, self.jobs)
         if self.best is not None and search.least >= self.best.forecast.seconds:

@@ -19,20 +19,20 @@ PATIENCE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CapacityPlace:
     """Where the jobs could run: what is made again, and the cut for a token capacity."""
 
     ground: Ground
     layout: Placement
 
 
-def places(ground: Ground, jobs: Sequence[JobOutline]) -> list[Place]:
+def places(ground: Ground, jobs: Sequence[JobOutline]) -> list[CapacityPlace]:
     """Those that fit, from the largest capacity down.
 
     One device has no waits that smaller ones could shorten, but may choose what to make again; a pipeline
     makes again only what it must.
     """
-    found: list[Place] = []
+    found: list[CapacityPlace] = []
     for choice in frugal(ground):
         fitting = _fitting(choice, jobs)
         if ground.stages > 1:
@@ -47,7 +47,9 @@ def places(ground: Ground, jobs: Sequence[JobOutline]) -> list[Place]:
     return found
 
 
-def descend(tried: Iterable[Place], run: Callable[[Place], T], seconds: Callable[[T], float]) -> list[T]:
+def descend(
+    tried: Iterable[CapacityPlace], run: Callable[[CapacityPlace], T], seconds: Callable[[T], float]
+) -> list[T]:
     """What `run` makes of each place, until a pipeline's capacities have been too small twice in a row.
 
     Waits get shorter and passes dearer with every halving; rounding to whole microbatches makes a dent in it.
@@ -64,9 +66,9 @@ def descend(tried: Iterable[Place], run: Callable[[Place], T], seconds: Callable
     return found
 
 
-def _fitting(ground: Ground, jobs: Sequence[JobOutline]) -> Iterator[Place]:
+def _fitting(ground: Ground, jobs: Sequence[JobOutline]) -> Iterator[CapacityPlace]:
     for capacity in ground_capacities(ground, jobs):
         try:
-            yield Place(ground, lay_out(ground, jobs, capacity))
+            yield CapacityPlace(ground, lay_out(ground, jobs, capacity))
         except PlanError:
             continue

@@ -10,7 +10,7 @@ from weftune.plan.cost.estimate import (
     ATTENTION_BACKWARD,
     BaseLayer,
     JobOutline,
-    Rows,
+    RowCounts,
     Speed,
     adapter_seconds,
     base_line,
@@ -22,12 +22,12 @@ from weftune.plan.outlook.fit import Ground, Placement
 from weftune.plan.outlook.scheme import Groups, Scheme
 from weftune.plan.pack.merge import BatchSample, Merged, MergeRules, merge
 from weftune.plan.program.prices import PassPrice, Prices
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 from weftune.plan.window.orders import Work
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class PricedWork:
     """A scheme's microbatches before they are ordered: every order can be made from it."""
 
     merged: Merged
@@ -35,7 +35,7 @@ class Laid:
     prices: Prices
 
 
-def lay(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> Laid:
+def lay(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> PricedWork:
     by_name = {job.name: job for job in jobs}
     rounds = []
     for step in range(max(len(job.batches) for job in jobs)):
@@ -55,7 +55,7 @@ def lay(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Plac
         for cut, speed in zip(layout.stages, ground.speeds, strict=False)
     ]
     prices = price_all(work.microbatches, rates, layout.stages)
-    return Laid(merged, work, prices)
+    return PricedWork(merged, work, prices)
 
 
 def make_work(merged: Merged, jobs: Sequence[JobOutline], capacity: int) -> Work:
@@ -67,7 +67,7 @@ def make_work(merged: Merged, jobs: Sequence[JobOutline], capacity: int) -> Work
     placed = {(batch.job, batch.step): batch.samples for batch in batches}
     microbatches = []
     for microbatch in merged.microbatches:
-        held: dict[tuple[str, int], list[Placed]] = {}
+        held: dict[tuple[str, int], list[PlacedSample]] = {}
         for one in microbatch:
             held.setdefault((one.job, one.batch), []).append(placed[one.job, one.batch][one.sample])
         segments = (SegmentPlan(job, step, tuple(samples)) for (job, step), samples in held.items())
@@ -78,12 +78,12 @@ def make_work(merged: Merged, jobs: Sequence[JobOutline], capacity: int) -> Work
 def make_batch(job: str, step: int, lengths: Sequence[int]) -> GlobalBatch:
     samples, offset = [], 0
     for number, length in enumerate(lengths):
-        samples.append(Placed(number, length, offset))
+        samples.append(PlacedSample(number, length, offset))
         offset += length
     return GlobalBatch(job, step, tuple(samples), supervised=offset)
 
 
-def slowest_first(laid: Laid, groups: Groups) -> Groups:
+def slowest_first(laid: PricedWork, groups: Groups) -> Groups:
     """The groups as the pipeline template takes them: by what a microbatch of theirs takes on stage 0."""
     home = {job: number for number, group in enumerate(groups) for job in group}
     seconds: list[list[float]] = [[] for _ in groups]
@@ -110,7 +110,7 @@ class StageRates:
     """How much of a forward the backward makes again."""
     working_bytes: int = 0
 
-    def price(self, rows: Rows) -> PassPrice:
+    def price(self, rows: RowCounts) -> PassPrice:
         line, square = self.line(rows.tokens), self.square * rows.squares
         added = sum(self.adapters[job] * tokens for job, tokens in rows.by_job.items())
         forward = line + square + added
@@ -153,9 +153,9 @@ def made_again(layers: Sequence[BaseLayer], ground: Ground) -> float:
     return sum(layer.flops for layer in layers if layer.kind == "layer") / max(1, flops)
 
 
-def _rows(microbatch: MicrobatchPlan) -> Rows:
+def _rows(microbatch: MicrobatchPlan) -> RowCounts:
     squares = sum(placed.length**2 for segment in microbatch.segments for placed in segment.samples)
     by_job: dict[str, int] = {}
     for segment in microbatch.segments:
         by_job[segment.job] = by_job.get(segment.job, 0) + segment.tokens
-    return Rows(sum(by_job.values()), squares, by_job)
+    return RowCounts(sum(by_job.values()), squares, by_job)

@@ -14,7 +14,7 @@ SEARCHED = Limits(tries=1000, kicks=50, solver_cells=0, room_cells=0)
 """Without the solver: the outlook packs the same window many times over."""
 
 
-class Order(StrEnum):
+class SchemeOrder(StrEnum):
     one_at_a_time = "one microbatch at a time"
     gpipe = "GPipe"
     alternating = "1F1B"
@@ -29,7 +29,7 @@ class Scheme:
     name: str
     groups: Groups
     """Jobs that share microbatches; the groups take turns."""
-    order: Order = Order.alternating
+    order: SchemeOrder = SchemeOrder.alternating
     limits: Limits = SEARCHED
     shift: bool = True
     """Whether samples may fill up the round before theirs."""

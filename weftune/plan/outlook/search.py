@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.outlook.candidates import Candidate, alone, candidates
-from weftune.plan.outlook.forecast import Run, run_passes
+from weftune.plan.outlook.forecast import ForecastRun, run_passes
 from weftune.plan.outlook.ordering import least_seconds, passes_in
-from weftune.plan.outlook.places import ALIKE, Place
-from weftune.plan.outlook.priced import Laid, lay, slowest_first
-from weftune.plan.outlook.scheme import GREEDY, SEARCHED, Order, Scheme
+from weftune.plan.outlook.places import ALIKE, CapacityPlace
+from weftune.plan.outlook.priced import PricedWork, lay, slowest_first
+from weftune.plan.outlook.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder
 from weftune.plan.window.orders import Passes
 
-PIPELINE_ORDERS = (Order.alternating, Order.multi_job, Order.template)
+PIPELINE_ORDERS = (SchemeOrder.alternating, SchemeOrder.multi_job, SchemeOrder.template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Tried:
 
     candidate: Candidate
     scheme: Scheme
-    run: Run
+    run: ForecastRun
 
     @property
     def seconds(self) -> float:
@@ -37,8 +37,8 @@ def fastest(tried: Sequence[Tried]) -> Tried:
     return next(one for one in fitting if one.seconds <= least * (1 + ALIKE))
 
 
-def orders_of(place: Place) -> tuple[Order, ...]:
-    return PIPELINE_ORDERS if len(place.layout.stages) > 1 else (Order.alternating,)
+def orders_of(place: CapacityPlace) -> tuple[SchemeOrder, ...]:
+    return PIPELINE_ORDERS if len(place.layout.stages) > 1 else (SchemeOrder.alternating,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class _Proposal:
 
     candidate: Candidate
     scheme: Scheme
-    laid: Laid
+    laid: PricedWork
     passes: Passes
     least: float
     """No simulation of it is shorter."""
 
 
 class Search:
-    def __init__(self, place: Place, jobs: Sequence[JobOutline]) -> None:
+    def __init__(self, place: CapacityPlace, jobs: Sequence[JobOutline]) -> None:
         self.place, self.jobs = place, jobs
         self.desk = _Desk(place, jobs)
         self.proposals: list[_Proposal] = []
@@ -73,7 +73,7 @@ class Search:
         return self.desk.simulate(self.proposals)
 
 
-def polished(best: Tried, place: Place, jobs: Sequence[JobOutline]) -> Tried:
+def polished(best: Tried, place: CapacityPlace, jobs: Sequence[JobOutline]) -> Tried:
     """What differs from it in one thing (merging, packing, order, or that no jobs share), if it is faster."""
     desk = _Desk(place, jobs)
     while True:
@@ -99,18 +99,18 @@ def _neighbours(scheme: Scheme, desk: _Desk, jobs: Sequence[JobOutline]) -> list
 class _Desk:
     """Lays out and orders ways at one place, nothing twice."""
 
-    def __init__(self, place: Place, jobs: Sequence[JobOutline]) -> None:
+    def __init__(self, place: CapacityPlace, jobs: Sequence[JobOutline]) -> None:
         self.place, self.jobs = place, jobs
-        self.laid: dict[Scheme, Laid] = {}
+        self.laid: dict[Scheme, PricedWork] = {}
 
     def sorted_for(self, scheme: Scheme) -> Scheme:
         """The template takes the slowest group first."""
-        if scheme.order is not Order.template:
+        if scheme.order is not SchemeOrder.template:
             return scheme
         return replace(scheme, groups=slowest_first(self.lay(scheme), scheme.groups))
 
-    def lay(self, scheme: Scheme) -> Laid:
-        same = replace(scheme, order=Order.alternating)
+    def lay(self, scheme: Scheme) -> PricedWork:
+        same = replace(scheme, order=SchemeOrder.alternating)
         if same not in self.laid:
             self.laid[same] = lay(same, self.jobs, self.place.ground, self.place.layout)
         return self.laid[same]

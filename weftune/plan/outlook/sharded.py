@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from weftune.plan.cost.cluster import Cluster, Device
 from weftune.plan.cost.estimate import JobOutline, Speed
 from weftune.plan.outlook.fit import Ground, Placement, lay_out, make_ground
-from weftune.plan.outlook.forecast import Forecast, Run, run_passes
+from weftune.plan.outlook.forecast import Forecast, ForecastRun, run_passes
 from weftune.plan.outlook.ordering import passes_in
-from weftune.plan.outlook.priced import Laid, lay
+from weftune.plan.outlook.priced import PricedWork, lay
 from weftune.plan.outlook.scheme import Scheme
 from weftune.plan.program.prices import Link, PassPrice
-from weftune.plan.studies.overlap import Graph, Kind, Operator, overlap
+from weftune.plan.studies.overlap import Graph, Operator, OperatorKind, overlap
 
 COLLECTIVES = 2
 """Of a layer in one pass: after attention and after the feed-forward part."""
@@ -57,7 +57,7 @@ def sharded_forecast(shards: Shards, scheme: Scheme, jobs: Sequence[JobOutline],
     laid = lay(scheme, jobs, shards.ground, layout)
     laid = _priced(laid, shards, hidden)
     passes = passes_in(scheme.order, laid, layout)
-    run: Run = run_passes(passes, laid, scheme, jobs, shards.ground, layout)
+    run: ForecastRun = run_passes(passes, laid, scheme, jobs, shards.ground, layout)
     # Each stage is so many devices, all as busy as the one that stands for them.
     forecast = run.forecast
     return replace(forecast, busy=forecast.busy * shards.count, devices=forecast.devices * shards.count)
@@ -81,7 +81,7 @@ def _faster(speed: Speed, count: int) -> Speed:
     )
 
 
-def _priced(laid: Laid, shards: Shards, hidden: bool) -> Laid:
+def _priced(laid: PricedWork, shards: Shards, hidden: bool) -> PricedWork:
     filled = laid.work.filled
     tokens = sum(laid.work.microbatches[number].tokens for number in filled) / len(filled)
     stages = len(shards.layout.stages)
@@ -139,8 +139,8 @@ def _graph(layers: int, compute: float, collective: float) -> Graph:
     for number in range(layers * COLLECTIVES):
         share = compute / COLLECTIVES
         base, adapter, sent = f"base{number}", f"adapter{number}", f"reduce{number}"
-        made.append(Operator(base, Kind.compute, (1 - ADAPTERS) * share, before))
-        made.append(Operator(adapter, Kind.adapter, ADAPTERS * share, before))
-        made.append(Operator(sent, Kind.communication, collective, (base, adapter)))
+        made.append(Operator(base, OperatorKind.compute, (1 - ADAPTERS) * share, before))
+        made.append(Operator(adapter, OperatorKind.adapter, ADAPTERS * share, before))
+        made.append(Operator(sent, OperatorKind.communication, collective, (base, adapter)))
         before = (sent,)
     return tuple(made)

@@ -8,15 +8,15 @@ from itertools import accumulate
 
 from weftune.plan.cost.cluster import make_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.layout.split import JobWork, Share, job_seconds, share_jobs, sheet_cost
+from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost
 from weftune.plan.outlook.fit import Ground, make_ground, why_not
 from weftune.plan.outlook.outlook import Outlook, outlook
-from weftune.plan.program.program import GlobalBatch, Placed
+from weftune.plan.program.program import GlobalBatch, PlacedSample
 
 
 @dataclass(frozen=True, slots=True)
 class ShareOutlook:
-    shares: tuple[Share, ...]
+    shares: tuple[DeviceShare, ...]
     parts: tuple[Outlook, ...]
     """Of each share, what comes aboard its device first."""
 
@@ -66,10 +66,10 @@ def _work(job: JobOutline, steps: int) -> JobWork:
     return JobWork(shape=job.shape, steps=steps, batches=batches)
 
 
-def _placed(lengths: Sequence[int]) -> tuple[Placed, ...]:
+def _placed(lengths: Sequence[int]) -> tuple[PlacedSample, ...]:
     """Every token supervised: which are is not known of an outline."""
     offsets = accumulate(lengths[:-1], initial=0)
     return tuple(
-        Placed(number, length, offset, length)
+        PlacedSample(number, length, offset, length)
         for number, (length, offset) in enumerate(zip(lengths, offsets, strict=True))
     )

@@ -16,10 +16,10 @@ from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages
 from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, visits
 from weftune.plan.outlook.ablate import Ablation
 from weftune.plan.outlook.fit import Ground, capacities, why_not
-from weftune.plan.outlook.forecast import Forecast, Run, in_turn
+from weftune.plan.outlook.forecast import Forecast, ForecastRun, in_turn
 from weftune.plan.outlook.outlook import refuse_empty
 from weftune.plan.outlook.places import ALIKE
-from weftune.plan.outlook.streamed_forecast import Bed, Streamed, make_bed, make_streams, run_streams
+from weftune.plan.outlook.streamed_forecast import Bed, StreamedForecast, make_bed, make_streams, run_streams
 from weftune.plan.studies.contention import Root, fastest_order
 
 PREFIXES = 4000
@@ -36,12 +36,12 @@ SEQUENTIAL, CROSS, FASTEST = "sequential", "cross mapping", "fastest order"
 class StreamOutlook:
     ground: Ground
     jobs: tuple[JobOutline, ...]
-    chosen: Streamed
-    tried: tuple[Streamed, ...]
+    chosen: StreamedForecast
+    tried: tuple[StreamedForecast, ...]
     """Every cut in every mapping, at the capacity that was chosen."""
-    unfetched: Streamed
+    unfetched: StreamedForecast
     """The chosen one, were nothing loaded ahead."""
-    shared: Streamed
+    shared: StreamedForecast
     """The chosen one, were uploads under one root complex to share it equally."""
     alternatives: tuple[Forecast, ...]
     source: str
@@ -51,14 +51,14 @@ class StreamOutlook:
         return self.chosen.run.forecast
 
     @property
-    def run(self) -> Run:
+    def run(self) -> ForecastRun:
         return self.chosen.run
 
 
 def stream_outlook(ground: Ground, jobs: Sequence[JobOutline]) -> StreamOutlook:
     """The fastest that is found; PlanError says what does not fit even so."""
     refuse_streamed(ground, jobs)
-    found: list[list[Streamed]] = []
+    found: list[list[StreamedForecast]] = []
     beds: list[Bed] = []
     for capacity in capacities(jobs, ground.most):
         bed = make_bed(ground, jobs, capacity)
@@ -150,11 +150,11 @@ def ablate_streams(found: StreamOutlook) -> tuple[Ablation, ...]:
     return tuple(rows)
 
 
-def _row(found: StreamOutlook, mechanism: str, instead: str, one: Streamed) -> Ablation:
+def _row(found: StreamOutlook, mechanism: str, instead: str, one: StreamedForecast) -> Ablation:
     return Ablation(mechanism, instead, one.run.forecast, one.seconds / found.chosen.seconds - 1.0)
 
 
-def _every_way(bed: Bed) -> Iterator[Streamed]:
+def _every_way(bed: Bed) -> Iterator[StreamedForecast]:
     topology = Topology(bed.ground.cluster.roots)
     for cut, partition in _cuts(bed):
         orders = {SEQUENTIAL: sequential_order(topology)}
@@ -200,7 +200,9 @@ def _host(bed: Bed) -> Host:
     return Host(len(cluster.devices), max(0, room), link.bandwidth, bed.input_bytes)
 
 
-def _alternatives(bed: Bed, tried: Sequence[Streamed], chosen: Streamed) -> tuple[Forecast, ...]:
+def _alternatives(
+    bed: Bed, tried: Sequence[StreamedForecast], chosen: StreamedForecast
+) -> tuple[Forecast, ...]:
     """Each job with the base streamed for it alone, and Mobius's two plain cuts."""
     parts = []
     for job in bed.jobs:

@@ -11,7 +11,7 @@ from weftune.plan.cost.layers import LayerCost, StageCost
 from weftune.plan.cost.memory import ON_THE_WAY
 from weftune.plan.layout.mobius_step import StreamPartition
 from weftune.plan.outlook.fit import Ground, Placement, frugal, full_rows
-from weftune.plan.outlook.forecast import Run, forecast_of
+from weftune.plan.outlook.forecast import ForecastRun, forecast_of
 from weftune.plan.outlook.priced import make_work, price_all, stage_rates
 from weftune.plan.outlook.scheme import SEARCHED
 from weftune.plan.outlook.streamed_program import Streams, stream_program
@@ -57,14 +57,14 @@ class Bed:
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class StreamedForecast:
     """A cut and its mapping, simulated."""
 
     cut: str
     mapping: str
     streams: Streams
     layout: Placement
-    run: Run
+    run: ForecastRun
     unhidden: float
     """Seconds of the window that uploads add to what it would take if they took no time."""
 
@@ -110,7 +110,7 @@ def make_streams(bed: Bed, partition: StreamPartition, order: tuple[int, ...]) -
     return Streams(stages, partition.resident, order, tuple(room))
 
 
-def run_streams(bed: Bed, streams: Streams, cut: str, mapping: str, queued: bool = True) -> Streamed:
+def run_streams(bed: Bed, streams: Streams, cut: str, mapping: str, queued: bool = True) -> StreamedForecast:
     """`queued`: uploads under one root complex go one after another instead of in equal shares."""
     ground = bed.ground
     program = stream_program(bed.work, streams)
@@ -123,8 +123,8 @@ def run_streams(bed: Bed, streams: Streams, cut: str, mapping: str, queued: bool
     needs = tuple(peak + held + beside for peak, held in zip(timeline.peaks, state, strict=True))
     layout = Placement(bed.capacity, streams.stages, needs, ground.budgets, beside)
     forecast = forecast_of("weftune", timeline, bed.jobs, layout, state, len(bed.work.filled))
-    run = Run(forecast, program, timeline, bed.merged)
-    return Streamed(cut, mapping, streams, layout, run, timeline.makespan - free)
+    run = ForecastRun(forecast, program, timeline, bed.merged)
+    return StreamedForecast(cut, mapping, streams, layout, run, timeline.makespan - free)
 
 
 def _prices(bed: Bed, streams: Streams) -> Prices:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from weftune.plan.pack.best import Limits, Packing, pack_best
-from weftune.plan.program.program import MicrobatchPlan, Placed, SegmentPlan
+from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan
 
 QUICK = Limits(kicks=50, solver_cells=0, room_cells=0)
 """Without the solver: a window is planned while the one before it runs, and alike on every machine."""
@@ -44,8 +44,10 @@ def pack_segments(
     return [replace(one, rung=min(rung(one.tokens), capacity)) for one in made] if ladder else made
 
 
-def _microbatch(segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, Placed]]) -> MicrobatchPlan:
-    held: dict[int, list[Placed]] = {}
+def _microbatch(
+    segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, PlacedSample]]
+) -> MicrobatchPlan:
+    held: dict[int, list[PlacedSample]] = {}
     for rank, placed in sorted(pieces, key=lambda piece: (piece[0], piece[1].offset)):
         held.setdefault(rank, []).append(placed)
     return MicrobatchPlan(

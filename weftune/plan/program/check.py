@@ -14,7 +14,7 @@ from weftune.plan.program.program import (
     Forward,
     IllegalProgram,
     Load,
-    Placed,
+    PlacedSample,
     Program,
     Recv,
     Reduce,
@@ -79,7 +79,7 @@ def _check_microbatches(program: Program) -> None:
 
 
 def _check_samples(program: Program) -> None:
-    trained: dict[tuple[str, int], list[Placed]] = {}
+    trained: dict[tuple[str, int], list[PlacedSample]] = {}
     for action, microbatch in program.compute():
         if isinstance(action, Forward):
             for segment in microbatch.segments:
@@ -98,7 +98,7 @@ def _check_samples(program: Program) -> None:
 
 
 def _check_held_out(program: Program) -> None:
-    seen: set[tuple[str, int, Placed]] = set()
+    seen: set[tuple[str, int, PlacedSample]] = set()
     for action, microbatch in program.compute():
         if isinstance(action, Evaluate):
             for segment in microbatch.segments:

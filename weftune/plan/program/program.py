@@ -23,7 +23,7 @@ class OfBatch(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedSample:
     """A sample of a global batch: which, how long, and how many tokens of the batch stand before it."""
 
     sample: int
@@ -39,7 +39,7 @@ class GlobalBatch:
 
     job: str
     step: int
-    samples: tuple[Placed, ...]
+    samples: tuple[PlacedSample, ...]
     supervised: int
     """Supervised tokens in the whole batch: what the job's loss is divided by."""
 
@@ -54,7 +54,7 @@ class SegmentPlan:
 
     job: str
     step: int
-    samples: tuple[Placed, ...]
+    samples: tuple[PlacedSample, ...]
 
     @property
     def tokens(self) -> int:

@@ -14,12 +14,12 @@ from operator import add
 
 from weftune.plan.layout.balanced import Buckets, balance, variance
 from weftune.plan.studies.fuse import Fusion
-from weftune.plan.studies.stage import Load, PassSeconds, Pipeline
+from weftune.plan.studies.stage import GroupLoad, PassSeconds, PipelineCost
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    groups: tuple[Load, ...]
+    groups: tuple[GroupLoad, ...]
     forward: tuple[float, ...]
     """Seconds on each stage, its groups interleaved."""
     backward: tuple[float, ...]
@@ -60,7 +60,7 @@ EVERY = 16
 """Up to so many groups, or buckets, every number is tried; above only its multiples, and the largest."""
 
 
-def bucket(groups: Sequence[Load], pipeline: Pipeline) -> Bucketing:
+def bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
     """The best buckets for `groups`, each of which fits in memory by itself."""
     assert groups, "no fusion group to put into a bucket"
     latencies = [pipeline.paces(load)[0] for load in groups]
@@ -76,7 +76,7 @@ def bucket(groups: Sequence[Load], pipeline: Pipeline) -> Bucketing:
     return Bucketing(best.buckets, best.seconds, tuple(trials))
 
 
-def arrange(fusion: Fusion, pipeline: Pipeline) -> Arrangement:
+def arrange(fusion: Fusion, pipeline: PipelineCost) -> Arrangement:
     """Buckets for the number of fusion groups that suits them best.
 
     Fusion takes communication for hidden, but groups that are few and large leave little to hide it behind.
@@ -100,7 +100,7 @@ def arrange(fusion: Fusion, pipeline: Pipeline) -> Arrangement:
     )
 
 
-def make_bucket(groups: Sequence[Load], pipeline: Pipeline) -> Bucket:
+def make_bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucket:
     stages = list(zip(*(pipeline.times(load) for load in groups), strict=True))
     # Adapters of different groups may run fused only where no group holds several jobs.
     fused = all(len(load.jobs) == 1 for load in groups)
@@ -136,7 +136,7 @@ def _tried(most: int) -> list[int]:
     return [count for count in range(1, most + 1) if count <= EVERY or count % EVERY == 0 or count == most]
 
 
-def _bucketing(spread: Buckets, groups: Sequence[Load], pipeline: Pipeline) -> Bucketing | None:
+def _bucketing(spread: Buckets, groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing | None:
     chosen = [[groups[index] for index in sorted(indices)] for indices in spread]
     if any(pipeline.shortage(reduce(add, together)) for together in chosen):
         return None

@@ -17,7 +17,7 @@ FLOOR = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkPiece:
     """The tokens of one sample, from `start` to `stop`, that lie in one chunk."""
 
     sample: int
@@ -28,7 +28,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkPiece, ...]
     reads: tuple[int, ...]
     """The chunks whose keys and values it reads: those in which its first sample began and went on."""
 
@@ -76,15 +76,15 @@ def align(lengths: Sequence[int], capacity: int, size: int) -> Alignment:
     return Alignment(size, tuple(chunks))
 
 
-def _cut(samples: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[tuple[Piece, ...]]:
+def _cut(samples: Sequence[int], lengths: Sequence[int], size: int) -> Iterator[tuple[ChunkPiece, ...]]:
     """The pieces of each chunk of a pack; only the last chunk may be short."""
-    pieces: list[Piece] = []
+    pieces: list[ChunkPiece] = []
     room = size
     for sample in samples:
         start = 0
         while start < lengths[sample]:
             stop = min(start + room, lengths[sample])
-            pieces.append(Piece(sample, start, stop))
+            pieces.append(ChunkPiece(sample, start, stop))
             room -= stop - start
             start = stop
             if not room:

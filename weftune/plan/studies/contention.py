@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weftune.plan.layout.mapping import EXACT_GPUS, Topology, cross_order, every_order, sequential_order
-from weftune.plan.layout.mobius_step import Host, Visit, Visits
+from weftune.plan.layout.mobius_step import Host, MobiusVisit, MobiusVisits
 
 
 @dataclass(slots=True)
@@ -48,7 +48,9 @@ class Root:
 class _Pass:
     """One direction; times of visits are settled in order, as their uploads arrive."""
 
-    def __init__(self, visits: Sequence[Visit], roots: Sequence[int], host: Host, microbatches: int) -> None:
+    def __init__(
+        self, visits: Sequence[MobiusVisit], roots: Sequence[int], host: Host, microbatches: int
+    ) -> None:
         self.visits = visits
         self.roots = roots
         self.host = host
@@ -94,7 +96,7 @@ class _Pass:
 
 
 def contended_seconds(
-    visits: Visits, order: Sequence[int], topology: Topology, host: Host, microbatches: int, root: Root
+    visits: MobiusVisits, order: Sequence[int], topology: Topology, host: Host, microbatches: int, root: Root
 ) -> float:
     """One step of `visits` with the GPUs in this order."""
     assert topology.gpus == host.gpus == len(order), "the order is not one of this host's GPUs"
@@ -109,7 +111,7 @@ def contended_seconds(
 
 
 def fastest_order(
-    visits: Visits, topology: Topology, host: Host, microbatches: int, root: Root
+    visits: MobiusVisits, topology: Topology, host: Host, microbatches: int, root: Root
 ) -> tuple[int, ...]:
     """The order whose step is shortest here: of all orders up to EXACT_GPUS GPUs, else of the two mappings.
 

@@ -15,12 +15,12 @@ from operator import add
 
 from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.memory import gib
-from weftune.plan.studies.stage import Load, Pipeline, Shortage
+from weftune.plan.studies.stage import GroupLoad, PipelineCost, Shortage
 
 
 @dataclass(frozen=True, slots=True)
 class FusionGroup:
-    load: Load
+    load: GroupLoad
     seconds: float
     """Its part of the predicted time: end to end for the first group, what it adds for the others."""
     reason: str
@@ -32,8 +32,8 @@ class FusionGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Grouping:
-    groups: tuple[Load, ...]
+class FusionGroups:
+    groups: tuple[GroupLoad, ...]
     seconds: float
     """The predicted time of one round: every group's microbatches once."""
 
@@ -43,7 +43,7 @@ class Fusion:
     groups: tuple[FusionGroup, ...]
     seconds: float
     """As the best grouping's."""
-    by_count: dict[int, Grouping]
+    by_count: dict[int, FusionGroups]
     """The best for each number of groups that memory allows."""
 
 
@@ -60,7 +60,7 @@ _Added = Sequence[Sequence[float]]
 """For each job, what the groups that start with it add, from the shortest to the longest that fits."""
 
 
-def fuse(loads: Sequence[Load], pipeline: Pipeline) -> Fusion:
+def fuse(loads: Sequence[GroupLoad], pipeline: PipelineCost) -> Fusion:
     """The grouping of least predicted time; PlanError names every job that does not fit even alone."""
     ordered = sorted(loads, key=lambda load: (load.tokens, load.jobs))
     misfits = [(load, sentence) for load in ordered if (sentence := why_not(load, pipeline))]
@@ -76,7 +76,7 @@ def fuse(loads: Sequence[Load], pipeline: Pipeline) -> Fusion:
         if len(ordered) in row
     }
     by_count = {
-        count: Grouping(
+        count: FusionGroups(
             tuple(reduce(add, ordered[start:stop]) for start, stop in pairwise(cut)),
             rows[count - 1][len(ordered)].seconds,
         )
@@ -87,7 +87,7 @@ def fuse(loads: Sequence[Load], pipeline: Pipeline) -> Fusion:
     return Fusion(reasons.groups(edges[count]), by_count[count].seconds, by_count)
 
 
-def why_not(load: Load, pipeline: Pipeline) -> str | None:
+def why_not(load: GroupLoad, pipeline: PipelineCost) -> str | None:
     """A sentence that says why this job cannot run even alone, or None if it can."""
     if load.tokens < 1:
         return "has no tokens to train on"
@@ -97,22 +97,22 @@ def why_not(load: Load, pipeline: Pipeline) -> str | None:
     return f"alone, with {load.tokens} tokens a microbatch, it {_needs(shortage)}"
 
 
-def price(groups: Sequence[Load], pipeline: Pipeline) -> float:
+def price(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> float:
     """The predicted time of any grouping, the first of `groups` being the one that fills the pipeline."""
     return pipeline.first_seconds(groups[0]) + sum(pipeline.added_seconds(load) for load in groups[1:])
 
 
-def _growing(ordered: Sequence[Load], pipeline: Pipeline) -> Iterator[Load]:
+def _growing(ordered: Sequence[GroupLoad], pipeline: PipelineCost) -> Iterator[GroupLoad]:
     """The groups that start with the first of these jobs; a longer one never needs less memory."""
     return takewhile(lambda load: pipeline.shortage(load) is None, accumulate(ordered, add))
 
 
-def _added(ordered: Sequence[Load], pipeline: Pipeline) -> list[float]:
+def _added(ordered: Sequence[GroupLoad], pipeline: PipelineCost) -> list[float]:
     # The loads themselves are not kept: for many jobs they are so many that collecting garbage takes longest.
     return [pipeline.added_seconds(load) for load in _growing(ordered, pipeline)]
 
 
-def _rows(ordered: Sequence[Load], added: _Added, pipeline: Pipeline) -> list[_Row]:
+def _rows(ordered: Sequence[GroupLoad], added: _Added, pipeline: PipelineCost) -> list[_Row]:
     """One row for each number of groups, and in it a cell for each number of jobs that they can hold."""
     first = [pipeline.first_seconds(load) for load in _growing(ordered, pipeline)]
     rows = [{stop: _Cell(seconds, 0) for stop, seconds in enumerate(first, 1)}]
@@ -142,8 +142,8 @@ class _Reasons:
 
     def __init__(
         self,
-        ordered: Sequence[Load],
-        pipeline: Pipeline,
+        ordered: Sequence[GroupLoad],
+        pipeline: PipelineCost,
         added: _Added,
         rows: Sequence[_Row],
     ) -> None:
@@ -193,5 +193,5 @@ def _needs(shortage: Shortage) -> str:
     return f"needs {gib(shortage.need)} on stage {shortage.stage}, but {gib(shortage.budget)} are available"
 
 
-def _names(load: Load) -> str:
+def _names(load: GroupLoad) -> str:
     return ", ".join(load.jobs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class OperatorKind(Enum):
     compute = "compute"
     communication = "communication"
     adapter = "adapter"
@@ -21,7 +21,7 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class Operator:
     name: str
-    kind: Kind
+    kind: OperatorKind
     seconds: float
     needs: tuple[str, ...] = ()
     """Names of the operators, earlier in the same graph, whose results it takes."""
@@ -49,7 +49,7 @@ class Subgraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OperatorSpan:
     graph: int
     operator: str
     start: float
@@ -61,8 +61,8 @@ class Launch:
     """An order of subgraphs, and when their operators then run on the stage's two lanes."""
 
     order: tuple[Subgraph, ...]
-    compute: tuple[Span, ...]
-    communication: tuple[Span, ...]
+    compute: tuple[OperatorSpan, ...]
+    communication: tuple[OperatorSpan, ...]
 
     @property
     def seconds(self) -> float:
@@ -87,8 +87,8 @@ class _Lanes:
     """The stage's two lanes; each runs its operators in the order of launch, when what they need is there."""
 
     def __init__(self) -> None:
-        self.compute: list[Span] = []
-        self.communication: list[Span] = []
+        self.compute: list[OperatorSpan] = []
+        self.communication: list[OperatorSpan] = []
         self.ended: dict[tuple[int, str], float] = {}
         self.last = -1
         """The graph that was launched from last."""
@@ -103,12 +103,12 @@ class _Lanes:
         self.last = subgraph.graph
         for operator in subgraph.operators:
             start = self.start(operator, subgraph.graph)
-            span = Span(subgraph.graph, operator.name, start, start + operator.seconds)
+            span = OperatorSpan(subgraph.graph, operator.name, start, start + operator.seconds)
             self._lane(operator).append(span)
             self.ended[subgraph.graph, operator.name] = span.stop
 
-    def _lane(self, operator: Operator) -> list[Span]:
-        return self.communication if operator.kind is Kind.communication else self.compute
+    def _lane(self, operator: Operator) -> list[OperatorSpan]:
+        return self.communication if operator.kind is OperatorKind.communication else self.compute
 
 
 _Rule = Callable[[Subgraph, _Lanes], tuple[float, ...]]
@@ -175,14 +175,16 @@ def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
     return Launch(tuple(order), tuple(lanes.compute), tuple(lanes.communication))
 
 
-def _parts(before: Kind, after: Kind) -> bool:
+def _parts(before: OperatorKind, after: OperatorKind) -> bool:
     """Whether an operator belongs to another subgraph than the one whose result it takes."""
-    return before is Kind.communication or (before is not after and after is not Kind.communication)
+    return before is OperatorKind.communication or (
+        before is not after and after is not OperatorKind.communication
+    )
 
 
 def _depths(graph: Graph) -> dict[str, int]:
     """How many times the longest way to each operator is cut: the depth of its subgraph."""
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, OperatorKind] = {}
     depth: dict[str, int] = {}
     for operator in graph:
         assert all(need in depth for need in operator.needs), f"{operator.name} comes before what it needs"

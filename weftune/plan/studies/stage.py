@@ -47,7 +47,7 @@ def one_adapter(forward: float, backward: float, share: float) -> StageAdapters:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class GroupLoad:
     """What a job brings to every microbatch; the sum of several is what their fusion group brings."""
 
     jobs: tuple[str, ...]
@@ -57,8 +57,8 @@ class Load:
     adapters: tuple[StageAdapters, ...]
     """One for each stage."""
 
-    def __add__(self, other: Load) -> Load:
-        return Load(
+    def __add__(self, other: GroupLoad) -> GroupLoad:
+        return GroupLoad(
             self.jobs + other.jobs,
             self.tokens + other.tokens,
             self.squares + other.squares,
@@ -67,7 +67,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class StagePass:
     """The fitted time of one pass, forward or backward, of the base's operators in a stage."""
 
     line: Line
@@ -75,14 +75,14 @@ class Pass:
     communication: Line = NO_TIME
     """Collectives inside the stage, during which it could compute for another fusion group."""
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: GroupLoad) -> float:
         return self.line(load.tokens) + self.per_square * load.squares
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    forward: Pass
-    backward: Pass
+    forward: StagePass
+    backward: StagePass
     resident_bytes: int
     """Its part of the base, and of the state of every adapter aboard, in this fusion group or not."""
     activation_bytes: int
@@ -132,7 +132,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineCost:
     """Stages in order, and how many microbatches every fusion group sends through them in a round."""
 
     stages: tuple[Stage, ...]
@@ -146,7 +146,7 @@ class Pipeline:
             for stage in self.stages
         )
 
-    def times(self, load: Load) -> tuple[StageTime, ...]:
+    def times(self, load: GroupLoad) -> tuple[StageTime, ...]:
         return tuple(
             StageTime(
                 _pass_seconds(stage.forward, stage.shards, load, adapters.forward),
@@ -155,7 +155,7 @@ class Pipeline:
             for stage, adapters in zip(self.stages, load.adapters, strict=True)
         )
 
-    def paces(self, load: Load) -> list[float]:
+    def paces(self, load: GroupLoad) -> list[float]:
         """Compute seconds of both passes on every stage: `times` without its records, for the many calls."""
         return [
             (stage.forward.seconds(load) + stage.backward.seconds(load)) / stage.shards
@@ -164,17 +164,17 @@ class Pipeline:
             for stage, adapters in zip(self.stages, load.adapters, strict=True)
         ]
 
-    def first_seconds(self, load: Load) -> float:
+    def first_seconds(self, load: GroupLoad) -> float:
         """A round of this group alone: it fills the pipeline, keeps the slowest stage's pace, and drains."""
         each = self.paces(load)
         return sum(each) + (self.microbatches - 1) * max(each)
 
-    def added_seconds(self, load: Load) -> float:
+    def added_seconds(self, load: GroupLoad) -> float:
         """What this group adds to a pipeline that is full: its microbatches at the stages' average pace."""
         each = self.paces(load)
         return self.microbatches * sum(each) / len(each)
 
-    def peak_bytes(self, load: Load) -> tuple[int, ...]:
+    def peak_bytes(self, load: GroupLoad) -> tuple[int, ...]:
         """For each stage, when as many microbatches are in flight as 1F1B lets there be.
 
         That is one for each stage from here to the last, were they all of this group.
@@ -185,12 +185,12 @@ class Pipeline:
             for stage, in_flight in zip(self.stages, flights, strict=True)
         )
 
-    def shortage(self, load: Load) -> Shortage | None:
+    def shortage(self, load: GroupLoad) -> Shortage | None:
         for index, (stage, need) in enumerate(zip(self.stages, self.peak_bytes(load), strict=True)):
             if need > stage.budget:
                 return Shortage(index, need, stage.budget)
         return None
 
 
-def _pass_seconds(one: Pass, shards: int, load: Load, adapters: AdapterTime) -> PassSeconds:
+def _pass_seconds(one: StagePass, shards: int, load: GroupLoad, adapters: AdapterTime) -> PassSeconds:
     return PassSeconds(one.seconds(load) / shards, adapters, one.communication(load.tokens))

@@ -16,7 +16,7 @@ from weftune.plan.program.program import Action, Backward, Forward, MicrobatchPl
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class DispatchRules:
     """What each stage may have in flight, and which way it prefers when it has a choice."""
 
     flights: tuple[int, ...]
@@ -86,7 +86,7 @@ class Dispatch:
         microbatches: Sequence[MicrobatchPlan],
         launches: Sequence[Sequence[int]],
         prices: Prices,
-        rules: Rules,
+        rules: DispatchRules,
     ) -> None:
         self.microbatches, self.prices, self.rules = microbatches, prices, rules
         self.last = len(rules.flights) - 1

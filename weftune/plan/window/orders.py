@@ -25,7 +25,7 @@ from weftune.plan.program.program import (
     Send,
     Step,
 )
-from weftune.plan.window.dispatch import Dispatch, Rules, rows_left
+from weftune.plan.window.dispatch import Dispatch, DispatchRules, rows_left
 
 Passes = list[list[Action]]
 """For each device its passes in order: an order before Steps, Sends and Recvs are put in."""
@@ -87,9 +87,9 @@ def multi_job_passes(work: Work, stages: int, prices: Prices, spare: int = 0) ->
     return Dispatch(work.microbatches, [work.filled], prices, rules).run()
 
 
-def multi_job_rules(stages: int, spare: int = 0) -> Rules:
+def multi_job_rules(stages: int, spare: int = 0) -> DispatchRules:
     last = stages - 1
-    return Rules(
+    return DispatchRules(
         flights=tuple(stages - stage + (spare if stage < last else 0) for stage in range(stages)),
         forward_first=tuple(stage == 0 and stages > 1 for stage in range(stages)),
     )

@@ -22,7 +22,7 @@ from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.program.simulate import simulate
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.orders import Work, evaluated, gpipe, multi_job, one_forward_one_backward
-from weftune.plan.window.replicas import Dealt, Rounds, deal, deal_looks, replicated
+from weftune.plan.window.replicas import ReplicaWork, Rounds, deal, deal_looks, replicated
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.template import Queue, template
 
@@ -181,7 +181,7 @@ def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: P
     return best.program
 
 
-def _of_replicas(dealt: Dealt, prices: Prices, rules: PipelineRules) -> _Candidate:
+def _of_replicas(dealt: ReplicaWork, prices: Prices, rules: PipelineRules) -> _Candidate:
     """The patient order, which hides links that the prices leave out, unless waiting costs time itself."""
     found = [
         replicated(dealt, rules.stages, prices, rules.spare, patient=patient) for patient in (True, False)
@@ -211,7 +211,7 @@ def _groups(
     return group(lengths, capacity, rules.distance).groups
 
 
-def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> Dealt:
+def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: PipelineRules) -> ReplicaWork:
     """Microbatches that the jobs of a group share, laid for each replica by itself so that a job's batches
     are far enough apart."""
     # A bucket of the template runs in one piece, so no sample may go into another group's round. With
@@ -228,7 +228,7 @@ def _dealt(batches: Sequence[GlobalBatch], groups: Groups, room: int, rules: Pip
         for start, one in zip(starts, laid, strict=False)
     )
     microbatches = _microbatches([held for one in laid for held in one], batches)
-    return Dealt(Work(rules.capacity, microbatches, tuple(batches)), numbers)
+    return ReplicaWork(Work(rules.capacity, microbatches, tuple(batches)), numbers)
 
 
 def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:

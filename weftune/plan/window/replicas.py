@@ -21,7 +21,7 @@ Rounds = list[list[BatchSample]]
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class ReplicaWork:
     """Work, and for each replica its microbatches in the order in which they would like to run."""
 
     work: Work
@@ -59,7 +59,9 @@ def deal_looks(microbatches: Sequence[MicrobatchPlan], replicas: int) -> list[li
     return [sorted(own) for own in dealt]
 
 
-def replicated(dealt: Dealt, stages: int, prices: Prices, spare: int = 0, patient: bool = False) -> Program:
+def replicated(
+    dealt: ReplicaWork, stages: int, prices: Prices, spare: int = 0, patient: bool = False
+) -> Program:
     """The multi-job order for all replicas together, with the Reduces and Steps that they need.
 
     The `patient` let a pass go by before they add up what the others hand out, so that slow links are hidden.
@@ -85,7 +87,7 @@ def replicated(dealt: Dealt, stages: int, prices: Prices, spare: int = 0, patien
     return program
 
 
-def _mean_forward(dealt: Dealt, prices: Prices) -> float:
+def _mean_forward(dealt: ReplicaWork, prices: Prices) -> float:
     passes = [one.forward for number in dealt.work.filled for one in prices.passes[number]]
     return sum(passes) / len(passes)
 
@@ -100,7 +102,7 @@ class _Meeting:
     Nothing can wait forever: whatever an action waits for happened at an earlier moment of the log.
     """
 
-    def __init__(self, dealt: Dealt, stages: int) -> None:
+    def __init__(self, dealt: ReplicaWork, stages: int) -> None:
         self.microbatches, self.stages = dealt.work.microbatches, stages
         self.lists: list[list[Action]] = [[] for _ in range(dealt.replicas * stages)]
         shares = [rows_left(self.microbatches[number] for number in own) for own in dealt.numbers]

@@ -18,7 +18,7 @@ from weftune.plan.program.program import (
     GlobalBatch,
     Load,
     MicrobatchPlan,
-    Placed,
+    PlacedSample,
     Program,
     Reduce,
     Save,
@@ -37,7 +37,7 @@ class Course:
     step: int
     """Its last executed step."""
     batches: tuple[GlobalBatch, ...]
-    evaluation: tuple[Placed, ...]
+    evaluation: tuple[PlacedSample, ...]
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
     begins: bool = False
@@ -67,7 +67,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class LaidRounds:
     """Courses laid out in rounds: what is done, whatever the order that devices do it in."""
 
     microbatches: tuple[MicrobatchPlan, ...]
@@ -109,7 +109,7 @@ class _Window:
         return len(self.microbatches) - 1
 
 
-def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False) -> Laid:
+def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False) -> LaidRounds:
     """Every course's batches, round by round, samples of different jobs sharing microbatches.
 
     With a `ladder`, training passes keep to few sizes, as captured graphs want it.
@@ -121,7 +121,7 @@ def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False) -
         moving = [course for course in courses if turn < len(course.batches)]
         step |= {course.job: course.batches[turn].step for course in moving}
         window.add([course.batches[turn] for course in moving], moving, step)
-    return Laid(tuple(window.microbatches), tuple(window.rounds))
+    return LaidRounds(tuple(window.microbatches), tuple(window.rounds))
 
 
 def plan_rounds(
@@ -173,7 +173,7 @@ def _until_an_evaluation(courses: Sequence[Course]) -> list[Course]:
     return [replace(course, batches=course.batches[: min(rounds)]) for course in courses]
 
 
-def _evaluation_rows(laid: Laid, layout: Layout, capacity: int) -> int:
+def _evaluation_rows(laid: LaidRounds, layout: Layout, capacity: int) -> int:
     """Rows of an evaluation that may be in flight at once: as many as training holds of inputs, less those
     that its microbatch at work makes of them."""
     rounds = (sum(laid.microbatches[one.microbatch].rows for one in each.trained) for each in laid.rounds)
@@ -184,7 +184,7 @@ def _evaluation_rows(laid: Laid, layout: Layout, capacity: int) -> int:
     return len(layout.stages) // layout.workers * max(capacity, largest)
 
 
-def _together(numbers: Sequence[int], laid: Laid, room: int) -> list[list[int]]:
+def _together(numbers: Sequence[int], laid: LaidRounds, room: int) -> list[list[int]]:
     """Microbatches in runs of so many rows: for every run but the first, each stage is loaded once more."""
     runs: list[list[int]] = []
     taken = room
@@ -207,7 +207,7 @@ class Visit:
     """Its passes, and the Steps among them."""
 
 
-def _listed(laid: Laid, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker) -> tuple[Action, ...]:
+def _listed(laid: LaidRounds, runs: Sequence[Sequence[Sequence[int]]], part: OnWorker) -> tuple[Action, ...]:
     """One worker's actions; `runs` are the microbatches that each round evaluates."""
     visits = [list(_visits(one, run, part)) for one, run in zip(laid.rounds, runs, strict=True)]
     actions = list(_with_moves(laid.rounds, visits, part))
@@ -268,7 +268,7 @@ def moves(visits: Sequence[Visit], part: OnWorker) -> Iterator[tuple[Action, ...
     return reversed(found)
 
 
-def _steps_late(actions: Iterable[Action], laid: Laid) -> Iterator[Action]:
+def _steps_late(actions: Iterable[Action], laid: LaidRounds) -> Iterator[Action]:
     """Every Step as late as it may be: until then the first worker's decision is on its way."""
     due: dict[str, Step] = {}
     for action in actions:

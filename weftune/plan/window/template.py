@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weftune.plan.program.prices import PassPrice, Prices
 from weftune.plan.program.program import Program
-from weftune.plan.window.dispatch import Dispatch, Rules
+from weftune.plan.window.dispatch import Dispatch, DispatchRules
 from weftune.plan.window.orders import Passes, Work, assemble
 
 EVEN = 1e-9
@@ -32,7 +32,7 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class PipelineTemplate:
     program: Program
     order: tuple[int, ...]
     """The queues in the order in which they run."""
@@ -46,7 +46,7 @@ class Template:
         return "the last stage may have to wait: " + "; ".join(self.broken)
 
 
-def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> Template:
+def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> PipelineTemplate:
     """The template's order for `queues`, which together hold all microbatches of `work`.
 
     `room` is what microbatches in flight may keep on each stage, in bytes; without it memory has no end.
@@ -59,7 +59,7 @@ def template(work: Work, queues: Sequence[Queue], room: Sequence[int] = ()) -> T
     dispatch = _dispatch(work, launches, queue_prices(work, queues), room)
     program = assemble(work, dispatch.run())
     scarce = [f"stage {stage} has no memory for an earlier launch" for stage in sorted(dispatch.delayed)]
-    return Template(program, tuple(order), (*_broken(work, sorted_queues), *scarce))
+    return PipelineTemplate(program, tuple(order), (*_broken(work, sorted_queues), *scarce))
 
 
 def eager_passes(work: Work, prices: Prices, room: Sequence[int]) -> Passes:
@@ -69,7 +69,9 @@ def eager_passes(work: Work, prices: Prices, room: Sequence[int]) -> Passes:
 
 def _dispatch(work: Work, launches: Sequence[int], prices: Prices, room: Sequence[int]) -> Dispatch:
     stages = len(prices.passes[0])
-    rules = Rules(flights=(len(launches),) * stages, forward_first=(False,) * stages, room=tuple(room))
+    rules = DispatchRules(
+        flights=(len(launches),) * stages, forward_first=(False,) * stages, room=tuple(room)
+    )
     return Dispatch(work.microbatches, [launches], prices, rules)
 
 

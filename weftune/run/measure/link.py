@@ -24,7 +24,7 @@ REACHED = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class HostLink:
     bandwidth: float
     """Bytes per second from the host."""
     both_ways: float
@@ -33,13 +33,13 @@ class Link:
     """What forward passes reach in a second."""
 
 
-PRETENDED = Link(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
+PRETENDED = HostLink(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
 
 
-def measure_link(device: torch.device, dtype: torch.dtype) -> Link:
+def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
     if device.type != "cuda":
         return PRETENDED
-    found = Link(_bandwidth(device), _both_ways(device), _flops(device, dtype))
+    found = HostLink(_bandwidth(device), _both_ways(device), _flops(device, dtype))
     release(device)
     return found
 

@@ -14,7 +14,7 @@ from weftune.base.attention import Pack
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops.rows import Rows
 from weftune.plan.program.recompute import Recompute
-from weftune.run.passes.rows import Dealt, Laid
+from weftune.run.passes.rows import LaidMicrobatch, Membership
 
 LEAST = 64
 """The smallest bucket of sample lengths."""
@@ -30,7 +30,7 @@ class Key:
     recompute: Recompute
 
 
-def key_of(laid: Laid, banks: Banks, recompute: Recompute) -> Key:
+def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute) -> Key:
     lengths = laid.microbatch.sample_lengths
     even = len(set(lengths)) == 1
     return Key(
@@ -51,7 +51,7 @@ class Feed:
         self._boundaries_B = torch.full((key.samples + 1,), key.rows, dtype=torch.int32, device=device)
         self._tokens_T = torch.zeros(key.rows, dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._tokens_T)
-        self._held: Laid | None = None
+        self._held: LaidMicrobatch | None = None
         self.rows = Rows.empty(key.rows, banks.slots, device)
         self.microbatch = Microbatch(
             tokens_T=self._tokens_T,
@@ -63,7 +63,7 @@ class Feed:
         )
         self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even)
 
-    def fill(self, laid: Laid) -> None:
+    def fill(self, laid: LaidMicrobatch) -> None:
         """With a microbatch whose rows are dealt out here."""
         lengths = torch.tensor((0, *laid.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
         boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
@@ -73,7 +73,7 @@ class Feed:
         self._positions_T.copy_(laid.microbatch.positions_T)
         self.rows.fill(self._banks.seats(laid.microbatch), laid.token_index)
 
-    def copy(self, laid: Laid, dealt: Dealt) -> None:
+    def copy(self, laid: LaidMicrobatch, dealt: Membership) -> None:
         """From a microbatch whose rows have been dealt out, on the device: it comes here at every stage, and
         often nobody else has come meanwhile."""
         if self._held is laid:

@@ -21,7 +21,7 @@ from weftune.ops.lora import Route
 from weftune.run.passes.graph_inputs import Feed, Key, key_of
 from weftune.run.passes.graph_pool import captured
 from weftune.run.passes.layers import Layers
-from weftune.run.passes.rows import Laid
+from weftune.run.passes.rows import LaidMicrobatch
 
 MOST_GRAPHS = 128
 """When so many are kept, the one that was used longest ago is dropped."""
@@ -37,7 +37,7 @@ class Graphs:
         self._graphs: dict[Key, Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def serve(self, laid: Laid) -> Graph | None:
+    def serve(self, laid: LaidMicrobatch) -> Graph | None:
         """The graph for a microbatch; None the first time its key is met, which compiles its kernels."""
         key = key_of(laid, self.banks, self.layers.recompute)
         if key in self._graphs:
@@ -73,7 +73,7 @@ class Graph:
                 h_TD.backward(self._dh_TD)
         self._h_TD = h_TD.detach()
 
-    def forward(self, laid: Laid) -> Tensor:
+    def forward(self, laid: LaidMicrobatch) -> Tensor:
         self._feed.fill(laid)
         self._forward.replay()
         return self._h_TD

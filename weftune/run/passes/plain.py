@@ -17,7 +17,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.ops.lora import Route
 from weftune.run.passes.graphs import Graph, Graphs
-from weftune.run.passes.rows import Dealt, Laid, deal
+from weftune.run.passes.rows import LaidMicrobatch, Membership, deal
 
 
 class _Open(Protocol):
@@ -33,7 +33,7 @@ class Passes:
         self.graphs = graphs
         self._open: _Open | None = None
 
-    def forward(self, laid: Laid, route: Route) -> Tensor:
+    def forward(self, laid: LaidMicrobatch, route: Route) -> Tensor:
         """The last hidden states, as a leaf that wants a gradient; `backward` must come before the next."""
         assert self._open is None, "a pass is still open"
         if route is Route.tiled and self.graphs is not None and (graph := self.graphs.serve(laid)):
@@ -60,7 +60,7 @@ class Passes:
         self._open = None
 
     @torch.no_grad()
-    def look(self, laid: Laid, route: Route) -> Tensor:
+    def look(self, laid: LaidMicrobatch, route: Route) -> Tensor:
         """The last hidden states without dropout and without a way back."""
         return Plain(self.base, self.banks, laid, route).forward(training=False)
 
@@ -72,10 +72,10 @@ class Plain:
         self,
         base: Base,
         banks: Banks,
-        laid: Laid,
+        laid: LaidMicrobatch,
         route: Route,
         given_TD: Tensor | None = None,
-        dealt: Dealt | None = None,
+        dealt: Membership | None = None,
     ) -> None:
         self.base = base
         self.banks = banks

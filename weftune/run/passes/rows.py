@@ -22,7 +22,7 @@ from weftune.ops.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class LaidMicrobatch:
     """A microbatch on the device, with its supervised rows and where each segment's begin among them."""
 
     microbatch: Microbatch
@@ -32,13 +32,13 @@ class Laid:
     sections: list[int]
 
 
-def lay(microbatch: Microbatch, rows: int, device: torch.device) -> Laid:
+def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobatch:
     """The supervised rows are found on the host, so that the device is not asked how many there are."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
     full = padded(microbatch, rows)
-    return Laid(full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections)
+    return LaidMicrobatch(full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections)
 
 
 def padded(microbatch: Microbatch, rows: int) -> Microbatch:
@@ -59,17 +59,17 @@ def padded(microbatch: Microbatch, rows: int) -> Microbatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class Membership:
     """Whose the rows of a microbatch are, and where its samples begin."""
 
     rows: Rows | None
     pack: Pack
 
 
-def deal(base: Base, banks: Banks, laid: Laid, route: Route) -> Dealt:
+def deal(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) -> Membership:
     """The same for every stage that the microbatch passes."""
     rows = None
     if route is Route.tiled:
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
         rows.fill(banks.seats(laid.microbatch), laid.token_index)
-    return Dealt(rows, pack(laid.microbatch.sample_lengths, base.device))
+    return Membership(rows, pack(laid.microbatch.sample_lengths, base.device))

@@ -15,7 +15,7 @@ from weftune.core.batch import Segment
 from weftune.core.head import Head
 from weftune.objectives import sft
 from weftune.ops.logprobs import target_logprobs
-from weftune.run.passes.rows import Laid
+from weftune.run.passes.rows import LaidMicrobatch
 from weftune.run.training.evaluation import EvaluationSums
 
 
@@ -47,7 +47,7 @@ class Scorer:
     def __init__(self, head: Head | None) -> None:
         self._head = head
 
-    def score(self, leaf_TD: Tensor, laid: Laid, supervised: Callable[[Segment], int]) -> Scores:
+    def score(self, leaf_TD: Tensor, laid: LaidMicrobatch, supervised: Callable[[Segment], int]) -> Scores:
         """Training: `supervised` counts the supervised tokens of a segment's whole global batch."""
         logprobs, hits = self._logprobs(leaf_TD, laid)
         segments = laid.microbatch.segments
@@ -57,7 +57,7 @@ class Scorer:
         return Scores(segments, leaf_TD, losses, [part_S.sum() for part_S in hits])
 
     @torch.no_grad()
-    def evaluate(self, h_TD: Tensor, laid: Laid) -> list[EvaluationSums]:
+    def evaluate(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[EvaluationSums]:
         """Sums over the supervised rows of each segment."""
         logprobs, hits = self._logprobs(h_TD, laid)
         losses = torch.stack([-part_S.sum() for part_S in logprobs]).tolist()
@@ -67,7 +67,7 @@ class Scorer:
             for loss, count, part_S in zip(losses, counts, hits, strict=True)
         ]
 
-    def _logprobs(self, h_TD: Tensor, laid: Laid) -> tuple[list[Tensor], list[Tensor]]:
+    def _logprobs(self, h_TD: Tensor, laid: LaidMicrobatch) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities of the supervised targets, and which were the likeliest, segment by segment."""
         assert self._head is not None, "only the last stage has a head"
         h_SD = h_TD.index_select(0, laid.rows_S)

@@ -27,7 +27,7 @@ from weftune.plan.program.recompute import NOTHING
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.passes.graph_inputs import Feed, Key, key_of
 from weftune.run.passes.graph_pool import Pool
-from weftune.run.passes.rows import Dealt, Laid
+from weftune.run.passes.rows import LaidMicrobatch, Membership
 
 MOST_KEYS = 8
 """When so many are known, the one that was met longest ago is forgotten, with the graphs of all stages."""
@@ -43,7 +43,7 @@ class Way(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class GraphVisit:
     way: Way
     stage: int
 
@@ -71,8 +71,8 @@ class _Known:
     """A key: when each visit was first met, and what has been captured."""
 
     feed: Feed
-    met: dict[Visit, int] = field(default_factory=dict)
-    graphs: dict[Visit, StageGraph] = field(default_factory=dict)
+    met: dict[GraphVisit, int] = field(default_factory=dict)
+    graphs: dict[GraphVisit, StageGraph] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class StageGraphs:
     def begin_round(self) -> None:
         self._round += 1
 
-    def serve(self, visit: Visit, laid: Laid) -> Served:
+    def serve(self, visit: GraphVisit, laid: LaidMicrobatch) -> Served:
         """How a microbatch of the round is to visit a stage."""
         key = key_of(laid, self._banks, NOTHING)
         if key in self.refused:
@@ -139,7 +139,7 @@ class StageGraphs:
         self._known[key] = self._known.pop(key)
         return self._known[key]
 
-    def _capture(self, key: Key, known: _Known, visit: Visit) -> StageGraph | None:
+    def _capture(self, key: Key, known: _Known, visit: GraphVisit) -> StageGraph | None:
         base, buffers = self._base.stages[visit.stage], self._buffers.first(key.rows)
         try:
             graph = StageGraph(visit.way, base, self._banks, known.feed, buffers, self._pool)
@@ -173,7 +173,7 @@ class StageGraph:
                 self._go_forth if way is Way.forth else self._go_back
             )
 
-    def open(self, laid: Laid, dealt: Dealt, given_TD: Tensor | None) -> StageGraph:
+    def open(self, laid: LaidMicrobatch, dealt: Membership, given_TD: Tensor | None) -> StageGraph:
         self._feed.copy(laid, dealt)
         if given_TD is not None:
             self._buffers.h_TD.copy_(given_TD)

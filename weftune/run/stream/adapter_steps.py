@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from weftune.ops.adamw import State, Update, update
+from weftune.ops.adamw import AdamState, Update, update
 from weftune.ops.triton.at_hand import kernels_run
 from weftune.plan.layout.ring import PIECE, PIECES
 from weftune.run.stream.adapters import OUTSIDE, Pair, StagePart, Travel
-from weftune.run.stream.buffers import Buffer, Lanes, bring, copy, give_back
+from weftune.run.stream.buffers import Buffer, PieceLanes, bring, copy, give_back
 from weftune.run.stream.weights import Gone
-from weftune.run.training.steps import Begun, Due, Outcome, factors, open_sums, open_tokens
+from weftune.run.training.steps import Due, Outcome, StepsBegun, factors, open_sums, open_tokens
 
 ALIGNMENT = 64
 """Parameters. Torch's fused AdamW rounds the odd ones at a vector's end otherwise than all before them: part
@@ -136,7 +136,7 @@ class TravelSteps:
         self._left: dict[Pair, _Left] = {}
         self._buffers: list[Buffer] = []
         self._turn = 0
-        self._lanes = Lanes.on(travel.device) if travel.device.type == "cuda" else None
+        self._lanes = PieceLanes.on(travel.device) if travel.device.type == "cuda" else None
         self._there: dict[Pair, torch.cuda.Event] = {}
         """When the weights that were last asked for are made; until a pass has waited for it."""
         self._sent: torch.cuda.Event | None = None
@@ -155,7 +155,7 @@ class TravelSteps:
         vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
         for _ in range(PIECES):
             here = (torch.zeros(wanted, dtype=one.dtype, device=self.travel.device) for one in vectors)
-            self._buffers.append(Buffer(State(*here)))
+            self._buffers.append(Buffer(AdamState(*here)))
 
     def _stage_sizes(self) -> Iterable[int]:
         """What all jobs' pieces of a stage would take beside each other."""
@@ -260,7 +260,7 @@ class TravelSteps:
             # Not on the stream of the passes: the next round's may be on their way.
             none = torch.ones(1, dtype=torch.bool, device=run.sums_J3.device)
             finite_J = torch.stack([torch.cat([none, *found]).all() for found in run.finite])
-            begun = Begun.of(run.due, run.updates, run.tokens, run.sums_J3, finite_J)
+            begun = StepsBegun.of(run.due, run.updates, run.tokens, run.sums_J3, finite_J)
         return begun.outcomes()
 
     def wait(self) -> None:
@@ -306,7 +306,7 @@ class TravelSteps:
         with self._leaving(buffer, {one.pair[1] for one in seated}):
             give_back(made, [one.update.state.within(*one.piece.inside) for one in seated])
 
-    def _update(self, buffer: Buffer, seated: Sequence[_Seated], here: Sequence[State]) -> None:
+    def _update(self, buffer: Buffer, seated: Sequence[_Seated], here: Sequence[AdamState]) -> None:
         """What has come of these pieces; their new weights also go where their stages are."""
         factor_J = _factors(seated)
         if factor_J is not None:

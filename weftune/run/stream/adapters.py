@@ -19,7 +19,7 @@ from weftune.adapters.kind import Parameters
 from weftune.adapters.vector import VectorLayout
 from weftune.base.host import host_vectors
 from weftune.core.shapes import layer_of
-from weftune.ops.adamw import State, gradient_norms, square_sums
+from weftune.ops.adamw import AdamState, gradient_norms, square_sums
 from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
 from weftune.plan.program.layout import OnWorker
 from weftune.run.training.state import Training
@@ -247,11 +247,11 @@ class Travel:
         return ("stage", stage) if self.part.stages[stage].resident else ("slot", self.part.slot(stage))
 
 
-def _on_the_host(state: State, device: torch.device) -> State:
+def _on_the_host(state: AdamState, device: torch.device) -> AdamState:
     """The same in host memory that the device reads and writes by itself."""
     vectors = [getattr(state, one.name) for one in fields(state)]
     found = host_vectors([(len(vector), vector.dtype) for vector in vectors], device)
-    return State(*(here.copy_(vector) for here, vector in zip(found, vectors, strict=True)))
+    return AdamState(*(here.copy_(vector) for here, vector in zip(found, vectors, strict=True)))
 
 
 def _parts(layout: VectorLayout, part: OnWorker) -> Iterator[tuple[int, StagePart]]:

@@ -30,12 +30,12 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.run.events import Event
-from weftune.run.executor import Asked, Executor, Fetch, Timed, refuse_other_devices
+from weftune.run.executor import Executor, Fetch, StepsAsked, TimedPass, refuse_other_devices
 from weftune.run.measure.memory import release
 from weftune.run.passes.graph_pool import GraphPool, Pool
 from weftune.run.passes.plain import Plain
 from weftune.run.passes.rows import deal, lay
-from weftune.run.passes.stage_graphs import StageGraph, StageGraphs, Visit, Way
+from weftune.run.passes.stage_graphs import GraphVisit, StageGraph, StageGraphs, Way
 from weftune.run.stream.activations import Visitor, most_rows, rows_at_once, stage_inputs
 from weftune.run.stream.adapter_steps import Make, TravelBegun, TravelSteps
 from weftune.run.stream.adapters import Travel
@@ -271,7 +271,7 @@ class StreamExecutor(Executor):
     def _pass(self, flight: Flight, visitor: Visitor, way: Way) -> Plain | StageGraph:
         given_TD = self.inputs.read(visitor).detach() if visitor.stage else None
         if self.graphs is not None:
-            served = self.graphs.serve(Visit(way, visitor.stage), flight.laid)
+            served = self.graphs.serve(GraphVisit(way, visitor.stage), flight.laid)
             flight.settled &= served.settled
             if served.graph is not None:
                 return served.graph.open(flight.laid, flight.dealt, given_TD)
@@ -311,7 +311,7 @@ class StreamExecutor(Executor):
         """A microbatch has gone all the way back."""
         assert flight.scores is not None
         self._collect(flight.scores)
-        self._timed.append(Timed(flight.plan, flight.visits, self._again("pass") and flight.settled))
+        self._timed.append(TimedPass(flight.plan, flight.visits, self._again("pass") and flight.settled))
         if self._stream is None:
             yield from self._passed(self._timed)
             self._timed.clear()
@@ -330,7 +330,7 @@ class StreamExecutor(Executor):
             return
         if self._asked is None or self._begun is None:
             self._begun, self._waits = TravelBegun(self.steps), Visits(self.base.device)
-            self._asked = Asked(self._begun, self._waits, self._again("step"), timed=[])
+            self._asked = StepsAsked(self._begun, self._waits, self._again("step"), timed=[])
         self._asked.timed.extend(self._timed)
         self._timed.clear()
         with self._waiting():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.run.passes.plain import Plain
-from weftune.run.passes.rows import Dealt, Laid
+from weftune.run.passes.rows import LaidMicrobatch, Membership
 from weftune.run.passes.scorer import Scores
 from weftune.run.passes.stage_graphs import StageGraph
 from weftune.run.stream.visits import ThereAndBack, Visits
@@ -22,8 +22,8 @@ class Flight:
     """A microbatch between its first Forward and its last Backward."""
 
     plan: MicrobatchPlan
-    laid: Laid
-    dealt: Dealt
+    laid: LaidMicrobatch
+    dealt: Membership
     visits: ThereAndBack
     settled: bool = True
     """Whether nothing was set up for its passes."""
@@ -40,7 +40,7 @@ class Looking:
     """An evaluation on its way through the stages."""
 
     plan: MicrobatchPlan
-    laid: Laid
-    dealt: Dealt
+    laid: LaidMicrobatch
+    dealt: Membership
     visits: Visits
     h_TD: Tensor | None = None

@@ -14,7 +14,7 @@ from weftune.adapters.kind import Member, kind_named
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
-from weftune.ops.adamw import State, Update
+from weftune.ops.adamw import AdamState, Update
 from weftune.run.training.schedule import Recipe, learning_rate
 
 LITTLE = 1e-6
@@ -59,7 +59,7 @@ class Training:
     member: Member
     recipe: Recipe
     layout: VectorLayout
-    state: State
+    state: AdamState
     progress: Progress = field(default_factory=Progress)
     best: Tensor | None = None
     """The master weights of the best evaluation, where the job keeps them."""
@@ -141,7 +141,7 @@ def new_training(
     layout = kind.layout(member.spec, sites)
     master = torch.empty(layout.size, dtype=master_dtype(dtype), device=device)
     kind.initialise(member, whole_sites or sites, layout.views(master), drawn_on)
-    state = State(
+    state = AdamState(
         master=master,
         exp_avg=torch.zeros_like(master),
         exp_avg_sq=torch.zeros_like(master),

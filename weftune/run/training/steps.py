@@ -59,7 +59,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StepsBegun:
     """Steps that the device was asked for. Their outcomes must be read before the next ones are begun."""
 
     due: tuple[Due, ...]
@@ -77,7 +77,7 @@ class Begun:
         tokens: tuple[int, ...],
         sums_J3: Tensor,
         finite_J: Tensor,
-    ) -> Begun:
+    ) -> StepsBegun:
         """`sums_J3` are loss, hits and norm. Whatever comes later on this stream is not waited for."""
         values_J4 = torch.cat([sums_J3, finite_J[:, None].double()], dim=1)
         if not values_J4.is_cuda:
@@ -108,7 +108,7 @@ def take_steps(due: Sequence[Due]) -> list[Outcome]:
     return [_take_alone(one) for one in due]
 
 
-def begin_steps(due: Sequence[Due]) -> Begun:
+def begin_steps(due: Sequence[Due]) -> StepsBegun:
     """Have the device make the steps of all jobs, each only if its loss and its gradient are finite."""
     trainings = [one.training for one in due]
     tokens = tuple(open_tokens(training) for training in trainings)
@@ -118,7 +118,7 @@ def begin_steps(due: Sequence[Due]) -> Begun:
     finite_J = update(updates, factors(trainings, sums_J2, norm_J).float())
     for training in trainings:
         training.open = None
-    return Begun.of(tuple(due), updates, tokens, torch.cat([sums_J2, norm_J[:, None]], dim=1), finite_J)
+    return StepsBegun.of(tuple(due), updates, tokens, torch.cat([sums_J2, norm_J[:, None]], dim=1), finite_J)
 
 
 def factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:

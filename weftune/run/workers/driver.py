@@ -21,7 +21,7 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.base.streamed import StreamedBase
 from weftune.errors import UserError
-from weftune.ops.adamw import State
+from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, Program
@@ -41,7 +41,7 @@ from weftune.run.workers.messages import (
     HandedOver,
     KeepBest,
     Refused,
-    Run,
+    RunProgram,
     Saved,
     SaveSlice,
     Staff,
@@ -61,7 +61,7 @@ class _Pending:
     slices: dict[int, Slice] = field(default_factory=dict)
 
 
-class Pipeline:
+class Driver:
     def __init__(
         self,
         staff: Staff,
@@ -166,7 +166,7 @@ class Pipeline:
             for replica in range(self.replicas)
         ]
         for rank in self.staff.ranks:
-            self.staff.command(rank, Run(program, shares[program.replica(rank)]))
+            self.staff.command(rank, RunProgram(program, shares[program.replica(rank)]))
         for event in self._stage.run(program, shares[0]):
             yield event
             while (heard := self.staff.heard()) is not None:
@@ -304,7 +304,7 @@ def open_pipeline(
     checkpoints: Callable[[str], Path],
     delay: float = 0.0,
     most: int | None = None,
-) -> Pipeline:
+) -> Driver:
     """Load what every worker has and wait until all of it is there; none takes more than `most` bytes of its
     GPU."""
     for rank in staff.ranks:
@@ -316,7 +316,7 @@ def open_pipeline(
         if isinstance(answer, Refused):
             raise UserError(answer.sentence)
         assert isinstance(answer, Begun), f"{answer} came where a stage was to be loaded"
-    return Pipeline(staff, loaded, layout, checkpoints, delay)
+    return Driver(staff, loaded, layout, checkpoints, delay)
 
 
 def shares(reports: Sequence[RankReport], kinds: type | UnionType) -> dict[int, float]:
@@ -337,5 +337,5 @@ def _whole(own: Training, parts: Sequence[HandedOver], layout: VectorLayout) -> 
     kept = [part.best for part in parts if part.best is not None]
     best = layout.slice_of(stored, torch.cat(kept)) if len(kept) == len(parts) else None
     nothing = master.new_zeros(0)
-    state = State(master=master, exp_avg=nothing, exp_avg_sq=nothing, gradient=nothing, weights=nothing)
+    state = AdamState(master=master, exp_avg=nothing, exp_avg_sq=nothing, gradient=nothing, weights=nothing)
     return Training(own.member, own.recipe, layout, state, own.progress, best)

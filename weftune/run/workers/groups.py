@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weftune.errors import UserError
-from weftune.run.workers.mailbox import Lane
+from weftune.run.workers.mailbox import PeerLane
 from weftune.run.workers.transport import Lanes
 
 FOREVER = timedelta(days=30)
@@ -28,7 +28,7 @@ PATIENCE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """Which process of a pipeline this is."""
 
     rank: int
@@ -54,7 +54,7 @@ class Place:
         return self.rank // self.stages
 
 
-def place_here() -> Place | None:
+def place_here() -> WorkerPlace | None:
     """What torchrun, or our own launcher, says in the environment; None where this is the only process."""
     ranks = _number("WORLD_SIZE", 1)
     if ranks == 1 or "RANK" not in os.environ:
@@ -64,7 +64,7 @@ def place_here() -> Place | None:
             f"The environment says rank {os.environ['RANK']} of {ranks}, but not {missing[0]}; start the "
             "ranks with torchrun or --pipeline, or unset RANK and WORLD_SIZE to train in one process"
         )
-    return Place(_number("RANK", 0), ranks, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1))
+    return WorkerPlace(_number("RANK", 0), ranks, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1))
 
 
 def _number(name: str, otherwise: int) -> int:
@@ -81,7 +81,7 @@ def attempt() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    place: Place
+    place: WorkerPlace
     lanes: Lanes
     commands: Mapping[int, Any]
     """Rank → the group in which the first rank commands it."""
@@ -89,7 +89,7 @@ class Wires:
     """Rank → the group in which it reports to the first rank."""
 
 
-def connect(place: Place, device: torch.device) -> Wires:
+def connect(place: WorkerPlace, device: torch.device) -> Wires:
     """Meet the other ranks at the address in the environment, and lay all wires."""
     # Not by `env://`: torchrun may keep its store over a restart, with addresses of ranks that are gone.
     store = dist.PrefixStore(f"weftune/meet/{attempt()}", store_here(place))
@@ -97,7 +97,7 @@ def connect(place: Place, device: torch.device) -> Wires:
     return lay_wires(place, device)
 
 
-def store_here(place: Place) -> dist.TCPStore:
+def store_here(place: WorkerPlace) -> dist.TCPStore:
     """A connection to the store at the address in the environment, the launcher's or the first rank's own.
     Everybody who may wait in it needs one for itself."""
     launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -135,7 +135,7 @@ class _Way:
     receiver: int
 
 
-def _ways(place: Place) -> Iterator[_Way]:
+def _ways(place: WorkerPlace) -> Iterator[_Way]:
     """All that a run needs, of all ranks."""
     stages = place.stages
     if place.ring:
@@ -156,7 +156,7 @@ def _ways(place: Place) -> Iterator[_Way]:
                 yield _Way("share", sender, receiver)
 
 
-def lay_wires(place: Place, device: torch.device) -> Wires:
+def lay_wires(place: WorkerPlace, device: torch.device) -> Wires:
     """Every rank makes every group, in the same order, as torch wants it."""
     library = "nccl" if own_gpus(place, device) else "gloo"
     laid = {way: _group(way, "gloo" if way.purpose in SMALL else library) for way in _ways(place)}
@@ -166,13 +166,13 @@ def lay_wires(place: Place, device: torch.device) -> Wires:
     commands = {rank: _group(_Way("word", 0, rank), "gloo") for rank in others}
     reports = {rank: _group(_Way("word", rank, 0), "gloo") for rank in others}
 
-    def coming(purpose: Purpose) -> tuple[Lane, ...]:
+    def coming(purpose: Purpose) -> tuple[PeerLane, ...]:
         mine = [way for way in laid if way.purpose == purpose and way.receiver == place.rank]
-        return tuple(Lane(laid[way], way.sender) for way in mine)
+        return tuple(PeerLane(laid[way], way.sender) for way in mine)
 
-    def going(purpose: Purpose) -> tuple[Lane, ...]:
+    def going(purpose: Purpose) -> tuple[PeerLane, ...]:
         mine = [way for way in laid if way.purpose == purpose and way.sender == place.rank]
-        return tuple(Lane(laid[way], way.receiver) for way in mine)
+        return tuple(PeerLane(laid[way], way.receiver) for way in mine)
 
     lanes = Lanes(
         activation_in=_only(coming("activation")),
@@ -189,17 +189,17 @@ def lay_wires(place: Place, device: torch.device) -> Wires:
     return Wires(place, lanes, commands, reports)
 
 
-def _only(lanes: tuple[Lane, ...]) -> Lane | None:
+def _only(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
     assert len(lanes) <= 1, "a rank has one neighbour on each side"
     return lanes[0] if lanes else None
 
 
-def own_gpus(place: Place, device: torch.device) -> bool:
+def own_gpus(place: WorkerPlace, device: torch.device) -> bool:
     """Whether every rank of this machine has a GPU for itself; NCCL wants that."""
     return device.type == "cuda" and torch.cuda.device_count() >= place.local_ranks
 
 
-def _greet(way: _Way, group: Any, place: Place, device: torch.device) -> None:
+def _greet(way: _Way, group: Any, place: WorkerPlace, device: torch.device) -> None:
     """NCCL joins two ranks in their first message, and whoever comes first waits there for the other. With
     receives posted ahead, neighbours would wait for one another forever, each in a way of its own."""
     if way.purpose in SMALL:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from torch.distributed import DistStoreError, TCPStore
 
-from weftune.run.workers.groups import Place, attempt
+from weftune.run.workers.groups import WorkerPlace, attempt
 
 EVERY = 1.0
 LOST_AFTER = 7.0
@@ -27,7 +27,9 @@ LOST = 75
 
 
 class Heartbeat:
-    def __init__(self, place: Place, store: TCPStore, on_loss: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, place: WorkerPlace, store: TCPStore, on_loss: Callable[[str], None] | None = None
+    ) -> None:
         self._place = place
         self._store = store
         self._on_loss = on_loss or leave

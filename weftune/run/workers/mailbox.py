@@ -24,7 +24,7 @@ class PeerLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class PeerLane:
     """One direction between two ranks: its own process group, so that nothing stands in its way."""
 
     group: Any
@@ -34,7 +34,7 @@ class Lane:
 class Inbox:
     """Tensors from one rank, in order, a few of them posted ahead."""
 
-    def __init__(self, lane: Lane, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
         self._dtype, self._device = dtype, device
         self._staged = device.type == "cuda" and dist.get_backend(lane.group) == "gloo"
@@ -70,7 +70,7 @@ class Inbox:
 class Outbox:
     """Tensors for one rank. A thread sends them in order, so that the sender never waits for its peer."""
 
-    def __init__(self, lane: Lane, delay: float = 0.0) -> None:
+    def __init__(self, lane: PeerLane, delay: float = 0.0) -> None:
         self._lane = lane
         self._delay = delay
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
@@ -123,7 +123,7 @@ class Outbox:
 class DirectOutbox:
     """Tensors for a rank with a GPU of its own: the library orders them behind the compute."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: PeerLane) -> None:
         self._lane = lane
         self._works: deque[tuple[Tensor, Any]] = deque()
 
@@ -141,7 +141,7 @@ class DirectOutbox:
         pass
 
 
-def outbox_for(lane: Lane, device: torch.device, delay: float = 0.0) -> Outbox | DirectOutbox:
+def outbox_for(lane: PeerLane, device: torch.device, delay: float = 0.0) -> Outbox | DirectOutbox:
     """With a `delay` every message takes so many seconds more."""
     direct = device.type == "cuda" and dist.get_backend(lane.group) == "nccl"
     return DirectOutbox(lane) if direct else Outbox(lane, delay)

@@ -51,7 +51,7 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunProgram:
     program: Program
     microbatches: Mapping[int, Microbatch]
     """Those that the rank's replica runs."""
@@ -83,7 +83,7 @@ class End:
     pass
 
 
-Command = Begin | Attach | Run | KeepBest | SaveSlice | Detach | End
+Command = Begin | Attach | RunProgram | KeepBest | SaveSlice | Detach | End
 
 
 @dataclass(frozen=True, slots=True)

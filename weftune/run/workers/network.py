@@ -11,13 +11,13 @@ import socket
 
 import psutil
 
-from weftune.run.workers.groups import Place
+from weftune.run.workers.groups import WorkerPlace
 
 LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where each library is told the interface; what the user has set stays."""
 
 
-def bind_interface(place: Place) -> None:
+def bind_interface(place: WorkerPlace) -> None:
     """Tell the libraries which interface reaches the others. Where all are on this machine gloo listens on
     the loopback alone; NCCL finds other ways there than the network."""
     alone = place.local_ranks == place.ranks

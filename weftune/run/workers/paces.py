@@ -14,7 +14,7 @@ from weftune.plan.program.program import Backward, Evaluate, Forward, Program, S
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import LoadPace, StagePace, timeline_foreseen
 from weftune.plan.window.varied import timelines_varied
-from weftune.run.workers.stage_executor import RankReport, Timed
+from weftune.run.workers.stage_executor import RankReport, TimedAction
 
 REMEMBERED = 200
 BACKWARD_GUESS = 1.5
@@ -22,7 +22,7 @@ BACKWARD_GUESS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPace:
     """One pass on one stage."""
 
     rows: int
@@ -30,15 +30,15 @@ class Measured:
     start: float = 0.0
 
 
-def _few() -> deque[Measured]:
+def _few() -> deque[MeasuredPace]:
     return deque(maxlen=REMEMBERED)
 
 
 @dataclass(slots=True)
 class _Stage:
     layers: int
-    forwards: deque[Measured] = field(default_factory=_few)
-    backwards: deque[Measured] = field(default_factory=_few)
+    forwards: deque[MeasuredPace] = field(default_factory=_few)
+    backwards: deque[MeasuredPace] = field(default_factory=_few)
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def pace(self) -> StagePace:
@@ -74,15 +74,15 @@ class Paces:
             for one in report.times:
                 self._learn(one, program, here)
 
-    def _learn(self, one: Timed, program: Program, here: Sequence[_Stage]) -> None:
+    def _learn(self, one: TimedAction, program: Program, here: Sequence[_Stage]) -> None:
         seconds = one.stop - one.start
         match one.action:
             case Forward(number, stage) | Evaluate(number, stage):
                 rows = program.microbatches[number].rows
-                self._stages[stage].forwards.append(Measured(rows, seconds, one.start))
+                self._stages[stage].forwards.append(MeasuredPace(rows, seconds, one.start))
             case Backward(number, stage):
                 rows = program.microbatches[number].rows
-                self._stages[stage].backwards.append(Measured(rows, seconds, one.start))
+                self._stages[stage].backwards.append(MeasuredPace(rows, seconds, one.start))
             case Step():
                 for stepped in here:
                     stepped.steps.append(seconds)
@@ -104,7 +104,7 @@ class Paces:
         return timelines_varied(program, self.stages(), self.loads)
 
 
-def line_through(passes: Sequence[Measured]) -> Line:
+def line_through(passes: Sequence[MeasuredPace]) -> Line:
     """Least squares over two parameters that may not be negative."""
     rows = np.array([one.rows for one in passes], dtype=float)
     seconds = np.array([one.seconds for one in passes], dtype=float)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weftune.plan.program.program import Program, Reduce
-from weftune.run.workers.mailbox import Inbox, Lane, outbox_for
+from weftune.run.workers.mailbox import Inbox, PeerLane, outbox_for
 
 BEHIND = 2
 """Numbers behind the gradient in a message."""
@@ -27,7 +27,7 @@ Key = tuple[str, int]
 class _Replica:
     """What comes from the rank of one other replica, in the order of that rank's list."""
 
-    def __init__(self, lane: Lane, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self.rank = lane.peer
         self._inbox = Inbox(lane, dtype, device)
         self._coming: deque[Key] = deque()
@@ -55,8 +55,8 @@ class Exchange:
 
     def __init__(
         self,
-        lanes_in: tuple[Lane, ...],
-        lanes_out: tuple[Lane, ...],
+        lanes_in: tuple[PeerLane, ...],
+        lanes_out: tuple[PeerLane, ...],
         dtype: torch.dtype,
         device: torch.device,
         delay: float = 0.0,

@@ -63,7 +63,7 @@ DEAD = math.nan
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedAction:
     """An action, and when it ran on its rank's device, in seconds of the machine's clock; a Reduce or a Step
     begins when it has what it waits for."""
 
@@ -94,7 +94,7 @@ class RankReport:
     looks: list[LookSums] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """Jobs that broke here after the first rank had given its word, with the reason."""
-    times: list[Timed] = field(default_factory=list)
+    times: list[TimedAction] = field(default_factory=list)
     copied_bytes: int = 0
     """That came from the host since the rank began, where stages take turns."""
     waited: float = 0.0
@@ -158,7 +158,7 @@ class StageExecutor(Woven):
                 raise
             raise RankFull(f"rank {self.rank} is out of memory: {error}") from error
         told = self._clock.seconds
-        self.report.times = [Timed(action, told(start), told(stop)) for action, start, stop in ran]
+        self.report.times = [TimedAction(action, told(start), told(stop)) for action, start, stop in ran]
         assert not self._flights, "a microbatch is still in flight at the window's end"
         assert not self._arrived, "something arrived that nobody used"
         assert not self._beyond, "sums came for which there is no Reduce"

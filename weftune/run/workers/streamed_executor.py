@@ -19,7 +19,7 @@ from weftune.core.batch import Microbatch
 from weftune.ops.lora import Route
 from weftune.plan.program.program import Action, Backward, Evaluate, Evict, Forward, Load, Program
 from weftune.run.passes.plain import Plain
-from weftune.run.passes.rows import Dealt, Laid, deal, lay
+from weftune.run.passes.rows import LaidMicrobatch, Membership, deal, lay
 from weftune.run.stream.weights import Streamer
 from weftune.run.workers.stage_executor import RankEvent, StageExecutor
 from weftune.run.workers.transport import Transport
@@ -29,8 +29,8 @@ from weftune.run.workers.transport import Transport
 class _Rows:
     """A microbatch as the passes of all stages here read it."""
 
-    laid: Laid
-    dealt: Dealt
+    laid: LaidMicrobatch
+    dealt: Membership
 
 
 class RankExecutor(StageExecutor):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weftune.plan.program.program import Program, Recv, Reduce, Send, Step
 from weftune.run.training.state import master_dtype
-from weftune.run.workers.mailbox import DirectOutbox, Inbox, Lane, Outbox, outbox_for
+from weftune.run.workers.mailbox import DirectOutbox, Inbox, Outbox, PeerLane, outbox_for
 from weftune.run.workers.replicas import Exchange
 
 WORD = 2
@@ -28,19 +28,19 @@ SUMS = 4
 class Lanes:
     """What a rank exchanges with others; None where it has no neighbour on that side."""
 
-    activation_in: Lane | None
-    activation_out: Lane | None
-    gradient_in: Lane | None
-    gradient_out: Lane | None
-    sums_in: Lane | None
+    activation_in: PeerLane | None
+    activation_out: PeerLane | None
+    gradient_in: PeerLane | None
+    gradient_out: PeerLane | None
+    sums_in: PeerLane | None
     """What a batch came to on the stages after."""
-    sums_out: Lane | None
-    word_in: Lane | None
+    sums_out: PeerLane | None
+    word_in: PeerLane | None
     """The first rank's word on a step: from the stage before, and to a replica's first stage from itself."""
-    words_out: tuple[Lane, ...]
-    shares_in: tuple[Lane, ...] = ()
+    words_out: tuple[PeerLane, ...]
+    shares_in: tuple[PeerLane, ...] = ()
     """What the same stage made of a batch in the other replicas, in their order."""
-    shares_out: tuple[Lane, ...] = ()
+    shares_out: tuple[PeerLane, ...] = ()
 
 
 class Transport:
@@ -122,9 +122,9 @@ class Transport:
         return [*alone, *self._words_out, *self.exchange.outboxes]
 
 
-def _inbox(lane: Lane | None, dtype: torch.dtype, device: torch.device) -> Inbox | None:
+def _inbox(lane: PeerLane | None, dtype: torch.dtype, device: torch.device) -> Inbox | None:
     return None if lane is None else Inbox(lane, dtype, device)
 
 
-def _outbox(lane: Lane | None, device: torch.device, delay: float) -> Outbox | DirectOutbox | None:
+def _outbox(lane: PeerLane | None, device: torch.device, delay: float) -> Outbox | DirectOutbox | None:
     return None if lane is None else outbox_for(lane, device, delay)

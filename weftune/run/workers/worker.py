@@ -24,7 +24,7 @@ from weftune.run.workers.messages import (
     KeepBest,
     Orders,
     Refused,
-    Run,
+    RunProgram,
     Saved,
     SaveSlice,
     Through,
@@ -69,7 +69,7 @@ class Worker:
             match self.orders.take():
                 case Attach() as attach:
                     self._attach(attach)
-                case Run() as run:
+                case RunProgram() as run:
                     self._run(run)
                 case KeepBest(job):
                     training = self.executor.aboard[job]
@@ -97,7 +97,7 @@ class Worker:
         self.executor.attach(training)
         self._checkpoints[job] = attach.checkpoints
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: RunProgram) -> None:
         for event in self.executor.run(run.program, run.microbatches):
             # Of a rank's events only these are its own business; the first rank hears of steps by itself.
             self._save(event.job)
