@@ -31,7 +31,7 @@ RANGES = [
     (("eps",), [1e-30, 1], [(0, "above 0"), (1.5, "at most 1")]),
     (("clip",), [0, 5.0, None], [(-1e-9, "at least 0")]),
     (("seed",), [0, 2**63 - 1], [(-1, "at least 0"), (2**63, "at most"), (1.5, WHOLE)]),
-    (("priority",), [-(10**9), 10**9], [(-(10**9) - 1, "at least -1e+09"), (10**9 + 1, "at most"), (0.5, WHOLE)]),
+    (("priority",), [-(10**9), 10**9], [(-(10**9) - 1, "least -1e+09"), (10**9 + 1, "most"), (0.5, WHOLE)]),
     (("early_stop", "patience"), [1, LARGE], [(0, "at least 1"), (LARGE + 1, "at most"), (1.5, WHOLE)]),
     (("early_stop", "min_delta"), [0, 0.5], [(-1e-9, "at least 0")]),
     (("save_every",), [1e-9, 1, 7, LARGE, None], [(0, "above 0"), (LARGE + 1, "at most"), (2.5, SHARE)]),

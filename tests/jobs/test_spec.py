@@ -66,6 +66,15 @@ def test_rows_can_be_given_themselves() -> None:
     assert JobSpec(name="a", data=DataSpec(rows=ROWS)).data.rows is ROWS
 
 
+def test_one_row_is_enough() -> None:
+    assert JobSpec(name="a", data=ROWS[:1]).data.rows == ROWS[:1]
+
+
+def test_a_job_that_says_neither_steps_nor_epochs_sees_its_rows_once() -> None:
+    job = JobSpec(name="a", data=ROWS)
+    assert (job.epochs, job.steps, job.betas, job.eps) == (1.0, None, (0.9, 0.999), 1e-8)
+
+
 def test_a_mixture_is_not_taken_for_rows(rows_file: Path) -> None:
     job = JobSpec(name="a", data=["rows.jsonl", "owner/name"])
     assert job.data.sources == (Source(path=str(rows_file)), Source(path="owner/name"))
@@ -75,7 +84,7 @@ def test_a_mixture_is_not_taken_for_rows(rows_file: Path) -> None:
     ("keys", "sentence"),
     [
         ({"data": []}, "data: must hold at least one row"),
-        ({"data": [1, 2]}, "data: must be rows, each a mapping"),
+        ({"data": [1, {"text": "a"}]}, "data: must be rows, each a mapping such as {text: ...}, got 1"),
         ({"data": {"rows": ROWS, "path": "owner/name"}}, "data: give path or rows, not both"),
         ({"data": ROWS, "adapter": {"r": 8}}, "adapter.r: write rank"),
         ({"data": ROWS, "batchsize": 1}, "batchsize: is not a key of a job; did you mean batch_size?"),
