@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def test_a_regular_expression_must_match_a_whole_path() -> None:
     assert "write a list: [q_proj]" in mistake.sentence
     (mistake,) = check_targets([job(targets="q_proj,v_proj")], SHAPE)
     assert "write a list: [q_proj, v_proj]" in mistake.sentence
+    (mistake,) = check_targets([job(targets="up_proj, v_proj, q_proj")], SHAPE)
+    assert "write a list: [up_proj, v_proj, q_proj]" in mistake.sentence
     (mistake,) = check_targets([job(targets=r"transformer\..*")], SHAPE)
     assert "its modules end in q_proj, v_proj, up_proj" in mistake.sentence
 
@@ -81,8 +84,8 @@ def test_a_learning_rate_that_nothing_trains_with_is_a_warning_before_the_run() 
     assert high.startswith("a: learning_rate 50 is far above what adapters train with")
     assert warnings([with_keys(learning_rate=0.1, weight_decay=1.0)], SHAPE) == []
     assert len(warnings([with_keys(learning_rate=0.5)], SHAPE)) == 1
-    (decay,) = warnings([with_keys(weight_decay=10.0)], SHAPE)
-    assert decay.startswith("a: weight_decay 10 is far above")
+    (decay,) = warnings([with_keys(weight_decay=1.5)], SHAPE)
+    assert decay.startswith("a: weight_decay 1.5 is far above")
 
 
 def test_a_batch_over_the_data_and_a_warmup_over_the_run_are_warnings() -> None:
@@ -93,6 +96,7 @@ def test_a_batch_over_the_data_and_a_warmup_over_the_run_are_warnings() -> None:
     (warmup,) = data_warnings(with_keys(batch_size=16, warmup=5), samples=16, steps=5)
     assert warmup.startswith("warmup takes 5 of its 5 steps")
     assert list(data_warnings(with_keys(batch_size=16, warmup=4), samples=16, steps=5)) == []
+    assert len(list(data_warnings(with_keys(batch_size=16, warmup=2), samples=16, steps=2))) == 1
     assert list(data_warnings(with_keys(batch_size=16, warmup=1), samples=16, steps=1)) == [], (
         "one step is all"
     )
@@ -101,6 +105,7 @@ def test_a_batch_over_the_data_and_a_warmup_over_the_run_are_warnings() -> None:
 def test_what_holds_for_many_jobs_is_told_once() -> None:
     same = [(name, "it is so") for name in "abcdefg"]
     assert told_once([*same, ("h", "it is not")]) == ["a, b, c, d and 3 more: it is so", "h: it is not"]
+    assert told_once((name, "it is so") for name in "abcdef") == ["a, b, c, d and 2 more: it is so"]
     assert told_once((name, "it is so") for name in "abcde") == ["a, b, c, d, e: it is so"]
     assert told_once([("a", "it is so"), ("a", "it is so")]) == ["a: it is so"]
 
@@ -148,6 +153,14 @@ def test_a_start_at_another_scale_is_a_warning_at_the_first_module_where_it_diff
     )
     same = warnings([job(**alike, alpha_pattern={"up_proj": 16})], SHAPE)
     assert [one for one in same if "scale" in one] == []
+
+
+def test_a_start_whose_patterns_take_long_on_the_names_of_this_base_is_not_tried(before: Path) -> None:
+    config = json.loads((before / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {"(z*z*z*z*)*!": 16}
+    (before / "adapter_config.json").write_text(json.dumps(config))
+    shape = replace(SHAPE, sites=(SiteShape("model.zzzzzzzzzzz", 32, 32),))
+    assert warnings([job(rank=4, init_from=str(before))], shape) == []
 
 
 def test_a_start_that_cannot_be_read_is_left_to_those_who_refuse_it(before: Path) -> None:

@@ -160,6 +160,13 @@ def test_a_share_whose_status_a_disk_has_damaged_does_not_spoil_the_report_but_i
     assert metrics(share_folder(output, 0))
 
 
+def test_a_share_that_cannot_be_read_is_not_left_locked(output: Path) -> None:
+    (share_folder(output, 0) / "status.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(OutputError, match=r"status.json cannot be used"):
+            open_share(output, 0)
+
+
 def test_a_share_that_is_still_written_to_is_not_gathered(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
