@@ -58,6 +58,11 @@ def replace_file(path: Path, content: bytes) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
 
 
+def replace_json(path: Path, value: Any) -> None:
+    """`replace_file` with JSON that people can read."""
+    replace_file(path, (json_text(value, indent=2) + "\n").encode())
+
+
 def sync_folder(folder: Path) -> None:
     """Make a rename last; where folders cannot be synced (Windows) the rename alone must do."""
     if os.name == "nt":

@@ -140,7 +140,9 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, loc)
         if id(node) in self.open:
-            self.fault(node, loc, "an alias stands inside the thing it names; remove it")
+            # The node is the thing itself, which begins further up than its alias.
+            place = Place(self.document.file, self.document.lines[loc], dotted(loc))
+            self.document.faults.append(Placed(place, "an alias stands inside the thing it names; remove it"))
             return None
         self.open.add(id(node))
         try:
