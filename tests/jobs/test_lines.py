@@ -144,7 +144,7 @@ def test_lists_stand_inside_one_another_fifty_deep_and_no_deeper() -> None:
 
 
 def counted(count: int) -> str:
-    """A file of so many values once its aliases are followed: of a list, lists of 99 items in it, and items."""
+    """A file of so many values once aliases are followed: a list of lists of 99 items each, and of items."""
     lists, items = divmod(count - 1, 100)
     return f"- &a [{', '.join(['1'] * 99)}]\n" + "- *a\n" * (lists - 1) + "- 1\n" * items
 
