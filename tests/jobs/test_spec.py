@@ -141,6 +141,11 @@ def test_below_one_is_a_share_of_the_run_and_otherwise_steps(value: float, total
     assert in_steps(value, total) == steps
 
 
+def test_no_share_of_a_run_is_negative() -> None:
+    with pytest.raises(AssertionError):
+        in_steps(-0.5, 100)
+
+
 def test_epochs_become_steps_and_the_last_partial_batch_counts() -> None:
     assert JobSpec(name="a", data=ROWS, epochs=1.1).total_steps(10) == 11
     assert JobSpec(name="a", data=ROWS, epochs=0.01).total_steps(10) == 1
@@ -223,6 +228,7 @@ def test_a_job_that_no_file_names_is_pointed_at_by_its_name() -> None:
     run = parse_run({"base": "demo", "jobs": [{"name": "a", "data": "owner/rows"}]}, Path.cwd())
     assert run.place("a", "adapter", "rank") == "jobs[0]"
     assert run.place("b", "adapter", "targets", 1) == "job b adapter.targets[1]"
+    assert "places" not in repr(run), "they would be longer than all the rest"
 
 
 def test_changed_keys_are_named_by_their_way() -> None:
