@@ -367,6 +367,26 @@ def test_a_job_left_out_of_a_run_is_paused_with_the_reason_and_keeps_what_it_did
         assert (store.job("b").state, store.job("b").step) == (State.PAUSED, 3)
 
 
+def test_a_job_that_is_tried_again_waits_without_its_old_reason_and_keeps_what_it_did(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.advance_job("a", 3, 9, 30)
+        store.move_job("a", State.FAILED, "its loss is nan")
+        store.retry_job("a", "retried from step 3")
+        assert store.job("a") == JobStatus(step=3, steps=9, trained_tokens=30, notes=("retried from step 3",))
+
+
+def test_a_job_that_waits_says_why_until_it_runs(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.explain_job("a", "it waits behind b, which comes first")
+        assert store.job("a") == JobStatus(reason="it waits behind b, which comes first")
+        store.move_job("a", State.RUNNING)
+        assert store.job("a").reason == ""
+        with pytest.raises(AssertionError):
+            store.explain_job("a", "it runs")
+
+
 def test_evaluations_are_rewound_to_the_last_that_was_made(tmp_path: Path) -> None:
     with open_store(tmp_path, resume=False) as store:
         for step in range(4):
