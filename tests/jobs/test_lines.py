@@ -75,6 +75,7 @@ def test_what_is_merged_in_gives_way_to_what_is_written_and_the_earlier_to_none(
     assert values(text + "z: {b: 3, <<: *x}")["z"] == {"a": 1, "b": 3}
     assert values(text + "z: {<<: [*x, *y]}")["z"] == {"a": 1, "b": 1, "c": 2}
     assert values(text + "z: {<<: *y, d: 4, <<: *x}")["z"] == {"a": 1, "b": 2, "c": 2, "d": 4}
+    assert values(text + "z: {<<: *x, d: 4, e: 5}")["z"] == {"a": 1, "b": 1, "d": 4, "e": 5}
     assert faults("z:\n  <<: [{a: 1}, 3]\n") == ["f.yaml:2 z: << takes a mapping, or a list of mappings"]
 
 
@@ -102,6 +103,10 @@ def test_what_means_nothing_is_told_at_its_line_and_the_rest_is_read(text: str, 
     assert faults(text) == [fault]
     assert faults(text + "\nz: [\n 1]\n") == [fault]
     assert parse_yaml(text + "\nz: 9\n", "f.yaml").values["z"] == 9
+
+
+def test_after_a_key_that_cannot_be_one_and_one_that_is_written_twice_the_others_are_read() -> None:
+    assert parse_yaml("? [x]\n: 1\na: 1\na: 2\nb: 3\n", "f.yaml").values == {"a": 1, "b": 3}
 
 
 def test_letters_beside_the_surrogates_are_text() -> None:
@@ -139,7 +144,7 @@ def test_lists_stand_inside_one_another_fifty_deep_and_no_deeper() -> None:
     assert values(flow(50))
     assert values(block(49))
     assert values("a:\n" + "".join(f"- {flow(40)}\n" for _ in range(3))), "depth is left again"
-    for text in (flow(51), block(50), "{a: " * 51 + "}" * 51):
+    for text in (flow(51), block(50), "{a: " * 51 + "}" * 51, "- a\n" * 30 + block(50)):
         assert complaint(text) == "f.yaml: is nested too deeply"
 
 

@@ -89,13 +89,9 @@ def parse_yaml(text: str, file: str) -> Document:
     if len(text) > MAX_CHARACTERS:
         raise SpecError(Mistake(file, f"has more than {MAX_CHARACTERS:,} characters; write shorter files"))
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is not None:
-                _Builder(document).build(node, ())
-        finally:
-            loader.dispose()
+        node = _Loader(text).get_single_node()
+        if node is not None:
+            _Builder(document).build(node, ())
     except yaml.MarkedYAMLError as error:
         raise SpecError(_syntax_mistake(error, file)) from None
     except yaml.YAMLError as error:
