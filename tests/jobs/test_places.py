@@ -51,6 +51,7 @@ def test_what_has_no_line_of_its_own_stands_on_that_of_what_holds_it() -> None:
         "jobs.yaml:6 jobs[0].adapter.targets[1]",
     }
     assert str(place_of(found, ("adapter", "rank", "x"))) == "jobs.yaml:4 jobs[0].adapter"
+    assert str(place_of(found, ("adapter", "rank"))) == "jobs.yaml:4 jobs[0].adapter"
     assert str(place_of(found, ("eval",))) == "jobs.yaml:3 jobs[0]"
 
 
