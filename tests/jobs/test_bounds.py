@@ -18,7 +18,7 @@ RANGES = [
     (("adapter", "alpha_pattern", ANY), [1e-9], [(0, "above 0")]),
     (("data", "path", ANY, "weight"), [1e-9, 10**6], [(0, "above 0"), (10**6 + 1, "at most 1000000")]),
     (("data", "limit"), [1, None, 10**15], [(0, "at least 1"), (1.5, WHOLE)]),
-    (("data", "max_length"), [2, LARGE], [(1, "at least 2"), (LARGE + 1, "at most 1e+12")]),
+    (("data", "max_length"), [2, LARGE], [(1, "at least 2"), (LARGE + 1, "at most 1e+12"), (2.5, WHOLE)]),
     (("eval", "fraction"), [1e-9, 0.999, None], [(0, "above 0"), (1, "below 1")]),
     (("eval", "every"), [1e-9, 1, 7, LARGE, None], [(0, "above 0"), (LARGE + 1, "at most"), (1.5, SHARE)]),
     (("epochs",), [1e-9, 1.5, 10**9, None], [(0, "above 0"), (10**9 + 1, "at most 1000000000")]),
@@ -30,8 +30,8 @@ RANGES = [
     (("betas", ANY), [0, 0.999], [(-1e-9, "at least 0"), (1, "below 1")]),
     (("eps",), [1e-30, 1], [(0, "above 0"), (1.5, "at most 1")]),
     (("clip",), [0, 5.0, None], [(-1e-9, "at least 0")]),
-    (("seed",), [0, 2**63 - 1], [(-1, "at least 0"), (2**64, "at most"), (1.5, WHOLE)]),
-    (("priority",), [-(10**9), 10**9], [(-(10**9) - 1, "at least -1e+09"), (10**9 + 1, "at most")]),
+    (("seed",), [0, 2**63 - 1], [(-1, "at least 0"), (2**63, "at most"), (1.5, WHOLE)]),
+    (("priority",), [-(10**9), 10**9], [(-(10**9) - 1, "least -1e+09"), (10**9 + 1, "most"), (0.5, WHOLE)]),
     (("early_stop", "patience"), [1, LARGE], [(0, "at least 1"), (LARGE + 1, "at most"), (1.5, WHOLE)]),
     (("early_stop", "min_delta"), [0, 0.5], [(-1e-9, "at least 0")]),
     (("save_every",), [1e-9, 1, 7, LARGE, None], [(0, "above 0"), (LARGE + 1, "at most"), (2.5, SHARE)]),
@@ -95,3 +95,19 @@ def test_a_share_may_be_one_and_above_it_whole_steps_only():
     assert [share.fault(value) for value in (0.25, 1, 1.0, 2.0)] == [None] * 4
     assert share.fault(1.25) is not None
     assert Bound().fault(1.25) is None
+
+
+def test_nothing_is_no_answer_unless_a_bound_says_so():
+    assert Bound().fault(None) == "must be a number, got nothing"
+    assert Bound(none=True).fault(None) is None
+
+
+def test_what_is_no_list_or_mapping_is_not_looked_into():
+    """Its type is told elsewhere."""
+    for values in (
+        {"betas": 2},
+        {"betas": "12"},
+        {"adapter": [{"rank": 0}]},
+        {"adapter": {"rank_pattern": 0}},
+    ):
+        assert list(number_faults(values)) == []

@@ -3,12 +3,15 @@
 import json
 import math
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.faults import Disk
 from weftune.errors import OutputError
-from weftune.jobs.files import LineFile, json_text, kept_lines, replace_file, temporary
+from weftune.jobs.files import LineFile, json_text, kept_lines, refuse_full_folder, replace_file, temporary
 
 
 def test_what_json_has_no_word_for_becomes_null_and_numbers_of_numpy_plain_ones():
@@ -93,3 +96,67 @@ def test_a_file_is_replaced_whole_and_a_folder_that_is_gone_is_a_sentence(tmp_pa
     assert temporary(path) == tmp_path / ".status.json.new"
     with pytest.raises(OutputError, match=r"cannot write .*status.json: No such file or directory"):
         replace_file(tmp_path / "gone" / "status.json", b"new")
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name_and_its_name_after(tmp_path, monkeypatch):
+    sizes = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (sizes.append(os.fstat(handle).st_size), sync(handle)))
+    with Disk(tmp_path).watched() as disk:
+        replace_file(tmp_path / "a", b"12345")
+    new = ".a.new"
+    assert disk.calls == [("open", new), ("write", new), ("fsync", new), ("replace", new), ("fsync", ".")]
+    assert sizes[0] == 5, "nothing waits in memory when it is synced"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
+def test_no_file_is_left_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    replace_file(tmp_path / "a", b"1")
+    lines = LineFile(tmp_path / "lines.jsonl")
+    lines.append({"n": 1})
+    lines.append({"n": 2})
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "one for all lines"
+    lines.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_sync_brings_what_waits_and_what_is_written_to_the_disk(tmp_path):
+    lines = LineFile(tmp_path / "lines.jsonl")
+    lines.sync()
+    assert not lines.path.exists(), "there is nothing to write yet"
+    lines.append({"n": 1})
+    with Disk(tmp_path).watched() as disk:
+        lines.sync()
+    lines.close()
+    assert disk.calls == [("fsync", "lines.jsonl")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what else cannot be synced differs")
+def test_lines_that_cannot_be_synced_are_a_sentence():
+    lines = LineFile(Path("/dev/null"))
+    lines.append({"n": 1})
+    with pytest.raises(OutputError, match="cannot write /dev/null: Invalid argument"):
+        lines.sync()
+    lines.close()
+
+
+def test_lines_are_for_whoever_the_umask_lets_read_and_write_them(tmp_path):
+    before = os.umask(0)
+    try:
+        lines = LineFile(tmp_path / "lines.jsonl")
+        lines.append({"n": 1})
+        lines.close()
+    finally:
+        os.umask(before)
+    assert lines.path.stat().st_mode & 0o777 == 0o666
+
+
+def test_a_folder_of_its_own_is_new_or_empty(tmp_path):
+    refuse_full_folder(tmp_path / "new")
+    refuse_full_folder(tmp_path)
+    (tmp_path / "a").touch()
+    with pytest.raises(OutputError, match=r"is not empty; name a folder that is new or empty"):
+        refuse_full_folder(tmp_path)
+    with pytest.raises(OutputError, match=r"a is a file; name a folder that is new or empty"):
+        refuse_full_folder(tmp_path / "a")

@@ -51,8 +51,43 @@ def test_with_its_copy_damaged_too_it_is_a_sentence(tmp_path: Path) -> None:
     write_job_file(tmp_path, VALUES)
     for folder in (tmp_path, tmp_path / CHECKPOINTS):
         (folder / JOB_FILE).write_bytes(b"job: [\xff")
-    with pytest.raises(DamagedJobFile, match=r"job.yaml cannot be used \(it is no YAML"):
+    with pytest.raises(DamagedJobFile, match=rf"{tmp_path}/job.yaml cannot be used \(it is no YAML"):
         read_job_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("a: [1\n", "it is no YAML: while parsing a flow sequence"),
+        ("- 1\n", "it is no job file"),
+        ("a: 1\n", "it is no job file"),
+        ("job: {}\nbase: demo\n", "it is no job file"),
+        ("format: 1\njob: {}\nbase: {}\n", "it has lost its checksum"),
+        ("job: {}\nbase: {}\n# crc32: 00000000\n", "it does not match its checksum"),
+    ],
+)
+def test_what_no_weftune_has_written_is_told_in_one_line(
+    tmp_path: Path, content: str, complaint: str
+) -> None:
+    (tmp_path / JOB_FILE).write_text(content)
+    with pytest.raises(DamagedJobFile) as told:
+        read_job_file(tmp_path)
+    assert str(told.value) == f"{tmp_path / JOB_FILE} cannot be used ({complaint})"
+
+
+def test_a_job_file_can_be_read_by_people_who_write_other_letters(tmp_path: Path) -> None:
+    values = {"job": {"name": "a", "data": "überzahl.jsonl"}, "base": {}, "also": {}}
+    write_job_file(tmp_path / "not" / "there" / "yet", values)
+    text = (tmp_path / "not" / "there" / "yet" / JOB_FILE).read_text(encoding="utf-8")
+    assert text.startswith("job:\n  name: a\n  data: überzahl.jsonl\nbase: {}\nalso: {}\n# crc32: ")
+
+
+def test_a_job_file_that_is_gone_is_read_from_its_copy(tmp_path: Path) -> None:
+    write_job_file(tmp_path, VALUES)
+    (tmp_path / JOB_FILE).unlink()
+    found = read_job_file(tmp_path)
+    assert found is not None
+    assert (found.values, found.is_copy) == (VALUES, True)
 
 
 def test_a_later_format_is_refused_and_a_file_from_before_formats_is_read(tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ def test_a_name_that_is_no_folder_everywhere_is_refused(name, sentence):
     assert fault.startswith(sentence) or sentence in fault
 
 
+def test_quotes_are_advised_only_where_they_mend():
+    for name, got in ((None, "nothing"), ([], "an empty list"), ({"a": 1}, "a mapping")):
+        assert name_fault(name) == f"must be text, got {got}"
+
+
 def test_a_name_is_taken_once_whatever_its_case():
     assert list(repeated(["a", "b", 3, 3, "A", "a", "c"])) == [
         (4, '"A" differs from the name of jobs[0] only by case; choose another'),

@@ -23,6 +23,10 @@ from weftune.jobs.paths import missing
         ("lin", ["linear", "cosine", "constant"], "linear"),
         ("c", ["linear", "cosine", "constant"], None),
         ("co", ["linear", "cosine", "constant"], None),
+        ("li", ["linear", "cosine", "constant"], None),
+        ("con", ["constant", "continuous"], None),
+        ("ncosie", ["linear", "cosine", "constant"], "cosine"),
+        ("learning_rat", ["learning_rates", "learning_rate", "rank"], "learning_rate"),
     ],
 )
 def test_a_name_is_near_by_a_slip_or_as_an_abbreviation_and_not_by_rhyme(

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from weftune.jobs.job_file import CHECKPOINTS, write_job_file
+from weftune.jobs.job_file import CHECKPOINTS, JOB_FILE, write_job_file
+from weftune.jobs.rebuild import found_job
 from weftune.jobs.states import State
+from weftune.jobs.status import JobStatus
 from weftune.jobs.store import open_store
 
 
@@ -89,3 +91,82 @@ def test_a_job_that_the_status_has_forgotten_is_known_by_its_folder(output: Path
     with open_store(output, resume=True) as store:
         store.add_job("done")
         assert store.job("done").state is State.SUCCEEDED
+
+
+def test_who_failed_or_was_cancelled_is_still_told_by_a_status_that_can_be_read_in_part(output: Path) -> None:
+    plain = json.loads((output / "status.json").read_text())
+    plain["jobs"]["half"]["state"] = "cancelled"
+    plain["jobs"]["done"] |= {"state": "running", "step": 99}
+    (output / "status.json").write_text(json.dumps(plain))
+    with open_store(output, resume=True) as store:
+        assert "status.json was damaged (it does not match its checksum)" in store.rebuilt
+        assert "broken is failed" in store.rebuilt
+        assert (store.job("broken").state, store.job("broken").reason) == (State.FAILED, "its loss is nan")
+        assert (store.job("half").state, store.job("half").step) == (State.CANCELLED, 4)
+        assert (store.job("done").state, store.job("done").step) == (State.SUCCEEDED, 6), "by its folder"
+
+
+def test_of_a_damaged_status_the_jobs_that_can_be_read_are_used(output: Path) -> None:
+    plain = json.loads((output / "status.json").read_text())
+    plain["jobs"] = {"done": {"state": "asleep"}, "half": 3, **plain["jobs"], "more": 4}
+    plain["jobs"]["done"] = {"state": "asleep"}
+    (output / "status.json").write_text(json.dumps(plain))
+    with open_store(output, resume=True) as store:
+        assert {name: job.state for name, job in store.status.jobs.items()} == {
+            "broken": State.FAILED,
+            "done": State.SUCCEEDED,
+            "half": State.QUEUED,
+        }
+
+
+VALUES = {"job": {"name": "a"}, "base": {"model": "demo"}, "steps": 6}
+
+
+def test_a_job_that_has_left_nothing_but_its_file_has_not_begun(tmp_path: Path) -> None:
+    assert found_job(tmp_path / "a") == JobStatus()
+    write_job_file(tmp_path / "a", VALUES)
+    assert found_job(tmp_path / "a") == JobStatus(steps=6)
+
+
+def test_a_job_whose_file_is_damaged_does_not_know_its_steps(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / JOB_FILE).write_text("[")
+    assert found_job(tmp_path / "a") == JobStatus()
+
+
+def test_a_job_is_finished_once_its_adapter_is_there_and_its_checkpoints_are_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    assert found_job(folder).state is State.QUEUED, "no checkpoints, but no adapter either"
+    (folder / "adapter_config.json").touch()
+    assert found_job(folder).state is State.QUEUED
+    (folder / "adapter_model.safetensors").touch()
+    assert found_job(folder).state is State.SUCCEEDED
+    (folder / CHECKPOINTS).mkdir()
+    assert found_job(folder).state is State.QUEUED
+
+
+def test_lines_count_by_their_numbers_alone(tmp_path: Path) -> None:
+    lines = [
+        {"job": "a", "step": 1, "loss": 2.0, "tokens": 7},
+        {"job": "a", "step": "two", "loss": 2.0, "tokens": None},
+        {"job": "a", "step": 3, "loss": 2.0},
+        {"job": "b", "step": 9, "loss": 2.0, "tokens": 100},
+        {"job": "a", "step": 1, "eval_loss": 0.25},
+        {"job": "a", "step": 2, "eval_loss": None},
+        {"job": "a", "step": 3, "eval_loss": 0.5},
+        {"job": "a", "step": 4, "tokens": 50},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert found_job(tmp_path / "a") == JobStatus(step=3, trained_tokens=7, best_step=1, eval_loss=0.25)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / JOB_FILE).write_text("job: {}\nbase: {}\nsteps: many\n")
+    assert found_job(tmp_path / "a").steps == 0
+
+
+def test_a_run_of_which_no_job_had_begun_says_so(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{")
+    with open_store(tmp_path, resume=True) as store:
+        assert store.rebuilt.endswith("rebuilt from the folders of the jobs: no job had begun.")
+        assert store.status.seconds == 0.0
+        assert store.status.jobs == {}

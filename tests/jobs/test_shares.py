@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 import weftune.jobs.shares
+from tests.faults import Disk
 from weftune.errors import OutputError
-from weftune.jobs.shares import SHARES, deal, dissolve, gather, share_folder
+from weftune.jobs.folder import lock_folder
+from weftune.jobs.shares import SHARES, combined, deal, dissolve, gather, share_folder
 from weftune.jobs.states import State
-from weftune.jobs.status import to_json
+from weftune.jobs.status import RunStatus, to_json
 from weftune.jobs.store import Store, open_share, open_store
 from weftune.plan.layout.split import DeviceShare
 from weftune.report.read import read_run
@@ -157,6 +160,13 @@ def test_a_share_whose_status_a_disk_has_damaged_does_not_spoil_the_report_but_i
     assert metrics(share_folder(output, 0))
 
 
+def test_a_share_that_cannot_be_read_is_not_left_locked(output: Path) -> None:
+    (share_folder(output, 0) / "status.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(OutputError, match=r"status.json cannot be used"):
+            open_share(output, 0)
+
+
 def test_a_share_that_is_still_written_to_is_not_gathered(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,3 +198,98 @@ def test_what_was_learned_before_is_what_every_share_begins_with(output: Path) -
         deal(output, store.status, SHARED)
     for number in (0, 1):
         assert (share_folder(output, number) / "learned.json").read_text() == '{"windows": 7}'
+
+
+def test_shares_are_on_the_disk_before_anybody_trains(output: Path) -> None:
+    dissolve(output)
+    with open_store(output, resume=True) as store, Disk(output).watched() as disk:
+        deal(output, store.status, SHARED)
+    named = disk.calls.index(("replace", f"{SHARES}.new"))
+    assert ("fsync", ".") in disk.calls[named:]
+
+
+def test_what_is_left_of_shares_that_were_half_removed_is_removed(output: Path) -> None:
+    old = output / f"{SHARES}.old"
+    (old / "0").mkdir(parents=True)
+    (old / "0" / "status.json").write_text("{}")
+    dissolve(output)
+    assert not old.exists()
+    assert not (output / SHARES).exists()
+    dissolve(output)
+
+
+@pytest.mark.parametrize(
+    "dealt",
+    [
+        None,
+        "{",
+        "{}",
+        '{"before": 3, "shares": 4}',
+        '{"before": {"seconds": 10.0}, "shares": [3, 4]}',
+        '{"before": {"seconds": "x", "solo_seconds": 16.0}, "shares": [{}]}',
+    ],
+)
+def test_without_the_record_of_the_division_the_totals_are_those_of_the_run_so_far(
+    output: Path, dealt: str | None
+) -> None:
+    work(output)
+    (output / "shares.json").unlink()
+    if dealt is not None:
+        (output / "shares.json").write_text(dealt)
+    with open_store(output, resume=True) as store:
+        assert (store.status.seconds, store.status.solo_seconds) == (13.0, 26.0)
+        assert [job.step for job in store.status.jobs.values()] == [1, 3, 3, 3]
+    left = output / "shares.json"
+    assert (left.read_text() if left.exists() else None) == dealt
+
+
+def test_the_record_of_the_division_says_who_trains_together_and_what_came_before(output: Path) -> None:
+    assert json.loads((output / "shares.json").read_text()) == {
+        "before": {"seconds": 10.0, "solo_seconds": 16.0},
+        "shares": [
+            {"jobs": ["a", "c"], "predicted_seconds": 3.0},
+            {"jobs": ["b"], "predicted_seconds": 2.0},
+        ],
+    }
+
+
+@pytest.mark.parametrize("damaged", ["{", "{}", "3", '{"windows": "x"}'])
+def test_of_what_shares_have_learned_any_that_can_be_read_is_better_than_one_that_cannot(
+    output: Path, damaged: str
+) -> None:
+    work(output)
+    (share_folder(output, 0) / "learned.json").write_text(damaged)
+    (share_folder(output, 1) / "learned.json").write_text('{"windows": 0}')
+    open_store(output, resume=True).close()
+    assert (output / "learned.json").read_text() == '{"windows": 0}'
+
+
+def test_a_share_that_is_about_to_be_left_is_waited_for_without_haste(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work(output)
+    tries = []
+
+    def counted(folder: Path, named: Path) -> int:
+        tries.append(folder)
+        return lock_folder(folder, named)
+
+    monkeypatch.setattr(weftune.jobs.shares, "lock_folder", counted)
+    share = open_share(output, 1)
+    leaving = threading.Timer(0.2, share.close)
+    leaving.start()
+    with open_store(output, resume=True) as store:
+        assert_gathered(store)
+    leaving.join()
+    assert 3 <= len(tries) <= 10
+
+
+def test_totals_that_nobody_has_measured_are_left_out(output: Path) -> None:
+    whole = RunStatus(device="cpu", dtype="float32", updated=5.0, seconds=1.0)
+    assert combined(output, whole, []) is whole
+    shares = [RunStatus(seconds=12.0, updated=4.0), RunStatus(seconds=11.0, updated=7.0)]
+    both = combined(output, whole, shares)
+    assert (both.device, both.dtype, both.updated) == ("cpu", "float32", 7.0)
+    assert (both.seconds, both.solo_seconds, both.peak_bytes) == (12.0, 16.0, None)
+    one = combined(output, whole, [*shares, RunStatus(solo_seconds=18.0, peak_bytes=3)])
+    assert (one.solo_seconds, one.peak_bytes) == (18.0, 3)

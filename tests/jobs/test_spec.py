@@ -66,6 +66,15 @@ def test_rows_can_be_given_themselves() -> None:
     assert JobSpec(name="a", data=DataSpec(rows=ROWS)).data.rows is ROWS
 
 
+def test_one_row_is_enough() -> None:
+    assert JobSpec(name="a", data=ROWS[:1]).data.rows == ROWS[:1]
+
+
+def test_a_job_that_says_neither_steps_nor_epochs_sees_its_rows_once() -> None:
+    job = JobSpec(name="a", data=ROWS)
+    assert (job.epochs, job.steps, job.betas, job.eps) == (1.0, None, (0.9, 0.999), 1e-8)
+
+
 def test_a_mixture_is_not_taken_for_rows(rows_file: Path) -> None:
     job = JobSpec(name="a", data=["rows.jsonl", "owner/name"])
     assert job.data.sources == (Source(path=str(rows_file)), Source(path="owner/name"))
@@ -75,7 +84,7 @@ def test_a_mixture_is_not_taken_for_rows(rows_file: Path) -> None:
     ("keys", "sentence"),
     [
         ({"data": []}, "data: must hold at least one row"),
-        ({"data": [1, 2]}, "data: must be rows, each a mapping"),
+        ({"data": [1, {"text": "a"}]}, "data: must be rows, each a mapping such as {text: ...}, got 1"),
         ({"data": {"rows": ROWS, "path": "owner/name"}}, "data: give path or rows, not both"),
         ({"data": ROWS, "adapter": {"r": 8}}, "adapter.r: write rank"),
         ({"data": ROWS, "batchsize": 1}, "batchsize: is not a key of a job; did you mean batch_size?"),
@@ -83,6 +92,7 @@ def test_a_mixture_is_not_taken_for_rows(rows_file: Path) -> None:
         ({"data": ROWS, "epochs": 1, "steps": 1}, "steps: give epochs or steps, not both"),
         ({"data": "no.jsonl"}, 'data: there is no file "no.jsonl"'),
         ({}, "needs data"),
+        ({"data": ROWS, "seed": -1, "clip": -1}, "clip: must be at least 0, got -1\nseed: must be"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_python_is_a_sentence(keys: dict, sentence: str) -> None:
@@ -131,10 +141,16 @@ def test_below_one_is_a_share_of_the_run_and_otherwise_steps(value: float, total
     assert in_steps(value, total) == steps
 
 
+def test_no_share_of_a_run_is_negative() -> None:
+    with pytest.raises(AssertionError):
+        in_steps(-0.5, 100)
+
+
 def test_epochs_become_steps_and_the_last_partial_batch_counts() -> None:
     assert JobSpec(name="a", data=ROWS, epochs=1.1).total_steps(10) == 11
     assert JobSpec(name="a", data=ROWS, epochs=0.01).total_steps(10) == 1
     assert JobSpec(name="a", data=ROWS, steps=3).total_steps(10) == 3
+    assert JobSpec(name="a", data=ROWS, epochs=0.01).total_steps(0) == 1
 
 
 JOBS = st.fixed_dictionaries(
@@ -171,12 +187,57 @@ def test_a_resolved_job_names_given_rows_by_their_count() -> None:
     assert resolved(JobSpec(name="a", data=ROWS))["data"]["rows"] == 2
 
 
+def test_whatever_a_job_does_not_say_is_as_the_guide_says() -> None:
+    assert resolved(JobSpec(name="a", data="owner/rows")) == {
+        "name": "a",
+        "data": {
+            "path": "owner/rows", "format": "auto", "columns": {}, "split": None, "limit": None,
+            "max_length": DataSpec(path="x").max_length, "train_on": "assistant", "chat_template": None,
+            "skip_bad_rows": False,
+        },
+        "adapter": {
+            "kind": "lora", "rank": 16, "alpha": 32.0, "dropout": 0.0, "targets": "all-linear",
+            "rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "init_from": None,
+        },
+        "objective": "sft", "eval": None, "epochs": 1.0, "steps": None, "batch_size": 16,
+        "learning_rate": 2e-4, "schedule": "linear", "warmup": 0.0, "weight_decay": 0.0,
+        "betas": [0.9, 0.999], "eps": 1e-8, "clip": 1.0, "seed": 0, "priority": 0, "early_stop": None,
+        "save_every": None, "keep": "last",
+    }  # fmt: skip
+
+
+def test_a_resolved_job_writes_out_its_sources_and_what_stops_it() -> None:
+    job = JobSpec(
+        name="a",
+        data=["owner/rows", {"path": "owner/more", "weight": 2}],
+        eval={"fraction": 0.1, "every": 5},
+        early_stop=3,
+        adapter={"targets": ["q_proj", "v_proj"]},
+    )
+    whole = resolved(job)
+    assert whole["data"]["path"] == [
+        {"path": "owner/rows", "weight": 1.0},
+        {"path": "owner/more", "weight": 2.0},
+    ]
+    assert whole["early_stop"] == {"patience": 3, "min_delta": 0.0}
+    assert whole["eval"] == {"path": None, "fraction": 0.1, "every": 5}
+    assert whole["adapter"]["targets"] == ["q_proj", "v_proj"]
+
+
+def test_a_job_that_no_file_names_is_pointed_at_by_its_name() -> None:
+    run = parse_run({"base": "demo", "jobs": [{"name": "a", "data": "owner/rows"}]}, Path.cwd())
+    assert run.place("a", "adapter", "rank") == "jobs[0]"
+    assert run.place("b", "adapter", "targets", 1) == "job b adapter.targets[1]"
+    assert "places" not in repr(run), "they would be longer than all the rest"
+
+
 def test_changed_keys_are_named_by_their_way() -> None:
     old = resolved(JobSpec(name="a", data="owner/rows", adapter={"rank": 4}))
     new = resolved(JobSpec(name="a", data="owner/rows", adapter={"rank": 8}, eval={"fraction": 0.1}, steps=3))
     assert changed_keys(old, new) == ["adapter.rank", "epochs", "eval", "steps"]
     assert changed_keys(old, old) == []
     assert changed_keys({}, {"seed": 1}) == ["seed"]
+    assert changed_keys({"seed": None}, {}) == ["seed"], "what is not said is not the same as nothing"
 
 
 def test_a_job_that_began_before_adam_had_keys_goes_on_with_torchs_own() -> None:

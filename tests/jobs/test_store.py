@@ -5,17 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.faults import largest_file
+from tests.faults import Disk, largest_file
 from weftune.errors import OutputError
 from weftune.jobs.states import State
 from weftune.jobs.status import JobStatus
-from weftune.jobs.store import open_store
+from weftune.jobs.store import open_store, refuse_output
 
 
 def status_of(output: Path) -> dict:
@@ -262,7 +263,7 @@ def test_a_killed_trainer_leaves_a_status_that_resumes(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from weftune.jobs.states import State
-from weftune.jobs.store import open_store
+from weftune.jobs.store import open_store, refuse_output
 with open_store(Path({str(tmp_path)!r}), resume=True) as store:
     store.add_job("a")
     store.move_job("a", State.RUNNING)
@@ -290,3 +291,168 @@ with open_store(Path({str(tmp_path)!r}), resume=True) as store:
             store.write_status()
         steps = [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")]
         assert steps == list(range(1, job.step + 1))
+
+
+def test_what_would_be_refused_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    refuse_output(tmp_path / "new" / "out", resume=False)
+    refuse_output(tmp_path / "new" / "out", resume=True)
+    refuse_output(tmp_path, resume=False)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "x").write_text("")
+    for path in (tmp_path / "x", tmp_path / "x" / "out"):
+        with pytest.raises(OutputError, match=f"{tmp_path / 'x'} is a file; choose another --output"):
+            refuse_output(path, resume=False)
+    with pytest.raises(OutputError, match="is not empty; it holds other things than a run"):
+        refuse_output(tmp_path, resume=False)
+
+
+def test_a_run_is_refused_in_advance_only_where_it_is_not_resumed_or_still_written(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.write_status()
+        with pytest.raises(OutputError, match="another weftune train is writing to"):
+            refuse_output(tmp_path, resume=True)
+    before = (tmp_path / "status.json").read_bytes()
+    refuse_output(tmp_path, resume=True)
+    with pytest.raises(OutputError, match="is not empty; continue it with --resume"):
+        refuse_output(tmp_path, resume=False)
+    assert (tmp_path / "status.json").read_bytes() == before
+    open_store(tmp_path, resume=True).close()
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused_in_advance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not (path == tmp_path and mode == os.W_OK))
+    with pytest.raises(OutputError, match=f"cannot write to {tmp_path}; choose another --output"):
+        refuse_output(tmp_path / "out", resume=False)
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(OutputError, match=r"cannot write to .*out: Not a directory; choose another --output"):
+        open_store(tmp_path / "x" / "out", resume=False)
+    open_store(tmp_path / "a" / "b" / "out", resume=False).close()
+
+
+def test_a_store_that_was_closed_can_be_closed_again_and_closes_nothing_else(tmp_path: Path) -> None:
+    with open_store(tmp_path / "out", resume=False) as store:
+        store.append_metrics({"job": "a", "step": 1})
+        store.append_window({"seconds": 1.0})
+        store.write_status()
+        store.close()
+        others = [os.open(tmp_path, os.O_RDONLY) for _ in range(4)]
+    for handle in others:
+        os.close(handle)
+    open_store(tmp_path / "out", resume=True).close()
+
+
+def test_notes_are_kept_once_each(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        for sentence in ("one", "two", "one"):
+            store.note(sentence)
+            store.note_job("a", sentence)
+        assert store.status.notes == ("one", "two")
+        assert store.job("a").notes == ("one", "two")
+
+
+def test_a_job_left_out_of_a_run_is_paused_with_the_reason_and_keeps_what_it_did(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.pause_job("a", "it was left out")
+        assert store.job("a") == JobStatus(state=State.PAUSED, reason="it was left out")
+        store.add_job("b")
+        store.advance_job("b", 3, 9, 30)
+        store.pause_job("b", "it was left out")
+        assert (store.job("b").state, store.job("b").step) == (State.PAUSED, 3)
+
+
+def test_a_job_that_is_tried_again_waits_without_its_old_reason_and_keeps_what_it_did(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.advance_job("a", 3, 9, 30)
+        store.move_job("a", State.FAILED, "its loss is nan")
+        store.retry_job("a", "retried from step 3")
+        assert store.job("a") == JobStatus(step=3, steps=9, trained_tokens=30, notes=("retried from step 3",))
+
+
+def test_a_job_that_waits_says_why_until_it_runs(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.explain_job("a", "it waits behind b, which comes first")
+        assert store.job("a") == JobStatus(reason="it waits behind b, which comes first")
+        store.move_job("a", State.RUNNING)
+        assert store.job("a").reason == ""
+        with pytest.raises(AssertionError):
+            store.explain_job("a", "it runs")
+
+
+def test_evaluations_are_rewound_to_the_last_that_was_made(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        for step in range(4):
+            store.append_metrics({"job": "a", "step": step, "loss": 1.0})
+            store.append_metrics({"job": "a", "step": step, "eval_loss": 1.0})
+        store.append_metrics({"job": "a", "text": "no step"})
+        store.append_metrics({"step": 9})
+        store.rewind({"a": 2}, {"a": 1})
+    lines = lines_of(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [0, 1, 2]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 1]
+    assert lines[-2:] == [{"job": "a", "text": "no step"}, {"step": 9}]
+
+
+def test_a_status_never_speaks_of_lines_that_are_not_on_the_disk(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.append_metrics({"job": "a", "step": 1})
+        store.append_window({"seconds": 1.0})
+        with Disk(tmp_path).watched() as disk:
+            store.write_status()
+    named = disk.calls.index(("replace", ".status.json.new"))
+    for name in ("metrics.jsonl", "windows.jsonl"):
+        assert ("fsync", name) in disk.calls[:named]
+
+
+def test_the_state_of_a_job_is_written_even_where_its_lines_cannot_be(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        with largest_file(2000):
+            with pytest.raises(OutputError):
+                store.append_metrics({"text": "x" * 2000})
+            with pytest.raises(OutputError):
+                store.append_window({"text": "x" * 2000})
+            store.move_job("a", State.FAILED, "its loss is nan")
+            with pytest.raises(OutputError, match=r"metrics\.jsonl"):
+                store.write_status()
+        assert status_of(tmp_path)["jobs"]["a"]["state"] == "failed"
+
+
+def test_a_late_write_holds_up_nobody_and_does_not_come_after_another_or_the_end(tmp_path: Path) -> None:
+    def late() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
+
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.write_status_soon()
+        assert late() == [], "the first is written at once"
+        store.write_status_soon()
+        store.write_status_soon()
+        (first,) = late()
+        assert first.daemon, "a process may end before it"
+        store.write_status()
+        first.join(0.5)
+        assert late() == [], "it has been written meanwhile"
+        store.write_status_soon()
+        (second,) = late()
+    second.join(0.5)
+    assert late() == []
+
+
+def test_each_status_says_when_it_was_written_and_when_its_run_began(tmp_path: Path) -> None:
+    before = time.time()
+    with open_store(tmp_path, resume=False) as store:
+        store.write_status()
+        first = status_of(tmp_path)
+        store.write_status()
+    second = status_of(tmp_path)
+    assert before <= first["started"] <= first["updated"] <= second["updated"] <= time.time()
+    assert second["started"] == first["started"]

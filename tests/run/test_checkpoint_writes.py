@@ -52,6 +52,13 @@ def test_data_are_synced_before_the_name_is_given_and_the_name_after(tmp_path, f
     assert ("fsync", ".") in calls[renamed:]
 
 
+def test_nothing_of_a_file_waits_in_memory_when_it_is_synced(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(os, "fsync", lambda handle: sizes.append(os.fstat(handle).st_size))
+    checkpoint.write_synced(tmp_path / "a", b"12345")
+    assert sizes == [5]
+
+
 def test_killed_at_every_write_of_a_save_the_one_before_or_the_whole_new_one_is_loaded(tmp_path, two, fresh):
     before, newest = two
     calls = calls_of(tmp_path / "elsewhere", newest)

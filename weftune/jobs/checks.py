@@ -125,7 +125,7 @@ def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
         )
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         for pattern in patterns:
-            if not any(pattern_for({pattern: 0}, site.name) == pattern for site in aboard):
+            if not any(pattern_for([pattern], site.name) == pattern for site in aboard):
                 yield f"{key} {show(pattern)} matches none of the job's targets"
     if adapter.rank_pattern or adapter.alpha_pattern:
         yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"

@@ -20,7 +20,7 @@ MOST_UNWRITTEN = 50_000
 
 def json_text(value: Any, indent: int | None = None) -> str:
     """Always valid JSON: a number that is not finite is written as null."""
-    return json.dumps(_clean(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return json.dumps(_clean(value), ensure_ascii=False, indent=indent)
 
 
 def _clean(value: Any) -> Any:
@@ -54,8 +54,13 @@ def replace_file(path: Path, content: bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
-            fresh.unlink(missing_ok=True)
+            fresh.unlink()
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """`replace_file` with JSON that people can read."""
+    replace_file(path, (json_text(value, indent=2) + "\n").encode())
 
 
 def sync_folder(folder: Path) -> None:

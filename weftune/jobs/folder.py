@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weftune.core.formats import UnknownFormat
 from weftune.errors import OutputError
-from weftune.jobs.files import json_text, replace_file, temporary
+from weftune.jobs.files import replace_json, temporary
 from weftune.jobs.states import State, move
 from weftune.jobs.status import RunStatus, from_json, to_json
 
@@ -62,7 +62,7 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def write_status(folder: Path, status: RunStatus) -> None:
-    replace_file(folder / STATUS, (json_text(to_json(status), indent=2) + "\n").encode())
+    replace_json(folder / STATUS, to_json(status))
 
 
 def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:

@@ -26,7 +26,7 @@ class DamagedJobFile(OutputError):
 @dataclass(frozen=True, slots=True)
 class JobFile:
     values: dict[str, Any]
-    is_copy: bool = False
+    is_copy: bool
     """Whether job.yaml itself is damaged or gone, and these are the values of its copy."""
 
 
@@ -47,7 +47,7 @@ def read_job_file(folder: Path) -> JobFile | None:
         try:
             values = _parsed(path.read_bytes())
         except (OSError, ValueError) as error:
-            complaint = complaint or str(error).splitlines()[0]
+            complaint = complaint or str(error)
             continue
         refuse_unknown_format(values.get("format"), path)
         return JobFile(values, is_copy=path != paths[0])

@@ -89,13 +89,9 @@ def parse_yaml(text: str, file: str) -> Document:
     if len(text) > MAX_CHARACTERS:
         raise SpecError(Mistake(file, f"has more than {MAX_CHARACTERS:,} characters; write shorter files"))
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is not None:
-                _Builder(document).build(node, ())
-        finally:
-            loader.dispose()
+        node = _Loader(text).get_single_node()
+        if node is not None:
+            _Builder(document).build(node, ())
     except yaml.MarkedYAMLError as error:
         raise SpecError(_syntax_mistake(error, file)) from None
     except yaml.YAMLError as error:
@@ -140,7 +136,9 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, loc)
         if id(node) in self.open:
-            self.fault(node, loc, "an alias stands inside the thing it names; remove it")
+            # The node is the thing itself, which begins further up than its alias.
+            place = Place(self.document.file, self.document.lines[loc], dotted(loc))
+            self.document.faults.append(Placed(place, "an alias stands inside the thing it names; remove it"))
             return None
         self.open.add(id(node))
         try:

@@ -10,13 +10,10 @@ CUTOFF = 0.8
 LEAST_LETTERS = 3
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = CUTOFF) -> str | None:
+def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name that `word` is a slip of, or the only one that it abbreviates or has the letters of."""
     names = list(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
-    if near:
-        return near[0]
-    if len(word) < LEAST_LETTERS:
-        return None
-    like = [name for name in names if name.startswith(word) or sorted(name) == sorted(word)]
-    return like[0] if len(like) == 1 else None
+    near = difflib.get_close_matches(word, names, n=1, cutoff=CUTOFF)
+    if not near and len(word) >= LEAST_LETTERS:
+        near = [name for name in names if name.startswith(word) or sorted(name) == sorted(word)]
+    return near.pop() if len(near) == 1 else None

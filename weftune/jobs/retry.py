@@ -33,7 +33,8 @@ class Retry:
     """Why it had stopped."""
     changed: Mapping[str, tuple[Any, Any]]
     """Dotted key → (before, after)."""
-    time: float = 0.0
+    time: float
+    """In seconds since 1970."""
 
     def record(self) -> dict[str, Any]:
         changed = {key: {"from": before, "to": after} for key, (before, after) in self.changed.items()}

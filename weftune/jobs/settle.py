@@ -18,8 +18,6 @@ from weftune.jobs.schema import EXPECTED, build
 from weftune.jobs.show import show
 
 Record = TypeVar("Record")
-BETAS = (0.9, 0.999)
-"""Adam's, where a job does not say."""
 
 
 def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Placed]]:
@@ -32,7 +30,7 @@ def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | N
             faults.setdefault(fault.loc, fault.sentence)
 
     note(number_faults(values))
-    note(_betas_faults(values.get("betas", BETAS)))
+    note(_betas_faults(values))
     values, missing_files = _located(values, folder)
     note(missing_files)
     made = build(record, values)
@@ -98,9 +96,12 @@ def _disagreements(values: Mapping[str, Any]) -> Iterator[Fault]:
     yield from _adapter_faults(values.get("adapter"))
 
 
-def _betas_faults(betas: Any) -> Iterator[Fault]:
+def _betas_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
     """Before their types are looked at, which would count the missing ones."""
-    if not isinstance(betas, list | tuple) or len(betas) != len(BETAS):
+    if "betas" not in values:
+        return
+    betas = values["betas"]
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
         yield Fault(("betas",), f"must be {EXPECTED[('betas',)]}, got {show(betas)}")
 
 
@@ -159,17 +160,18 @@ def _adapter_faults(adapter: Any) -> Iterator[Fault]:
             elif target == ALL_LINEAR:
                 yield Fault(("adapter", "targets", index), f"write targets: {ALL_LINEAR}, without a list")
     elif isinstance(targets, str):
-        yield from _expression(targets, ("adapter", "targets"))
+        yield from _expression(targets, targets, ("adapter", "targets"))
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = adapter.get(name)
         for pattern in patterns if isinstance(patterns, Mapping) else ():
-            yield from _expression(pattern, ("adapter", name, pattern))
+            yield from _expression(pattern, ending(pattern), ("adapter", name, pattern))
 
 
-def _expression(text: str, loc: Loc) -> Iterator[Fault]:
+def _expression(text: str, whole: str, loc: Loc) -> Iterator[Fault]:
+    """`whole` is what names are matched against, of which the user wrote `text`."""
     if not text:
         yield Fault(loc, "must not be empty")
-    if slow := slow_sentence([text if loc[-1] == "targets" else ending(text)]):
+    if slow := slow_sentence([whole]):
         yield Fault(loc, slow)
         return
     try:

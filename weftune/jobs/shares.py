@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.errors import OutputError
-from weftune.jobs.files import json_text, kept_lines, replace_file, sync_folder
+from weftune.jobs.files import kept_lines, replace_file, replace_json, sync_folder
 from weftune.jobs.folder import (
     LEARNED,
     METRICS,
@@ -68,7 +68,7 @@ def deal(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None
         "before": {"seconds": status.seconds, "solo_seconds": status.solo_seconds},
         "shares": [{"jobs": share.jobs, "predicted_seconds": share.seconds} for share in shares],
     }
-    replace_file(output / DEALT, (json_text(record, indent=2) + "\n").encode())
+    replace_json(output / DEALT, record)
     fresh.replace(output / SHARES)
     sync_folder(output)
 
@@ -175,7 +175,7 @@ def _keep_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
             entry["seconds"] = share.seconds - record["before"]["seconds"]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    replace_file(output / DEALT, (json_text(record, indent=2) + "\n").encode())
+    replace_json(output / DEALT, record)
 
 
 def _windows_seen(path: Path) -> int:

@@ -125,7 +125,7 @@ class Store:
         self.status = status
         self.rebuilt = ""
         """Where the status was found damaged: the sentence that says so and what is used instead."""
-        self._lock = lock
+        self._lock: int | None = lock
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
@@ -278,6 +278,6 @@ class Store:
             self._drop_late()
             self._metrics.close()
             self._windows.close()
-        if self._lock >= 0:
+        if self._lock is not None:
             os.close(self._lock)
-            self._lock = -1
+            self._lock = None

@@ -1,5 +1,6 @@
 """Jobs are grouped short with long, and in enough groups for the bubble lemma where that pays."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,18 @@ def test_a_group_alone_waits_for_its_own_last_microbatch():
     assert waits([5, 2], stages=4) == 1
     assert waits([5, 3], stages=4) == 0
     assert waits([5], stages=1) == 0
+
+
+def test_as_many_groups_as_jobs_and_no_more():
+    assert [len(members) for members in head_tail(jobs(100, 200), 2)] == [1, 1]
+    for count in (0, 3):
+        with pytest.raises(AssertionError, match="every group has a job"):
+            head_tail(jobs(100, 200), count)
+
+
+def test_each_job_is_a_group_of_its_own_where_that_leaves_nothing_to_wait_for():
+    chosen = group(jobs(256, 256), 8192, stages=2)
+    assert (chosen.groups, chosen.microbatches, chosen.waits) == ((("job1",), ("job0",)), (1, 1), 0)
 
 
 def test_on_one_stage_all_jobs_form_one_group():

@@ -93,6 +93,13 @@ def test_an_illegal_order_is_refused_with_the_reason(microbatches, sentence):
         verify(rounds, [tuple(one) for one in microbatches], MergeRules(64, stages=3))
 
 
+def test_places_are_counted_from_the_first_of_this_window():
+    before = [tuple(batch("c", 0, 40)), tuple(batch("c", 1, 40))]
+    rounds = [batch("a", 0, 40), batch("b", 0, 40) + batch("d", 0, 40)]
+    with pytest.raises(IllegalProgram, match="microbatch 1 is over the capacity of 64"):
+        verify(rounds, [tuple(one) for one in rounds], MergeRules(64), before)
+
+
 def test_a_merge_explains_itself():
     rounds = [batch("a", 0, 60, 30), batch("b", 0, 60, 30)]
     assert merge(rounds, MergeRules(64)).why() == (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -51,7 +51,7 @@ class LoraSpec:
         return self.rank_at(site.name) * (site.in_features + site.out_features)
 
 
-def pattern_for(patterns: Mapping[str, Any], name: str) -> str:
+def pattern_for(patterns: Iterable[str], name: str) -> str:
     """The first pattern whose regular expression ends the module path, as PEFT chooses it."""
     for pattern in patterns:
         if re.match(rf"(.*\.)?({pattern})$", name):

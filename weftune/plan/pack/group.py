@@ -57,7 +57,7 @@ def waits(microbatches: Sequence[int], stages: int) -> int:
 
 def head_tail(jobs: Sequence[JobLengths], count: int) -> tuple[tuple[JobLengths, ...], ...]:
     """`count` groups of pairs, each a job with short samples and one with long, so that all are alike."""
-    assert 1 <= count <= max(1, len(jobs)), "every group has a job"
+    assert 1 <= count <= len(jobs), "every group has a job"
     ordered = sorted(jobs, key=lambda job: (job.mean, job.job))
     groups: list[list[JobLengths]] = [[] for _ in range(count)]
     turn = 0

@@ -124,7 +124,7 @@ def _lay(
             chosen = line.fitting(samples)
             taken = set(chosen)
             rest = _pack([one for one in samples if one not in taken], rules)
-            if chosen and len(rest) <= len(packed):
+            if len(rest) <= len(packed):
                 line.microbatches[-1] += tuple(chosen)
                 line.note(chosen)
                 moved += len(chosen)
