@@ -87,6 +87,9 @@ class Trees:
                 shutil.copytree(entry, there, ignore=shutil.ignore_patterns("__pycache__"))
             elif entry.name != ".git":
                 there.symlink_to(entry)
+        shared = ROOT.parent / "shared"
+        if shared.exists():  # real data and models, which tests look for beside the tree
+            (folder / "shared").symlink_to(shared.resolve())
 
     def fill(self) -> None:
         """All are like the first, in which tests have run: what Python compiles comes along."""

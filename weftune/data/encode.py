@@ -96,23 +96,25 @@ class Encoder:
         A stand-in is a private-use character that holds the place of a control token in a user's text; it
         becomes the tokens of that text.
         """
+        if not text:
+            return _encoded([], [])
         borders = {0, len(text)}
         for at, character in enumerate(text):
             if character in stand_ins:
                 borders |= {at, at + 1}
-        edges = sorted(borders) if text else [0, 0]
         parts = []
-        for start, stop in pairwise(edges):
+        for start, stop in pairwise(sorted(borders)):
             piece = text[start:stop]
             parts.append(self._piece(piece, start, stop, stand_ins.get(piece)))
         return _join(parts)
 
     def _piece(self, piece: str, start: int, stop: int, hidden: str | None) -> Encoded:
         if hidden is not None:
-            tokens = self._continue([hidden], parse=False)[0].tokens
-            return Encoded(tokens, np.full(len(tokens), start), np.full(len(tokens), stop))
+            (said,) = self._continue([hidden], parse=False)
+            count = len(said.tokens)
+            return Encoded(said.tokens, np.full(count, start), np.full(count, stop))
         encode = self._encode if start == 0 else self._continue
-        part = encode([piece], parse=True)[0]
+        (part,) = encode([piece], parse=True)
         return Encoded(part.tokens, part.starts + start, part.stops + start)
 
     def begins_inside(self, encoded: Encoded, cut: int) -> bool:
@@ -156,16 +158,16 @@ class Encoder:
         parts = []
         for text, part in zip(texts, anchored, strict=True):
             if np.any((part.starts < 1) & (part.stops > 1)):
-                parts.append(self._encode([text], parse=parse)[0])
+                parts += self._encode([text], parse=parse)
                 continue
             kept = part.starts >= 1
             parts.append(Encoded(part.tokens[kept], part.starts[kept] - 1, part.stops[kept] - 1))
         return parts
 
     def _find_lead(self) -> tuple[int, ...]:
-        bare = self.tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-        full = self.tokenizer("a", verbose=False)["input_ids"]
-        for at in range(len(full) - len(bare) + 1):
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = self.tokenizer("a")["input_ids"]
+        for at in range(len(full)):
             if full[at : at + len(bare)] == bare:
                 return tuple(full[:at])
         return ()
