@@ -23,10 +23,10 @@ TEXTS = ("", "Hello there", " the cat\n\nsat", "two <|im_end|> plus </s> two", "
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_a_text_becomes_the_tokens_that_the_tokenizer_itself_gives(make):
     tokenizer = make()
+    encoder = Encoder(tokenizer)
     tokenizer(
         ["left over"], truncation=True, max_length=2, padding="max_length" if tokenizer.pad_token else False
     )
-    encoder = Encoder(tokenizer)
     wanted = make()(list(TEXTS), add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert [tokens.tolist() for tokens in encoder.texts(TEXTS)] == wanted
     assert encoder.texts([]) == []
@@ -121,6 +121,7 @@ def test_a_token_is_told_to_begin_before_a_cut_if_it_holds_characters_of_both_si
         return bool(encoder.begins_inside(Encoded(np.array(tokens), starts, stops), cut))
 
     assert begins_inside(3, (0, 2), (2, 5), tokens=(bare, bare))
+    assert begins_inside(1, (0, 2), (2, 5), tokens=(bare, bare))
     assert not begins_inside(2, (0, 2), (2, 5), tokens=(bare, spaced))
     assert not begins_inside(5, (0, 2), (2, 5), tokens=(bare, bare))
     assert not begins_inside(0, (0, 2), (2, 5), tokens=(spaced, bare))

@@ -1,8 +1,8 @@
 """The mutants of a module: its source with one small change each, by the operators of cosmic-ray and two of
 our own.
 
-Some places are left alone, since what stands there changes no behaviour on a CPU: annotations, which mypy
-reads; the arguments of decorators, such as whether a record is frozen; `zip`'s strictness, which is an
+Some places are left alone, since what stands there changes no behaviour on a CPU: annotations and what is
+imported for them, which mypy reads; the arguments of decorators, such as whether a record is frozen; `zip`'s strictness, which is an
 assertion; and what only concerns the speed of a GPU.
 """
 
@@ -152,6 +152,8 @@ def _spared(source: str) -> Iterator[tuple[Position, Position]]:
 
 
 def _left_alone(node: ast.AST) -> Iterable[ast.expr]:
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        yield node.test
     if isinstance(node, ast.FunctionDef):
         yield from node.decorator_list
         if node.returns is not None:

@@ -120,15 +120,15 @@ class Encoder:
     def begins_inside(self, encoded: Encoded, cut: int) -> bool:
         """Whether a token holds characters of both sides of the cut."""
         after = int(np.searchsorted(encoded.starts, cut, side="left"))
-        if after > 0 and encoded.stops[after - 1] > cut:
+        stop_before = encoded.stops[after - 1] if after > 0 else cut
+        if stop_before > cut:
             return True
         if after == len(encoded.starts) or encoded.starts[after] != cut:
             return False
         # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
-        gap = after > 0 and encoded.stops[after - 1] < cut
-        return gap and self.tokenizer.convert_ids_to_tokens(int(encoded.tokens[after])).startswith(
-            SPACE_MARKS
-        )
+        return stop_before < cut and self.tokenizer.convert_ids_to_tokens(
+            int(encoded.tokens[after])
+        ).startswith(SPACE_MARKS)
 
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
@@ -178,7 +178,7 @@ class Encoder:
 
 
 def _encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
-    spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    spans = np.array(offsets, dtype=np.int64).reshape(len(tokens), 2)
     return Encoded(np.array(tokens, dtype=np.int32), spans[:, 0], spans[:, 1])
 
 
