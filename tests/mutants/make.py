@@ -2,8 +2,8 @@
 our own.
 
 Some places are left alone, since what stands there changes no behaviour on a CPU: annotations and what is
-imported for them, which mypy reads; the arguments of decorators, such as whether a record is frozen; `zip`'s strictness, which is an
-assertion; and what only concerns the speed of a GPU.
+imported for them, which mypy reads; the arguments of decorators, such as whether a record is frozen; `zip`'s
+strictness, which is an assertion; and what only concerns the speed of a GPU.
 """
 
 from __future__ import annotations
