@@ -294,6 +294,9 @@ def test_a_chat_of_a_shape_that_was_tried_is_not_tried_again_while_its_texts_are
     assert checked.refuse(ASK, ANSWER, tools=TOOLS) == 3
     escaped = Checked(chatml(body="{{- message.content | tojson }}"))
     escaped.refuse(ASK, ANSWER)
+    wrapped = Checked(chatml(body="{{- ('says ' + message.content) | tojson }}"))
+    wrapped.refuse(ASK, ANSWER)
+    assert wrapped.refuse(said("user", 'a "b"\né'), ANSWER) == 0
     assert escaped.refuse(said("user", 'a "b"\né'), ANSWER) == 0
     capitals = Checked(chatml(body="{{- message.content | upper }}"))
     capitals.refuse(ASK, ANSWER)
@@ -339,6 +342,12 @@ def test_a_template_that_refuses_the_beginning_of_a_chat_is_tried_with_all_of_it
         later.refuse(*chat)
 
 
+def test_a_text_that_is_printed_only_where_an_answer_is_asked_for_is_dropped_from_the_row():
+    checked = Checked(chatml(body="{{- message.content if add_generation_prompt or loop.last }}"))
+    with pytest.raises(CommonBadRow, match=r"the content of message 1 \(user\)"):
+        checked.refuse(ASK, ANSWER)
+
+
 def test_thinking_is_looked_for_where_it_is_supervised_and_the_assistants():
     spoken_only = "{{- message.content.split('</think>')[-1] }}"
     checked = Checked(chatml(body=spoken_only))
@@ -376,6 +385,9 @@ def test_every_call_is_looked_for_by_its_name_and_its_arguments():
     number = "{{- (message.tool_calls or []) | length }}{{- message.content }}"
     with pytest.raises(CommonBadRow, match=dropped):
         Checked(chatml(body=number)).refuse(ASK, calling(call({}), call({})))
+    rest = "{{- message.tool_calls[1:] | tojson if message.tool_calls }}"
+    with pytest.raises(CommonBadRow, match=dropped):
+        Checked(chatml(body=number + rest)).refuse(ASK, calling(call({}), call({})))
     whole = Checked(with_calls("{{- call | tojson }}"))
     assert whole.refuse(ASK, calling(call({}), call({"a": 1}), call([2]))) == 7
 

@@ -126,9 +126,8 @@ class Encoder:
         if after == len(encoded.starts) or encoded.starts[after] != cut:
             return False
         # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
-        return stop_before < cut and self.tokenizer.convert_ids_to_tokens(
-            int(encoded.tokens[after])
-        ).startswith(SPACE_MARKS)
+        token: str = self.tokenizer.convert_ids_to_tokens(int(encoded.tokens[after]))
+        return bool(stop_before < cut) and token.startswith(SPACE_MARKS)
 
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
