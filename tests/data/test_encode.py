@@ -108,6 +108,7 @@ def test_what_a_template_printed_is_parsed_for_control_tokens_and_a_stand_in_is_
     made = encoder.pieces("yes<|im_end|>\ue000<|im_end|>", {"\ue000": "<|im_end|>"})
     assert made.tokens.tolist().count(end) == 2
     assert encoder.tokenizer.decode(made.tokens) == "yes" + "<|im_end|>" * 3
+    assert [part.tokens.tolist().count(end) for part in encoder.rendered(["yes<|im_end|>", "a"])] == [1, 0]
     assert encoder.rendered([]) == []
 
 

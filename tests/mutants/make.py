@@ -3,7 +3,7 @@ our own.
 
 Some places are left alone, since what stands there changes no behaviour on a CPU: annotations and what is
 imported for them, which mypy reads; the arguments of decorators, such as whether a record is frozen; `zip`'s
-strictness, which is an assertion; and what only concerns the speed of a GPU.
+strictness and the `*` before keywords, which are assertions; and what only concerns the speed of a GPU.
 """
 
 from __future__ import annotations
@@ -145,10 +145,21 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
 def _spared(source: str) -> Iterator[tuple[Position, Position]]:
     """From where to where nothing is changed."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.args.kwonlyargs:
+            yield _before_keywords(node)
         for one in _left_alone(node):
             assert one.end_lineno is not None
             assert one.end_col_offset is not None
             yield (one.lineno, one.col_offset), (one.end_lineno, one.end_col_offset)
+
+
+def _before_keywords(function: ast.FunctionDef) -> tuple[Position, Position]:
+    """Where the `*` stands behind which arguments have to be named: an assertion, too."""
+    taken = function.args
+    positional = [*taken.posonlyargs, *taken.args, *taken.defaults]
+    ends = [(one.end_lineno or 0, one.end_col_offset or 0) for one in positional]
+    first = taken.kwonlyargs[0]
+    return max(ends, default=(function.lineno, function.col_offset)), (first.lineno, first.col_offset)
 
 
 def _left_alone(node: ast.AST) -> Iterable[ast.expr]:
