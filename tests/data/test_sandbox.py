@@ -135,7 +135,7 @@ def test_every_render_has_its_time_for_itself():
     template = SandboxedTemplate("{{ messages[0].content }}", {})
     allow_seconds(0.5)
     template.render(CHAT, None, prompt=False)
-    assert SECONDS / 2 < signal.getitimer(signal.ITIMER_PROF)[0] <= SECONDS
+    assert signal.getitimer(signal.ITIMER_PROF)[0] > SECONDS / 2
 
 
 def test_a_template_is_compiled_once_and_remembers_the_shapes_that_it_prints():
@@ -159,12 +159,12 @@ def rows_of(source: str, *chats: tuple[Any, ...], ends: Any = ("<|im_end|>",)) -
 
 def test_rows_are_rendered_beside_others_that_cannot_be():
     text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-    good, bad, again = rows_of(families.CHATML, CHAT, ({"role": "user"},), CHAT)
+    good, bad, again = rows_of(families.CHATML, CHAT, ({"role": "user", "content": 5},), CHAT)
     start = text.index("yes")
     assert good["samples"] == ({"text": text, "spans": ((start, start + len("yes<|im_end|>")),)},)
-    assert not (good["split"] or good["parted"] or good["endless"])
+    assert [good[told] for told in ("split", "parted", "endless")] == [False] * 3
     assert again == good
-    assert bad["bad"].startswith("the chat template refuses this row: 'dict object' has no attribute")
+    assert bad["bad"].startswith("the chat template refuses this row: TypeError: ")
     (whole,) = rows_of(families.CHATML, CHAT, ends=None)
     assert whole["samples"] == ({"text": text, "spans": None},)
 
