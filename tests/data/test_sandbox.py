@@ -42,6 +42,10 @@ def test_blocks_leave_no_line_break_and_no_indentation_behind_as_in_transformers
     assert render("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}") == "user"
 
 
+def test_a_date_is_that_of_all_rows_unless_it_is_asked_for_now():
+    assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
+
+
 def test_special_tokens_are_at_hand_by_their_names_and_those_that_are_no_text_are_not():
     assert render("{{ bos_token }}|{{ more }}", bos_token="<s>", more=["a"]) == "<s>|"
     assert render("{{ tools }}|{{ documents }}|{{ messages | length }}") == "None|None|2"
