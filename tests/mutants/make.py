@@ -131,15 +131,24 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
     """In the order of their operators, then of their places."""
     nodes = list(ast_nodes(get_ast(source)))
     spared = list(_spared(source))
+    called_by_class = set(_static_methods(source))
     found = []
     for name in OPERATORS:
         operator = _operator(name)
         places = (place for node in nodes for place in operator.mutation_positions(node))
         for occurrence, (start, stop) in enumerate(places):
             inside = any(first <= start and stop <= last for first, last in spared)
-            if not inside or name == "RemoveDecorator":
+            if not inside or (name == "RemoveDecorator" and start not in called_by_class):
                 found.append(Mutant(module, name, occurrence, start[0]))
     return found
+
+
+def _static_methods(source: str) -> Iterator[Position]:
+    """Where `@staticmethod` stands: what is called by its class, as ours are, is the same without it."""
+    for node in ast.walk(ast.parse(source)):
+        for one in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+            if isinstance(one, ast.Name) and one.id == "staticmethod":
+                yield one.lineno, one.col_offset - 1
 
 
 def _spared(source: str) -> Iterator[tuple[Position, Position]]:
