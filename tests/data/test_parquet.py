@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -136,3 +137,11 @@ def test_a_file_that_is_torn_or_too_much_for_the_memory_says_so_when_it_is_count
     monkeypatch.setattr(parquet, "batches", fails(pyarrow.ArrowMemoryError("full")))
     with pytest.raises(MemoryError):
         count_bytes(str(path), 1)
+
+
+def test_a_column_that_states_less_than_nothing_takes_nothing_from_the_others():
+    stated = [(5, 70), (-3, 20), (4, -9)]
+    parts = [SimpleNamespace(num_values=count, total_uncompressed_size=size) for count, size in stated]
+    group = SimpleNamespace(num_columns=3, column=parts.__getitem__)
+    metadata = SimpleNamespace(num_row_groups=1, row_group=lambda _: group)
+    assert list(parquet._columns(metadata)) == [(5, 70), (0, 20), (4, 0)]

@@ -89,6 +89,8 @@ def test_what_no_job_uses_is_marked_as_nobodys():
 
 def test_a_microbatch_that_fills_the_capacity_leaves_nobodys_rows_out_and_one_beyond_is_a_bug():
     rows = Rows.empty(8, slots=2, device=torch.device("cpu"), tile=8, piece=8)
+    assert rows.tiles_G3.tolist() == [[0, 8, -1]] + [[0, 0, -1]] * 5
+    assert rows.sums_M3.tolist() == [[-1, 0, 0]]
     rows.fill(
         [
             Seat(4, 8, 0, 1),

@@ -142,7 +142,7 @@ def _pieces(runs: Sequence[Seat], most: int) -> tuple[list[tuple[int, ...]], lis
         if run.slot < 0:
             nobody += [(*part, -1, 0) for part in parts]
         elif len(parts) == 1:
-            alone.append((*parts[0], run.slot, 1))
+            alone += [(*part, run.slot, 1) for part in parts]
         else:
             sums.append((run.slot, len(several), len(several) + len(parts)))
             several += [(*part, run.slot, 0) for part in parts]
