@@ -99,13 +99,84 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def open_files(folder: Path) -> list[str]:
+    links = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return [link for link in links if link.startswith(f"{folder}/")]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open files are only listed on Linux")
+def test_a_writer_leaves_no_file_open_whether_it_fails_or_commits(tmp_path):
+    with contextlib.suppress(KeyboardInterrupt), StoreWriter(tmp_path / "a") as writer:
+        assert len(open_files(tmp_path)) == 5
+        raise KeyboardInterrupt
+    assert open_files(tmp_path) == []
+    with StoreWriter(tmp_path / "a") as writer:
+        writer.add(np.zeros(3, dtype=np.int32), np.ones(3, dtype=bool), 1)
+        writer.commit(Tally())
+        assert open_files(tmp_path) == []
+    assert open_store(tmp_path / "a") is not None
+
+
+def test_everything_is_on_the_disk_before_the_store_has_its_name(tmp_path, monkeypatch):
+    settled: dict[str, int] = {}
+    real, rename = os.fsync, os.rename
+
+    def fsync(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        settled[path.name if path.is_file() else str(path)] = os.fstat(handle).st_size
+        real(handle)
+
+    def named(old: Path, new: Path) -> None:
+        sizes = {file.name: file.stat().st_size for file in Path(old).iterdir()}
+        assert sizes.items() <= settled.items()
+        assert len(sizes) == 6
+        assert str(old) in settled
+        assert str(tmp_path) not in settled
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", named)
+    write(tmp_path / "a")
+    assert str(tmp_path) in settled
+
+
+def test_a_store_of_no_samples_can_be_opened(tmp_path):
+    with StoreWriter(tmp_path / "a") as writer:
+        writer.commit(Tally(rows=3, reasons=["torn"]))
+    store = open_store(tmp_path / "a")
+    assert [len(part) for part in (store.tokens, store.mask, store.lengths)] == [0, 0, 0]
+    assert (store.tokens.dtype, store.tally.reasons) == (np.int32, ["torn"])
+    assert open_store(tmp_path / "b") is None
+
+
+def test_a_store_that_is_there_and_damaged_gives_way_and_a_whole_one_stays(tmp_path):
+    write(tmp_path / "a")
+    first = (tmp_path / "a").stat().st_ino
+    write(tmp_path / "a")
+    assert (tmp_path / "a").stat().st_ino == first
+    (tmp_path / "a" / "store.json").write_text("{}")
+    write(tmp_path / "a")
+    assert open_store(tmp_path / "a") is not None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_only_supervised_tokens_behind_the_first_are_counted(tmp_path):
+    with StoreWriter(tmp_path / "a") as writer:
+        writer.add(np.zeros(3, dtype=np.int32), np.array([True, False, True]), 1)
+        writer.commit(Tally())
+    assert open_store(tmp_path / "a").supervised.tolist() == [1]
+
+
 def test_what_a_killed_builder_left_is_swept_after_a_day(tmp_path):
     left, fresh = tmp_path / ".a.0123", tmp_path / ".a.4567"
     left.mkdir()
     fresh.mkdir()
     os.utime(left, (0, 0))
+    other = tmp_path / ".b.0123"
+    other.mkdir()
+    os.utime(other, (0, 0))
     write(tmp_path / "a")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".a.4567", "a"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".a.4567", ".b.0123", "a"]
 
 
 def test_builders_at_the_same_time_do_not_disturb_one_another(tmp_path):

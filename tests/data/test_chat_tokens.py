@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,16 @@ def test_a_prompt_that_nothing_can_be_made_of_is_a_sentence():
     bare.chat_template = "{{ '' }}"
     with pytest.raises(DataError, match="The prompt is empty"):
         prompt_tokens(bare, "Hello")
+
+
+def test_a_prompt_has_the_date_of_today_where_rows_have_one_of_all_days():
+    tokenizer = families.smollm2()
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}" + families.CHATML
+    years = {f"{datetime.now():%Y}"}
+    prompt = tokenizer.decode(prompt_tokens(tokenizer, "Hello"))
+    assert prompt.partition("<|im_start|>")[0] in years | {f"{datetime.now():%Y}"}
+    row = tokenizer.decode(samples_of([{"messages": CHAT}], tokenizer).tokens(0))
+    assert row.startswith("2024<|im_start|>")
 
 
 @pytest.mark.parametrize("content", ["\n\nyes", " yes", "yes"])

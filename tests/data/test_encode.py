@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from tests.data import families
-from weftune.data.encode import Encoder
+from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
 from weftune.data.prepare import is_prepared, prepare
+from weftune.data.row import BadRow
 from weftune.data.spec import DataSpec
+from weftune.errors import DataError
 
 MAKERS = (families.llama3, families.qwen3, families.gemma3, families.smollm2, families.gpt2, families.opt)
 TEXTS = ("", "Hello there", " the cat\n\nsat", "two <|im_end|> plus </s> two", "naïve 🙂 x", "1234")
@@ -16,10 +23,10 @@ TEXTS = ("", "Hello there", " the cat\n\nsat", "two <|im_end|> plus </s> two", "
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_a_text_becomes_the_tokens_that_the_tokenizer_itself_gives(make):
     tokenizer = make()
+    encoder = Encoder(tokenizer)
     tokenizer(
         ["left over"], truncation=True, max_length=2, padding="max_length" if tokenizer.pad_token else False
     )
-    encoder = Encoder(tokenizer)
     wanted = make()(list(TEXTS), add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert [tokens.tolist() for tokens in encoder.texts(TEXTS)] == wanted
     assert encoder.texts([]) == []
@@ -34,3 +41,168 @@ def test_many_calls_may_share_an_encoder(tmp_path):
     assert is_prepared(spec, None, families.smollm2(), tmp_path / "shared")
     assert shared.fingerprint == alone.fingerprint
     assert [shared.tokens(i).tolist() for i in range(2)] == [alone.tokens(i).tolist() for i in range(2)]
+
+
+def melting() -> PreTrainedTokenizerFast:
+    """It puts a space before a text, and joins some letters with what stands before them."""
+    vocabulary = ["<unk>", "▁", "\n", "a", "b", "t", "x", "\na", "xt", "▁b"]
+    made = Tokenizer(
+        models.BPE(
+            vocab={text: number for number, text in enumerate(vocabulary)},
+            merges=[("\n", "a"), ("x", "t"), ("▁", "b")],
+            unk_token="<unk>",
+        )
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+def pieces_of(encoder: Encoder, tokens: np.ndarray) -> list[str]:
+    return encoder.tokenizer.convert_ids_to_tokens(tokens.tolist())
+
+
+def test_a_text_that_goes_on_after_another_has_no_space_put_before_it():
+    encoder = Encoder(families.llama2())
+    texts = ["yes no", " yes", "\n\nyes", "猫", ""]
+    assert [pieces_of(encoder, tokens) for tokens in encoder.continuations(texts)] == [
+        ["y", "es", "▁no"],
+        ["▁yes"],
+        ["\n\n", "y", "es"],
+        ["<0xE7>", "<0x8C>", "<0xAB>"],
+        [],
+    ]
+    plain = Encoder(families.gpt2())
+    alike = zip(plain.continuations(texts), plain.texts(texts), strict=True)
+    assert all(one.tolist() == other.tolist() for one, other in alike)
+
+
+def test_a_text_that_would_melt_into_whatever_stands_before_it_is_taken_by_itself():
+    encoder = Encoder(melting())
+    texts = ["t", "tab", " b", "a", "t"]
+    assert [pieces_of(encoder, tokens) for tokens in encoder.continuations(texts)] == [
+        ["t"],
+        ["t", "a", "b"],
+        ["▁b"],
+        ["▁", "a"],
+        ["t"],
+    ]
+
+
+def test_pieces_tell_the_characters_that_their_tokens_came_from():
+    encoder = Encoder(melting())
+    made = encoder.pieces("t\ue000t b\ue001", {"\ue000": "ab", "\ue001": "tx"})
+    spans = zip(pieces_of(encoder, made.tokens), made.starts.tolist(), made.stops.tolist(), strict=True)
+    assert list(spans) == [
+        *(("▁", 0, 1), ("t", 0, 1)),
+        *(("▁", 1, 2), ("a", 1, 2), ("b", 1, 2)),
+        *(("t", 2, 3), ("▁b", 3, 5)),
+        *(("t", 5, 6), ("x", 5, 6)),
+    ]
+    assert [len(part) for part in (encoder.pieces("", {}).tokens, encoder.pieces("", {}).starts)] == [0, 0]
+    assert pieces_of(encoder, encoder.pieces("\ue000", {"\ue000": "t"}).tokens) == ["t"]
+
+
+def test_what_a_template_printed_is_parsed_for_control_tokens_and_a_stand_in_is_not():
+    encoder = Encoder(families.smollm2())
+    end = encoder.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    made = encoder.pieces("yes<|im_end|>\ue000<|im_end|>", {"\ue000": "<|im_end|>"})
+    assert made.tokens.tolist().count(end) == 2
+    assert encoder.tokenizer.decode(made.tokens) == "yes" + "<|im_end|>" * 3
+    assert [part.tokens.tolist().count(end) for part in encoder.rendered(["yes<|im_end|>", "a"])] == [1, 0]
+    assert encoder.rendered([]) == []
+
+
+def test_a_token_is_told_to_begin_before_a_cut_if_it_holds_characters_of_both_sides():
+    encoder = Encoder(families.smollm2())
+    spaced, bare = encoder.tokenizer.convert_tokens_to_ids(["Ġthe", "h"])
+    assert None not in (spaced, bare)
+
+    def begins_inside(cut: int, *spans: tuple[int, int], tokens: tuple[int, ...]) -> bool:
+        starts, stops = np.array(spans).T
+        return bool(encoder.begins_inside(Encoded(np.array(tokens), starts, stops), cut))
+
+    assert begins_inside(3, (0, 2), (2, 5), tokens=(bare, bare))
+    assert begins_inside(1, (0, 2), (2, 5), tokens=(bare, bare))
+    assert not begins_inside(2, (0, 2), (2, 5), tokens=(bare, spaced))
+    assert not begins_inside(5, (0, 2), (2, 5), tokens=(bare, bare))
+    assert not begins_inside(0, (0, 2), (2, 5), tokens=(spaced, bare))
+    # Offsets that leave a token's own space out: the space stands before the cut, and is the token's.
+    assert begins_inside(3, (0, 2), (3, 5), tokens=(bare, spaced))
+    assert not begins_inside(3, (0, 2), (3, 5), tokens=(bare, bare))
+    assert not begins_inside(3, (0, 2), (4, 5), tokens=(bare, spaced))
+    assert begins_inside(6, (0, 2), (2, 5), (6, 8), tokens=(spaced, bare, spaced))
+    assert not begins_inside(0, (0, 2), (2, 5), (5, 8), tokens=(spaced, spaced, spaced))
+
+
+def test_what_the_tokenizer_puts_before_a_text_is_found_whatever_it_puts_behind():
+    assert Encoder(families.gpt2()).lead == ()
+    llama = families.llama3()
+    assert Encoder(llama).lead == (llama.bos_token_id,)
+    backend = llama.backend_tokenizer
+    begin, end = "<|begin_of_text|>", "<|eot_id|>"
+    both = [(text, backend.token_to_id(text)) for text in (begin, end)]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{begin} {begin} $A {end}", special_tokens=both
+    )
+    assert Encoder(llama).lead == (llama.bos_token_id,) * 2
+
+
+def test_a_text_longer_than_the_tokenizer_expects_is_not_warned_of():
+    heard: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = heard.append
+    tokenizer = families.llama3()
+    tokenizer.model_max_length = 3
+    logging.getLogger("transformers").addHandler(listener)
+    try:
+        Encoder(tokenizer).rendered(["the cat sat on mats"])
+        assert heard == []
+        tokenizer("the cat sat on mats")
+    finally:
+        logging.getLogger("transformers").removeHandler(listener)
+    assert len(heard) == 1
+
+
+def test_a_tokenizer_that_says_nothing_of_being_fast_is_refused():
+    with pytest.raises(DataError, match="needs a fast tokenizer"):
+        Encoder(object())
+
+
+def test_a_fingerprint_is_that_of_the_vocabulary_the_special_tokens_and_what_is_put_around_a_text():
+    prints = {Encoder(make()).fingerprint for make in (*MAKERS, families.llama2)}
+    assert len(prints) == len(MAKERS) + 1
+    assert all(len(made) == 32 for made in prints)
+    other = families.smollm2()
+    other.eos_token = "<|endoftext|>"
+    assert Encoder(other).fingerprint not in prints
+    assert Encoder(families.smollm2()).fingerprint in prints
+
+
+def test_the_longest_control_token_is_found_where_one_begins_like_another():
+    tokenizer = families.byte_level(["<s>", "<s>x", "<s>xy"], eos_token="<s>")
+    encoder = Encoder(tokenizer)
+    assert encoder.control.findall("a<s>xyb<s>x<s>") == ["<s>xy", "<s>x", "<s>"]
+    assert Encoder(melting()).control.findall("<unk>") == ["<unk>"]
+
+
+def test_control_tokens_are_found_in_keys_values_and_lists_and_hidden_in_all_of_them():
+    control = Encoder(families.smollm2()).control
+    row = [{"<|im_end|>": ["a", ("<|im_start|>", 5)]}, None, "<|im_end|>b"]
+    assert holds_control(row, control)
+    for clean in ("im_end", {"a": 1}, [], ["a", {"b": ("c",)}], 5, None):
+        assert not holds_control(clean, control)
+    for one in ({"<|im_end|>": 1}, {"a": "<|im_end|>"}, ["a", "<|im_end|>"], ({"a": ["<|im_end|>"]},)):
+        assert holds_control(one, control)
+    hidden, stand_ins = hide_control(row, control)
+    assert hidden == [{"\ue000": ["a", ["\ue001", 5]]}, None, "\ue000b"]
+    assert stand_ins == {"\ue000": "<|im_end|>", "\ue001": "<|im_start|>"}
+
+
+def test_every_private_use_character_that_a_row_does_not_hold_can_stand_in():
+    control = Encoder(families.smollm2()).control
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    _, stand_ins = hide_control([private[:-1], "<|im_end|>"], control)
+    assert stand_ins == {private[-1]: "<|im_end|>"}
+    with pytest.raises(BadRow, match="control tokens and every private-use character"):
+        hide_control([private, "<|im_end|>"], control)
+    assert hide_control([private, "a"], control) == ([private, "a"], {})

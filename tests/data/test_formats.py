@@ -7,8 +7,9 @@ import json
 import pytest
 
 from tests.data.conftest import supervised_runs, whole_text
-from weftune.data.formats import detect
+from weftune.data.formats import detect, normalise
 from weftune.data.prepare import prepare
+from weftune.data.row import BadRow
 from weftune.data.spec import DataSpec
 from weftune.errors import DataError
 
@@ -133,3 +134,48 @@ def test_chats_without_a_template_are_answered_with_chatml(gpt2, tmp_path):
 
 def test_a_limit_takes_the_first_rows(smollm2, samples_of):
     assert len(samples_of([{"text": "Hello"}] * 5 + [{"text": 1}], smollm2, limit=5)) == 5
+
+
+def turns_of(row: dict, **spec: object) -> tuple[int, ...]:
+    return normalise(row, detect(row), DataSpec(rows=[], **spec)).turns
+
+
+def test_the_turns_that_are_trained_on_are_the_assistants_with_weight_or_the_last_of_them():
+    messages = [*CHAT, *CHAT, CHAT[0], {**CHAT[1], "weight": 0}]
+    assert turns_of({"messages": messages}) == (1, 3)
+    assert turns_of({"messages": messages}, train_on="completion") == (3,)
+    assert turns_of({"prompt": CHAT, "completion": [*CHAT, *CHAT]}) == (3, 5)
+    assert turns_of({"messages": CHAT[:1]}, train_on="all") == ()
+
+
+def test_a_row_without_the_columns_of_its_format_says_which_and_what_it_has():
+    spec = DataSpec(rows=[], columns={"completion": "answer"})
+    row = {"prompt": "a", "x" * 300: 1}
+    with pytest.raises(BadRow) as error:
+        normalise(row, "prompt_completion", spec)
+    sentence = "the row has no `answer`, which prompt_completion rows need (its columns: prompt, "
+    assert str(error.value) == sentence + "x" * 192 + ")"
+    with pytest.raises(BadRow, match=r"no `text`, which text rows need \(its columns: none\)"):
+        normalise({}, "text", DataSpec(rows=[]))
+
+
+def test_the_first_label_that_is_no_token_of_its_row_is_named():
+    row = {"input_ids": [1, 2, 3, 4], "labels": [-100, 5, 6, 4]}
+    with pytest.raises(BadRow, match=r"`labels\[1\]` must be -100 or repeat `input_ids\[1\]`"):
+        normalise(row, "tokens", DataSpec(rows=[]))
+    with pytest.raises(BadRow, match=r"`input_ids\[2\]` must be a whole number, not text"):
+        normalise({"input_ids": [1, 2, "3", "4"]}, "tokens", DataSpec(rows=[]))
+    with pytest.raises(BadRow, match="must be equally long"):
+        normalise({"input_ids": [1, 2], "attention_mask": [1]}, "tokens", DataSpec(rows=[]))
+    kept = normalise(
+        {**row, "labels": row["input_ids"], "attention_mask": [0, 1, 1, 2]}, "tokens", DataSpec()
+    )
+    assert (kept.tokens.tolist(), kept.mask.tolist()) == ([2, 3, 4], [True] * 3)
+
+
+def test_what_alpaca_rows_leave_empty_is_left_out():
+    row = {"instruction": "Hello", "output": "yes", "input": " ", "system": " "}
+    assert [one["content"] for one in normalise(row, "alpaca", DataSpec()).messages] == ["Hello", "yes"]
+    for name in ("input", "system"):
+        with pytest.raises(BadRow, match=f"`{name}` must be text, not a number"):
+            normalise({**row, name: 5}, "alpaca", DataSpec())

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from tests.data import families
+from weftune.data.encode import Encoder
 from weftune.data.order import SampleOrder
-from weftune.data.prepare import prepare
+from weftune.data.prepare import check_rows, is_prepared, prepare
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import DataError
 
@@ -216,3 +217,136 @@ def test_a_dataset_is_never_in_memory_as_a_whole(gpt2, tmp_path):
     tracemalloc.stop()
     assert len(samples) == size // len(line)
     assert peak < size / 4
+
+
+def named(tokenizer) -> Encoder:
+    """An encoder whose fingerprint is no matter of the installed libraries."""
+    encoder = Encoder(tokenizer)
+    encoder.__dict__["fingerprint"] = "a tokenizer"
+    return encoder
+
+
+def test_fingerprints_and_the_rows_held_out_never_change(gpt2, tmp_path, write_lines):
+    """A run that goes on under a later release must find its samples; raise build.VERSION otherwise."""
+    path, encoder = write_lines(ROWS[:20]), named(gpt2)
+    given = prepare(DataSpec(rows=ROWS[:20]), EvalSpec(fraction=0.2), encoder, tmp_path / "cache")
+    assert given.train.fingerprint == "a9758a407f846118d1e0fbe36711e3cd"
+    assert given.evaluation.fingerprint == "b3baffae551885055aca654dcbbb3819"
+    assert texts(given.evaluation, gpt2) == [
+        "the cat sat on mat 6",
+        "the cat sat on mat 8",
+        "the cat sat on mat 14",
+    ]
+    read = prepare(DataSpec(path=str(path)), EvalSpec(path=str(path)), encoder, tmp_path / "cache")
+    assert read.train.fingerprint == read.evaluation.fingerprint == "ae4b79f675676b664fca9329f56def08"
+    assert read.evaluation.weights is None
+
+
+def test_two_different_rows_can_be_split_and_each_side_has_one(gpt2, tmp_path):
+    prepared = prepare(DataSpec(rows=ROWS[:2] * 2), EvalSpec(fraction=0.5), gpt2, tmp_path)
+    assert (len(prepared.train), len(prepared.evaluation)) == (2, 2)
+
+
+def test_weights_are_those_of_training_on_both_sides_of_a_split(gpt2, tmp_path, write_lines):
+    one, two = write_lines(ROWS[:9], "one.jsonl"), write_lines(ROWS[9:20], "two.jsonl")
+    sources = (Source(path=str(one), weight=2), Source(path=str(two)))
+    prepared = prepare(DataSpec(path=sources), EvalSpec(fraction=0.5), gpt2, tmp_path / "cache")
+    assert set(prepared.train.weights.tolist()) == {1.0, 2.0}
+    assert prepared.evaluation.weights is None
+    assert prepared.train.fingerprint != prepared.evaluation.fingerprint
+
+
+def test_notes_name_the_file_where_there_are_several_and_progress_counts_through_all(
+    gpt2, tmp_path, write_lines
+):
+    long = [{"text": "cat " * 40}]
+    one, two = write_lines(ROWS[:2] + long, "one.jsonl"), write_lines(long * 2, "two.jsonl")
+    seen: list[int] = []
+    prepared = prepare(
+        *(DataSpec(path=str(one), max_length=16), EvalSpec(path=str(two)), gpt2, tmp_path / "cache"),
+        progress=seen.append,
+    )
+    assert prepared.notes == (
+        "1 of 3 rows of one.jsonl were truncated to 16 tokens.",
+        "2 of 2 rows of two.jsonl were truncated to 16 tokens.",
+    )
+    assert seen == [3, 5]
+
+
+def test_a_file_of_the_same_name_beside_the_training_file_is_told_by_its_path(gpt2, tmp_path, write_lines):
+    one = write_lines(ROWS[:2], "rows.jsonl")
+    (tmp_path / "held").mkdir()
+    two = write_lines([{"text": 1}], "held/rows.jsonl")
+    with pytest.raises(DataError) as error:
+        prepare(DataSpec(path=str(one)), EvalSpec(path=str(two)), gpt2, tmp_path / "cache")
+    assert [mistake.place for mistake in error.value.mistakes] == [f"{two}:1"]
+
+
+def test_what_is_in_the_cache_is_known_to_be_prepared_with_its_evaluation(gpt2, tmp_path, write_lines):
+    one, two = write_lines(ROWS[:2], "one.jsonl"), write_lines(ROWS[2:4], "two.jsonl")
+    spec, cache = DataSpec(path=str(one)), tmp_path / "cache"
+    prepare(spec, None, gpt2, cache)
+    assert is_prepared(spec, None, gpt2, cache)
+    assert is_prepared(spec, EvalSpec(fraction=0.5), gpt2, cache)
+    assert not is_prepared(spec, EvalSpec(path=str(two)), gpt2, cache)
+    assert not is_prepared(spec, None, gpt2, cache, context=3)
+    prepare(spec, EvalSpec(path=str(two)), gpt2, cache)
+    assert is_prepared(spec, EvalSpec(path=str(two)), gpt2, cache)
+
+
+def test_rows_can_be_checked_before_there_is_a_tokenizer(write_lines, tmp_path):
+    one = write_lines([{"text": "a"}, {"text": 1}], "one.jsonl")
+    two = write_lines([{"text": "a"}, {"text": 2}], "two.jsonl")
+    sound = write_lines([{"text": "a"}], "sound.jsonl")
+
+    def places(data: DataSpec, evaluation: EvalSpec | None = None, max_bytes: int = 1000) -> list[str]:
+        try:
+            check_rows(data, evaluation, max_bytes)
+        except DataError as error:
+            return [mistake.place for mistake in error.mistakes]
+        return []
+
+    mixture = (Source(path=str(one)), Source(path=str(sound)))
+    assert places(DataSpec(path=mixture), EvalSpec(path=str(two))) == ["one.jsonl:2", "two.jsonl:2"]
+    assert places(DataSpec(path=str(sound)), EvalSpec(fraction=0.5)) == []
+    assert places(DataSpec(path=str(one), skip_bad_rows=True)) == []
+    assert places(DataSpec(path=str(one)), max_bytes=one.stat().st_size) == ["one.jsonl:2"]
+    assert places(DataSpec(path=str(one)), max_bytes=one.stat().st_size - 1) == []
+    assert places(DataSpec(path=(Source(path="a/dataset"), Source(path=str(one))))) == ["one.jsonl:2"]
+    assert places(DataSpec(rows=[{"text": 1}]), EvalSpec(path=str(two))) == ["two.jsonl:2"]
+    assert places(DataSpec(path=(Source(path=str(one)), Source(path=str(one))))) == [f"{one}:2"]
+    assert places(DataSpec(path=str(sound), limit=0)) == ["data.limit"]
+
+
+@pytest.mark.parametrize(
+    ("data", "evaluation", "sentence"),
+    [
+        ({"rows": ROWS, "path": "a"}, None, "data: give either a path or rows"),
+        ({"path": (Source(path="a", weight=-1.0),)}, None, "its weight must be above 0 and finite, got -1.0"),
+        ({"rows": ROWS}, EvalSpec(fraction=0.0), "must lie between 0 and 1, got 0.0"),
+        ({"rows": ROWS}, EvalSpec(path="a", fraction=0.5), "eval: give either a path or a fraction"),
+    ],
+)
+def test_a_choice_too_many_or_out_of_bounds_is_a_sentence(data, evaluation, sentence, gpt2, tmp_path):
+    with pytest.raises(DataError, match=sentence):
+        prepare(DataSpec(**data), evaluation, gpt2, tmp_path)
+
+
+def test_the_smallest_limit_and_length_are_taken(gpt2, tmp_path):
+    prepared = prepare(DataSpec(rows=ROWS, limit=1, max_length=2), None, gpt2, tmp_path)
+    assert prepared.train.lengths.tolist() == [2]
+
+
+def test_a_split_is_of_a_folder_and_not_of_a_file(gpt2, tmp_path, write_lines):
+    path = write_lines(ROWS[:3], "train.jsonl")
+    with pytest.raises(DataError, match=r"data\.split: a single file or rows from Python have no splits"):
+        prepare(DataSpec(path=str(path), split="train"), None, gpt2, tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    path.rename(tmp_path / "set" / "train.jsonl")
+    folder = DataSpec(path=str(tmp_path / "set"), split="train")
+    assert len(prepare(folder, None, gpt2, tmp_path / "cache").train) == 3
+
+
+def test_rows_and_lengths_that_nobody_chose_are_2048_tokens_at_most(gpt2, tmp_path):
+    samples = prepare(DataSpec(rows=[{"input_ids": [5] * 3000}]), None, gpt2, tmp_path).train
+    assert samples.lengths.tolist() == [2048]

@@ -9,8 +9,14 @@ import pytest
 
 from tests.data import families
 from tests.data.conftest import SHARED, supervised_runs, whole_text
+from weftune.core.limited import allow_seconds
+from weftune.data import printed
 from weftune.data.encode import Encoder
+from weftune.data.formats import Chat
+from weftune.data.forms import forms
 from weftune.data.prepare import prepare
+from weftune.data.row import CommonBadRow
+from weftune.data.sandbox import SandboxedTemplate
 from weftune.data.spec import DataSpec
 from weftune.errors import DataError
 
@@ -247,3 +253,197 @@ def test_real_conversations_with_tools_raise_no_alarm(make, chosen, tmp_path):
     prepared = prepare(spec, None, Encoder(make()), tmp_path)
     assert len(prepared.train) >= 100
     assert not any("skipped" in note for note in prepared.notes)
+
+
+class Checked:
+    """A template in this process with its check; counts what the check renders."""
+
+    def __init__(self, source: str) -> None:
+        self._template = SandboxedTemplate(source, {})
+        self._check = printed.PrintCheck(self)
+        self.renders = 0
+
+    def render(self, messages: Any, tools: Any, *, prompt: bool) -> str:
+        self.renders += 1
+        try:
+            return self._template.render(messages, tools, prompt=prompt)
+        finally:
+            allow_seconds(0.0)
+
+    def refuse(self, *messages: Any, tools: Any = None, turns: tuple[int, ...] = (1, 3)) -> int:
+        """How often the check rendered, where it does not refuse the chat."""
+        chat = Chat(messages, tools, turns)
+        text = self.render(messages, tools, prompt=False)
+        self.renders = 0
+        self._check.refuse_dropped(chat, text)
+        return self.renders
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def test_a_chat_of_a_shape_that_was_tried_is_not_tried_again_while_its_texts_are_found():
+    checked = Checked(chatml(body="{{- message.content | trim }}"))
+    assert checked.refuse(ASK, ANSWER) == 3
+    assert checked.refuse(said("user", " a \n"), said("assistant", "b ")) == 0
+    assert checked.refuse(ASK, ANSWER, ASK) == 2
+    assert checked.refuse(ANSWER, ASK) > 0
+    assert checked.refuse({**ASK, "name": "Ann"}, ANSWER) == 3
+    assert checked.refuse(ASK, said("assistant", " ")) == 2
+    assert checked.refuse(ASK, ANSWER, tools=TOOLS) == 3
+    escaped = Checked(chatml(body="{{- message.content | tojson }}"))
+    escaped.refuse(ASK, ANSWER)
+    wrapped = Checked(chatml(body="{{- ('says ' + message.content) | tojson }}"))
+    wrapped.refuse(ASK, ANSWER)
+    assert wrapped.refuse(said("user", 'a "b"\né'), ANSWER) == 0
+    assert escaped.refuse(said("user", 'a "b"\né'), ANSWER) == 0
+    capitals = Checked(chatml(body="{{- message.content | upper }}"))
+    capitals.refuse(ASK, ANSWER)
+    assert capitals.refuse(ASK, ANSWER) == 3
+
+
+def test_shapes_are_remembered_up_to_a_number_and_those_beyond_are_tried_each_time(monkeypatch):
+    monkeypatch.setattr(printed, "MOST_SHAPES", 1)
+    checked = Checked(chatml())
+    assert [checked.refuse(ASK, ANSWER), checked.refuse(ASK, ANSWER)] == [3, 0]
+    assert [checked.refuse(ANSWER), checked.refuse(ANSWER)] == [2, 2]
+
+
+def test_a_text_that_is_dropped_is_missed_though_another_of_its_shape_was_printed():
+    checked = Checked(chatml(body="{{- message.content if message.content | length > 4 }}"))
+    checked.refuse(ASK, ANSWER)
+    with pytest.raises(CommonBadRow, match=r"the content of message 2 \(assistant\)"):
+        checked.refuse(said("user", "two plus two"), said("assistant", "4"))
+    with_tools = Checked(chatml(body="{{- message.content if not tools or loop.first }}"))
+    with_tools.refuse(ASK, said("assistant", "4"))
+    with pytest.raises(CommonBadRow, match=r"the content of message 2 \(assistant\)"):
+        with_tools.refuse(ASK, said("assistant", "4"), tools=TOOLS)
+
+
+def test_what_follows_the_last_answer_may_not_be_dropped_either():
+    checked = Checked(chatml(body="{{- message.content if not loop.last or loop.index % 2 == 0 }}"))
+    checked.refuse(ASK, ANSWER)
+    with pytest.raises(CommonBadRow, match=r"the content of message 3 \(user\)"):
+        checked.refuse(ASK, ANSWER, ASK)
+    with pytest.raises(CommonBadRow, match=r"the content of message 1 \(user\)"):
+        checked.refuse(ASK)
+
+
+def test_a_template_that_refuses_the_beginning_of_a_chat_is_tried_with_all_of_it():
+    refuses = "{%- if messages | length < 4 %}{{- raise_exception('too short') }}{%- endif %}"
+    chat = (ASK, ANSWER, said("user", "yes?"), said("assistant", "yes"))
+    assert Checked(refuses + chatml()).refuse(*chat) > 0
+    drops = Checked(refuses + chatml(body="{{- message.content if not loop.first }}"))
+    with pytest.raises(CommonBadRow, match=r"the content of message 1 \(user\)"):
+        drops.refuse(*chat)
+    later = Checked(refuses + chatml(body="{{- message.content if loop.index != 3 }}"))
+    with pytest.raises(CommonBadRow, match=r"the content of message 3 \(user\)"):
+        later.refuse(*chat)
+
+
+def test_a_text_that_is_printed_only_where_an_answer_is_asked_for_is_dropped_from_the_row():
+    checked = Checked(chatml(body="{{- message.content if add_generation_prompt or loop.last }}"))
+    with pytest.raises(CommonBadRow, match=r"the content of message 1 \(user\)"):
+        checked.refuse(ASK, ANSWER)
+
+
+def test_thinking_is_looked_for_where_it_is_supervised_and_the_assistants():
+    spoken_only = "{{- message.content.split('</think>')[-1] }}"
+    checked = Checked(chatml(body=spoken_only))
+    checked.refuse(ASK, ANSWER)
+    with pytest.raises(CommonBadRow, match=r"the thinking of message 2 \(assistant\)") as error:
+        checked.refuse(ASK, THOUGHT)
+    assert (error.value.kind, error.value.needed_tokens) == ("thinking", 0)
+    checked.refuse(ASK, THOUGHT, turns=())
+    checked.refuse(said("user", THOUGHT["content"]), ANSWER, turns=(0, 1))
+    checked.refuse(ASK, said("assistant", "<think> \n</think>It is 8."))
+    assert Checked(chatml()).refuse(ASK, THOUGHT) == 4
+    # Everything before the last mark is thinking, so its end may not be dropped.
+    first = "{{- message.content.split('</think>')[0] + message.content.split('</think>')[-1] }}"
+    with pytest.raises(CommonBadRow, match="the thinking of message 2"):
+        Checked(chatml(body=first)).refuse(ASK, said("assistant", "one</think>two</think>It is 8."))
+
+
+def call(arguments: Any, name: str = "add") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def test_every_call_is_looked_for_by_its_name_and_its_arguments():
+    dropped = r"the tool calls of message 2 \(assistant\)"
+    names = Checked(with_calls("{{- call.function.name }}"))
+    names.refuse(ASK, calling(call({})))
+    with pytest.raises(CommonBadRow, match=dropped):
+        names.refuse(ASK, calling(call({"a": 1})))
+    first = "{{- message.tool_calls[0] | tojson if message.tool_calls }}{{- message.content }}"
+    with pytest.raises(CommonBadRow, match=dropped):
+        Checked(chatml(body=first)).refuse(ASK, calling(call({}), call({})))
+    number = "{{- (message.tool_calls or []) | length }}{{- message.content }}"
+    with pytest.raises(CommonBadRow, match=dropped):
+        Checked(chatml(body=number)).refuse(ASK, calling(call({}), call({})))
+    rest = "{{- message.tool_calls[1:] | tojson if message.tool_calls }}"
+    with pytest.raises(CommonBadRow, match=dropped):
+        Checked(chatml(body=number + rest)).refuse(ASK, calling(call({}), call({})))
+    whole = Checked(with_calls("{{- call | tojson }}"))
+    assert whole.refuse(ASK, calling(call({}), call({"a": 1}), call([2]))) == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "use"),
+    [
+        ({"a": 1}, "{% for key, value in call.function.arguments.items() %}{% endfor %}"),
+        ([1, 2], "{% set all = call.function.arguments + [3] %}"),
+        ("text", "{% set all = call.function.arguments + 'x' %}"),
+    ],
+)
+def test_arguments_of_any_kind_are_missed_by_a_template_that_takes_only_that_kind(arguments, use):
+    source = with_calls("{{- call.function.name }}" + use)
+    with pytest.raises(CommonBadRow, match="the tool calls of message 2"):
+        Checked(source).refuse(ASK, calling(call(arguments)))
+    printing = with_calls("{{- call.function.name }}" + use + "{{- call.function.arguments | string }}")
+    assert Checked(printing).refuse(ASK, calling(call(arguments))) > 0
+
+
+def test_a_call_without_a_function_of_its_own_is_looked_for_as_well():
+    flat = {"name": "add", "arguments": {"a": 1}}
+    assert Checked(with_calls("{{- call.name + call.arguments | tojson }}")).refuse(ASK, calling(flat)) == 4
+    for printed_part in ("{{- call.name }}", "{{- call.arguments | tojson }}"):
+        with pytest.raises(CommonBadRow, match="the tool calls of message 2"):
+            Checked(with_calls(printed_part)).refuse(ASK, calling(flat))
+
+
+def test_a_chat_is_put_to_a_template_as_it_is_and_then_with_every_choice_of_what_templates_want():
+    developer, null = {"role": "developer", "content": "fine"}, {"role": "assistant", "content": None}
+    plain = Chat((ASK, ANSWER), None, (1,))
+    assert list(forms(plain)) == [plain]
+    one = Chat((developer, ASK, ANSWER), None, (2,))
+    assert [form.messages[0]["role"] for form in forms(one)] == ["developer", "system"]
+    calls = {**null, "tool_calls": [call({"a": "é"}), call("{}"), {"name": "flat"}, call([1])]}
+    every = list(forms(Chat((developer, ASK, calls), None, (2,))))
+    seen = [
+        (
+            form.messages[0]["role"],
+            form.messages[2]["content"],
+            form.messages[2]["tool_calls"][0]["function"]["arguments"],
+        )
+        for form in every
+    ]
+    as_text = '{"a": "é"}'
+    assert seen == [
+        ("developer", None, {"a": "é"}),
+        ("system", None, {"a": "é"}),
+        ("developer", "", {"a": "é"}),
+        ("developer", None, as_text),
+        ("system", "", {"a": "é"}),
+        ("system", None, as_text),
+        ("developer", "", as_text),
+        ("system", "", as_text),
+    ]
+    assert every[-1].messages[1] == ASK
+    assert every[-1].messages[2]["tool_calls"][1:] == [call("{}"), {"name": "flat"}, call("[1]")]
+    absent = Chat((ASK, {"role": "assistant", "tool_calls": [call("{}")]}), None, (1,))
+    assert [form.messages[1].get("content") for form in forms(absent)] == [None, ""]

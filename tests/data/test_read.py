@@ -226,3 +226,83 @@ def test_a_broken_array_is_told_with_the_line_and_column_where_it_breaks(text, p
     with pytest.raises(DataError) as error:
         list(read_json(path, "rows"))
     assert str(error.value) == place
+
+
+def test_a_key_that_stands_twice_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1, "b": 2, "c": 3, "b": 4}\n{"a": {"x": 1, "x": 2}}\n')
+    problems = [row.problem for row in read_lines(path, "rows")]
+    assert problems == [f"not valid JSON: the key {key!r} stands twice in one object" for key in "bx"]
+
+
+def test_a_row_of_16_mebibytes_is_too_long_and_one_a_byte_shorter_is_not(tmp_path):
+    path, most = tmp_path / "rows.jsonl", 16 * 2**20
+    longest = b'{"text": "' + b"x" * (most - 13) + b'"}\n'
+    assert len(longest) == most
+    path.write_bytes(longest + b'{"text": "x' + longest[11:] + longest[:-3] + b'xxxx"}\n' + b"[]\n")
+    first, second, third, last = read_lines(path, "rows")
+    assert (first.problem, second.problem, last.place) == (None, None, "rows:4")
+    assert (third.problem, third.place) == ("the row is longer than 16 MiB", "rows:3")
+
+
+def test_a_row_of_an_array_without_end_is_a_sentence_and_not_read_to_its_end(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('[{"text": "a"},\n{"text": "' + "x" * (34 * 2**20) + '"}]')
+    rows = read_json(path, "rows")
+    assert next(rows).value == {"text": "a"}
+    with pytest.raises(DataError, match=r"^rows:2: the row is longer than 16 MiB$"):
+        next(rows)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_first_row_and_of_others_it_is(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"text": "a"}\n\ufeff{"text": "b"}\n')
+    first, second = read_lines(path, "rows")
+    assert first.value == {"text": "a"}
+    assert second.problem.startswith("not valid JSON")
+
+
+def test_an_array_may_be_empty_spaced_and_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "rows.json"
+    for text, count in (("[]", 0), (" [ ] \n", 0), ('\ufeff\t[ {"a": 1} \r\n, {"a": 2}\n]\n ', 2)):
+        path.write_text(text, newline="")
+        assert len(list(read_json(path, "rows"))) == count
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    assert [row.place for row in read_json(path, "rows")] == ["rows:1", "rows:2"]
+    path.write_text("[" + "[" * 70 + "]" * 70 + "]")
+    with pytest.raises(DataError, match=r"^rows:1: not usable JSON: nested more than 64 levels deep"):
+        list(read_json(path, "rows"))
+
+
+def test_a_number_at_the_end_of_a_piece_goes_on_in_the_next(tmp_path):
+    path = tmp_path / "rows.json"
+    for less in range(4):
+        head = '[{"text": "' + "x" * (PIECE - 15 - less) + '"}, '
+        path.write_text(head + "1234]")
+        problems = [row.problem for row in read_json(path, "rows")]
+        assert problems == [None, "a row must be an object with named columns, not a number"]
+
+
+def test_a_name_with_the_ending_of_a_file_is_no_dataset_of_the_hub(monkeypatch):
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr("weftune.data.read._open_hub", lambda *given: asked.append(given))
+    for name in ("absent.jsonl", "absent/rows.CSV", "../absent", "a/b/c"):
+        with pytest.raises(DataError, match=f"mine: there is no file {name}"):
+            open_path(name, None, "mine")
+    open_path("nobody/nothing", None, "mine")
+    open_path("nothing.v2", "test", "mine")
+    assert asked == [("nobody/nothing", "train"), ("nothing.v2", "test")]
+
+
+def test_the_digest_of_rows_is_that_of_their_content_and_never_changes(tmp_path):
+    path = write(tmp_path, ".jsonl")
+    assert open_path(str(path), None, "rows").digest == "5d3deaf2261e8ed4e9614f3a4444459b"
+    assert open_rows(ROWS).digest == open_rows([dict(reversed(row.items())) for row in ROWS]).digest
+    assert open_rows([*ROWS, "torn"]).digest == "d46d277c90167cc8c7e1059650f746f3"
+    path.rename(tmp_path / "other.ndjson")
+    assert (
+        open_path(str(tmp_path / "other.ndjson"), None, "rows").digest != "5d3deaf2261e8ed4e9614f3a4444459b"
+    )
+    (tmp_path / "rows").write_text("{}")
+    with pytest.raises(DataError, match="not files without an ending"):
+        open_path(str(tmp_path / "rows"), None, "rows")

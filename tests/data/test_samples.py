@@ -77,5 +77,12 @@ def test_only_what_happened_is_told():
         "3 of 5 rows of f were skipped: f:1: torn; and 2 more.",
         "2 of 5 rows of f were truncated to 64 tokens.",
     ]
-    told = Tally(rows=9, split=1, parted=2, endless=3, control=4).notes(None, 64)
-    assert [note.removeprefix("In ")[:11] for note in told] == [f"{n} of 9 rows" for n in range(1, 5)]
+    told = Tally(rows=9, split=1, parted=2, endless=3, merged=4, control=5, untold=6).notes(None, 64)
+    assert [note.removeprefix("In ")[:11] for note in told] == [f"{n} of 9 rows" for n in range(1, 7)]
+
+
+def test_nothing_has_happened_to_rows_of_which_nothing_is_told():
+    fresh = Tally()
+    counts = (fresh.rows, fresh.skipped, fresh.truncated, fresh.split, fresh.parted, fresh.endless)
+    assert {*counts, fresh.merged, fresh.control, fresh.untold, fresh.explained} == {0}
+    assert fresh.reasons == []

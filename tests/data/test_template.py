@@ -7,6 +7,7 @@ import pytest
 
 from tests.data import families
 from tests.data.conftest import supervised_runs, whole_text
+from weftune.core.limited import Stopped
 from weftune.data.prepare import prepare
 from weftune.data.row import BadRow
 from weftune.data.spec import DataSpec
@@ -70,6 +71,34 @@ def test_a_template_comes_from_a_file(gpt2, tmp_path, samples_of):
     assert supervised_runs(samples, 0, gpt2) == [" yes<|endoftext|>"]
     with pytest.raises(DataError, match="cannot be read: No such file"):
         template_source(gpt2, str(tmp_path / "absent.jinja"))
+
+
+def test_chatml_ends_a_turn_with_its_own_token_if_the_vocabulary_has_it_and_else_with_eos(gpt2, smollm2):
+    own = template_source(smollm2, "chatml")
+    assert "<|im_end|>" in own
+    assert template_source(gpt2, "chatml") == own.replace("<|im_end|>", "<|endoftext|>")
+    assert template_source(families.byte_level(["<s>"]), "chatml") == own
+
+
+def test_a_template_is_looked_at_once_whether_it_can_be_compiled_or_not(monkeypatch):
+    sound, hostile = "{# once #}{{ tools }}", "{# once #}{{ 9 ** (9 ** 9) }}"
+
+    def stops(*_: object, **__: object) -> None:
+        raise Stopped("memory", 2.0)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("asked again")
+
+    assert Template(sound, {}).prints_tools
+    for process in (stops, never):
+        monkeypatch.setattr("weftune.data.template.run_limited", process)
+        with pytest.raises(DataError, match="needed more than 256 MiB of memory for one row and was stopped"):
+            Template(hostile, {})
+        assert Template(sound, {}).prints_tools
+
+
+def test_no_rows_ask_nothing_of_a_template():
+    assert Template("{{ messages }}", {}).renderings([], None) == []
 
 
 def test_named_templates_give_their_default():

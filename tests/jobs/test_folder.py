@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from weftune.core.formats import UnknownFormat
 from weftune.errors import OutputError
-from weftune.formats import UnknownFormat
 from weftune.jobs.files import temporary
 from weftune.jobs.folder import (
     LOCK,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weftune.formats import UnknownFormat
+from weftune.core.formats import UnknownFormat
 from weftune.jobs.states import State
 from weftune.jobs.status import JobStatus, RunStatus, from_json, job_from_json, to_json
 

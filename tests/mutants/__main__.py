@@ -29,6 +29,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 AT_LEAST = 0.95
 """The share of mutants that tests are to find."""
+ANY = "any"
+"""What a named line may become where survivors.toml does not say it: the line holds a tuning number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ class Trees:
                 shutil.copytree(entry, there, ignore=shutil.ignore_patterns("__pycache__"))
             elif entry.name != ".git":
                 there.symlink_to(entry)
+        shared = ROOT.parent / "shared"
+        if shared.exists():  # real data and models, which tests look for beside the tree
+            (folder / "shared").symlink_to(shared.resolve())
 
     def fill(self) -> None:
         """All are like the first, in which tests have run: what Python compiles comes along."""
@@ -170,12 +175,12 @@ def _measure(
     if options.sample and options.sample < len(mutants):
         mutants = random.Random(f"{options.seed} {module}").sample(mutants, options.sample)
     mine = [one for one in named if one["module"] == module]
-    accepted = {(one["was"].strip(), one["becomes"].strip()) for one in mine}
+    accepted = {(one["was"].strip(), one.get("becomes", ANY).strip()) for one in mine}
     outcomes: Counter[str] = Counter()
     survivors = []
     for mutant, changed, outcome in _tried(mutants, source, tests, known, trees):
         survivor = Survivor(mutant, *changes(source, changed)) if outcome == "survived" else None
-        if survivor and (survivor.was, survivor.becomes) in accepted:
+        if survivor and not accepted.isdisjoint((survivor.was, one) for one in (survivor.becomes, ANY)):
             outcome = "named"
         elif survivor:
             survivors.append(survivor)

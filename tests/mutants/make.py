@@ -1,9 +1,9 @@
 """The mutants of a module: its source with one small change each, by the operators of cosmic-ray and two of
 our own.
 
-Some places are left alone, since what stands there changes no behaviour on a CPU: annotations, which mypy
-reads; the arguments of decorators, such as whether a record is frozen; `zip`'s strictness, which is an
-assertion; and what only concerns the speed of a GPU.
+Some places are left alone, since what stands there changes no behaviour on a CPU: annotations and what is
+imported for them, which mypy reads; the arguments of decorators, such as whether a record is frozen; `zip`'s
+strictness and the `*` before keywords, which are assertions; and what only concerns the speed of a GPU.
 """
 
 from __future__ import annotations
@@ -131,27 +131,50 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
     """In the order of their operators, then of their places."""
     nodes = list(ast_nodes(get_ast(source)))
     spared = list(_spared(source))
+    called_by_class = set(_static_methods(source))
     found = []
     for name in OPERATORS:
         operator = _operator(name)
         places = (place for node in nodes for place in operator.mutation_positions(node))
         for occurrence, (start, stop) in enumerate(places):
             inside = any(first <= start and stop <= last for first, last in spared)
-            if not inside or name == "RemoveDecorator":
+            left_alone = start[0] in called_by_class if name == "RemoveDecorator" else inside
+            if not left_alone:
                 found.append(Mutant(module, name, occurrence, start[0]))
     return found
+
+
+def _static_methods(source: str) -> Iterator[int]:
+    """The lines of `@staticmethod`: what is called by its class, as ours are, is the same without it."""
+    for node in ast.walk(ast.parse(source)):
+        for one in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+            if isinstance(one, ast.Name) and one.id == "staticmethod":
+                yield one.lineno
 
 
 def _spared(source: str) -> Iterator[tuple[Position, Position]]:
     """From where to where nothing is changed."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.args.kwonlyargs:
+            yield _before_keywords(node)
         for one in _left_alone(node):
             assert one.end_lineno is not None
             assert one.end_col_offset is not None
             yield (one.lineno, one.col_offset), (one.end_lineno, one.end_col_offset)
 
 
+def _before_keywords(function: ast.FunctionDef) -> tuple[Position, Position]:
+    """Where the `*` stands behind which arguments have to be named: an assertion, too."""
+    taken = function.args
+    positional = [*taken.posonlyargs, *taken.args, *taken.defaults]
+    ends = [(one.end_lineno or 0, one.end_col_offset or 0) for one in positional]
+    first = taken.kwonlyargs[0]
+    return max(ends, default=(function.lineno, function.col_offset)), (first.lineno, first.col_offset)
+
+
 def _left_alone(node: ast.AST) -> Iterable[ast.expr]:
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        yield node.test
     if isinstance(node, ast.FunctionDef):
         yield from node.decorator_list
         if node.returns is not None:

@@ -62,3 +62,13 @@ def test_a_change_that_cannot_be_made_is_none():
     source = "try:\n    f()\nexcept (json.JSONDecodeError, OSError):\n    g()\n"
     made = [one for one in mutants_of("module.py", source) if one.operator == "ExceptionReplacer"]
     assert [one.source(source) is None for one in made] == [True, False]
+
+
+def test_what_only_asserts_or_is_read_by_mypy_is_left_alone() -> None:
+    source = (
+        "if TYPE_CHECKING:\n    import a\n"
+        "class A:\n    @staticmethod\n    def f(x: int = 1, *, y: int = 2) -> int: ...\n"
+        "    @property\n    def g(self) -> int: ...\n"
+    )
+    found = {(one.operator, one.line) for one in mutants_of("a.py", source)}
+    assert found == {("NumberReplacer", 5), ("RemoveDecorator", 6)}

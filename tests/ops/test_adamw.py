@@ -90,3 +90,40 @@ def test_the_weights_are_the_master_rounded(device):
     half = AdamState(state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.master.bfloat16())
     update([Update(half, 1, 1e-1, 0.0, 1.0)])
     assert torch.equal(half.weights, half.master.bfloat16())
+
+
+def test_a_factor_on_the_device_stands_for_the_updates_own_and_below_zero_makes_no_step(device):
+    made, alone = states(device, torch.float32), states(device, torch.float32)
+    before = [state.master.clone() for state in made]
+    factors = torch.tensor([1.0, -1.0, 0.25, 0.0], device=device)
+    told = update([Update(state, 1, 1e-2, 0.1, 99.0) for state in made], factors)
+    assert told.shape == (4,)
+    update([Update(state, 1, 1e-2, 0.1, max(0.0, float(f))) for state, f in zip(alone, factors, strict=True)])
+    for number, (state, one) in enumerate(zip(made, alone, strict=True)):
+        wanted = before[number] if number == 1 else one.master
+        assert torch.equal(state.master, wanted)
+        assert not state.gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_job_by_itself_with_nothing_chosen_makes_the_step_of_torchs_adamw(device, dtype):
+    (state, *_) = states(device, dtype)
+    theirs = state.master.clone().requires_grad_()
+    theirs.grad = state.gradient.clone()
+    optimizer = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.0)
+    assert gradient_norms([state]).tolist() == pytest.approx([float(theirs.grad.norm())], rel=1e-6)
+    for step in (1, 2):
+        theirs.grad *= step**3
+        state.gradient.copy_(theirs.grad)
+        optimizer.step()
+        assert update([Update(state, step, 1e-2, 0.0, 1.0)]).tolist() == [True]
+    torch.testing.assert_close(state.master, theirs.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_part_of_a_state_is_that_part_of_every_vector(device):
+    (_, state, *_) = states(device, torch.float32)
+    part = state.within(16, 48)
+    for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "weights"):
+        whole = getattr(state, name)
+        assert getattr(part, name).data_ptr() == whole[16:].data_ptr()
+        assert len(getattr(part, name)) == 32

@@ -117,3 +117,12 @@ def test_a_gpu_draws_for_a_parameter_in_host_memory():
     value = torch.full((200_001,), math.nan)
     fill_uniform(value, 11, 0.0221, start=5, drawn_on=torch.device("cuda", 0))
     assert torch.equal(value, drawn(11, len(value), 5, 0.0221, torch.float32))
+
+
+def test_a_parameter_of_more_numbers_than_can_be_counted_is_a_bug():
+    value = torch.empty(3)
+    fill_uniform(value, 1, 1.0)
+    assert torch.equal(value, drawn(1, 3, start=0, dtype=torch.float32))
+    fill_uniform(value, 1, 1.0, start=(1 << 31) - 4)
+    with pytest.raises(AssertionError, match="fewer than"):
+        fill_uniform(value, 1, 1.0, start=(1 << 31) - 3)

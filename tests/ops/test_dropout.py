@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from weftune.ops import dropout
 from weftune.ops.dropout import kept_TK, key, mix, odd, threshold
 
 
@@ -98,3 +99,26 @@ def test_nothing_is_dropped_at_zero_and_half_of_the_bits_reach_the_threshold_of_
     assert threshold(0.0) == -(1 << 31)
     assert threshold(0.5) == 0
     assert threshold(1.0) == (1 << 31) - 1
+
+
+def test_known_keys_of_long_seeds():
+    """They may never change, nor forget a half of the seed: a run that goes on would drop other values."""
+    keys = [key(seed, 3, "site") for seed in (1, 1 + (1 << 32), (5 << 32) + 1, 1 + (1 << 64))]
+    assert len(set(keys[:3])) == 3
+    assert keys[3] == keys[0]
+    assert keys[:2] == [1446879739, 322182480]
+
+
+def test_how_many_are_drawn_at_a_time_changes_nothing(monkeypatch):
+    tokens = torch.arange(50)
+    whole = kept_TK(77, tokens, 30, 0.3)
+    for chunk in (1, 30, 100, 1 << 30):
+        monkeypatch.setattr(dropout, "CHUNK", chunk)
+        assert torch.equal(kept_TK(77, tokens, 30, 0.3), whole)
+    assert kept_TK(77, tokens[:0], 30, 0.3).shape == (0, 30)
+
+
+def test_32_bits_read_as_signed():
+    values = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
+    assert [dropout.signed(value) for value in values] == [0, 1, 2**31 - 1, -(2**31), 1 - 2**31, -1]
+    assert (threshold(0.0), threshold(0.5), threshold(1.0)) == (-(2**31), 0, 2**31 - 1)

@@ -70,3 +70,39 @@ def test_overlapping_segments_are_a_bug():
     rows = Rows.empty(64, slots=2, device=torch.device("cpu"))
     with pytest.raises(AssertionError, match="overlap"):
         rows.fill([Seat(0, 20, 0, 0), Seat(10, 30, 1, 0)], np.arange(30))
+
+
+def test_what_no_job_uses_is_marked_as_nobodys():
+    rows = Rows.empty(10, slots=2, device=torch.device("cpu"), tile=4, piece=4)
+    rows.fill([Seat(2, 8, 1, 2**32 - 1)], np.arange(8))
+    assert rows.tiles_G3.tolist() == [[0, 2, -1], [2, 6, 1], [6, 8, 1], [8, 10, -1]] + [[0, 0, -1]] * 3
+    assert rows.pieces_Q4.tolist() == [
+        *([2, 6, 1, 0], [6, 8, 1, 0], [0, 2, -1, 0], [8, 10, -1, 0]),
+        *([[0, 0, -1, 0]] * 3),
+    ]
+    assert rows.sums_M3.tolist() == [[1, 0, 2], [-1, 0, 0]]
+    assert rows.runs_U3.tolist() == [[2, 8, 1], [0, 0, -1], [0, 0, -1]]
+    assert rows.edges_V.tolist() == [0, 1]
+    assert rows.key_S.tolist() == [0, -1]
+    assert rows.partials == 4
+
+
+def test_a_microbatch_that_fills_the_capacity_leaves_nobodys_rows_out_and_one_beyond_is_a_bug():
+    rows = Rows.empty(8, slots=2, device=torch.device("cpu"), tile=8, piece=8)
+    assert rows.tiles_G3.tolist() == [[0, 8, -1]] + [[0, 0, -1]] * 5
+    assert rows.sums_M3.tolist() == [[-1, 0, 0]]
+    rows.fill(
+        [
+            Seat(4, 8, 0, 1),
+            Seat(0, 4, 1, 2),
+        ],
+        np.arange(8),
+    )
+    assert rows.tiles_G3.tolist() == [[0, 4, 1], [4, 8, 0]] + [[0, 0, -1]] * 4
+    assert rows.pieces_Q4.tolist() == [[0, 4, 1, 1], [4, 8, 0, 1]] + [[0, 0, -1, 0]] * 4
+    with pytest.raises(AssertionError, match="more rows than the capacity"):
+        rows.fill([Seat(0, 9, 0, 1)], np.arange(8))
+    with pytest.raises(AssertionError, match="a slot holds one segment"):
+        rows.fill([Seat(0, 2, 0, 1), Seat(2, 4, 0, 1)], np.arange(8))
+    rows.fill([Seat(3, 3, 0, 7)], np.arange(0))
+    assert (rows.tiles_G3[0].tolist(), rows.key_S.tolist()) == ([0, 8, -1], [7, 0])

@@ -96,37 +96,38 @@ class Encoder:
         A stand-in is a private-use character that holds the place of a control token in a user's text; it
         becomes the tokens of that text.
         """
+        if not text:
+            return _encoded([], [])
         borders = {0, len(text)}
         for at, character in enumerate(text):
             if character in stand_ins:
                 borders |= {at, at + 1}
-        edges = sorted(borders) if text else [0, 0]
         parts = []
-        for start, stop in pairwise(edges):
+        for start, stop in pairwise(sorted(borders)):
             piece = text[start:stop]
             parts.append(self._piece(piece, start, stop, stand_ins.get(piece)))
         return _join(parts)
 
     def _piece(self, piece: str, start: int, stop: int, hidden: str | None) -> Encoded:
         if hidden is not None:
-            tokens = self._continue([hidden], parse=False)[0].tokens
-            return Encoded(tokens, np.full(len(tokens), start), np.full(len(tokens), stop))
+            (said,) = self._continue([hidden], parse=False)
+            count = len(said.tokens)
+            return Encoded(said.tokens, np.full(count, start), np.full(count, stop))
         encode = self._encode if start == 0 else self._continue
-        part = encode([piece], parse=True)[0]
+        (part,) = encode([piece], parse=True)
         return Encoded(part.tokens, part.starts + start, part.stops + start)
 
     def begins_inside(self, encoded: Encoded, cut: int) -> bool:
         """Whether a token holds characters of both sides of the cut."""
         after = int(np.searchsorted(encoded.starts, cut, side="left"))
-        if after > 0 and encoded.stops[after - 1] > cut:
+        stop_before = encoded.stops[after - 1] if after > 0 else cut
+        if stop_before > cut:
             return True
         if after == len(encoded.starts) or encoded.starts[after] != cut:
             return False
         # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
-        gap = after > 0 and encoded.stops[after - 1] < cut
-        return gap and self.tokenizer.convert_ids_to_tokens(int(encoded.tokens[after])).startswith(
-            SPACE_MARKS
-        )
+        token: str = self.tokenizer.convert_ids_to_tokens(int(encoded.tokens[after]))
+        return bool(stop_before < cut) and token.startswith(SPACE_MARKS)
 
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
@@ -156,16 +157,16 @@ class Encoder:
         parts = []
         for text, part in zip(texts, anchored, strict=True):
             if np.any((part.starts < 1) & (part.stops > 1)):
-                parts.append(self._encode([text], parse=parse)[0])
+                parts += self._encode([text], parse=parse)
                 continue
             kept = part.starts >= 1
             parts.append(Encoded(part.tokens[kept], part.starts[kept] - 1, part.stops[kept] - 1))
         return parts
 
     def _find_lead(self) -> tuple[int, ...]:
-        bare = self.tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-        full = self.tokenizer("a", verbose=False)["input_ids"]
-        for at in range(len(full) - len(bare) + 1):
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = self.tokenizer("a")["input_ids"]
+        for at in range(len(full)):
             if full[at : at + len(bare)] == bare:
                 return tuple(full[:at])
         return ()
@@ -176,7 +177,7 @@ class Encoder:
 
 
 def _encoded(tokens: list[int], offsets: list[tuple[int, int]]) -> Encoded:
-    spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    spans = np.array(offsets, dtype=np.int64).reshape(len(tokens), 2)
     return Encoded(np.array(tokens, dtype=np.int32), spans[:, 0], spans[:, 1])
 
 

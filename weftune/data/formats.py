@@ -141,7 +141,7 @@ def _chat(messages: tuple[Message, ...], row: Mapping[str, Any], spec: DataSpec,
     turns = tuple(
         at
         for at, message in enumerate(messages)
-        if at >= first and message["role"] == "assistant" and message.get("weight", 1)
+        if at >= first and message["role"] == "assistant" and message.get("weight") != 0
     )
     if not turns and spec.train_on != "all":
         raise BadRow("the row has no supervised token: it holds no assistant message to train on")

@@ -21,8 +21,8 @@ def forms(chat: Chat) -> Iterator[Chat]:
         for change in (_system_for_developer, _empty_for_null, _text_for_arguments)
         if any(change(message) != message for message in chat.messages)
     ]
-    for count in range(1, len(useful) + 1):
-        for changes in combinations(useful, count):
+    for count in range(len(useful)):
+        for changes in combinations(useful, count + 1):
             messages = chat.messages
             for change in changes:
                 messages = tuple(change(message) for message in messages)

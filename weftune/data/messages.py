@@ -114,7 +114,7 @@ def _unknown(name: str, role: object, known: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1024)  # the same slip usually stands in every row of a file
 def _nearest(role: str, known: tuple[str, ...]) -> str | None:
-    return next(iter(difflib.get_close_matches(role.lower(), known, n=1)), None)
+    return next(iter(difflib.get_close_matches(role.lower(), known)), None)
 
 
 def _clean(message: object, name: str, content: str = "content") -> Message:
@@ -139,8 +139,7 @@ def _clean(message: object, name: str, content: str = "content") -> Message:
     if text is not None or "content" in message:
         clean["content"] = text
     clean = _with_thinking(clean)
-    if len(clean) > 2:  # beside the role and the content, which are checked
-        check_values({key: value for key, value in clean.items() if key != "content"}, name)
+    check_values({key: value for key, value in clean.items() if key not in ("role", "content")}, name)
     return clean
 
 

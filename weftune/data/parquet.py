@@ -32,8 +32,8 @@ def batches(path: Path, mapped: bool = False) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path, memory_map=mapped) as file:
-        longest = max((size for _, size in _columns(file.metadata)), default=0)
-        rows = max(1, min(ROWS_AT_ONCE, HARMLESS_BYTES // max(1, longest)))
+        longest = max([1, *(size for _, size in _columns(file.metadata))])
+        rows = max(1, min(ROWS_AT_ONCE, HARMLESS_BYTES // longest))
         yield from file.iter_batches(batch_size=rows, use_threads=False)
 
 

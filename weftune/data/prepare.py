@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def prepare(
     if evaluation is not None and evaluation.fraction is not None:
         train, measure = _split(trained, weights, evaluation.fraction)
         return Prepared(train, measure, notes)
-    measured = _everything(held, [1.0] * len(held)) if held else None
+    measured = _everything(held, [part.weight for part in held_out]) if held else None
     return Prepared(_everything(trained, weights), measured, notes)
 
 
@@ -141,16 +140,10 @@ def _check_split(data: DataSpec) -> None:
 def _rules(data: DataSpec, tokenizer: Any, context: int | None) -> Rules:
     encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
     sources = [template_source(encoder.tokenizer, data.chat_template, tools=tools) for tools in (False, True)]
-    special = json.dumps(encoder.tokenizer.special_tokens_map, default=str)
-    plain, for_tools = (None if source is None else _template(source, special) for source in sources)
+    special = encoder.tokenizer.special_tokens_map
+    plain, for_tools = (None if source is None else Template(source, special) for source in sources)
     longest = data.max_length if context is None else min(data.max_length, context)
     return Rules(data, encoder, encoder.fingerprint, plain, for_tools, longest, context)
-
-
-@lru_cache(maxsize=8)
-def _template(source: str, special: str) -> Template:
-    """Compiled once for all jobs that use it; `special` are the tokenizer's special tokens as JSON."""
-    return Template(source, json.loads(special))
 
 
 def _open_training(data: DataSpec) -> list[_Part]:
@@ -233,5 +226,5 @@ def _border(rows: NDArray[np.uint64], fraction: float) -> np.uint64:
         raise DataError(
             Mistake("eval.fraction", "one row cannot be split; at least two different rows are needed")
         )
-    border = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    border = np.uint64(int(fraction * 2.0**64))
     return np.clip(border, distinct[0], distinct[-2])

@@ -52,7 +52,7 @@ class PrintCheck:
         """`text` is what the template printed for this chat."""
         start = 0
         for stop in _stops(chat.messages):
-            shape = (chat.tools is None, *map(_shape, chat.messages[:stop]))
+            shape = (bool(chat.tools), *map(_shape, chat.messages[:stop]))
             messages = chat.messages[start:stop]
             if shape not in self._sound or not all(_found(message, text) for message in messages):
                 self._try(chat, start, stop)
@@ -86,8 +86,8 @@ class PrintCheck:
 
 def _stops(messages: Sequence[Message]) -> list[int]:
     """Behind each assistant's message and at the end: many templates refuse a chat that ends elsewhere."""
-    stops = [at + 1 for at, message in enumerate(messages) if message["role"] == "assistant"]
-    return stops if stops and stops[-1] == len(messages) else [*stops, len(messages)]
+    stops = {at + 1 for at, message in enumerate(messages) if message["role"] == "assistant"}
+    return sorted({*stops, len(messages)})
 
 
 def _shape(message: Message) -> tuple[object, ...]:

@@ -20,7 +20,8 @@ def prompt_tokens(tokenizer: Any, prompt: str, system: str | None = None) -> lis
     if source is None:
         if system is not None:
             raise DataError("This base has no chat template, so it takes no system message.")
-        return _filled([*encoder.lead, *encoder.texts([prompt])[0].tolist()])
+        (tokens,) = encoder.texts([prompt])
+        return _filled([*encoder.lead, *tokens.tolist()])
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     hidden, stand_ins = hide_control(messages, encoder.control)

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weftune.ops.dropout import signed
+
 BLOCK = 128
 """Rows of a program of the fused product: what a tensor core of two warp groups takes at once."""
 
@@ -140,7 +142,7 @@ def _pieces(runs: Sequence[Seat], most: int) -> tuple[list[tuple[int, ...]], lis
         if run.slot < 0:
             nobody += [(*part, -1, 0) for part in parts]
         elif len(parts) == 1:
-            alone.append((*parts[0], run.slot, 1))
+            alone += [(*part, run.slot, 1) for part in parts]
         else:
             sums.append((run.slot, len(several), len(several) + len(parts)))
             several += [(*part, run.slot, 0) for part in parts]
@@ -167,7 +169,3 @@ def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ..
 def _room(shape: tuple[int, ...]) -> int:
     """In whole 16 bytes: Triton compiles a kernel anew for every pattern of aligned addresses."""
     return -(-math.prod(shape) // 4) * 4
-
-
-def signed(value: int) -> int:
-    return value - (1 << 32) if value >= 1 << 31 else value

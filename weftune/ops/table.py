@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.ops.dropout import threshold
-from weftune.ops.rows import signed, views, words
+from weftune.ops.dropout import signed, threshold
+from weftune.ops.rows import views, words
 
 ALIGNMENT = 16
 """Bytes that a kernel loads at a time where all widths allow it."""
