@@ -50,7 +50,11 @@ class Machines:
             command += ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3"]
             command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29400"]
             command += ["--rdzv-conf", f"is_host={1 - number}", "--local-addr", address]
-            environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+            environment = os.environ | {
+                "PYTHONPATH": str(REPOSITORY),
+                "OMP_NUM_THREADS": "1",
+                "WEFTUNE_SECRET": "of this test",
+            }
             with open(folder / f"machine-{number}.log", "wb") as log:
                 command += ["-m", "weftune", *words]
                 agent = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)

@@ -28,6 +28,7 @@ from weftune.run.workers.groups import (
     connect,
     loopback_store,
     own_gpus,
+    require_secret,
     store_here,
 )
 from weftune.run.workers.heartbeat import LOST, Heartbeat
@@ -57,6 +58,7 @@ def joined(place: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
         # Only the first rank hears of an interruption; the others end when it says so.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+    require_secret(place)
     bind_interface(place)
     heartbeat = Heartbeat(place, store_here(place))
     heartbeat.start()

@@ -74,6 +74,24 @@ def _number(name: str, otherwise: int) -> int:
     return int(text)
 
 
+SECRET = "WEFTUNE_SECRET"
+"""The variable whose text all machines of a run share."""
+
+
+def secret() -> bytes:
+    """What the first worker's commands and the others' answers are signed with; empty where there is none."""
+    return os.environ.get(SECRET, "").encode()
+
+
+def require_secret(place: WorkerPlace) -> None:
+    """On one machine workers meet on its loopback; across machines anybody in the network could speak."""
+    if place.local_ranks < place.ranks and not secret():
+        raise UserError(
+            f"The ranks of this run are on several machines, and {SECRET} is not set; set it to the same "
+            "long random text on all of them, so that they take orders from one another only"
+        )
+
+
 def attempt() -> int:
     """How often torchrun has started all ranks again; our own launcher says so with the command line."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -5,7 +5,6 @@ Commands are obeyed one after another, in the order in which they were given. A 
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weftune.adapters.kind import Member
+from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
@@ -25,7 +25,8 @@ from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.slices import Slice
-from weftune.run.workers.groups import Wires
+from weftune.run.workers.codec import decode, encode, records_in
+from weftune.run.workers.groups import Wires, secret
 from weftune.run.workers.mailbox import PeerLost
 from weftune.run.workers.stage_executor import RankReport
 
@@ -139,11 +140,11 @@ class Orders:
         self._commands, self._reports = wires.commands[rank], wires.reports[rank]
 
     def take(self) -> Command:
-        command: Command = receive_object(self._commands, 0)
+        command: Command = receive_message(self._commands, 0)
         return command
 
     def answer(self, answer: Answer) -> None:
-        send_object(answer, self._reports, 0)
+        send_message(answer, self._reports, 0)
 
 
 class Staff:
@@ -162,7 +163,7 @@ class Staff:
             listener.start()
 
     def command(self, rank: int, command: Command) -> None:
-        send_object(command, self.wires.commands[rank], rank)
+        send_message(command, self.wires.commands[rank], rank)
 
     def command_all(self, command: Command) -> None:
         for rank in self.ranks:
@@ -193,16 +194,19 @@ class Staff:
         answer: Answer | PeerLost | None = None
         while not isinstance(answer, Ended | PeerLost):
             try:
-                answer = receive_object(self.wires.reports[rank], rank)
+                answer = receive_message(self.wires.reports[rank], rank)
             except PeerLost as lost:
                 answer = lost
             assert answer is not None
             self._heard.put((rank, answer))
 
 
-def send_object(value: object, group: Any, peer: int) -> None:
-    """Only ranks of one run talk to each other here, so that a pickle is no stranger's."""
-    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+KNOWN = {**records_in(Command), **records_in(Answer), **records_in(LoraSpec)}
+"""The records that a message may hold."""
+
+
+def send_message(message: Command | Answer, group: Any, peer: int) -> None:
+    payload = torch.frombuffer(bytearray(encode(message, secret())), dtype=torch.uint8)
     try:
         dist.send(torch.tensor([len(payload)]), peer, group=group)
         dist.send(payload, peer, group=group)
@@ -210,7 +214,7 @@ def send_object(value: object, group: Any, peer: int) -> None:
         raise PeerLost(f"rank {peer} is gone: {error}") from error
 
 
-def receive_object(group: Any, peer: int) -> Any:
+def receive_message(group: Any, peer: int) -> Any:
     size = torch.zeros(1, dtype=torch.int64)
     try:
         dist.recv(size, peer, group=group)
@@ -218,4 +222,4 @@ def receive_object(group: Any, peer: int) -> Any:
         dist.recv(payload, peer, group=group)
     except RuntimeError as error:
         raise PeerLost(f"rank {peer} is gone: {error}") from error
-    return pickle.loads(payload.numpy().tobytes())
+    return decode(payload.numpy().tobytes(), KNOWN, secret())

@@ -1,0 +1,145 @@
+"""Messages between workers as bytes: a header of JSON and the raw bytes of tensors, never a pickle.
+
+A header says of every value what it is. Records are found by the name of their class among those that a
+message may hold, so that bytes can name nothing else; with a secret, what somebody else made is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes at whose multiples tensors begin."""
+DIGEST = hashlib.sha256().digest_size
+
+
+class Forged(RuntimeError):
+    """A message was not made by who knows the secret, or has been changed on its way."""
+
+
+def encode(value: object, secret: bytes = b"") -> bytes:
+    packer = _Packer()
+    header = json.dumps({"value": packer.plain(value), "tensors": packer.described}).encode()
+    body = len(header).to_bytes(8, "little") + header + b"".join(packer.pieces)
+    return _digest(body, secret) + body if secret else body
+
+
+def decode(message: bytes, known: Mapping[str, type], secret: bytes = b"") -> Any:
+    """`known` are the records that a message may hold."""
+    if secret:
+        digest, message = message[:DIGEST], message[DIGEST:]
+        if not hmac.compare_digest(digest, _digest(message, secret)):
+            raise Forged("a message does not carry this run's secret")
+    size = int.from_bytes(message[:8], "little")
+    header = json.loads(message[8 : 8 + size])
+    payload = bytearray(message[8 + size :])
+    tensors = [_tensor(payload, *described) for described in header["tensors"]]
+    return _value(header["value"], tensors, known)
+
+
+def _digest(body: bytes, secret: bytes) -> bytes:
+    return hmac.new(secret, body, hashlib.sha256).digest()
+
+
+class _Packer:
+    """Turns values into what JSON has, and lays their tensors aside."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.described: list[tuple[str, list[int], int]] = []
+        """Of each tensor its dtype, its shape and where its bytes begin."""
+        self._end = 0
+
+    def plain(self, value: object) -> object:
+        """A list of its tag and what it holds; numbers, texts, truth and None stand for themselves."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Tensor):
+            return ["tensor", self._lay_aside(value)]
+        if isinstance(value, Path):
+            return ["path", str(value)]
+        if is_dataclass(value) and not isinstance(value, type):
+            return [
+                "record",
+                type(value).__name__,
+                [self.plain(getattr(value, one.name)) for one in fields(value)],
+            ]
+        if isinstance(value, Mapping):
+            return ["map", [[self.plain(key), self.plain(held)] for key, held in value.items()]]
+        for kind, tag in ((tuple, "tuple"), (list, "list"), (Set, "set")):
+            if isinstance(value, kind):
+                return [tag, [self.plain(one) for one in value]]
+        raise TypeError(f"a message cannot hold {type(value)}")
+
+    def _lay_aside(self, tensor: Tensor) -> int:
+        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        self.described.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._end))
+        padding = bytes(-len(raw) % ALIGNMENT)
+        self.pieces += [raw, padding]
+        self._end += len(raw) + len(padding)
+        return len(self.described) - 1
+
+
+def _tensor(payload: bytearray, name: str, shape: list[int], start: int) -> Tensor:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), f"{name} is no dtype"
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(payload, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def _value(plain: Any, tensors: list[Tensor], known: Mapping[str, type]) -> Any:
+    if not isinstance(plain, list):
+        return plain
+    tag, *held = plain
+    match tag:
+        case "tensor":
+            return tensors[held[0]]
+        case "path":
+            return Path(held[0])
+        case "record":
+            name, values = held
+            return _record(known[name], [_value(one, tensors, known) for one in values])
+        case "map":
+            pairs = held[0]
+            return {_value(key, tensors, known): _value(one, tensors, known) for key, one in pairs}
+        case _:
+            made = [_value(one, tensors, known) for one in held[0]]
+            return {"tuple": tuple, "list": list, "set": frozenset}[tag](made)
+
+
+def _record(kind: type, values: list[Any]) -> Any:
+    """With every field as it was, whatever the constructor would make of it."""
+    made: Any = object.__new__(kind)
+    for one, value in zip(fields(kind), values, strict=True):
+        object.__setattr__(made, one.name, value)
+    return made
+
+
+@cache
+def records_in(kind: Any) -> Mapping[str, type]:
+    """The records that a value of this type may hold, by name: those that its annotations lead to."""
+    found: dict[str, type] = {}
+    _gather(kind, found)
+    return found
+
+
+def _gather(kind: Any, found: dict[str, type]) -> None:
+    for one in get_args(kind):
+        _gather(one, found)
+    if isinstance(kind, type) and is_dataclass(kind) and found.get(kind.__name__) is not kind:
+        assert kind.__name__ not in found, f"two records are called {kind.__name__}"
+        found[kind.__name__] = kind
+        for hint in get_type_hints(kind).values():
+            _gather(hint, found)
