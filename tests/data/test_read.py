@@ -306,3 +306,12 @@ def test_the_digest_of_rows_is_that_of_their_content_and_never_changes(tmp_path)
     (tmp_path / "rows").write_text("{}")
     with pytest.raises(DataError, match="not files without an ending"):
         open_path(str(tmp_path / "rows"), None, "rows")
+
+
+def test_a_number_that_json_does_not_know_is_named_with_its_column(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"n": NaN}\n{"n": 1e400}\n')
+    assert [row.problem for row in read_lines(path, "rows")] == [
+        "not valid JSON: NaN is not a number that JSON knows at column 7",
+        "not valid JSON: 1e400 is too large for a number at column 7",
+    ]
