@@ -315,3 +315,17 @@ def test_a_number_that_json_does_not_know_is_named_with_its_column(tmp_path):
         "not valid JSON: NaN is not a number that JSON knows at column 7",
         "not valid JSON: 1e400 is too large for a number at column 7",
     ]
+
+
+def test_a_dataset_of_the_hub_is_its_rows_or_the_first_line_of_why_it_cannot_be_had(monkeypatch):
+    import datasets
+
+    def refuses(name: str, split: str) -> None:
+        raise RuntimeError(f"no {split} in {name}\nand much more")
+
+    monkeypatch.setattr("weftune.data.read.why_absent", lambda *_: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: datasets.Dataset.from_list(ROWS))
+    assert values(open_path("nobody/nothing", None, "mine")) == ROWS
+    monkeypatch.setattr(datasets, "load_dataset", refuses)
+    with pytest.raises(DataError, match=r"^nobody/nothing: .* \(split test\): no test in nobody/nothing$"):
+        open_path("nobody/nothing", "test", "mine")
