@@ -306,3 +306,26 @@ def test_the_digest_of_rows_is_that_of_their_content_and_never_changes(tmp_path)
     (tmp_path / "rows").write_text("{}")
     with pytest.raises(DataError, match="not files without an ending"):
         open_path(str(tmp_path / "rows"), None, "rows")
+
+
+def test_a_number_that_json_does_not_know_is_named_with_its_column(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"n": NaN}\n{"n": 1e400}\n')
+    assert [row.problem for row in read_lines(path, "rows")] == [
+        "not valid JSON: NaN is not a number that JSON knows at column 7",
+        "not valid JSON: 1e400 is too large for a number at column 7",
+    ]
+
+
+def test_a_dataset_of_the_hub_is_its_rows_or_the_first_line_of_why_it_cannot_be_had(monkeypatch):
+    import datasets
+
+    def refuses(name: str, split: str) -> None:
+        raise RuntimeError(f"no {split} in {name}\nand much more")
+
+    monkeypatch.setattr("weftune.data.read.why_absent", lambda *_: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: datasets.Dataset.from_list(ROWS))
+    assert values(open_path("nobody/nothing", None, "mine")) == ROWS
+    monkeypatch.setattr(datasets, "load_dataset", refuses)
+    with pytest.raises(DataError, match=r"^nobody/nothing: .* \(split test\): no test in nobody/nothing$"):
+        open_path("nobody/nothing", "test", "mine")

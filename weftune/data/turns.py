@@ -90,7 +90,7 @@ def _render_whole(
     """
     texts = [turns[-1].text]
     if chat.turns[-1] + 1 < len(chat.messages):
-        texts.insert(0, template.render(chat.messages, chat.tools, prompt=False))
+        texts = [template.render(chat.messages, chat.tools, prompt=False), *texts]
     for text in texts:
         spans = [_span_within(text, turn, ends) for turn in turns]
         found = tuple(span for span in spans if span is not None)
