@@ -106,3 +106,11 @@ def test_a_merge_explains_itself():
         "3 microbatches and 0 no-ops, where the rounds each for itself need 4: "
         "1 samples moved into the round before theirs"
     )
+    alone = merge([batch("a", 0, 60), batch("a", 1, 60)], MergeRules(64, stages=2))
+    assert alone.why().startswith("2 microbatches and 1 no-ops, where")
+
+
+def test_each_job_is_padded_by_itself():
+    rounds = [batch("a", 0, 1) + batch("b", 0, 1)]
+    assert len(merge(rounds, MergeRules(2, multiple=2)).microbatches) == 2
+    assert len(merge(rounds, MergeRules(2, multiple=1)).microbatches) == 1
