@@ -2,7 +2,7 @@
 
 A floor is a room (a folder of the package) together with all that it stands on: the highest one is the length
 of the longest chain of rooms that import one another. A circle is a set of modules that import one another,
-imports inside functions included.
+imports inside functions included, those for annotations alone not.
 """
 
 from __future__ import annotations
@@ -75,15 +75,23 @@ def module_name(path: Path) -> str:
 
 def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
     """The modules of ours that a module imports."""
-    for node in ast.walk(tree):
+    for node in executed(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield from (name for name in (whole, node.module) if name in known and name == whole)
-                if whole not in known and node.module in known:
-                    yield node.module
+                found = whole if whole in known else node.module
+                yield from [found] if found in known else []
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
+
+
+def executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        annotated = isinstance(child, ast.If) and isinstance(child.test, ast.Name)
+        if not (annotated and child.test.id == "TYPE_CHECKING"):
+            yield from executed(child)
 
 
 def floors(imports: Mapping[str, set[str]]) -> int:

@@ -15,7 +15,7 @@ from tests.launches import deep_folder
 from tests.outputs import FOUR_JOBS
 from weftune import Options
 from weftune.cli.main import main
-from weftune.cli.train import bytes_of
+from weftune.cli.options import bytes_of
 from weftune.errors import PlanError
 from weftune.jobs.read import read_run
 from weftune.plan.cost import cluster

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tests.base.packs import packed
 from weftune.adapters.banks import Banks
-from weftune.adapters.kind import Member, kind_named
+from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.registry import kind_named
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch, Segment
 from weftune.ops.lora import Route

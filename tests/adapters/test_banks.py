@@ -13,8 +13,8 @@ from tests.base.packs import packed, random_samples
 from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
 from weftune.adapters.banks import Banks
-from weftune.adapters.kind import kind_named
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.registry import kind_named
 from weftune.ops.lora import Route
 
 LORA = kind_named("lora")

@@ -18,9 +18,10 @@ from tests.base.packs import base_of
 from tests.families import FAMILIES, tiny
 from tests.oracle import lora_config, write_start
 from weftune.adapters.folder import no_weights
-from weftune.adapters.kind import Member, kind_named, kind_of
+from weftune.adapters.kind import Member
 from weftune.adapters.lora.files import read_adapter, read_start
 from weftune.adapters.lora.spec import LoraSpec, weight_names
+from weftune.adapters.registry import kind_named, kind_of
 from weftune.base.shape import model_shape
 from weftune.errors import AdapterError
 

@@ -18,7 +18,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteBank, kind_named
+from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteBank
+from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape

@@ -1,4 +1,4 @@
-"""What a kind of adapter must offer, and who offers it. A site never names a kind: it asks here."""
+"""What a kind of adapter must offer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.folder import read_config
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
-from weftune.errors import AdapterError, SpecError
 from weftune.ops.choice import Choices
 from weftune.ops.lora import Route
 from weftune.ops.rows import Rows
@@ -119,19 +117,3 @@ class Kind(Protocol):
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
         """Add the adapter of `folder` to the weights of the base's `modules`, by site."""
-
-
-def kind_named(name: str) -> Kind:
-    if name == "lora":
-        from weftune.adapters.lora.apply import Lora
-
-        return Lora()
-    raise SpecError(f"adapter.kind: there is no kind {name!r}; known: lora")
-
-
-def kind_of(folder: Path) -> Kind:
-    """The kind of the adapter in a PEFT folder."""
-    peft_type = read_config(folder).get("peft_type")
-    if peft_type == "LORA":
-        return kind_named("lora")
-    raise AdapterError(f"{folder} holds a {peft_type} adapter, a kind that Weftune does not know")

@@ -12,14 +12,12 @@ from weftune.cli.bench import bench
 from weftune.cli.doctor import doctor
 from weftune.cli.export import export
 from weftune.cli.generate import generate
+from weftune.cli.options import MISTAKE
 from weftune.cli.plan import plan
 from weftune.cli.preview import preview
 from weftune.cli.report import report
 from weftune.cli.train import train
 from weftune.errors import UserError
-
-MISTAKE = 2
-"""The exit code of a user's mistake, as typer's own for a wrong option."""
 
 VERBS = (train, preview, plan, generate, export, report, doctor, bench)
 

@@ -45,7 +45,7 @@ def plan(
 ) -> None:
     """Say what a cluster would make of the jobs: memory, stages, groups, times. No weights are loaded."""
     from weftune.cli.early import read_early, refuse_rows
-    from weftune.cli.train import bytes_of
+    from weftune.cli.options import bytes_of
 
     if gantt is not None:
         refuse_picture(gantt)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from weftune.cli.options import bytes_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -211,7 +215,6 @@ def _chosen(asked: TrainAsked) -> StageCount:
 def _launch(asked: TrainAsked, stages: int) -> int:
     """Start a process for every stage of every replica and wait for them."""
     from weftune.base.load import inspect
-    from weftune.cli.main import main
     from weftune.jobs.read import read_run
     from weftune.launch.pipeline import launch
     from weftune.plan.layout.cut import cut_layers
@@ -222,6 +225,8 @@ def _launch(asked: TrainAsked, stages: int) -> int:
         cut_layers(shape, stages)
     again = replace(asked, resume=True, restart=(), retry=(), changes=())
     ranks = stages * asked.replicas
+    # What the command line runs, found by its name: whoever is started anew imports it for itself.
+    main = partial(runpy.run_module, "weftune", run_name="__main__")
     return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
 
 
@@ -305,7 +310,7 @@ def _finish(
     console: Console, folder: Path, results: Mapping[str, Result], interrupted: bool, mistaken: bool = False
 ) -> None:
     """The table of all jobs, and the exit code."""
-    from weftune.cli.main import MISTAKE
+    from weftune.cli.options import MISTAKE
     from weftune.jobs.states import State
     from weftune.report.ending import final_table
     from weftune.report.read import read_run as read_records
@@ -399,18 +404,3 @@ def stages_of(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise UserError(f"--pipeline {text}: write auto, or how many stages: 2 or more")
     return int(text)
-
-
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def bytes_of(text: str, option: str = "--memory") -> int:
-    """`8GiB` in bytes."""
-    from weftune.errors import UserError
-
-    number = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text.strip().lower()[len(number) :].strip()
-    try:
-        return int(float(number) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise UserError(f"{option} {text}: write a number and a unit, such as 8GiB") from None

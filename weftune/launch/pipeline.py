@@ -111,7 +111,7 @@ def _connected(place: WorkerPlace, device: str | None) -> tuple[Wires, torch.dev
 # -- all ranks ------------------------------------------------------------------------------------------
 
 
-Main = Callable[[], None]
+Main = Callable[[], object]
 """What a rank runs, with its command line in `sys.argv`."""
 
 

@@ -91,7 +91,7 @@ def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Eve
             signal.signal(number, handler)
 
 
-def be_process(main: Callable[[], None], log: Path | None, neighbours: int) -> None:
+def be_process(main: Callable[[], object], log: Path | None, neighbours: int) -> None:
     """In the new process: run `main` as one of so many on this machine, and end with its exit code."""
     # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
     os.setpgrp()
@@ -106,7 +106,7 @@ def be_process(main: Callable[[], None], log: Path | None, neighbours: int) -> N
     os._exit(code)
 
 
-def _exit_code(main: Callable[[], None]) -> int:
+def _exit_code(main: Callable[[], object]) -> int:
     try:
         main()
     except SystemExit as end:

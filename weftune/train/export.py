@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
-from weftune.adapters.kind import Kind, kind_of
+from weftune.adapters.kind import Kind
+from weftune.adapters.registry import kind_of
 from weftune.base.load import load_plain, load_tokenizer, own_dtype
 from weftune.base.shape import linears, model_shape
 from weftune.base.spec import BaseSpec, Dtype

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from weftune.adapters.kind import kind_named
+from weftune.adapters.registry import kind_named
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.collate import Part, collate

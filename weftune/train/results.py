@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from weftune.adapters.folder import CONFIG
-from weftune.adapters.kind import kind_named
+from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.disk import disk_errors, ordinary_modes

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weftune.adapters.kind import Member, kind_named
+from weftune.adapters.kind import Member
+from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape

@@ -15,7 +15,7 @@ from types import UnionType
 
 import torch
 
-from weftune.adapters.kind import kind_named
+from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import VectorLayout
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec

@@ -1,0 +1,39 @@
+"""The house stays as it was rebuilt: few modules at the root, no circles, names that one search finds."""
+
+import ast
+
+from tests.house import circles, imported, survey
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    assert survey().circles == ()
+
+
+def test_the_root_holds_the_package_its_command_and_its_errors_only():
+    assert survey().root_modules == ("__init__", "__main__", "errors")
+
+
+def test_rooms_floors_and_names_keep_within_bounds():
+    found = survey()
+    assert found.floors <= 10
+    assert found.largest_room[1] <= 24
+    assert len(found.names_twice) <= 10, found.names_twice
+
+
+def test_a_circle_is_found():
+    assert [set(one) for one in circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})] == [
+        {"a", "b", "c"}
+    ]
+
+
+def test_imports_inside_functions_count_and_those_for_annotations_do_not():
+    lines = (
+        "if TYPE_CHECKING:",
+        "    from weftune.b import B",
+        "def f():",
+        "    from weftune import a",
+        "    import weftune.c",
+    )
+    tree = ast.parse("\n".join(lines))
+    known = {"weftune.a": 0, "weftune.b": 0, "weftune.c": 0}
+    assert set(imported(tree, known)) == {"weftune.a", "weftune.c"}

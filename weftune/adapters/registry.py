@@ -1,0 +1,24 @@
+"""The kinds of adapters that there are. A site never names a kind: it asks here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weftune.adapters.folder import read_config
+from weftune.adapters.kind import Kind
+from weftune.adapters.lora.apply import Lora
+from weftune.errors import AdapterError, SpecError
+
+
+def kind_named(name: str) -> Kind:
+    if name == "lora":
+        return Lora()
+    raise SpecError(f"adapter.kind: there is no kind {name!r}; known: lora")
+
+
+def kind_of(folder: Path) -> Kind:
+    """The kind of the adapter in a PEFT folder."""
+    peft_type = read_config(folder).get("peft_type")
+    if peft_type == "LORA":
+        return kind_named("lora")
+    raise AdapterError(f"{folder} holds a {peft_type} adapter, a kind that Weftune does not know")
