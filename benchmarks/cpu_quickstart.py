@@ -23,8 +23,8 @@ from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
 from weftune.bench.result import arguments, finish
 from weftune.core.paths import cache_folder
-from weftune.jobs.read import read_run
-from weftune.jobs.spec import JobSpec, RunSpec
+from weftune.jobs.spec.read import read_run
+from weftune.jobs.spec.spec import JobSpec, RunSpec
 from weftune.run.training.schedule import learning_rate
 from weftune.train.job import Ready, make_ready
 from weftune.train.trainer import Trainer

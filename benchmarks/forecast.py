@@ -29,7 +29,7 @@ from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.bench.timing import BenchPlace
 from weftune.data.spec import EvalSpec
-from weftune.jobs.spec import JobSpec
+from weftune.jobs.spec.spec import JobSpec
 from weftune.plan.cost.profile import write_profile
 from weftune.report.promises import COLUMNS, rows, sentences, tally
 from weftune.report.read import read_run

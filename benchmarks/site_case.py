@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from weftune.ops.dropout import step_key
-from weftune.ops.rows import Rows, Seat
-from weftune.ops.table import Entry, Group, SlotTable
-from weftune.ops.tiled import backward, forward
-from weftune.ops.weave import Order, Weave, tiling
+from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.tiled import backward, forward
+from weftune.ops.lora.weave import Order, Weave, tiling
 
 SLOTS = 64
 ROTATION_BYTES = 512 << 20

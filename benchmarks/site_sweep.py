@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.site_case import Company, SiteCase, microseconds, site_case
-from weftune.ops.fused import fused_dx, fused_y
-from weftune.ops.tiled_kernels import da, down, ds_db, room_for_da
-from weftune.ops.weave import KernelLaunch, Order, product_blocks
+from weftune.ops.lora.fused import fused_dx, fused_y
+from weftune.ops.lora.tiled_kernels import da, down, ds_db, room_for_da
+from weftune.ops.lora.weave import KernelLaunch, Order, product_blocks
 
 Step = Callable[[int], object]
 Option = tuple[str, Callable[[SiteCase], Step]]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.host.streamed import StreamedBase, streamed_base
 from weftune.base.model import Base
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import StreamedBase, streamed_base
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.llama import Size, outline
 from weftune.bench.timing import BenchPlace

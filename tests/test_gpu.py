@@ -11,7 +11,7 @@ from tests.run import aboard
 from weftune import JobSpec, Options, Trainer
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import whole
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window

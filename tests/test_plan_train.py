@@ -17,7 +17,7 @@ from weftune import Options
 from weftune.cli.main import main
 from weftune.cli.options import bytes_of
 from weftune.errors import PlanError
-from weftune.jobs.read import read_run
+from weftune.jobs.spec.read import read_run
 from weftune.plan.cost import cluster
 from weftune.plan.layout.stream_choice import StreamChoice
 from weftune.train.streamed import StreamedLoop

@@ -19,7 +19,7 @@ from tests.outputs import (
     write_rows,
 )
 from weftune import Options
-from weftune.jobs.job_file import write_job_file
+from weftune.jobs.store.job_file import write_job_file
 
 SHORT = {"name": "short", "steps": 4, "adapter": {"rank": 4}}
 LONG = {"name": "long", "steps": 28, "adapter": {"rank": 3, "dropout": 0.1}, "seed": 2}

@@ -13,11 +13,11 @@ from tests.cases import some_of
 from tests.run import aboard
 from tests.test_gpu import ready
 from weftune.adapters.kind import Member
-from weftune.base.host import host_bytes
+from weftune.base.host.pinned import host_bytes
+from weftune.base.host.source import CHUNK_BYTES, Staging
+from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base, load_plain
-from weftune.base.source import CHUNK_BYTES, Staging
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import load_streamed
 from weftune.errors import BaseModelError
 from weftune.ops.adamw import update
 from weftune.plan.layout.ring import PIECE

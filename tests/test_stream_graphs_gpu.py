@@ -12,8 +12,8 @@ from tests.cases import some_of
 from tests.run import aboard
 from tests.test_gpu import ready
 from tests.test_stream_gpu import LAYERS, SPEC, a_layer_each, attach, even, level, trained
-from weftune.base.host import host_bytes
-from weftune.base.streamed import load_streamed
+from weftune.base.host.pinned import host_bytes
+from weftune.base.host.streamed import load_streamed
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.run.events import Failed, Stepped
 from weftune.run.passes.graph_pool import GraphPool

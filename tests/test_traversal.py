@@ -14,9 +14,9 @@ import pytest
 from tests.traversal import PAYLOADS
 from weftune.cli.preview import chosen_jobs
 from weftune.errors import SpecError, UserError
-from weftune.jobs.names import name_fault
-from weftune.jobs.paths import is_hub_id, is_revision
-from weftune.jobs.read import parse_run
+from weftune.jobs.spec.names import name_fault
+from weftune.jobs.spec.paths import is_hub_id, is_revision
+from weftune.jobs.spec.read import parse_run
 from weftune.report.read import read_run as read_output
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.symlink", "os.listdir")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weftune.errors import UserError
-    from weftune.jobs.spec import JobSpec
+    from weftune.jobs.spec.spec import JobSpec
     from weftune.train.trainer import Options, Result, Trainer, train
 
     __version__: str
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return version("weftune")
     if name == "JobSpec":
-        from weftune.jobs.spec import JobSpec
+        from weftune.jobs.spec.spec import JobSpec
 
         return JobSpec
     if name == "UserError":

@@ -11,7 +11,7 @@ from weftune.base.generate import answers
 from weftune.cli.generate import side_by_side
 from weftune.data.prompt import prompt_tokens
 from weftune.errors import UserError
-from weftune.jobs.read import read_run
+from weftune.jobs.spec.read import read_run
 from weftune.report.ending import final_table
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView

@@ -15,7 +15,7 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch, Segment
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 
 
 def empty_banks(base: Base) -> Banks:

@@ -15,7 +15,7 @@ from tests.families import FAMILIES, tiny
 from weftune.adapters.banks import Banks
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 
 LORA = kind_named("lora")
 CLOSE = 1e-6

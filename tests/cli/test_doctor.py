@@ -19,8 +19,8 @@ from weftune.cli.doctor import (
     orders_check,
     package_check,
 )
-from weftune.ops.choice_file import ChoiceFile, Machine, MeasuredOrder
-from weftune.ops.weave import Order
+from weftune.ops.lora.choice_file import ChoiceFile, Machine, MeasuredOrder
+from weftune.ops.lora.weave import Order
 
 
 def test_a_machine_that_can_train_gets_exit_code_0_and_a_row_for_everything() -> None:

@@ -20,7 +20,7 @@ from weftune import train
 from weftune.cli.export import vllm_advice
 from weftune.cli.main import app
 from weftune.errors import AdapterError, OutputError, UserError
-from weftune.jobs.job_file import read_job_file, write_job_file
+from weftune.jobs.store.job_file import read_job_file, write_job_file
 
 TOKENS = torch.arange(6, 30)[None]
 

@@ -15,8 +15,8 @@ from weftune.base.generate import with_adapter
 from weftune.core.patterns import ending, slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, SpecError
-from weftune.jobs.checks import check_targets
-from weftune.jobs.spec import JobSpec
+from weftune.jobs.spec.checks import check_targets
+from weftune.jobs.spec.spec import JobSpec
 
 ENDLESS = [
     "(.*.*)*x",

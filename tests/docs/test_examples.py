@@ -13,9 +13,9 @@ import yaml
 from tests.docs.pages import GUIDE, README, ROOT, blocks, table_rows
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.data.spec import DataSpec, EvalSpec, Source
-from weftune.jobs.keys import SECTIONS
-from weftune.jobs.read import read_run
-from weftune.jobs.spec import EarlyStop, JobSpec, RunSpec
+from weftune.jobs.spec.keys import SECTIONS
+from weftune.jobs.spec.read import read_run
+from weftune.jobs.spec.spec import EarlyStop, JobSpec, RunSpec
 
 PREFIX = {"run": "", "job": "", "source": "data.path[]."}
 RECORDS: dict[str, type] = {

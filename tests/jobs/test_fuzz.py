@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weftune.errors import SpecError
-from weftune.jobs.keys import SECTIONS
-from weftune.jobs.read import parse_run, read_run
+from weftune.jobs.spec.keys import SECTIONS
+from weftune.jobs.spec.read import parse_run, read_run
 
 SCALARS = (
     st.none()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weftune.errors import SpecError
-from weftune.jobs.read import read_run
+from weftune.jobs.spec.read import read_run
 
 
 def listed(count: int, text: str) -> str:
@@ -120,7 +120,7 @@ def test_a_number_that_no_job_can_have_is_refused_with_its_place(key: str, tmp_p
 
 
 def test_every_number_of_a_job_is_tried() -> None:
-    from weftune.jobs.bounds import BOUNDS
+    from weftune.jobs.spec.bounds import BOUNDS
 
     wanted = {".".join(map(str, loc)).replace("*", "q_proj") for loc in BOUNDS}
     assert wanted - {"data.path.q_proj.weight", "betas.q_proj"} <= NUMBERS.keys()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from weftune.errors import SpecError
-from weftune.jobs.keys import ADVICE, ANSWERED, RENAMED, SECTIONS, unknown_key
-from weftune.jobs.read import parse_run, read_run
+from weftune.jobs.spec.keys import ADVICE, ANSWERED, RENAMED, SECTIONS, unknown_key
+from weftune.jobs.spec.read import parse_run, read_run
 
 HEAD = "base: demo\njobs:\n"
 JOB = HEAD + "  - name: a\n    data: rows.jsonl\n"

@@ -10,7 +10,7 @@ from weftune import JobSpec
 from weftune.adapters.kind import Member
 from weftune.base.model import Base
 from weftune.core.paths import cache_folder
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import whole
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import plan_window

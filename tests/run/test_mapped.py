@@ -16,11 +16,11 @@ from tests.run.stream.test_executor import (
     travelling,
     windows,
 )
+from weftune.base.host.mapped import MappedFile
+from weftune.base.host.source import MappedStage
+from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
-from weftune.base.mapped import MappedFile
-from weftune.base.source import MappedStage
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import load_streamed
 from weftune.errors import BaseModelError
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped

@@ -23,8 +23,8 @@ from tests.run.stream.test_executor import (
 )
 from tests.run.travellers import Short, buffer_bytes, promised_bytes
 from tests.run.workers.test_stage_executor import make_jobs
+from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import stream_model
 from weftune.ops.adamw import update
 from weftune.plan.layout import ring
 from weftune.plan.program.layout import Layout, StageLayers

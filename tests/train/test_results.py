@@ -14,7 +14,7 @@ from weftune.base.spec import BaseSpec
 from weftune.cli.generate import base_of
 from weftune.core.paths import cache_folder
 from weftune.errors import OutputError, SpecError
-from weftune.jobs.checks import warnings
+from weftune.jobs.spec.checks import warnings
 from weftune.train.job import Ready, make_ready
 from weftune.train.results import describe, refuse_changes, write_job_file
 

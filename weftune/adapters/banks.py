@@ -23,10 +23,10 @@ from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
-from weftune.ops.choice_trial import choices_on
 from weftune.ops.dropout import step_key
-from weftune.ops.lora import Route
-from weftune.ops.rows import Rows, Seat
+from weftune.ops.lora.choice_trial import choices_on
+from weftune.ops.lora.routes import Route
+from weftune.ops.lora.rows import Rows, Seat
 
 SLOTS = 64
 """Jobs that the kernels' tables have room for at first; doubled when more come aboard."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
-from weftune.ops.choice import Choices
-from weftune.ops.lora import Route
-from weftune.ops.rows import Rows
+from weftune.ops.lora.choice import Choices
+from weftune.ops.lora.routes import Route
+from weftune.ops.lora.rows import Rows
 
 Parameters = Mapping[tuple[str, str], Tensor]
 """(site, name) → tensor, as `VectorLayout.views` gives them."""

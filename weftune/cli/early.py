@@ -13,7 +13,7 @@ from weftune.errors import BaseModelError, DataError, Mistake, UserError
 if TYPE_CHECKING:
     from weftune.core.shapes import ModelShape
     from weftune.data.spec import DataSpec, EvalSpec
-    from weftune.jobs.spec import JobSpec, RunSpec
+    from weftune.jobs.spec.spec import JobSpec, RunSpec
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SMALL_BYTES = 4 << 20
@@ -22,7 +22,7 @@ SMALL_BYTES = 4 << 20
 
 def read_early(jobs: Path) -> RunSpec:
     """The jobs file, with the mistakes that its base's config shows."""
-    from weftune.jobs.read import read_run
+    from weftune.jobs.spec.read import read_run
 
     run = read_run(jobs, shape_of_folder)
     refuse_base(run.base)
@@ -46,7 +46,7 @@ def shape_of_folder(base: BaseSpec) -> ModelShape | None:
 def refuse_base(base: BaseSpec) -> None:
     """A folder that holds no model, or a Hub id that the Hub does not know."""
     from weftune.base.config import model_folder, refuse_absent
-    from weftune.jobs.paths import is_hub_id
+    from weftune.jobs.spec.paths import is_hub_id
 
     path = Path(base.model).expanduser()
     if base.model == DEMO or path.suffix.lower() == ".gguf":

@@ -11,8 +11,8 @@ from weftune.adapters.folder import refuse_no_adapter
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.cli.early import refuse_base
 from weftune.cli.generate import base_of
+from weftune.core.files import refuse_full_folder
 from weftune.errors import UserError
-from weftune.jobs.files import refuse_full_folder
 
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """What vLLM's --max-lora-rank can be; the first is its default."""

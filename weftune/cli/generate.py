@@ -55,7 +55,7 @@ def generate(
 def base_of(folder: Path) -> BaseSpec:
     """The base that the job in `folder` was trained on, as its job.yaml says."""
     from weftune.base.spec import BaseSpec
-    from weftune.jobs.job_file import JOB_FILE, DamagedJobFile, read_job_file
+    from weftune.jobs.store.job_file import JOB_FILE, DamagedJobFile, read_job_file
 
     try:
         found = read_job_file(folder)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weftune.base.spec import BaseSpec
     from weftune.cli.plan_single import Single
     from weftune.core.shapes import JobShape, ModelShape
-    from weftune.jobs.scheduler import Admission
+    from weftune.jobs.store.scheduler import Admission
     from weftune.plan.cost.cluster import Cluster
     from weftune.plan.cost.estimate import JobOutline, Speed
     from weftune.plan.outlook.fit import Ground
@@ -100,7 +100,7 @@ def read_wanted(jobs: Path, cluster: Cluster, asked: PlanAsked) -> Wanted:
     """The jobs file's jobs on a cluster."""
     from weftune.base.config import read_tokenizer
     from weftune.cli.plan_jobs import outline_jobs
-    from weftune.jobs.read import read_run
+    from weftune.jobs.spec.read import read_run
     from weftune.plan.outlook.fit import make_ground
 
     gpu = cluster.devices[0].is_gpu
@@ -290,7 +290,7 @@ def measured_speeds(shape: ModelShape, machine: Cluster) -> Sequence[Speed]:
 
 def admitted(wanted: Wanted, why_not: Callable[[Sequence[JobShape]], str | None]) -> Admission:
     """Who comes aboard first, by the scheduler's own rule."""
-    from weftune.jobs.scheduler import admit
+    from weftune.jobs.store.scheduler import admit
 
     return admit([job.shape for job in wanted.company], [], why_not)
 

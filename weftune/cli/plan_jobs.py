@@ -15,7 +15,7 @@ from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, is_prepared, prepare
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
-from weftune.jobs.spec import JobSpec, in_steps
+from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.outlook.whole_run import JobTotal, tokens_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weftune.jobs.scheduler import Admission
+    from weftune.jobs.store.scheduler import Admission
     from weftune.plan.outlook.ablate import Ablation
     from weftune.plan.outlook.forecast import Forecast
     from weftune.plan.outlook.one_device import SingleOutlook

@@ -13,7 +13,7 @@ from weftune.plan.cost.memory import gib
 from weftune.report.words import duration_text, plural
 
 if TYPE_CHECKING:
-    from weftune.jobs.scheduler import Admission
+    from weftune.jobs.store.scheduler import Admission
     from weftune.plan.outlook.ablate import Ablation
     from weftune.plan.outlook.forecast import Forecast
     from weftune.plan.outlook.one_device import SingleOutlook

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weftune.core.shapes import ModelShape
     from weftune.data.prepare import Prepared
     from weftune.data.samples import Samples
-    from weftune.jobs.spec import JobSpec, RunSpec
+    from weftune.jobs.spec.spec import JobSpec, RunSpec
 
 SUPERVISED = "bold green"
 GIVEN = "dim"
@@ -98,7 +98,7 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
 def warned(jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape) -> list[str]:
     """What `weftune train` will warn of."""
     from weftune.data.order import SampleOrder
-    from weftune.jobs.checks import data_warnings, told_once, warnings
+    from weftune.jobs.spec.checks import data_warnings, told_once, warnings
 
     trains = {name: shown.prepared.train for shown in found for name in shown.jobs}
     sentences = []

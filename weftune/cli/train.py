@@ -127,7 +127,7 @@ class TrainAsked:
 
     def again(self) -> TrainAsked:
         """The same after a loss: what the first try has written is gone on with."""
-        from weftune.jobs.read import read_run
+        from weftune.jobs.spec.read import read_run
 
         is_there = (self.output or read_run(self.jobs).output).exists()
         return replace(self, resume=is_there, restart=(), retry=(), changes=())
@@ -162,7 +162,7 @@ def _check_early(asked: TrainAsked) -> None:
     """All mistakes that can be found without torch, before anything is printed."""
     from weftune.cli.early import read_early, refuse_rows
     from weftune.errors import SpecError
-    from weftune.jobs.store import refuse_output
+    from weftune.jobs.store.store import refuse_output
 
     run = read_early(asked.jobs)
     names = [job.name for job in run.jobs]
@@ -193,7 +193,7 @@ def _chosen(asked: TrainAsked) -> StageCount:
     from rich.console import Console
 
     from weftune.base.load import device_named, inspect
-    from weftune.jobs.read import read_run
+    from weftune.jobs.spec.read import read_run
     from weftune.plan.layout.stage_count import choose_stages
     from weftune.report.steady import steady_output
     from weftune.run.measure.devices import devices_here
@@ -215,7 +215,7 @@ def _chosen(asked: TrainAsked) -> StageCount:
 def _launch(asked: TrainAsked, stages: int) -> int:
     """Start a process for every stage of every replica and wait for them."""
     from weftune.base.load import inspect
-    from weftune.jobs.read import read_run
+    from weftune.jobs.spec.read import read_run
     from weftune.launch.pipeline import launch
     from weftune.plan.layout.cut import cut_layers
 
@@ -243,8 +243,8 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
     from rich.console import Console
 
     from weftune.base.load import shape_at_hand
-    from weftune.jobs.read import read_run
-    from weftune.jobs.retry import read_changes
+    from weftune.jobs.spec.read import read_run
+    from weftune.jobs.spec.retry import read_changes
     from weftune.report.steady import steady_output
     from weftune.report.terminal import LiveView
     from weftune.report.words import plural
@@ -276,8 +276,8 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
     from rich.console import Console
 
     from weftune.base.load import shape_at_hand
-    from weftune.jobs.read import read_run
-    from weftune.jobs.retry import read_changes
+    from weftune.jobs.spec.read import read_run
+    from weftune.jobs.spec.retry import read_changes
     from weftune.launch.split import train_shares
     from weftune.report.steady import steady_output
     from weftune.report.terminal import LiveView
@@ -311,7 +311,7 @@ def _finish(
 ) -> None:
     """The table of all jobs, and the exit code."""
     from weftune.cli.options import MISTAKE
-    from weftune.jobs.states import State
+    from weftune.jobs.store.states import State
     from weftune.report.ending import final_table
     from weftune.report.read import read_run as read_records
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from weftune.jobs.files import replace_file
-from weftune.jobs.folder import RANKS
+from weftune.core.files import replace_file
+from weftune.jobs.store.folder import RANKS
 from weftune.run.workers.heartbeat import LOST
 
 CRASHED = 70

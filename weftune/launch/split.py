@@ -15,10 +15,10 @@ import torch
 from weftune.base.load import inspect
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, PlanError
-from weftune.jobs.shares import deal
-from weftune.jobs.spec import RunSpec
-from weftune.jobs.states import State
-from weftune.jobs.store import Store, open_store
+from weftune.jobs.spec.spec import RunSpec
+from weftune.jobs.store.shares import deal
+from weftune.jobs.store.states import State
+from weftune.jobs.store.store import Store, open_store
 from weftune.launch.supervisor import Crew, Service, Task
 from weftune.plan.cost.cluster import this_machine
 from weftune.plan.cost.estimate import sheet_speed

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from weftune.errors import UserError
-from weftune.jobs.spec import RunSpec
+from weftune.jobs.spec.spec import RunSpec
 from weftune.launch.processes import be_process, forks, how_ended, log_folder, signals_to, write_pids
 from weftune.report.terminal import JobRow
 from weftune.run.workers.heartbeat import LOST

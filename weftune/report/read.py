@@ -11,9 +11,9 @@ from typing import Any
 
 from weftune.core.formats import refuse_unknown_format
 from weftune.errors import OutputError
-from weftune.jobs.folder import METRICS, STATUS, WINDOWS
-from weftune.jobs.shares import combined, read_shares, share_folders
-from weftune.jobs.status import RunStatus, from_json, to_json
+from weftune.jobs.store.folder import METRICS, STATUS, WINDOWS
+from weftune.jobs.store.shares import combined, read_shares, share_folders
+from weftune.jobs.store.status import RunStatus, from_json, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch, Segment
 from weftune.errors import PlanError
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.ops.triton.at_hand import kernels_run
 from weftune.plan.cost.time import PassTime, StateTime, work_of
 from weftune.plan.program.program import (

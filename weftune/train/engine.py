@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
+from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import load_streamed
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import UserError
-from weftune.jobs.store import Store
+from weftune.jobs.store.store import Store
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.profile import Profile, find_profile, read_profile
 from weftune.plan.cost.profile_cost import cost_of, memory_of, source_of

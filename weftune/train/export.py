@@ -19,8 +19,8 @@ from weftune.base.load import load_plain, load_tokenizer, own_dtype
 from weftune.base.shape import linears, model_shape
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.core.disk import disk_errors, ordinary_modes
+from weftune.core.files import refuse_full_folder
 from weftune.errors import AdapterError, OutputError
-from weftune.jobs.files import refuse_full_folder
 
 
 def write_portable(folder: Path, target: Path) -> int:

@@ -17,7 +17,7 @@ from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, prepare
 from weftune.data.samples import Samples
 from weftune.errors import AdapterError, DataError, Mistake
-from weftune.jobs.spec import JobSpec, in_steps
+from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample
 from weftune.plan.window.rounds import Course
 from weftune.run.training.schedule import Recipe

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from weftune.core.files import json_text, replace_file
 from weftune.errors import OutputError
-from weftune.jobs.files import json_text, replace_file
-from weftune.jobs.folder import LEARNED
-from weftune.jobs.states import State
-from weftune.jobs.store import Store
+from weftune.jobs.store.folder import LEARNED
+from weftune.jobs.store.states import State
+from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Outcome, Promise
 from weftune.plan.cost.time import CostModel, Sizes
 from weftune.plan.program.program import Program

@@ -16,9 +16,9 @@ from weftune.base.model import Base
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
-from weftune.jobs.scheduler import admit
-from weftune.jobs.states import State
-from weftune.jobs.store import Store
+from weftune.jobs.store.scheduler import admit
+from weftune.jobs.store.states import State
+from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Company, Learned, Outcome, Promise, sizes_of
 from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.cost.prior import arithmetic

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weftune.core.shapes import LayerRange, ModelShape
-from weftune.jobs.store import Store
+from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Company, Promise
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.time import CostModel

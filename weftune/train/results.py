@@ -17,14 +17,14 @@ from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.disk import disk_errors, ordinary_modes
+from weftune.core.files import sync_folder
 from weftune.core.formats import FORMAT
 from weftune.core.shapes import SiteShape
 from weftune.data.template import template_source
 from weftune.errors import OutputError
-from weftune.jobs.files import sync_folder
-from weftune.jobs.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
-from weftune.jobs.retry import CHANGEABLE, Retry
-from weftune.jobs.spec import changed_keys, resolved
+from weftune.jobs.spec.retry import CHANGEABLE, Retry
+from weftune.jobs.spec.spec import changed_keys, resolved
+from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
 from weftune.train.job import Ready
 
 __all__ = ["CHECKPOINTS", "JOB_FILE", "describe", "refuse_changes", "write_job_file", "write_result"]

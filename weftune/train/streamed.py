@@ -10,12 +10,12 @@ from typing import Any
 import psutil
 import torch
 
+from weftune.base.host.streamed import weights_in_files
 from weftune.base.load import base_dtype
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import weights_in_files
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import BaseModelError, HostTooSmall
-from weftune.jobs.store import Store
+from weftune.jobs.store.store import Store
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import choose_company, fits_whole, gpu_place, in_files, pretended_place
 from weftune.plan.layout.ring import ROUNDS

@@ -13,7 +13,7 @@ from weftune.base.load import base_dtype
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
-from weftune.jobs.store import Store
+from weftune.jobs.store.store import Store
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.layout.cut import cut_layers

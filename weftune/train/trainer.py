@@ -19,14 +19,14 @@ from weftune.core.interrupt import interrupts
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, OutputError, SpecError, UserError
-from weftune.jobs.checks import check_targets, data_warnings, told_once, warnings
-from weftune.jobs.job_file import DamagedJobFile, read_job_file
-from weftune.jobs.layer import plain_values
-from weftune.jobs.read import parse_run, read_run
-from weftune.jobs.retry import as_retried, new_retry, with_changes
-from weftune.jobs.spec import JobSpec, RunSpec, place_in_job, resolved
-from weftune.jobs.states import State
-from weftune.jobs.store import Store, open_share, open_store
+from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
+from weftune.jobs.spec.layer import plain_values
+from weftune.jobs.spec.read import parse_run, read_run
+from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
+from weftune.jobs.spec.spec import JobSpec, RunSpec, place_in_job, resolved
+from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
+from weftune.jobs.store.states import State
+from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weftune.report.loggers import open_loggers
 from weftune.report.page import write_report

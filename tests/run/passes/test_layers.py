@@ -10,11 +10,11 @@ from tests.families import VOCABULARY, config, randomised
 from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.adapters import banks
+from weftune.base.host.streamed import stream_model
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import stream_model
 from weftune.core.batch import IGNORED, Microbatch
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers, whole
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window

@@ -11,9 +11,9 @@ from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.adapters import banks
 from weftune.adapters.banks import Banks
+from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import stream_model
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped

@@ -23,8 +23,8 @@ from tests.run.stream.test_executor import (
     windows,
 )
 from tests.run.workers.test_stage_executor import make_jobs, whole_base
+from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import stream_model
 from weftune.plan.window.window import plan_window
 from weftune.run.events import OutOfMemory
 from weftune.run.executor import Executor

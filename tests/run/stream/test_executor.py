@@ -7,8 +7,8 @@ from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
 from tests.run.workers.test_stage_executor import PACE, make_jobs, whole_base
+from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import stream_model
 from weftune.errors import PlanError
 from weftune.plan.program.layout import Layout, StageLayers, whole
 from weftune.plan.program.program import Load

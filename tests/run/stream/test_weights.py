@@ -11,8 +11,8 @@ import torch
 from tests import bench
 from tests.run.models import deep
 from tests.run.stream.test_executor import CUTS
+from weftune.base.host.streamed import load_streamed
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import load_streamed
 from weftune.errors import BaseModelError
 from weftune.run.stream import weights as module
 from weftune.run.stream.weights import Streamer

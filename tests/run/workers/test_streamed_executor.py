@@ -20,9 +20,9 @@ from tests.run.workers.test_stage_executor import (
     views,
     whole_base,
 )
+from weftune.base.host.streamed_worker import stream_rank
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed_rank import stream_rank
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Evaluate, Forward
 from weftune.plan.window.window import plan_window

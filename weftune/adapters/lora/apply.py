@@ -23,9 +23,9 @@ from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform, parameter_key
 from weftune.ops.dropout import key
-from weftune.ops.lora import Block, Blocks, Factors, add_lora
-from weftune.ops.table import Entry, Group, SlotTable
-from weftune.ops.tiled import woven_linear
+from weftune.ops.lora.routes import Block, Blocks, Factors, add_lora
+from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.tiled import woven_linear
 
 A, B = "a_rK", "b_rN"
 LEAST_RANK = 16

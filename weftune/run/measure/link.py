@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weftune.base.host import host_bytes
-from weftune.base.mapped import MappedFile
-from weftune.base.source import CHUNK_BYTES
+from weftune.base.host.mapped import MappedFile
+from weftune.base.host.pinned import host_bytes
+from weftune.base.host.source import CHUNK_BYTES
 from weftune.plan.layout.one_device import PRETENDED_BANDWIDTH, PRETENDED_FLOPS
 from weftune.run.measure.memory import release
 from weftune.run.measure.timers import Stopwatch

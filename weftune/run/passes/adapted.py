@@ -9,7 +9,7 @@ import torch
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.ops.triton.at_hand import kernels_run
 from weftune.run.passes.graphs import Graphs
 from weftune.run.passes.layers import Layers

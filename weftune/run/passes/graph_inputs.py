@@ -12,7 +12,7 @@ import torch
 from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack
 from weftune.core.batch import IGNORED, Microbatch
-from weftune.ops.rows import Rows
+from weftune.ops.lora.rows import Rows
 from weftune.plan.program.recompute import Recompute
 from weftune.run.passes.rows import LaidMicrobatch, Membership
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.run.passes.graph_inputs import Feed, Key, key_of
 from weftune.run.passes.graph_pool import captured
 from weftune.run.passes.layers import Layers

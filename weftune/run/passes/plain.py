@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.run.passes.graphs import Graph, Graphs
 from weftune.run.passes.rows import LaidMicrobatch, Membership, deal
 

@@ -17,8 +17,8 @@ from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack, pack
 from weftune.base.model import Base
 from weftune.core.batch import IGNORED, Microbatch, to_device
-from weftune.ops.lora import Route
-from weftune.ops.rows import Rows
+from weftune.ops.lora.routes import Route
+from weftune.ops.lora.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

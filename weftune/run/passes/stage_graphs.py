@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.banks import Banks
+from weftune.base.host.streamed import StreamedBase
 from weftune.base.model import Base
-from weftune.base.streamed import StreamedBase
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.recompute import NOTHING
 from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.passes.graph_inputs import Feed, Key, key_of

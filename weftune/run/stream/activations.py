@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.base.host import host_vectors
-from weftune.base.streamed import StreamedBase
+from weftune.base.host.pinned import host_vectors
+from weftune.base.host.streamed import StreamedBase
 from weftune.plan.program.layout import offloaded_inputs
 from weftune.plan.program.program import Backward, Forward, Program
 from weftune.run.stream.weights import Waited

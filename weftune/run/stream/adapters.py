@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weftune.adapters.kind import Parameters
 from weftune.adapters.vector import VectorLayout
-from weftune.base.host import host_vectors
+from weftune.base.host.pinned import host_vectors
 from weftune.core.shapes import layer_of
 from weftune.ops.adamw import AdamState, gradient_norms, square_sums
 from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run

@@ -15,9 +15,9 @@ from operator import itemgetter
 
 import torch
 
-from weftune.base.streamed import StreamedBase
+from weftune.base.host.streamed import StreamedBase
 from weftune.ops.adamw import update
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import (
     Action,
     Backward,

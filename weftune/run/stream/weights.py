@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weftune.base.streamed import StreamedBase
+from weftune.base.host.streamed import StreamedBase
 
 NOTHING_THERE = 0xFF
 """What a pretended device's place is filled with when its stage has gone: NaN in every format, so that a use

@@ -17,9 +17,9 @@ import torch
 
 from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import VectorLayout
+from weftune.base.host.streamed import StreamedBase
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import StreamedBase
 from weftune.errors import UserError
 from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of

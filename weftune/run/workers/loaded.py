@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from weftune.base.host.streamed import StreamedBase
+from weftune.base.host.streamed_worker import load_rank
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
-from weftune.base.streamed import StreamedBase
-from weftune.base.streamed_rank import load_rank
 from weftune.plan.program.layout import OnWorker
 from weftune.run.workers.stage_executor import StageExecutor
 from weftune.run.workers.streamed_executor import RankExecutor

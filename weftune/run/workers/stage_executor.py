@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch, Segment
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import (
     Action,
     Backward,

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.base.streamed import StreamedBase, stage_view
+from weftune.base.host.streamed import StreamedBase, stage_view
 from weftune.core.batch import Microbatch
-from weftune.ops.lora import Route
+from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Action, Backward, Evaluate, Evict, Forward, Load, Program
 from weftune.run.passes.plain import Plain
 from weftune.run.passes.rows import LaidMicrobatch, Membership, deal, lay

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weftune.core.shapes import ModelShape, SiteShape
+from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
+from weftune.jobs.spec.read import read_run
+from weftune.jobs.spec.spec import JobSpec
+
+SHAPE = ModelShape(
+    layers=2,
+    hidden=32,
+    vocabulary=100,
+    parameters=1000,
+    bytes_per_value=4,
+    sites=tuple(
+        SiteShape(f"model.layers.{layer}.{name}", 32, width)
+        for layer in range(2)
+        for name, width in (("self_attn.q_proj", 32), ("self_attn.v_proj", 8), ("mlp.up_proj", 96))
+    ),
+    context=512,
+)
+
+
+def job(max_length: int = 128, **adapter: object) -> JobSpec:
+    return JobSpec(name="a", data={"path": "owner/rows", "max_length": max_length}, adapter=adapter)
+
+
+def with_keys(**keys: object) -> JobSpec:
+    return JobSpec(name="a", data={"path": "owner/rows", "max_length": 128}, adapter={"rank": 4}, **keys)
+
+
+def test_targets_that_all_match_are_no_mistake() -> None:
+    jobs = [job(), job(targets=["q_proj", "mlp.up_proj"]), job(targets=r".*\.1\..*(q|v)_proj")]
+    assert check_targets(jobs, SHAPE) == []
+
+
+def test_every_entry_of_a_target_list_must_match() -> None:
+    (mistake,) = check_targets([job(targets=["q_proj", "vproj"])], SHAPE)
+    assert mistake.place == "job a adapter.targets[1]"
+    assert '"vproj" matches no module of the base; did you mean v_proj?' in mistake.sentence
+    assert "q_proj, v_proj, up_proj" in mistake.sentence
+
+
+def test_a_regular_expression_must_match_a_whole_path() -> None:
+    (mistake,) = check_targets([job(targets="q_proj")], SHAPE)
+    assert mistake.place == "job a adapter.targets"
+    assert "write a list: [q_proj]" in mistake.sentence
+    (mistake,) = check_targets([job(targets="q_proj,v_proj")], SHAPE)
+    assert "write a list: [q_proj, v_proj]" in mistake.sentence
+    (mistake,) = check_targets([job(targets="up_proj, v_proj, q_proj")], SHAPE)
+    assert "write a list: [up_proj, v_proj, q_proj]" in mistake.sentence
+    (mistake,) = check_targets([job(targets=r"transformer\..*")], SHAPE)
+    assert "its modules end in q_proj, v_proj, up_proj" in mistake.sentence
+
+
+def test_a_target_of_a_file_is_placed_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.yaml"
+    file.write_text("base: demo\njobs:\n- name: a\n  data: owner/rows\n  adapter: {targets: [lm_head]}\n")
+    run = read_run(file)
+    (mistake,) = check_targets(run.jobs, SHAPE, run.place)
+    assert mistake.place == "jobs.yaml:5 jobs[0].adapter.targets[0]"
+
+
+def test_what_may_not_be_meant_is_a_warning() -> None:
+    assert warnings([job(rank=8)], SHAPE) == []
+    (wide,) = warnings([job(rank=16)], SHAPE)
+    assert wide.startswith("a: rank 16 is over the width 8 of model.layers.0.self_attn.v_proj and 1 more")
+    (patterned,) = warnings([job(rank=4, rank_pattern={"q_proj": 8})], SHAPE)
+    assert "weftune export --portable" in patterned
+    stray, _ = warnings([job(rank=4, targets=["q_proj"], alpha_pattern={"v_proj": 8})], SHAPE)
+    assert stray == 'a: alpha_pattern "v_proj" matches none of the job\'s targets'
+    assert warnings([job(rank=4, max_length=512)], SHAPE) == []
+    (long,) = warnings([job(rank=4, max_length=513)], SHAPE)
+    assert "max_length 513 is over the base's context of 512 tokens" in long
+
+
+def test_a_learning_rate_that_nothing_trains_with_is_a_warning_before_the_run() -> None:
+    (high,) = warnings([with_keys(learning_rate=50.0)], SHAPE)
+    assert high.startswith("a: learning_rate 50 is far above what adapters train with")
+    assert warnings([with_keys(learning_rate=0.1, weight_decay=1.0)], SHAPE) == []
+    assert len(warnings([with_keys(learning_rate=0.5)], SHAPE)) == 1
+    (decay,) = warnings([with_keys(weight_decay=1.5)], SHAPE)
+    assert decay.startswith("a: weight_decay 1.5 is far above")
+
+
+def test_a_batch_over_the_data_and_a_warmup_over_the_run_are_warnings() -> None:
+    one = with_keys(batch_size=16)
+    assert list(data_warnings(one, samples=16, steps=5)) == []
+    (batch,) = data_warnings(one, samples=15, steps=5)
+    assert batch.startswith("batch_size 16 is over the number of its training samples, 15")
+    (warmup,) = data_warnings(with_keys(batch_size=16, warmup=5), samples=16, steps=5)
+    assert warmup.startswith("warmup takes 5 of its 5 steps")
+    assert list(data_warnings(with_keys(batch_size=16, warmup=4), samples=16, steps=5)) == []
+    assert len(list(data_warnings(with_keys(batch_size=16, warmup=2), samples=16, steps=2))) == 1
+    assert list(data_warnings(with_keys(batch_size=16, warmup=1), samples=16, steps=1)) == [], (
+        "one step is all"
+    )
+
+
+def test_what_holds_for_many_jobs_is_told_once() -> None:
+    same = [(name, "it is so") for name in "abcdefg"]
+    assert told_once([*same, ("h", "it is not")]) == ["a, b, c, d and 3 more: it is so", "h: it is not"]
+    assert told_once((name, "it is so") for name in "abcdef") == ["a, b, c, d and 2 more: it is so"]
+    assert told_once((name, "it is so") for name in "abcde") == ["a, b, c, d, e: it is so"]
+    assert told_once([("a", "it is so"), ("a", "it is so")]) == ["a: it is so"]
+
+
+def test_a_rank_over_one_width_names_that_module_and_counts_no_other() -> None:
+    (wide,) = warnings([job(rank=16, targets=r".*\.1\..*(v|q)_proj")], SHAPE)
+    assert wide == (
+        "a: rank 16 is over the width 8 of model.layers.1.self_attn.v_proj; the ranks above it add nothing"
+    )
+
+
+def test_the_narrowest_of_the_modules_that_are_too_narrow_is_named() -> None:
+    (wide,) = warnings([job(rank=64)], SHAPE)
+    assert "rank 64 is over the width 8 of model.layers.0.self_attn.v_proj and 5 more" in wide
+
+
+def test_an_expression_that_takes_too_long_is_a_mistake_and_the_only_one_of_its_job() -> None:
+    slow = JobSpec(name="a", data="owner/rows", adapter={"targets": "zzz|(model.)+q"})
+    object.__setattr__(slow.adapter, "targets", "(.*.*)*x")
+    object.__setattr__(slow.adapter, "rank_pattern", {"q_proj": 2, "(.*.*)*y": 4})
+    mistakes = check_targets([slow, job(targets=["no"])], SHAPE)
+    assert [mistake.place for mistake in mistakes] == [
+        "job a adapter.targets",
+        "job a adapter.rank_pattern.(.*.*)*y",
+        "job a adapter.targets[0]",
+    ]
+    assert "is a regular expression that" in mistakes[0].sentence
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Path:
+    """An adapter that was trained with a scale of 2, of 4 at up_proj."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"up_proj": 16}}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    return tmp_path
+
+
+def test_a_start_at_another_scale_is_a_warning_at_the_first_module_where_it_differs(before: Path) -> None:
+    alike = {"rank": 4, "alpha": 8, "targets": ["q_proj", "up_proj"], "init_from": str(before)}
+    both = warnings([job(**alike)], SHAPE)
+    assert len(both) == 1
+    assert both[0].startswith(
+        "a: its scale at model.layers.0.mlp.up_proj is 2, but init_from was trained with 4; to go on from"
+    )
+    same = warnings([job(**alike, alpha_pattern={"up_proj": 16})], SHAPE)
+    assert [one for one in same if "scale" in one] == []
+
+
+def test_a_start_whose_patterns_take_long_on_the_names_of_this_base_is_not_tried(before: Path) -> None:
+    config = json.loads((before / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {"(z*z*z*z*)*!": 16}
+    (before / "adapter_config.json").write_text(json.dumps(config))
+    shape = replace(SHAPE, sites=(SiteShape("model.zzzzzzzzzzz", 32, 32),))
+    assert warnings([job(rank=4, init_from=str(before))], shape) == []
+
+
+def test_a_start_that_cannot_be_read_is_left_to_those_who_refuse_it(before: Path) -> None:
+    (before / "adapter_config.json").write_text("{")
+    assert warnings([job(rank=4, init_from=str(before))], SHAPE) == []

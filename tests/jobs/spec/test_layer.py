@@ -1,0 +1,169 @@
+"""A job's keys laid over the defaults, with every shorthand written out and every place kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.jobs.spec.layer import Layer, from_python, is_rows, merged, plain_values, written_out
+from weftune.jobs.spec.places import places_of
+
+
+def layer(name: str, **values: Any) -> Layer:
+    return written_out(values, places_of(values, (name,)))
+
+
+def place(found: Layer, *loc: str | int) -> str:
+    return str(found.places[loc])
+
+
+def test_a_path_alone_stands_for_a_mapping_with_that_path() -> None:
+    assert layer("a", data="rows.jsonl").values == {"data": {"path": "rows.jsonl"}}
+    assert place(layer("a", data="rows.jsonl"), "data", "path") == "a.data"
+
+
+@pytest.mark.parametrize("listed", [list, tuple])
+def test_of_a_list_of_paths_each_is_a_source_in_its_place(listed: type) -> None:
+    found = layer("a", data=listed(["x", {"path": "y", "weight": 2}, "z"]))
+    assert found.values["data"]["path"] == [{"path": "x"}, {"path": "y", "weight": 2}, {"path": "z"}]
+    assert [place(found, "data", "path", index, "path") for index in range(3)] == [
+        "a.data[0]",
+        "a.data[1].path",
+        "a.data[2]",
+    ]
+    inner = layer("a", data={"path": listed(["x"]), "limit": 3}, eval={"path": ["y"]})
+    assert inner.values == {"data": {"path": [{"path": "x"}], "limit": 3}, "eval": {"path": ["y"]}}
+    assert ("eval", "path", 0, "path") not in inner.places
+    assert ("data", "limit", "path") not in inner.places
+
+
+def test_a_number_alone_stands_for_the_patience_of_an_early_stop() -> None:
+    found = layer("a", early_stop=3)
+    assert found.values == {"early_stop": {"patience": 3}}
+    assert place(found, "early_stop", "patience") == "a.early_stop"
+    for other in (True, None, "soon", {"patience": 2}):
+        assert layer("a", early_stop=other).values == {"early_stop": other}
+
+
+def test_what_is_written_out_leaves_what_was_given_as_it_was() -> None:
+    values = {"data": {"path": ["x"]}}
+    places = places_of(values)
+    before = dict(places)
+    written_out(values, places)
+    assert values == {"data": {"path": ["x"]}}
+    assert places == before
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "whole"),
+    [
+        ({"epochs": 3}, {"steps": 7}, {"steps": 7}),
+        ({"steps": 7}, {"epochs": 3}, {"epochs": 3}),
+        ({"epochs": 3}, {"steps": None}, {"epochs": 3, "steps": None}),
+        ({"steps": 7}, {"epochs": None}, {"steps": 7, "epochs": None}),
+        ({"eval": {"path": "x"}, "seed": 1}, {"eval": {"fraction": 1}}, {"eval": {"fraction": 1}, "seed": 1}),
+        ({"eval": {"fraction": 0.1}}, {"eval": {"path": "x"}}, {"eval": {"path": "x"}}),
+        ({"data": {"path": "x"}}, {"data": {"fraction": 1}}, {"data": {"path": "x", "fraction": 1}}),
+        ({"adapter": {"rank": 4, "seed": 8}}, {"adapter": {"rank": 2}}, {"adapter": {"rank": 2, "seed": 8}}),
+        ({"adapter": {"rank": 4}}, {"adapter": None}, {"adapter": None}),
+        ({"eval": None}, {"eval": {"path": "x"}}, {"eval": {"path": "x"}}),
+        ({"betas": [1, 2]}, {"betas": [3]}, {"betas": [3]}),
+        ({"seed": 1}, {}, {"seed": 1}),
+    ],
+)  # fmt: skip
+def test_what_a_job_says_is_laid_over_the_defaults(below: dict, above: dict, whole: dict) -> None:
+    assert merged(layer("defaults", **below), layer("a", **above)).values == whole
+
+
+def test_each_key_is_placed_where_it_was_written_and_what_was_displaced_nowhere() -> None:
+    below = layer("defaults", epochs=3, betas=[1, 2], adapter={"rank": 4, "targets": ["q", "v"]})
+    found = merged(below, layer("a", steps=7, betas=[5], adapter={"rank": 2}))
+    assert {".".join(map(str, loc)): str(where) for loc, where in found.places.items()} == {
+        "": "a",
+        "steps": "a.steps",
+        "betas": "a.betas",
+        "betas.0": "a.betas[0]",
+        "adapter": "a.adapter",
+        "adapter.rank": "a.adapter.rank",
+        "adapter.targets": "defaults.adapter.targets",
+        "adapter.targets.0": "defaults.adapter.targets[0]",
+        "adapter.targets.1": "defaults.adapter.targets[1]",
+    }
+
+
+class Rows:
+    """As datasets have them."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"text": "a"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        (),
+        [{"text": "a"}],
+        [{"text": "a"}, "rows.jsonl"],
+        ["rows.jsonl", {"text": "a"}],
+        [7],
+        Rows(),
+        [{"path": "a", "weight": 1, "text": "b"}],
+        [DataSpec(path="a")],
+    ],
+)
+def test_what_is_no_path_and_no_mixture_of_paths_is_rows(data: Any) -> None:
+    assert is_rows(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "rows.jsonl",
+        b"rows",
+        Path("rows.jsonl"),
+        {"path": "a"},
+        DataSpec(path="a"),
+        None,
+        7,
+        iter([1]),
+        ["a", Path("b")],
+        [{"path": "a"}],
+        [{"path": "a", "weight": 2}, "b"],
+        [Source(path="a")],
+        (Source(path="a"), "b"),
+    ],
+)
+def test_a_path_or_a_mixture_of_paths_is_not_rows(data: Any) -> None:
+    assert not is_rows(data)
+
+
+def test_what_python_has_more_kinds_of_is_made_plain() -> None:
+    value = {1: np.int64(3), "b": (np.float32(0.5), True, None, "x"), "c": Path("rows"), "d": np.bool_(True)}
+    plain = plain_values(value)
+    assert plain == {"1": 3, "b": [0.5, True, None, "x"], "c": "rows", "d": np.bool_(True)}
+    assert [type(plain["1"]), type(plain["b"][0]), type(plain["b"][1])] == [int, float, bool]
+    assert plain_values(EvalSpec) is EvalSpec
+
+
+def test_of_a_record_only_what_is_set_is_a_key() -> None:
+    assert plain_values(EvalSpec(fraction=0.1)) == {"fraction": 0.1}
+    assert plain_values([EvalSpec(path="x", every=5)]) == [{"path": "x", "every": 5}]
+
+
+def test_rows_are_passed_on_untouched() -> None:
+    rows = [{"text": Path("a")}]
+    assert plain_values({"rows": rows})["rows"] is rows
+    found = from_python({"name": "a", "data": rows, "early_stop": np.int64(3)})
+    assert found.values["data"]["rows"] is rows
+    assert found.values["early_stop"] == {"patience": 3}
+    assert str(found.places["early_stop", "patience"]) == "early_stop"
+    assert ("data", "rows", 0) not in found.places
+    assert from_python({"data": Path("rows.jsonl")}).values == {"data": {"path": "rows.jsonl"}}

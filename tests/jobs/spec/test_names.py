@@ -1,0 +1,82 @@
+"""Which names a job may have, and how a value is quoted in a sentence."""
+
+import pytest
+
+from weftune.jobs.spec.names import name_fault, repeated
+from weftune.jobs.spec.show import show
+
+
+@pytest.mark.parametrize("name", ["a", "A-1_b.c", "x" * 64, "com10", "con-1", "metrics", "9"])
+def test_a_plain_name_is_taken(name):
+    assert name_fault(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (None, "must be text, got nothing"),
+        (["a"], "must be text, got a list"),
+        (("a",), "must be text, got a list"),
+        ({"a": 1}, "must be text, got a mapping"),
+        (7, "must be text, got 7; write it in quotes"),
+        (True, "must be text, got true; write it in quotes"),
+        ("", "must not be empty"),
+        ("x" * 65, "must have at most 64 letters, got 65"),
+        ("a/b", 'must be a plain name and no path, got "a/b"'),
+        ("a\\b", "must be a plain name and no path"),
+        (".", "must be a plain name and no path"),
+        ("..", "must be a plain name and no path"),
+        (".a", 'must not start with a dot or a dash, got ".a"'),
+        ("-a", "must not start with a dot or a dash"),
+        ("a b", "must be made of letters, digits, . _ and - and not end with a dot"),
+        ("a.", "must be made of letters, digits, . _ and - and not end with a dot"),
+        ("ä", "must be made of letters, digits, . _ and - and not end with a dot"),
+        ("Con", '"Con" is a reserved name; choose another'),
+        ("nul.txt", '"nul.txt" is a reserved name'),
+        ("com0", "is a reserved name"),
+        ("LPT9.x", "is a reserved name"),
+        ("Metrics.jsonl", '"Metrics.jsonl" is a reserved name'),
+        ("ranks", "is a reserved name"),
+    ],
+)
+def test_a_name_that_is_no_folder_everywhere_is_refused(name, sentence):
+    fault = name_fault(name)
+    assert fault is not None
+    assert fault.startswith(sentence) or sentence in fault
+
+
+def test_quotes_are_advised_only_where_they_mend():
+    for name, got in ((None, "nothing"), ([], "an empty list"), ({"a": 1}, "a mapping")):
+        assert name_fault(name) == f"must be text, got {got}"
+
+
+def test_a_name_is_taken_once_whatever_its_case():
+    assert list(repeated(["a", "b", 3, 3, "A", "a", "c"])) == [
+        (4, '"A" differs from the name of jobs[0] only by case; choose another'),
+        (5, '"a" is already the name of jobs[0]; choose another'),
+    ]
+    assert list(repeated(["x", "b", "b"])) == [(2, '"b" is already the name of jobs[1]; choose another')]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "nothing"),
+        (True, "true"),
+        (False, "false"),
+        ("a\n  b", '"a b"'),
+        ("x" * 40, '"' + "x" * 40 + '"'),
+        ("x" * 41, '"' + "x" * 39 + '…"'),
+        (10**40 - 1, "9" * 40),
+        (10**40, "a number of many digits"),
+        (-(10**40), "a number of many digits"),
+        (1.5, "1.5"),
+        ({}, "an empty mapping"),
+        ({"a": 1}, "a mapping"),
+        ([], "an empty list"),
+        ((1,), "a list"),
+        (1j, "1j"),
+    ],
+)
+def test_a_value_is_quoted_short_and_as_yaml_writes_it(value, shown):
+    assert show(value) == shown

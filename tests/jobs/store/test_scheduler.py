@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weftune.core.shapes import JobShape
+from weftune.jobs.store.scheduler import admit
+
+ROOM = 100
+
+
+def shape(name: str, size: int, priority: int = 0, order: int = 0) -> JobShape:
+    return JobShape(name=name, priority=priority, order=order, trainable=size, longest=1)
+
+
+def fits(jobs: Sequence[JobShape]) -> str | None:
+    need = sum(job.trainable for job in jobs)
+    return None if need <= ROOM else f"{need} is over {ROOM}"
+
+
+def test_priority_goes_before_the_order_of_the_file() -> None:
+    waiting = [shape("a", 60, order=0), shape("b", 60, priority=1, order=1)]
+    admission = admit(waiting, [], fits)
+    assert admission.admitted == ("b",)
+    assert admission.waiting == {"a": "120 is over 100"}
+
+
+def test_among_equals_the_earlier_in_the_file_goes_first() -> None:
+    admission = admit([shape("b", 60, order=1), shape("a", 60, order=0)], [], fits)
+    assert admission.admitted == ("a",)
+
+
+def test_those_aboard_take_room() -> None:
+    admission = admit([shape("a", 30)], [shape("x", 80)], fits)
+    assert admission.admitted == ()
+    assert admission.waiting == {"a": "110 is over 100"}
+
+
+def test_a_small_job_does_not_overtake_a_large_one() -> None:
+    waiting = [shape("large", 90, order=0), shape("small", 10, order=1)]
+    admission = admit(waiting, [shape("x", 50)], fits)
+    assert admission.admitted == ()
+    assert admission.waiting["small"] == "it waits behind large, which comes first"
+
+
+def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
+    admission = admit([shape("huge", 101, priority=9), shape("a", 10, order=1)], [], fits)
+    assert admission.admitted == ("a",)
+    assert admission.too_large == {"huge": "101 is over 100"}
+    assert admission.waiting == {}
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 120), st.integers(-1, 1)), max_size=8)
+
+
+@given(SIZES, st.lists(st.integers(1, 40), max_size=2))
+def test_every_job_gets_one_answer_and_company_always_fits(
+    waiting: list[tuple[int, int]], aboard: list[int]
+) -> None:
+    jobs = [shape(f"w{n}", size, priority, n) for n, (size, priority) in enumerate(waiting)]
+    present = [shape(f"a{n}", size) for n, size in enumerate(aboard)]
+    admission = admit(jobs, present, fits)
+    answers = [*admission.admitted, *admission.waiting, *admission.too_large]
+    assert sorted(answers) == sorted(job.name for job in jobs)
+    assert fits([*present, *(job for job in jobs if job.name in admission.admitted)]) is None
+    possible = [
+        job for job in sorted(jobs, key=lambda job: (-job.priority, job.order)) if job.trainable <= ROOM
+    ]
+    assert admission.admitted == tuple(job.name for job in possible[: len(admission.admitted)])
+    if not present and possible:
+        assert admission.admitted

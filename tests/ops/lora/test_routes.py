@@ -1,0 +1,158 @@
+"""Every route of the LoRA op against the readable one, against finite differences, and against a NaN."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from weftune.ops.dropout import kept_TK
+from weftune.ops.lora.routes import Block, Blocks, Factors, Route, add_lora
+
+FAST = [Route.segmented]
+WHOLE = [Route.reference, *FAST]
+
+
+def case(ranks, lengths, dropouts=None, dtype=torch.float64, k=24, n=20, gap=3, seed=0):
+    """x, y and segments with `gap` rows without an adapter before each; totals start at zero."""
+    torch.manual_seed(seed)
+    dropouts = dropouts or [0.0] * len(ranks)
+    blocks, row = [], 0
+    for index, (rank, length, dropout) in enumerate(zip(ranks, lengths, dropouts, strict=True)):
+        row += gap
+        weights = Factors(torch.randn(rank, k, dtype=dtype), torch.randn(rank, n, dtype=dtype))
+        blocks.append(block(row, row + length, weights, (1 + index) / 3, dropout, 1000 + index))
+        row += length
+    row += gap
+    x, y = torch.randn(row, k, dtype=dtype), torch.randn(row, n, dtype=dtype)
+    return x, y, Blocks(tuple(blocks), torch.arange(row) * 3 + 1, torch.zeros((), requires_grad=True))
+
+
+def block(start, stop, weights, scale, dropout, key):
+    totals = Factors(torch.zeros_like(weights.a_rK), torch.zeros_like(weights.b_rN))
+    return Block(start, stop, weights, totals, scale, dropout, key)
+
+
+def fresh(blocks, dtype=None, change=lambda index, weights: weights):
+    """The same blocks with totals of their own, in another dtype or with other weights."""
+    made = []
+    for index, one in enumerate(blocks.blocks):
+        weights = change(index, one.weights)
+        weights = Factors(weights.a_rK.to(dtype), weights.b_rN.to(dtype)) if dtype else weights
+        made.append(block(one.start, one.stop, weights, one.scale, one.dropout, one.key))
+    return Blocks(tuple(made), blocks.token_index_T, blocks.anchor)
+
+
+def run(route, x, y, blocks):
+    """Output, dx, dy, and the gradients of all A and all B; y is cloned: the fast routes write into it."""
+    blocks = fresh(blocks)
+    leaves = [t.clone().requires_grad_() for t in (x, y)]
+    out = add_lora(leaves[0], leaves[1] * 1.0, blocks, route)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (out * weights).sum().backward()
+    da = torch.cat([one.gradient.a_rK for one in blocks.blocks])
+    db = torch.cat([one.gradient.b_rN for one in blocks.blocks])
+    return [out.detach(), *(leaf.grad for leaf in leaves), da, db]
+
+
+@pytest.mark.parametrize("route", FAST)
+@pytest.mark.parametrize(
+    ("ranks", "lengths"),
+    [
+        ([4], [10]),
+        ([1, 7, 8], [5, 1, 9]),
+        ([24, 3, 16, 1], [2, 30, 4, 4]),
+        ([5, 5], [0, 6]),
+        ([2] * 64, [1] * 64),
+        ([100], [3]),
+    ],
+)
+@pytest.mark.parametrize("dropping", [False, True])
+def test_the_fast_routes_equal_the_reference(route, ranks, lengths, dropping):
+    dropouts = [0.5 if i % 2 == 0 else 0.1 for i in range(len(ranks))] if dropping else None
+    arguments = case(ranks, lengths, dropouts)
+    for got, want in zip(run(route, *arguments), run(Route.reference, *arguments), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("route", WHOLE)
+def test_gradients_equal_finite_differences_with_half_of_the_values_dropped(route):
+    x, y, blocks = case([2, 3], [4, 3], [0.5, 0.0], k=5, n=4, gap=1)
+    leaves = [t.requires_grad_() for t in (x, y)]
+    assert torch.autograd.gradcheck(lambda x, y: add_lora(x, y * 1.0, blocks, route), leaves, atol=1e-6)
+
+
+@pytest.mark.parametrize("route", WHOLE)
+@pytest.mark.parametrize("which", ["a_rK", "b_rN"])
+def test_what_is_added_to_the_totals_equals_finite_differences(route, which):
+    x, y, blocks = case([2, 3], [4, 3], [0.5, 0.0], k=5, n=4, gap=1)
+
+    def loss(change, at):
+        changed = fresh(blocks, change=lambda index, w: moved(w, change, at) if index == 1 else w)
+        out = add_lora(x, y * 1.0, changed, Route.reference)
+        return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().item()
+
+    def moved(weights, change, at):
+        values = getattr(weights, which).clone()
+        values[at] += change
+        return replace(weights, **{which: values})
+
+    x.requires_grad_()
+    found = run(route, x.detach(), y, blocks)[3 if which == "a_rK" else 4]
+    for at in [(0, 0), (2, 3), (1, 2)]:
+        slope = (loss(1e-6, at) - loss(-1e-6, at)) / 2e-6
+        assert found[2 + at[0], at[1]].item() == pytest.approx(slope, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("route", WHOLE)
+def test_totals_add_up_over_passes_in_their_own_dtype(route):
+    x, y, blocks = case([2, 3], [4, 3], dtype=torch.bfloat16)
+    wide = [
+        replace(one, gradient=Factors(one.gradient.a_rK.float(), one.gradient.b_rN.float()))
+        for one in blocks.blocks
+    ]
+    once = run(route, x, y, blocks)
+    twice = Blocks(tuple(wide), blocks.token_index_T, blocks.anchor)
+    for _ in range(2):
+        out = add_lora(x.clone().requires_grad_(), y * 1.0, twice, route)
+        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    torch.testing.assert_close(wide[0].gradient.b_rN, 2 * once[4][:2].float(), rtol=0.02, atol=1e-3)
+
+
+def test_the_reference_is_the_formula_with_scale_and_dropout():
+    x, y, blocks = case([3], [6], [0.5], gap=2)
+    (one,) = blocks.blocks
+    kept = kept_TK(one.key, blocks.token_index_T[one.rows], x.shape[1], 0.5)
+    expected = y.clone()
+    expected[2:8] += (1 / 3) * ((x[2:8] * kept / 0.5) @ one.weights.a_rK.T) @ one.weights.b_rN
+    torch.testing.assert_close(add_lora(x, y, blocks, Route.reference).detach(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("route", FAST)
+def test_the_error_is_at_most_twice_that_of_plain_torch_in_the_same_dtype(route, dtype):
+    x, y, blocks = case([16, 8, 5], [40, 33, 27], [0.1, 0.0, 0.5], k=96, n=64)
+    x, y, low = x.to(dtype), y.to(dtype), fresh(blocks, dtype)
+    truth = run(Route.reference, x.double(), y.double(), fresh(low, torch.float64))
+    plain = run(Route.reference, x, y, low)
+    fast = run(route, x, y, low)
+    for name, want, twin, got in zip(["y", "dx", "dy", "da", "db"], truth, plain, fast, strict=True):
+        allowed = 2 * (twin.double() - want).norm() + 1e-30
+        assert (got.double() - want).norm() <= allowed, name
+
+
+def test_segmented_keeps_a_nan_with_its_owner():
+    x, y, blocks = case([4, 4], [6, 6], [0.1, 0.1])
+    clean = run(Route.segmented, x, y, blocks)
+    sick, healthy = blocks.blocks
+    x = x.clone()
+    x[sick.rows] = float("inf")
+    spoilt = fresh(
+        blocks,
+        change=lambda index, w: Factors(w.a_rK * float("nan"), w.b_rN * float("nan")) if index == 0 else w,
+    )
+    out, dx, _, da, db = run(Route.segmented, x, y, spoilt)
+    assert torch.equal(out[healthy.rows], clean[0][healthy.rows])
+    assert torch.equal(dx[healthy.rows], clean[1][healthy.rows])
+    assert torch.equal(da[4:], clean[3][4:])
+    assert torch.equal(db[4:], clean[4][4:])
+    assert not da[:4].isfinite().any()

@@ -1,0 +1,115 @@
+"""Compile the kernels of the tiled route, as its launchers call them, for a GPU that need not be there.
+
+    python -m tests.ops.lora.tiled_compiled
+
+prints one JSON object: {kernel: {"shared": bytes of shared memory, "ptx": the words of interest in its PTX,
+"spilled": bytes of registers that went to memory, "serialized": whether its tensor cores wait needlessly}}.
+"""
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.ops.lora.woven import Case, Job, values, woven
+from weftune.ops.lora.tiled import backward, forward
+from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
+from weftune.ops.triton import product, site, site_gradients
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+ALIGNED = [["tt.divisibility", 16]]
+KERNELS = ("down", "sum_rows", "up", "ds_db", "ds_alone", "da", "add_dx", "add_gradients", "product")
+
+
+class Compiled:
+    """Stands where a kernel stood: a launch compiles it and runs nothing."""
+
+    def __init__(self, kernel, found):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, num_warps, num_stages=3, **constants):
+        signature, places, known = {}, {}, {}
+        for place, name in enumerate(self.kernel.arg_names):
+            value = constants[name] if name in constants else arguments[place]
+            if name in constants or value is None:
+                signature[name], places[(place,)] = "constexpr", value
+                continue
+            signature[name] = type_of(value)
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                known[(place,)] = ALIGNED
+        source = ASTSource(self.kernel, signature, constexprs=places, attrs=known)
+        made = compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+        name = self.kernel.fn.__name__ + " backward" * constants.get("BACKWARD", False)
+        words = sorted(set(re.findall(r"wgmma|mma\.sync|ld\.global\S*", made.asm["ptx"])))
+        entry = {"shared": made.metadata.shared, "ptx": words, **assembled(made.asm["ptx"])}
+        worst = self.found.setdefault(name, entry)
+        for number in ("shared", "spilled", "serialized"):
+            worst[number] = max(worst[number], entry[number])
+
+
+def type_of(value):
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}[{','.join(map(str, value.block_shape))}]>"
+    return "*" + TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+
+
+def assembled(ptx):
+    """What the assembler has to say about it."""
+    asked = [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", "-o", "/dev/null", "-"]
+    said = subprocess.run(asked, input=ptx, capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", said))
+    return {"spilled": spilled, "serialized": "are serialized" in said}
+
+
+def main():
+    found = {}
+    for module in (site, site_gradients, product):
+        for name in KERNELS:
+            if hasattr(module, name):
+                setattr(module, name, Compiled(getattr(module, name), found))
+    case = Case([Job(60, rank=16, dropout=0.1)], features=512, widths=(512, 128, 128), dtype=torch.bfloat16)
+    made = values(case)
+    _, group, rows = woven(case, made)
+    chosen = tiling(rows, group, case.features, case.dtype)
+    for one_read in (True, False):
+        weave = Weave(group, rows, True, replace(chosen, one_read=one_read))
+        _, s = forward(made.x, made.weight, None, None, weave)
+        backward(made.dy, made.x, made.weight, s, weave, wants_dx=one_read)
+    for rank, drops in ((128, False), (256, True)):
+        laden(Order.wide, rank, drops)
+    for rank, columns, drops in ((16, 128, True), (32, 256, True), (64, 256, False)):
+        laden(Order.fused, rank, drops, columns)
+    print(json.dumps(found))
+
+
+def laden(order, rank, drops, columns=128):
+    """An order with all that it can take; the columns are those of a fused product."""
+    case = Case(
+        [Job(60, rank=rank, dropout=0.1 * drops)],
+        features=512,
+        widths=(512, 256, 256),
+        bias=True,
+        residual=True,
+        dtype=torch.bfloat16,
+    )
+    made = values(case)
+    _, group, rows = woven(case, made)
+    blocks = product_blocks(columns, case.dtype, programs=132)
+    chosen = replace(tiling(rows, group, case.features, case.dtype), y=blocks, dx=blocks)
+    weave = Weave(group, rows, True, chosen, order)
+    _, s = forward(made.x, made.weight, made.bias, made.residual, weave)
+    backward(made.dy, made.x, made.weight, s, weave, wants_dx=True)
+
+
+if __name__ == "__main__":
+    main()

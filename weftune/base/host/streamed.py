@@ -1,0 +1,258 @@
+"""A base whose layers live in host memory, or in their files, and take turns in a few places of the device.
+
+Every streamed stage is a number of bytes on the host and has one place on the device, its slot, where the
+parameters of its layers lie: to bring a stage is to copy its bytes there, and no address ever changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weftune.base import attention
+from weftune.base.families import refuse_modules
+from weftune.base.host.mapped import MappedWeights, map_weights
+from weftune.base.host.pinned import host_bytes
+from weftune.base.host.source import HostStage, MappedStage, SourcePart, StageSource, Staging
+from weftune.base.load import load_plain
+from weftune.base.model import Base, own_config
+from weftune.base.place import explained
+from weftune.base.shape import model_shape
+from weftune.base.spec import BaseSpec
+from weftune.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut, shape_here
+from weftune.base.weights import file_reader, make_buffers
+from weftune.core.shapes import LayerRange
+from weftune.plan.program.layout import Layout, OnWorker
+
+ALIGNMENT = 16
+"""Bytes: what kernels load at a time. Sites that share their input then lie side by side."""
+
+Fill = Callable[[str, Tensor], None]
+"""Writes the values of the parameter of that name into the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """A parameter among the bytes of its stage."""
+
+    name: str
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel() * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedBase:
+    whole: Base
+    """All of it; the parameters of streamed layers hold what their slot holds."""
+    part: OnWorker
+    sources: Mapping[int, StageSource]
+    """Streamed stage → where its bytes come from; resident stages have none there."""
+    arena: Tensor
+    """[slots, bytes] on the device."""
+
+    @cached_property
+    def stages(self) -> tuple[Base, ...]:
+        """Each as a base of its own, over the same modules."""
+        return tuple(stage_view(self.whole, self.part.held(n)) for n in range(len(self.part.stages)))
+
+    def slot(self, stage: int) -> Tensor:
+        """The bytes of a streamed stage's place on the device."""
+        return self.arena[self.part.slot(stage), : self.sources[stage].size]
+
+    def refuse_copies(self) -> None:
+        """Once adapters are woven in: sites that are multiplied together must read what comes to their slot,
+        not a copy that was made of it before anything came."""
+        arena = self.arena.untyped_storage().data_ptr()
+        for stage in self.part.streamed:
+            for piece in _pieces(self.whole.model, self.part.held(stage)):
+                parameter = self.whole.model.get_parameter(piece.name)
+                assert parameter.untyped_storage().data_ptr() == arena, f"{piece.name} has left its slot"
+
+
+def load_streamed(spec: BaseSpec, device: torch.device, layout: Layout, mapped: bool = False) -> StreamedBase:
+    """From the base's files, each tensor straight to where it stays: streamed ones in host memory, or, if
+    `mapped`, where they are."""
+    model, files = outlined(spec, device)
+    with explained(spec):
+        weights = map_weights(model, files, spec.model) if mapped else None
+        fill = None if files is None else file_reader(model, files)
+        if fill is None:
+            # The files name their weights in another way than the model does; transformers knows how.
+            return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout)
+        return streamed_base(model, spec, device, layout, fill, weights)
+
+
+def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
+    """Where a base's weights lie that a run on `device` would read in every step; BaseModelError says why it
+    cannot."""
+    model, files = outlined(spec, device)
+    with explained(spec):
+        return map_weights(model, files, spec.model)
+
+
+def stream_model(
+    model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout
+) -> StreamedBase:
+    """From a model that is in memory, which is taken over."""
+    refuse_uncut(model.config, spec.model)
+    values = dict(model.named_parameters())
+
+    def fill(name: str, out: Tensor) -> None:
+        out.copy_(values.pop(name))
+
+    return streamed_base(model, spec, device, layout, fill)
+
+
+def streamed_base(
+    model: PreTrainedModel,
+    spec: BaseSpec,
+    device: torch.device,
+    layout: Layout,
+    fill: Fill,
+    mapped: MappedWeights | None = None,
+) -> StreamedBase:
+    """`model` gives the names and shapes of all parameters, `fill` their values; what is streamed stays where
+    it is `mapped`, if it is."""
+    refuse_modules(model, spec.model)
+    shape = model_shape(model, model.dtype)
+    assert shape.layers == layout.layers, f"the base has {shape.layers} layers, not {layout.layers}"
+    return placed(Base(model, spec, shape, device, model.dtype), layout.on(0), fill, mapped)
+
+
+def placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None = None) -> StreamedBase:
+    """Put the values of a base, of which there are only names and shapes so far, where they stay."""
+    model, device = base.model, base.device
+    _take_pages(device)
+    pieces = {stage: _pieces(model, part.held(stage)) for stage in part.streamed}
+    sizes = {stage: found[-1].stop for stage, found in pieces.items()}
+    arena = torch.zeros(
+        part.slots if sizes else 0, max(sizes.values(), default=0), dtype=torch.uint8, device=device
+    )
+    for stage, found in pieces.items():
+        for piece in found:
+            _set(model, piece.name, piece.view(arena[part.slot(stage)]))
+    sources = _in_memory(pieces, device, fill) if mapped is None else _in_files(pieces, device, mapped)
+    _place_the_rest(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
+    model.eval().requires_grad_(False)
+    own_config(model)
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    return StreamedBase(base, part, sources, arena)
+
+
+def _take_pages(device: torch.device) -> None:
+    """Have torch's allocator take memory of a GPU page by page from here on: what is free in several places
+    then serves one large tensor, and a run comes as close to its limit as it was planned. Users who have
+    settings of their own keep them."""
+    asked = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if device.type == "cuda" and not asked:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _in_memory(
+    pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, fill: Fill
+) -> dict[int, StageSource]:
+    """One piece of host memory, a run of bytes for each stage."""
+    starts, total = {}, 0
+    for stage, found in pieces.items():
+        starts[stage] = total
+        total += -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
+    buffer = host_bytes(total, device)
+    sources: dict[int, StageSource] = {}
+    for stage, found in pieces.items():
+        held = buffer[starts[stage] : starts[stage] + found[-1].stop]
+        for piece in found:
+            fill(piece.name, piece.view(held))
+        sources[stage] = HostStage(held)
+    return sources
+
+
+def _in_files(
+    pieces: Mapping[int, Sequence[WeightPiece]], device: torch.device, mapped: MappedWeights
+) -> dict[int, StageSource]:
+    staging = Staging(device) if device.type == "cuda" else None
+    return {
+        stage: MappedStage(tuple(SourcePart(one.start, mapped.tensors[one.name]) for one in found), staging)
+        for stage, found in pieces.items()
+    }
+
+
+def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
+    """The parameters of a stage's layers; in each layer matrices come first, so that those which share their
+    input are neighbours, then biases, then what norms have."""
+    found: list[WeightPiece] = []
+    start = 0
+    for index in range(held.start, held.stop):
+        prefix = f"{_layers_path(model)}.{index}."
+        own = [(name, value) for name, value in model.named_parameters() if name.startswith(prefix)]
+        for name, value in sorted(own, key=lambda pair: (-pair[1].ndim, not pair[0].endswith("bias"))):
+            found.append(WeightPiece(name, start, value.shape, value.dtype))
+            start = -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
+    return found
+
+
+def _layers_path(model: PreTrainedModel) -> str:
+    layers = getattr(decoder_of(model), ENDS[model.config.model_type].layers)
+    return next(name for name, module in model.named_modules() if module is layers)
+
+
+def _place_the_rest(model: PreTrainedModel, device: torch.device, streamed: set[str], fill: Fill) -> None:
+    """Everything that stays, on the device; a tied head stays tied."""
+    placed: dict[int, nn.Parameter] = {}
+    for name, value in list(model.named_parameters(remove_duplicate=False)):
+        if name in streamed:
+            continue
+        if id(value) not in placed:
+            here = torch.empty_like(value, device=device)
+            fill(name, here)
+            placed[id(value)] = _set(model, name, here)
+        else:
+            _set(model, name, placed[id(value)])
+    if any(buffer.is_meta for buffer in model.buffers()):
+        make_buffers(model, device)
+    nn.Module.to(model, device)
+
+
+def _set(model: PreTrainedModel, name: str, value: Tensor) -> nn.Parameter:
+    path, _, last = name.rpartition(".")
+    parameter = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+    # Transformers' own mark: `_init_weights` leaves such a parameter alone.
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    setattr(model.get_submodule(path), last, parameter)
+    return parameter
+
+
+def stage_view(base: Base, held: LayerRange) -> Base:
+    """One stage of a base over the very modules of it; those of other stages are only left out."""
+    model = cast(PreTrainedModel, _twin(base.model))
+    parent: nn.Module = model
+    for name in _layers_path(base.model).split("."):
+        child = _twin(getattr(parent, name))
+        setattr(parent, name, child)
+        parent = child
+    cut(model, held)
+    shape = shape_here(model, base.shape, held.stop - held.start)
+    return Base(model, base.spec, shape, base.device, base.dtype, held, base.shape.sites)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Another module of the same parts; its children can be exchanged without touching the first."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

@@ -1,0 +1,115 @@
+"""The numbers of a job and the range of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weftune.jobs.spec.places import Fault, Loc
+from weftune.jobs.spec.show import show
+
+ANY = "*"
+"""Stands for every key of a mapping and every item of a list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """What a number must be. `above` and `below` are outside the range, `least` and `most` inside."""
+
+    whole: bool = False
+    least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    most: float = math.inf
+    none: bool = False
+    """Whether nothing at all is an answer too."""
+    share: bool = False
+    """Below 1 a share of the run, otherwise whole steps."""
+
+    def fault(self, value: Any) -> str | None:
+        """The sentence against `value`, or None."""
+        if value is None and self.none:
+            return None
+        got = show(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"must be a {'whole ' if self.whole else ''}number, got {got}"
+        if not _finite(value):
+            return f"must be a finite number, got {got}"
+        if self.whole and not isinstance(value, int):
+            return f"must be a whole number, got {got}"
+        return self._range_fault(value, got)
+
+    def _range_fault(self, value: float, got: str) -> str | None:
+        if value < self.least:
+            return f"must be at least {self.least:g}, got {got}"
+        if value <= self.above:
+            return f"must be above {self.above:g}, got {got}"
+        if value >= self.below:
+            return f"must be below {self.below:g}, got {got}"
+        if value > self.most:
+            return f"must be at most {self.most:.12g}, got {got}"
+        if self.share and value > 1 and value != int(value):
+            return f"must be below 1 (a share of the run) or a whole number of steps, got {got}"
+        return None
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+MOST = 10**12
+"""Of steps and tokens: far more than anyone trains, and still exact in a float."""
+
+BOUNDS: Mapping[Loc, Bound] = {
+    ("adapter", "rank"): Bound(whole=True, least=1, most=65536),
+    ("adapter", "alpha"): Bound(above=0),
+    ("adapter", "dropout"): Bound(least=0, below=1),
+    ("adapter", "rank_pattern", ANY): Bound(whole=True, least=1, most=65536),
+    ("adapter", "alpha_pattern", ANY): Bound(above=0),
+    ("data", "path", ANY, "weight"): Bound(above=0, most=1e6),
+    ("data", "limit"): Bound(whole=True, least=1, none=True),
+    ("data", "max_length"): Bound(whole=True, least=2, most=MOST),
+    ("eval", "fraction"): Bound(above=0, below=1, none=True),
+    ("eval", "every"): Bound(above=0, most=MOST, none=True, share=True),
+    ("epochs",): Bound(above=0, most=1e9, none=True),
+    ("steps",): Bound(whole=True, least=1, most=MOST, none=True),
+    ("batch_size",): Bound(whole=True, least=1, most=10**9),
+    ("learning_rate",): Bound(above=0),
+    ("warmup",): Bound(least=0, most=MOST, share=True),
+    ("weight_decay",): Bound(least=0),
+    ("betas", ANY): Bound(least=0, below=1),
+    ("eps",): Bound(above=0, most=1),
+    ("clip",): Bound(least=0, none=True),
+    ("seed",): Bound(whole=True, least=0, most=2**63 - 1),
+    ("priority",): Bound(whole=True, least=-(10**9), most=10**9),
+    ("early_stop", "patience"): Bound(whole=True, least=1, most=MOST),
+    ("early_stop", "min_delta"): Bound(least=0),
+    ("save_every",): Bound(above=0, most=MOST, none=True, share=True),
+}
+
+
+def number_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    for pattern, bound in BOUNDS.items():
+        for loc, value in _found(values, pattern):
+            sentence = bound.fault(value)
+            if sentence is not None:
+                yield Fault(loc, sentence)
+
+
+def _found(value: Any, pattern: Loc, loc: Loc = ()) -> Iterator[tuple[Loc, Any]]:
+    """Every value that `pattern` leads to, with the way to it; what is not there is not looked at."""
+    if len(loc) == len(pattern):
+        yield loc, value
+        return
+    part = pattern[len(loc)]
+    if isinstance(value, Mapping):
+        for key in value if part == ANY else [part] if part in value else []:
+            yield from _found(value[key], pattern, (*loc, key))
+    elif isinstance(value, list | tuple) and part == ANY:
+        for index, item in enumerate(value):
+            yield from _found(item, pattern, (*loc, index))

@@ -1,0 +1,159 @@
+"""What can be said of the jobs only once the base is known: targets that match nothing, ranks too wide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from weftune.adapters.lora.config import read_spec, refuse_slow
+from weftune.adapters.lora.spec import LoraSpec, pattern_for
+from weftune.core.patterns import ending, slow_sentence
+from weftune.core.shapes import ModelShape, SiteShape
+from weftune.errors import AdapterError, Mistake
+from weftune.jobs.spec.near import nearest
+from weftune.jobs.spec.show import show
+from weftune.jobs.spec.spec import JobSpec, in_steps, place_in_job
+
+HIGH_RATE, HIGH_DECAY = 0.1, 1.0
+"""Above these somebody has probably missed a decimal point: Adam moves every weight by about its rate."""
+NAMED = 4
+"""Jobs that a sentence names before it counts."""
+
+
+def check_targets(
+    jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str] = place_in_job
+) -> list[Mistake]:
+    """A mistake for every target that matches no site of the base. `place` is `RunSpec.place` for a file."""
+    names = [site.name for site in shape.sites]
+    mistakes: list[Mistake] = []
+    for job in jobs:
+        slow = list(_slow_patterns(job, names, place))
+        mistakes += slow or _target_mistakes(job, shape, place)
+    return mistakes
+
+
+def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]) -> Iterator[Mistake]:
+    """Expressions that would take too long on the names of this base."""
+    adapter = job.adapter
+    if isinstance(adapter.targets, str) and (slow := slow_sentence([adapter.targets], names)):
+        yield Mistake(place(job.name, "adapter", "targets"), slow)
+    for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
+        for pattern in patterns:
+            if slow := slow_sentence([ending(pattern)], names):
+                yield Mistake(place(job.name, "adapter", key, pattern), slow)
+
+
+def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
+    targets = job.adapter.targets
+    if isinstance(targets, str):
+        if not any(job.adapter.targets_site(site.name) for site in shape.sites):
+            yield Mistake(place(job.name, "adapter", "targets"), _no_match(targets, shape))
+        return
+    for index, target in enumerate(targets):
+        alone = replace(job.adapter, targets=(target,))
+        if not any(alone.targets_site(site.name) for site in shape.sites):
+            where = place(job.name, "adapter", "targets", index)
+            yield Mistake(where, f"{show(target)} matches no module of the base; {_offer(target, shape)}")
+
+
+def _no_match(expression: str, shape: ModelShape) -> str:
+    sentence = f"the regular expression {show(expression)} matches no whole module path of the base"
+    words = [word.strip() for word in expression.split(",")]
+    if set(words) <= set(_endings(shape)):
+        return f"{sentence}; for endings of paths write a list: [{', '.join(words)}]"
+    return f"{sentence}; {_offer(expression, shape)}"
+
+
+def _offer(target: str, shape: ModelShape) -> str:
+    endings = _endings(shape)
+    near = nearest(target.rpartition(".")[2], endings)
+    hint = f"did you mean {near}? " if near else ""
+    return f"{hint}its modules end in {', '.join(endings)}"
+
+
+def _endings(shape: ModelShape) -> list[str]:
+    return list(dict.fromkeys(site.name.rpartition(".")[2] for site in shape.sites))
+
+
+def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
+    """What will work, and may yet not be what was meant: one sentence each."""
+    return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape))
+
+
+def data_warnings(job: JobSpec, samples: int, steps: int) -> Iterator[str]:
+    """The same, of what is known only when the data is: so many samples, and steps of the whole run."""
+    if job.batch_size > samples:
+        yield (
+            f"batch_size {job.batch_size} is over the number of its training samples, {samples}: every step "
+            "trains on all of them"
+        )
+    if (warmup := in_steps(job.warmup, steps)) >= steps > 1:
+        yield f"warmup takes {warmup} of its {steps} steps: its learning rate is never reached"
+
+
+def told_once(sentences: Iterable[tuple[str, str]]) -> list[str]:
+    """`a, b: sentence` where several jobs are told the same."""
+    jobs: dict[str, dict[str, None]] = {}
+    for job, sentence in sentences:
+        jobs.setdefault(sentence, {})[job] = None
+    return [f"{_names(list(names))}: {sentence}" for sentence, names in jobs.items()]
+
+
+def _names(jobs: Sequence[str]) -> str:
+    more = len(jobs) - NAMED
+    return ", ".join(jobs) if more <= 1 else f"{', '.join(jobs[:NAMED])} and {more} more"
+
+
+def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
+    adapter = job.adapter
+    if job.learning_rate > HIGH_RATE:
+        yield (
+            f"learning_rate {job.learning_rate:g} is far above what adapters train with, 1e-5 to 1e-2; its "
+            "loss will hardly stay finite"
+        )
+    if job.weight_decay > HIGH_DECAY:
+        yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
+    aboard = [site for site in shape.sites if adapter.targets_site(site.name)]
+    wide = [site for site in aboard if adapter.rank_at(site.name) > _width(site)]
+    if wide:
+        narrow = min(wide, key=_width)
+        yield (
+            f"rank {adapter.rank_at(narrow.name)} is over the width {_width(narrow)} of {narrow.name}"
+            f"{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}; the ranks above it add nothing"
+        )
+    for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
+        for pattern in patterns:
+            if not any(pattern_for([pattern], site.name) == pattern for site in aboard):
+                yield f"{key} {show(pattern)} matches none of the job's targets"
+    if adapter.rank_pattern or adapter.alpha_pattern:
+        yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"
+    if adapter.init_from is not None:
+        yield from _start_warnings(adapter, Path(adapter.init_from), aboard)
+    if job.data.max_length > shape.context:
+        yield (
+            f"max_length {job.data.max_length} is over the base's context of {shape.context} tokens; "
+            f"longer samples are cut there"
+        )
+
+
+def _start_warnings(adapter: LoraSpec, folder: Path, aboard: Sequence[SiteShape]) -> Iterator[str]:
+    """PEFT's files hold A and B; what they add up to hangs on the scale, which the job states anew."""
+    try:
+        before = read_spec(folder)
+        refuse_slow(folder, before, [site.name for site in aboard])
+    except AdapterError:
+        return  # refused, with its reason, when the job is made ready
+    for site in aboard:
+        scale, was = adapter.scale_at(site.name), before.scale_at(site.name)
+        if not math.isclose(scale, was):
+            yield (
+                f"its scale at {site.name} is {scale:g}, but init_from was trained with {was:g}; "
+                "to go on from what it computes, set alpha, rslora and alpha_pattern as it has them"
+            )
+            return
+
+
+def _width(site: SiteShape) -> int:
+    return min(site.in_features, site.out_features)

@@ -1,0 +1,111 @@
+"""A job's keys as written, with their places: shorthands written out, and laid over the defaults."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from weftune.jobs.spec.places import ABSENT, ROWS, Loc, Places, places_of, step_into, wrap
+
+ALTERNATIVES: Mapping[Loc, tuple[str, str]] = {(): ("epochs", "steps"), ("eval",): ("path", "fraction")}
+"""Keys of which a job says one; the one it says displaces the other where that came from the defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    values: dict[str, Any]
+    places: Places
+
+
+def written_out(values: Mapping[str, Any], places: Places) -> Layer:
+    """The same layer without shorthands, so that layers can be merged key by key."""
+    whole, places = dict(values), dict(places)
+    data = whole.get("data")
+    if isinstance(data, str | list | tuple):
+        whole["data"] = data = {"path": data}
+        wrap(places, ("data",), "path")
+    if isinstance(data, Mapping) and isinstance(data.get("path"), list | tuple):
+        sources = [{"path": item} if isinstance(item, str) else item for item in data["path"]]
+        plain = {index for index, item in enumerate(data["path"]) if isinstance(item, str)}
+        places |= {
+            (*loc, "path"): place
+            for loc, place in places.items()
+            if loc[:2] == ("data", "path") and len(loc) == 3 and loc[2] in plain
+        }
+        whole["data"] = {**data, "path": sources}
+    stop = whole.get("early_stop")
+    if isinstance(stop, numbers.Real) and not isinstance(stop, bool):
+        whole["early_stop"] = {"patience": stop}
+        wrap(places, ("early_stop",), "patience")
+    return Layer(whole, places)
+
+
+def merged(defaults: Layer, own: Layer) -> Layer:
+    """`own` laid over `defaults`: mappings merge deeply, everything else replaces."""
+    values = _merge(defaults.values, own.values, ())
+    places = {loc: place for loc, place in defaults.places.items() if loc and _holds(values, loc)}
+    return Layer(values, places | own.places)
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any], loc: Loc) -> dict[str, Any]:
+    result = dict(below)
+    one, other = ALTERNATIVES.get(loc, ("", ""))
+    if above.get(one) is not None:
+        result.pop(other, None)
+    if above.get(other) is not None:
+        result.pop(one, None)
+    for key, value in above.items():
+        lower = result.get(key)
+        both = isinstance(lower, Mapping) and isinstance(value, Mapping)
+        result[key] = _merge(lower, value, (*loc, key)) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def _holds(values: Any, loc: Loc) -> bool:
+    for part in loc:
+        values = step_into(values, part)
+    return values is not ABSENT
+
+
+def from_python(keywords: Mapping[str, Any]) -> Layer:
+    """The keywords of a JobSpec made in Python as the layer that the same keys in a file would make."""
+    values = dict(keywords)
+    if is_rows(values.get("data")):
+        values["data"] = {ROWS: values["data"]}
+    values = {key: plain_values(value) for key, value in values.items()}
+    return written_out(values, places_of(values))
+
+
+def is_rows(data: Any) -> bool:
+    """Whether `data` is the rows themselves; a list of paths or of {path, weight} is a mixture instead."""
+    if isinstance(data, list | tuple):
+        return not data or not all(isinstance(item, str | Path) or _is_source(item) for item in data)
+    is_path_or_keys = isinstance(data, str | bytes | Path | Mapping) or is_dataclass(data)
+    return not is_path_or_keys and hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def _is_source(item: Any) -> bool:
+    if is_dataclass(item):
+        return hasattr(item, "weight")
+    return isinstance(item, Mapping) and "path" in item and len(item) <= 2
+
+
+def plain_values(value: Any) -> Any:
+    """Records as mappings, paths as text, numpy's numbers as Python's; rows stay as they are."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+        value = {key: below for key, below in value.items() if below is not None and below != ()}
+    if isinstance(value, Mapping):
+        return {str(key): below if key == ROWS else plain_values(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    return value

@@ -1,0 +1,206 @@
+"""A YAML file as plain values, with the line of every key.
+
+Numbers and booleans are read as YAML 1.2 has them, so that `2e-4` is a number, and `no` and a date are text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weftune.errors import Mistake, SpecError
+from weftune.jobs.spec.places import Loc, Place, Placed, dotted
+
+MAX_NODES = 50_000
+"""More than any honest file has; aliases of aliases can write billions in a few lines."""
+MAX_CHARACTERS = 1_000_000
+MAX_DEPTH = 50
+"""Of lists and mappings inside one another. What reads YAML looks at all open ones for every word."""
+
+TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012  # the parent class declares it so
+    depth = 0
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _resolve(tag: str, pattern: str, first: str) -> None:
+    _Loader.add_implicit_resolver(TAG + tag, re.compile(rf"(?:{pattern})\Z"), list(first))
+
+
+_resolve("bool", "true|True|TRUE|false|False|FALSE", "tTfF")
+_resolve("null", "~|null|Null|NULL|", "~nN")
+_Loader.add_implicit_resolver(TAG + "null", re.compile(r"\Z"), [""])
+_resolve("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+", "-+0123456789")
+_resolve(
+    "float",
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "-+.0123456789",
+)
+_resolve("merge", "<<", "<")
+
+
+@dataclass(slots=True)
+class Document:
+    """What a file says: its values, the line of every key and item, and the mistakes met while reading."""
+
+    file: str
+    values: Any = None
+    lines: dict[Loc, int] = field(default_factory=dict)
+    faults: list[Placed] = field(default_factory=list)
+
+
+def read_yaml(path: Path) -> Document:
+    """Read one YAML file; what is no YAML at all raises a SpecError with the line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise SpecError(f"there is no file {path}") from None
+    except IsADirectoryError:
+        raise SpecError(f"{path} is a folder; name the YAML file in it") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(Mistake(path.name, f"is not UTF-8 text (byte {error.start})")) from None
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from None
+    return parse_yaml(text, path.name)
+
+
+def parse_yaml(text: str, file: str) -> Document:
+    document = Document(file)
+    if len(text) > MAX_CHARACTERS:
+        raise SpecError(Mistake(file, f"has more than {MAX_CHARACTERS:,} characters; write shorter files"))
+    try:
+        node = _Loader(text).get_single_node()
+        if node is not None:
+            _Builder(document).build(node, ())
+    except yaml.MarkedYAMLError as error:
+        raise SpecError(_syntax_mistake(error, file)) from None
+    except yaml.YAMLError as error:
+        raise SpecError(Mistake(file, f"is not YAML: {str(error).splitlines()[0]}")) from None
+    except RecursionError:
+        raise SpecError(Mistake(file, "is nested too deeply")) from None
+    return document
+
+
+def _syntax_mistake(error: yaml.MarkedYAMLError, file: str) -> Mistake:
+    mark = error.problem_mark or error.context_mark
+    problem = error.problem or "it cannot be read"
+    if "'\\t'" in problem:
+        problem = "a tab stands where YAML wants spaces; indent with spaces"
+    elif problem == "mapping values are not allowed here":
+        problem = "a colon stands where no key can be; put the text in quotes, or mend the indentation"
+    return Mistake(f"{file}:{mark.line + 1}" if mark else file, f"is not YAML: {problem}")
+
+
+class _Builder:
+    """Turns YAML nodes into plain values, noting lines on the way."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.nodes = 0
+        self.open: set[int] = set()
+
+    def build(self, node: yaml.Node, loc: Loc) -> None:
+        self.document.lines[loc] = node.start_mark.line + 1
+        self.document.values = self.value(node, loc)
+
+    def fault(self, node: yaml.Node, loc: Loc, sentence: str) -> None:
+        place = Place(self.document.file, node.start_mark.line + 1, dotted(loc))
+        self.document.faults.append(Placed(place, sentence))
+
+    def value(self, node: yaml.Node, loc: Loc) -> Any:
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise SpecError(
+                Mistake(self.document.file, f"holds more than {MAX_NODES} values once aliases are followed")
+            )
+        if isinstance(node, yaml.ScalarNode):
+            return self.scalar(node, loc)
+        if id(node) in self.open:
+            # The node is the thing itself, which begins further up than its alias.
+            place = Place(self.document.file, self.document.lines[loc], dotted(loc))
+            self.document.faults.append(Placed(place, "an alias stands inside the thing it names; remove it"))
+            return None
+        self.open.add(id(node))
+        try:
+            return self.mapping(node, loc) if isinstance(node, yaml.MappingNode) else self.sequence(node, loc)
+        finally:
+            self.open.discard(id(node))
+
+    def sequence(self, node: yaml.Node, loc: Loc) -> list[Any]:
+        for index, item in enumerate(node.value):
+            self.document.lines[(*loc, index)] = item.start_mark.line + 1
+        return [self.value(item, (*loc, index)) for index, item in enumerate(node.value)]
+
+    def mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag == TAG + "merge":
+                result = self.merged(value, loc) | result
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            if key.tag == TAG + "merge":
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                self.fault(key, loc, "a key must be plain text")
+                continue
+            line = key.start_mark.line + 1
+            here = (*loc, key.value)
+            if key.value in first:
+                self.fault(key, here, f"is written twice, first on line {first[key.value]}; remove one")
+                continue
+            first[key.value] = self.document.lines[here] = line
+            result[key.value] = self.value(value, here)
+        return result
+
+    def merged(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
+        """What `<<` brings in: one mapping, or a list of them of which the earlier wins."""
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        result: dict[str, Any] = {}
+        for part in reversed(parts):
+            if isinstance(part, yaml.MappingNode):
+                result |= self.value(part, loc) or {}
+            else:
+                self.fault(part, loc, "<< takes a mapping, or a list of mappings")
+        return result
+
+    def scalar(self, node: yaml.ScalarNode, loc: Loc) -> Any:
+        text, tag = node.value, node.tag
+        try:
+            if tag == TAG + "null":
+                return None
+            if tag == TAG + "bool":
+                return text.lower() == "true"
+            if tag == TAG + "int":
+                return int(text, 16 if text.startswith("0x") else 10)
+            if tag == TAG + "float":
+                return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+        except ValueError:
+            self.fault(node, loc, "is a number that cannot be read")
+            return None
+        if tag not in (TAG + "str", TAG + "merge"):
+            self.fault(node, loc, f"the tag {tag} means nothing here; remove it")
+            return None
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            self.fault(node, loc, "holds half a surrogate pair, which is no text; remove it")
+            return None
+        return text

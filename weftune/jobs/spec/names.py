@@ -1,0 +1,55 @@
+"""The names of jobs: each becomes a folder of the output, on any file system."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from weftune.jobs.spec.show import show
+
+LONGEST = 64
+
+DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
+"""Names that Windows keeps for itself, whatever follows the first dot."""
+
+OURS = {
+    "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "shares.json", "report.html", "ranks",
+    "tensorboard", "wandb", "mlruns",
+}  # fmt: skip
+"""What Weftune writes beside the jobs' folders."""
+
+
+def name_fault(name: Any) -> str | None:
+    """The sentence against a job's name, or None."""
+    if not isinstance(name, str):
+        hint = "" if name is None or isinstance(name, list | tuple | dict) else "; write it in quotes"
+        return f"must be text, got {show(name)}{hint}"
+    if not name:
+        return "must not be empty"
+    if len(name) > LONGEST:
+        return f"must have at most {LONGEST} letters, got {len(name)}"
+    if "/" in name or "\\" in name or name in (".", ".."):
+        return f"must be a plain name and no path, got {show(name)}"
+    if name[0] in ".-":
+        return f"must not start with a dot or a dash, got {show(name)}"
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name.endswith("."):
+        return f"must be made of letters, digits, . _ and - and not end with a dot, got {show(name)}"
+    if name.lower() in OURS or name.lower().partition(".")[0] in DEVICES:
+        return f"{show(name)} is a reserved name; choose another"
+    return None
+
+
+def repeated(names: Sequence[Any]) -> Iterator[tuple[int, str]]:
+    """The position of every name that an earlier one takes, with the sentence."""
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            continue
+        earlier = first.setdefault(name.lower(), index)
+        if earlier == index:
+            continue
+        if names[earlier] == name:
+            yield index, f"{show(name)} is already the name of jobs[{earlier}]; choose another"
+        else:
+            yield index, f"{show(name)} differs from the name of jobs[{earlier}] only by case; choose another"

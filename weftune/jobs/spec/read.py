@@ -1,0 +1,204 @@
+"""A jobs file, or the same as a mapping, into a RunSpec; every mistake in it is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from weftune.base.spec import DEMO, BaseSpec
+from weftune.core.shapes import ModelShape
+from weftune.errors import Mistake, SpecError, UserError
+from weftune.jobs.spec.checks import check_targets
+from weftune.jobs.spec.keys import BASE_KEYS, RUN_KEYS, unknown_key
+from weftune.jobs.spec.layer import Layer, is_rows, merged, written_out
+from weftune.jobs.spec.lines import MAX_NODES, read_yaml
+from weftune.jobs.spec.names import repeated
+from weftune.jobs.spec.paths import exists, is_hub_id, is_revision, missing, place_in
+from weftune.jobs.spec.places import ROWS, Loc, Place, Placed, Places, dotted, in_file_order, places_of
+from weftune.jobs.spec.schema import EXPECTED, build
+from weftune.jobs.spec.settle import settle
+from weftune.jobs.spec.show import show
+from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
+
+OUTPUT = "output"
+
+
+ShapeOf = Callable[[BaseSpec], ModelShape | None]
+
+
+def read_run(path: Path | str, shape_of: ShapeOf | None = None) -> RunSpec:
+    """Read a jobs file. Raises one SpecError with all the mistakes that are in it.
+
+    With `shape_of`, which says a base's shape if it can, targets that match no site of it are among them.
+    """
+    path = Path(path)
+    document = read_yaml(path)
+    reader = _Reader(path.name, path.parent.resolve(), document.lines, document.faults, shape_of)
+    return reader.run(document.values, path)
+
+
+def parse_run(mapping: Any, folder: Path, file: Path | None = None) -> RunSpec:
+    """The same from a mapping that is already in memory; paths are relative to `folder`."""
+    return _Reader("" if file is None else file.name, folder.absolute(), {}, []).run(mapping, file)
+
+
+@dataclass(slots=True)
+class _Reader:
+    file: str
+    folder: Path
+    lines: Mapping[Loc, int]
+    broken: list[Placed]
+    """What was wrong already as YAML, so that nothing more need be said of those values."""
+    shape_of: ShapeOf | None = None
+    found: list[Placed] = field(default_factory=list)
+
+    def run(self, values: Any, file: Path | None) -> RunSpec:
+        if not isinstance(values, Mapping):
+            got = "it is empty" if values is None else f"it holds {show(values)}"
+            self.fault((), f"must be a mapping with the keys base and jobs, but {got}")
+            self.raise_mistakes()
+        if not values.keys() >= {"base"}:
+            self.fault((), "needs base: a Hub id, a folder, a GGUF file, or demo")
+        for key in values:
+            if key not in RUN_KEYS:
+                self.fault((key,), unknown_key("run", str(key)))
+        base = self.base(values["base"]) if "base" in values else None
+        output = self.output(values.get("output"))
+        report_to = self.report_to(values.get("report_to"))
+        jobs, places = self.jobs(values)
+        if base is None:
+            self.raise_mistakes()
+        assert base is not None
+        run = RunSpec(base=base, output=output, report_to=report_to, jobs=jobs, file=file, places=places)
+        self.raise_mistakes(self.target_mistakes(run))
+        return run
+
+    def raise_mistakes(self, more: Sequence[Mistake] = ()) -> None:
+        unread = {placed.place for placed in self.broken}
+        mistakes = self.broken + [placed for placed in self.found if placed.place not in unread]
+        if mistakes or more:
+            raise SpecError([*in_file_order(mistakes), *more])
+
+    def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
+        """Of the jobs that could be read; a base that cannot be looked at is a mistake itself."""
+        if self.shape_of is None or not run.jobs:
+            return ()
+        try:
+            shape = self.shape_of(run.base)
+        except UserError as error:
+            return error.mistakes
+        return () if shape is None else check_targets(run.jobs, shape, run.place)
+
+    def fault(self, loc: Loc, sentence: str) -> None:
+        line = next((self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 0)
+        self.found.append(Placed(Place(self.file, line, dotted(loc)), sentence))
+
+    def base(self, value: Any) -> BaseSpec | None:
+        keys = {"model": value} if isinstance(value, str) else value
+        if not isinstance(keys, Mapping):
+            self.fault(("base",), f"must be {EXPECTED[('base',)]}, got {show(value)}")
+            return None
+        unknown = [key for key in keys if key not in BASE_KEYS]
+        for key in unknown:
+            self.fault(("base", key), unknown_key("base", str(key)))
+        made = build(BaseSpec, {key: keys[key] for key in keys if key in BASE_KEYS}, "base", ("base",))
+        if isinstance(made, list):
+            for flaw in made:
+                self.fault(flaw.loc, flaw.sentence)
+            return None
+        assert isinstance(made, BaseSpec)
+        return self.located_base(made, ("base",) if isinstance(value, str) else ("base", "model"))
+
+    def located_base(self, base: BaseSpec, loc: Loc) -> BaseSpec:
+        path = place_in(self.folder, base.model)
+        if base.revision is not None and not is_revision(base.revision):
+            self.fault(("base", "revision"), f"must be a branch, tag or commit, got {show(base.revision)}")
+        if not base.model:
+            self.fault(loc, "must not be empty")
+        elif base.model == DEMO:
+            return base
+        elif exists(path):
+            return replace(base, model=str(path), written=base.model)
+        elif not is_hub_id(base.model):
+            self.fault(loc, missing(self.folder, base.model, "file or folder"))
+        return base
+
+    def output(self, value: Any) -> Path:
+        if value is not None and (not isinstance(value, str) or not value):
+            self.fault(("output",), f"must be the path of a folder, got {show(value)}")
+            value = None
+        path = place_in(self.folder, value or OUTPUT)
+        if exists(path) and not path.is_dir():
+            self.fault(("output",), f"{show(value or OUTPUT)} is a file; name a folder")
+        return path
+
+    def report_to(self, value: Any) -> tuple[Tracker, ...]:
+        known = get_args(Tracker)
+        trackers = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(trackers, list):
+            self.fault(("report_to",), f"must be a list of {', '.join(known)}, got {show(value)}")
+            return ()
+        for index, tracker in enumerate(trackers):
+            if tracker not in known:
+                loc: Loc = ("report_to",) if isinstance(value, str) else ("report_to", index)
+                sentence = f"must be {', '.join(known[:-1])} or {known[-1]}, got {show(tracker)}"
+                self.fault(loc, f"{sentence}; for none leave report_to out")
+        return tuple(dict.fromkeys(tracker for tracker in trackers if tracker in known))
+
+    def jobs(self, values: Mapping[str, Any]) -> tuple[tuple[JobSpec, ...], dict[str, Places]]:
+        listed = values.get("jobs")
+        if not isinstance(listed, list | tuple) or not listed:
+            loc: Loc = ("jobs",) if "jobs" in values else ()
+            self.fault(
+                loc,
+                f"must be a list of at least one job, got {show(listed)}" if loc else "needs jobs: a list",
+            )
+            return (), {}
+        defaults = self.defaults(values.get("defaults"))
+        if len(defaults.places) * len(listed) > MAX_NODES:
+            self.fault(
+                ("defaults",),
+                f"has {len(defaults.places):,} values for each of {len(listed):,} jobs, and a file can hold "
+                f"{MAX_NODES:,} in all; split it",
+            )
+            return (), {}
+        made: list[JobSpec] = []
+        places: dict[str, Places] = {}
+        for index, keys in enumerate(listed):
+            loc = ("jobs", index)
+            if not isinstance(keys, Mapping):
+                self.fault(loc, f"must be a mapping such as {{name: a, data: rows.jsonl}}, got {show(keys)}")
+                continue
+            layer = merged(defaults, self.layer(keys, loc))
+            job, found = settle(JobSpec, layer, self.folder)
+            self.found.extend(found)
+            if job is not None:
+                made.append(job)
+                places[job.name] = layer.places
+        for index, sentence in repeated(
+            [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
+        ):
+            self.fault(("jobs", index, "name"), sentence)
+        return tuple(made), places
+
+    def defaults(self, values: Any) -> Layer:
+        if values is not None and not isinstance(values, Mapping):
+            self.fault(("defaults",), f"must be a mapping of a job's keys, got {show(values)}")
+            values = None
+        keys = dict(values or {})
+        if "name" in keys:
+            self.fault(("defaults", "name"), "must be given in each job, for no two share it")
+            del keys["name"]
+        return self.layer(keys, ("defaults",))
+
+    def layer(self, keys: Mapping[str, Any], loc: Loc) -> Layer:
+        """The keys at `loc` with shorthands written out; rows can only come from Python."""
+        data = keys.get("data")
+        if not self.file:
+            keys = {**keys, "data": {ROWS: data}} if "data" in keys and is_rows(data) else keys
+        elif isinstance(data, Mapping) and "rows" in data:
+            self.fault((*loc, "data", "rows"), "write the rows to a file, and its path as data.path")
+            keys = {**keys, "data": {key: value for key, value in data.items() if key != "rows"}}
+        return written_out(keys, places_of(keys, loc, self.file, self.lines))

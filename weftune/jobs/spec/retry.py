@@ -1,0 +1,130 @@
+"""`--retry JOB --set KEY=VALUE`: a started job goes on from its last checkpoint with other settings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from weftune.errors import Mistake, SpecError
+from weftune.jobs.spec.keys import SECTIONS, unknown_key
+from weftune.jobs.spec.layer import Layer, from_python, merged, written_out
+from weftune.jobs.spec.lines import parse_yaml
+from weftune.jobs.spec.places import places_of
+from weftune.jobs.spec.settle import settle
+from weftune.jobs.spec.spec import JobSpec, changed_keys, resolved
+
+CHANGEABLE = (
+    "learning_rate", "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "adapter.dropout",
+    "early_stop", "early_stop.patience", "early_stop.min_delta", "save_every", "priority",
+)  # fmt: skip
+"""What a started job may change: how it steps, and nothing that decides its rows, its length or its shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """One decision of the user's that a job goes on, as job.yaml keeps it."""
+
+    step: int
+    """Where it went on from."""
+    reason: str
+    """Why it had stopped."""
+    changed: Mapping[str, tuple[Any, Any]]
+    """Dotted key → (before, after)."""
+    time: float
+    """In seconds since 1970."""
+
+    def record(self) -> dict[str, Any]:
+        changed = {key: {"from": before, "to": after} for key, (before, after) in self.changed.items()}
+        return {"step": self.step, "reason": self.reason, "changed": changed, "time": self.time}
+
+    def sentence(self) -> str:
+        """For the notes of the job."""
+        keys = [f"{key} {after} (was {before})" for key, (before, after) in self.changed.items()]
+        what = f" with {', '.join(keys)}" if keys else ""
+        return f"retried from step {self.step}{what}" + (f", after: {self.reason}" if self.reason else "")
+
+
+def read_changes(words: Sequence[str]) -> dict[str, Any]:
+    """What every `--set KEY=VALUE` says, its value read as the jobs file would read it."""
+    changes: dict[str, Any] = {}
+    mistakes: list[Mistake] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            mistakes.append(Mistake(f"--set {word}", "write KEY=VALUE, such as learning_rate=1e-5"))
+        elif key not in CHANGEABLE:
+            mistakes.append(Mistake(f"--set {key}", _refusal(key)))
+        else:
+            changes[key] = parse_yaml(text, f"--set {key}").values
+    if mistakes:
+        raise SpecError(mistakes)
+    return changes
+
+
+def _refusal(key: str) -> str:
+    section, _, last = key.rpartition(".")
+    known = SECTIONS.get(section or "job", ())
+    if last not in known:
+        return unknown_key(section if section in SECTIONS else "job", last)
+    return (
+        "a started job cannot change it: it decides the job's rows, its length or its adapter's shape; "
+        f"train it anew with --restart, or change one of {', '.join(CHANGEABLE)}"
+    )
+
+
+def with_changes(job: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
+    """The job with these dotted keys changed, checked as if the file said so."""
+    if not changes:
+        return job
+    below = from_python({item.name: getattr(job, item.name) for item in fields(JobSpec)})
+    nested = _nested(changes)
+    layer = merged(below, written_out(nested, places_of(nested)))
+    made, found = settle(JobSpec, Layer(layer.values, layer.places), Path.cwd())
+    if made is None:
+        raise SpecError([Mistake(f"--set {placed.place}", placed.sentence) for placed in found])
+    return made
+
+
+def as_retried(job: JobSpec, retries: Sequence[Mapping[str, Any]]) -> JobSpec:
+    """The job of the file with what earlier retries have changed.
+
+    A key whose value in the file is neither the old nor the new one is left as the file has it, so that the
+    change is seen and refused like any other.
+    """
+    known: dict[str, list[Any]] = {}
+    for retry in retries:
+        for key, change in retry["changed"].items():
+            known.setdefault(key, []).extend((change["from"], change["to"]))
+    plain = resolved(job)
+    return with_changes(
+        job, {key: values[-1] for key, values in known.items() if _value(plain, key) in values}
+    )
+
+
+def new_retry(old: Mapping[str, Any], new: Mapping[str, Any], step: int, reason: str) -> Retry:
+    """From what job.yaml says of the job's keys, and what it will say."""
+    changed = {key: (_value(old, key), _value(new, key)) for key in changed_keys(old, new)}
+    return Retry(step, reason, changed, time.time())
+
+
+def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in changes.items():
+        section, _, last = key.rpartition(".")
+        if section:
+            held = values.get(section)
+            values[section] = {**(held if isinstance(held, dict) else {}), last: value}
+        else:
+            values[key] = value
+    return values
+
+
+def _value(plain: Mapping[str, Any], key: str) -> Any:
+    value: Any = plain
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,127 @@
+"""pydantic's findings as sentences: one for each value, whatever union its type is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from weftune.jobs.spec.keys import unknown_key
+from weftune.jobs.spec.near import nearest
+from weftune.jobs.spec.places import ABSENT, Fault, Loc, step_into
+from weftune.jobs.spec.show import show
+
+EXPECTED: Mapping[Loc, str] = {
+    ("adapter",): "a mapping such as {kind: lora, rank: 16}",
+    ("adapter", "targets"): "all-linear, a regular expression, or a list of the endings of module paths",
+    ("adapter", "rank_pattern"): "a mapping from a module path's ending to a rank",
+    ("adapter", "alpha_pattern"): "a mapping from a module path's ending to an alpha",
+    ("betas",): "a list of two numbers such as [0.9, 0.999]",
+    ("data",): "a path, a list of {path, weight}, or a mapping such as {path: rows.jsonl}",
+    ("data", "path"): "a path, or a list of {path, weight}",
+    ("data", "columns"): "a mapping such as {prompt: question}",
+    ("eval",): "a mapping such as {fraction: 0.1} or {path: held_out.jsonl}",
+    ("early_stop",): "a number of evaluations, or a mapping such as {patience: 3, min_delta: 0.01}",
+    ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
+}
+"""What the value at a place may be, where its type alone would say it badly."""
+
+KINDS: Mapping[str, str] = {
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "dataclass_type": "a mapping",
+    "mapping_type": "a mapping",
+    "tuple_type": "a list",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+}
+
+
+MISSING = ("missing", "missing_argument")
+
+
+@cache
+def _adapter_of(record: type) -> TypeAdapter[Any]:
+    return TypeAdapter(record)
+
+
+def build(record: type, values: Mapping[str, Any], section: str = "job", root: Loc = ()) -> Any | list[Fault]:
+    """`record` made from `values`, or what is wrong with them; `root` is where they stand in the job."""
+    try:
+        return _adapter_of(record).validate_python(values)
+    except ValidationError as error:
+        return list(_faults(error, values, section, root))
+
+
+def _faults(error: ValidationError, values: Mapping[str, Any], section: str, root: Loc) -> Iterator[Fault]:
+    found: dict[Loc, ErrorDetails] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_way(item, values), item)
+    # A union complains once for each member: where one got further in, its finding is the one meant.
+    around = {loc[:length] for loc in found for length in range(len(loc))}
+    for loc, item in found.items():
+        if loc not in around:
+            yield _fault(root + loc, item, section)
+
+
+def _way(item: ErrorDetails, values: Any) -> Loc:
+    """pydantic's location without the names of union members, which lead nowhere in the values."""
+    loc = item["loc"]
+    way: list[str | int] = []
+    for index, part in enumerate(loc):
+        below = step_into(values, part)
+        is_missing_key = index == len(loc) - 1 and item["type"] in MISSING
+        if below is not ABSENT:
+            values = below
+        elif not is_missing_key:
+            continue
+        way.append(part)
+    return tuple(way)
+
+
+def _fault(loc: Loc, item: ErrorDetails, section: str) -> Fault:
+    kind, value = item["type"], item["input"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return Fault(loc, unknown_key(section_of(loc[:-1], section), str(loc[-1])))
+    if kind in MISSING:
+        return Fault(loc[:-1], f"needs {_required(str(loc[-1]))}")
+    if kind == "literal_error":
+        return Fault(loc, _choice(item["ctx"]["expected"], value))
+    expected = EXPECTED.get(loc) or KINDS.get(kind)
+    if expected is None:
+        return Fault(loc, f"cannot be used: {item['msg']}")
+    hint = "; write it in quotes" if kind == "string_type" and isinstance(value, int | float) else ""
+    return Fault(loc, f"must be {expected}, got {show(value)}{hint}")
+
+
+def section_of(loc: Loc, section: str = "job") -> str:
+    """The section of the spec whose keys stand at `loc`."""
+    if not loc:
+        return section
+    return "source" if loc[:2] == ("data", "path") else str(loc[0])
+
+
+def _required(key: str) -> str:
+    return {
+        "name": "a name",
+        "data": "data: a path, or a list of {path, weight}",
+        "path": "a path",
+        "model": "model: a Hub id, a folder, a GGUF file, or demo",
+        "patience": "patience: how many evaluations to wait",
+    }.get(key, key)
+
+
+def _choice(expected: str, value: Any) -> str:
+    choices = re.findall(r"'([^']*)'", expected)
+    listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
+    near = nearest(str(value).lower(), choices)
+    hint = f"; did you mean {near}?" if near else "; there is no other yet" if len(choices) == 1 else ""
+    return f"must be {listed}, got {show(value)}{hint}"

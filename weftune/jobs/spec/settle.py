@@ -1,0 +1,180 @@
+"""From the keys of one job to a checked record: numbers, files, types, and what must agree with what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weftune.adapters.lora.spec import ALL_LINEAR
+from weftune.core.patterns import ending, slow_sentence
+from weftune.jobs.spec.bounds import number_faults
+from weftune.jobs.spec.layer import Layer
+from weftune.jobs.spec.names import name_fault
+from weftune.jobs.spec.paths import Locate, Located, locate_adapter, locate_rows, locate_template
+from weftune.jobs.spec.places import ROWS, Fault, Loc, Placed, place_of
+from weftune.jobs.spec.schema import EXPECTED, build
+from weftune.jobs.spec.show import show
+
+Record = TypeVar("Record")
+
+
+def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | None, list[Placed]]:
+    """The job that `layer` describes, or every mistake in it. Paths are relative to `folder`."""
+    values = _completed(layer.values)
+    faults: dict[Loc, str] = {}
+
+    def note(found: Iterator[Fault] | list[Fault]) -> None:
+        for fault in found:
+            faults.setdefault(fault.loc, fault.sentence)
+
+    note(number_faults(values))
+    note(_betas_faults(values))
+    values, missing_files = _located(values, folder)
+    note(missing_files)
+    made = build(record, values)
+    note(made if isinstance(made, list) else [])
+    note(_disagreements(values))
+    if faults:
+        return None, [Placed(place_of(layer.places, loc), sentence) for loc, sentence in faults.items()]
+    assert isinstance(made, record)
+    return made, []
+
+
+def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """One epoch unless told; no clipping has one spelling."""
+    whole = dict(values)
+    if whole.get("steps") is None and whole.get("epochs") is None:
+        whole["epochs"] = 1.0
+    if whole.get("clip") == 0 and not isinstance(whole["clip"], bool):
+        whole["clip"] = None
+    return whole
+
+
+LOCATED: tuple[tuple[str, str, Locate], ...] = (
+    ("data", "path", locate_rows),
+    ("data", "chat_template", locate_template),
+    ("eval", "path", locate_rows),
+    ("adapter", "init_from", locate_adapter),
+)
+"""The keys that are paths, and what each may lead to."""
+
+
+def _located(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[Fault]]:
+    """The same values with absolute paths, and a fault for every path that leads nowhere."""
+    faults: list[Fault] = []
+
+    def found(value: Any, loc: Loc, locate: Locate) -> Any:
+        if isinstance(value, list):
+            return [found(item, (*loc, index), locate) for index, item in enumerate(value)]
+        if isinstance(value, Mapping) and "path" in value:
+            return {**value, "path": found(value["path"], (*loc, "path"), locate)}
+        if not isinstance(value, str):
+            return value
+        located = locate(folder, value) if value else Located(value, "must not be empty")
+        if located.fault:
+            faults.append(Fault(loc, located.fault))
+        return located.path
+
+    whole = dict(values)
+    for section, key, locate in LOCATED:
+        part = whole.get(section)
+        if isinstance(part, Mapping) and key in part:
+            whole[section] = {**part, key: found(part[key], (section, key), locate)}
+    return whole, faults
+
+
+def _disagreements(values: Mapping[str, Any]) -> Iterator[Fault]:
+    """What each key may be by itself, but not beside the others."""
+    if "name" in values and (sentence := name_fault(values["name"])):
+        yield Fault(("name",), sentence)
+    if values.get("epochs") is not None and values.get("steps") is not None:
+        yield Fault(("steps",), "give epochs or steps, not both")
+    yield from _eval_faults(values)
+    yield from _data_faults(values.get("data"))
+    yield from _adapter_faults(values.get("adapter"))
+
+
+def _betas_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    """Before their types are looked at, which would count the missing ones."""
+    if "betas" not in values:
+        return
+    betas = values["betas"]
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        yield Fault(("betas",), f"must be {EXPECTED[('betas',)]}, got {show(betas)}")
+
+
+def _eval_faults(values: Mapping[str, Any]) -> Iterator[Fault]:
+    held_out = values.get("eval")
+    if held_out is None:
+        if values.get("keep") == "best":
+            yield Fault(
+                ("keep",), "best needs eval: {fraction: 0.1} or eval: {path: ...} to know which is best"
+            )
+        if values.get("early_stop") is not None:
+            yield Fault(("early_stop",), "needs eval: {fraction: 0.1, every: 0.1} to know when to stop")
+    if not isinstance(held_out, Mapping):
+        return
+    path, fraction = held_out.get("path"), held_out.get("fraction")
+    if path is not None and fraction is not None:
+        yield Fault(("eval",), "give path or fraction, not both")
+    if path is None and fraction is None:
+        yield Fault(
+            ("eval",), "needs path (a file of held-out rows) or fraction (a share of the training rows)"
+        )
+    if values.get("early_stop") is not None and held_out.get("every") is None:
+        yield Fault(
+            ("early_stop",), "needs eval.every: without it the job is evaluated at its start and end only"
+        )
+
+
+def _data_faults(data: Any) -> Iterator[Fault]:
+    if not isinstance(data, Mapping):
+        return
+    path, rows = data.get("path"), data.get(ROWS)
+    if path is not None and rows is not None:
+        yield Fault(("data",), "give path or rows, not both")
+    elif path is None and rows is None:
+        yield Fault(("data",), "needs path: a file, a Hub id, or a list of {path, weight}")
+    elif isinstance(path, list) and not path:
+        yield Fault(("data", "path"), "must name at least one file or Hub id, got an empty list")
+    if rows is not None and len(rows) == 0:
+        yield Fault(("data",), "must hold at least one row")
+    elif rows is not None and not isinstance(rows[0], Mapping):
+        yield Fault(("data",), f"must be rows, each a mapping such as {{text: ...}}, got {show(rows[0])}")
+
+
+def _adapter_faults(adapter: Any) -> Iterator[Fault]:
+    if not isinstance(adapter, Mapping):
+        return
+    targets = adapter.get("targets")
+    if isinstance(targets, list | tuple):
+        if not targets:
+            yield Fault(
+                ("adapter", "targets"), f"must name at least one module; for all of them write {ALL_LINEAR}"
+            )
+        for index, target in enumerate(targets):
+            if target == "":
+                yield Fault(("adapter", "targets", index), "must not be empty")
+            elif target == ALL_LINEAR:
+                yield Fault(("adapter", "targets", index), f"write targets: {ALL_LINEAR}, without a list")
+    elif isinstance(targets, str):
+        yield from _expression(targets, targets, ("adapter", "targets"))
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = adapter.get(name)
+        for pattern in patterns if isinstance(patterns, Mapping) else ():
+            yield from _expression(pattern, ending(pattern), ("adapter", name, pattern))
+
+
+def _expression(text: str, whole: str, loc: Loc) -> Iterator[Fault]:
+    """`whole` is what names are matched against, of which the user wrote `text`."""
+    if not text:
+        yield Fault(loc, "must not be empty")
+    if slow := slow_sentence([whole]):
+        yield Fault(loc, slow)
+        return
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        yield Fault(loc, f"is no regular expression: {error}; a list names module endings without one")

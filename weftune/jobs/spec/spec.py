@@ -1,0 +1,191 @@
+"""A job and a run as records, and the plain mapping that a started job is compared by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack
+
+from weftune.adapters.kinds import AdapterSpec
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.spec import BaseSpec
+from weftune.data.spec import DataSpec, EvalSpec
+from weftune.errors import SpecError
+from weftune.jobs.spec.layer import from_python
+from weftune.jobs.spec.places import ROWS, Loc, Places, dotted, in_file_order, place_of
+from weftune.jobs.spec.settle import settle
+
+Objective = Literal["sft"]
+Schedule = Literal["linear", "cosine", "constant"]
+Keep = Literal["best", "last"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStop:
+    """Stop after `patience` evaluations in a row that did not better the best loss by over `min_delta`."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    patience: int
+    min_delta: float = 0.0
+
+
+class JobKeys(TypedDict, total=False):
+    """What a JobSpec is made of in Python: the keys of jobs.yaml, and rows or records where it has paths."""
+
+    name: Required[str]
+    data: Required[str | Path | DataSpec | Mapping[str, Any] | Sequence[Any]]
+    adapter: AdapterSpec | Mapping[str, Any]
+    objective: Objective
+    eval: EvalSpec | Mapping[str, Any] | None
+    epochs: float | None
+    steps: int | None
+    batch_size: int
+    learning_rate: float
+    schedule: Schedule
+    warmup: float
+    weight_decay: float
+    betas: Sequence[float]
+    eps: float
+    clip: float | None
+    seed: int
+    priority: int
+    early_stop: EarlyStop | Mapping[str, Any] | int | None
+    save_every: float | None
+    keep: Keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, init=False)
+class JobSpec:
+    """One job. `JobSpec(name="a", data="rows.jsonl", adapter={"rank": 8})` takes what jobs.yaml takes."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid", "arbitrary_types_allowed": True}
+
+    name: str
+    data: DataSpec
+    adapter: AdapterSpec = field(default_factory=LoraSpec)
+    objective: Objective = "sft"
+    eval: EvalSpec | None = None
+    epochs: float | None = None
+    """None exactly where `steps` is given; one epoch unless told."""
+    steps: int | None = None
+    batch_size: int = 16
+    """Samples in the whole global batch."""
+    learning_rate: float = 2e-4
+    schedule: Schedule = "linear"
+    warmup: float = 0.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    """Of Adam, as its betas."""
+    clip: float | None = 1.0
+    """None: gradients are not clipped."""
+    seed: int = 0
+    priority: int = 0
+    early_stop: EarlyStop | None = None
+    save_every: float | None = None
+    keep: Keep = "last"
+
+    def __init__(self, **keys: Unpack[JobKeys]) -> None:
+        job, found = settle(JobSpec, from_python(keys), Path.cwd())
+        if job is None:
+            raise SpecError(in_file_order(found))
+        for item in fields(JobSpec):
+            object.__setattr__(self, item.name, getattr(job, item.name))
+
+    def total_steps(self, batches: int) -> int:
+        """Optimizer steps of the whole run, where one epoch has `batches` global batches."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, math.ceil(_exact(self.epochs) * batches))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """What one jobs file asks for."""
+
+    base: BaseSpec
+    output: Path
+    report_to: tuple[Tracker, ...] = ()
+    jobs: tuple[JobSpec, ...] = ()
+    file: Path | None = None
+    places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
+    """For each job by name, where its keys were written."""
+
+    def place(self, job: str, *loc: str | int) -> str:
+        """Where `loc` of a job was written, for a mistake that is found only when the base is known."""
+        return str(place_of(self.places[job], loc)) if job in self.places else place_in_job(job, *loc)
+
+
+def place_in_job(job: str, *loc: str | int) -> str:
+    """How to point into a job that was made in Python."""
+    return f"job {job} {dotted(loc)}"
+
+
+def in_steps(value: float, total: int) -> int:
+    """`value` in steps: below 1 it is a share of the run's `total`, rounded up."""
+    assert value >= 0
+    return math.ceil(_exact(value) * total) if value < 1 else int(value)
+
+
+def _exact(value: float) -> Fraction:
+    """The decimal that was written: 0.07 of 100 steps is 7, though in floats 0.07 * 100 is a little more."""
+    return Fraction(repr(float(value)))
+
+
+def resolved(job: JobSpec) -> dict[str, Any]:
+    """The job with every default written out, under the keys of jobs.yaml and in values that YAML has."""
+    whole = {item.name: getattr(job, item.name) for item in fields(JobSpec)}
+    whole["betas"] = list(job.betas)
+    whole["adapter"] = _plain(job.adapter)
+    whole["data"] = _data(job.data)
+    whole["eval"] = None if job.eval is None else _plain(job.eval)
+    whole["early_stop"] = None if job.early_stop is None else _plain(job.early_stop)
+    return whole
+
+
+def _data(data: DataSpec) -> dict[str, Any]:
+    """Rows given from Python are named by their count: they can be too many to write down."""
+    whole = {item.name: getattr(data, item.name) for item in fields(DataSpec)}
+    rows = whole.pop(ROWS)
+    whole["columns"] = dict(data.columns)
+    if rows is not None:
+        del whole["path"]
+        return {ROWS: len(rows), **whole}
+    if not isinstance(data.path, str):
+        whole["path"] = [asdict(source) for source in data.path]
+    return whole
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return dict(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {item.name: plain(getattr(record, item.name)) for item in fields(record)}
+
+
+ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
+"""Keys that resolved jobs of earlier versions lack, with what those trained by."""
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The dotted names of the keys in which two resolved jobs differ; a list is compared as a whole."""
+    return sorted(_changed({**ADDED, **old}, {**ADDED, **new}, ()))
+
+
+def _changed(old: Any, new: Any, loc: Loc) -> list[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        absent = object()
+        return [
+            name
+            for key in {**old, **new}
+            for name in _changed(old.get(key, absent), new.get(key, absent), (*loc, str(key)))
+        ]
+    return [] if old == new else [".".join(map(str, loc))]

@@ -1,0 +1,87 @@
+"""A status rebuilt from what the jobs have left in their folders, where status.json is damaged."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from weftune.adapters.folder import CONFIG, WEIGHTS
+from weftune.core.files import kept_lines
+from weftune.jobs.store.folder import METRICS, STATUS, WINDOWS
+from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file
+from weftune.jobs.store.states import State
+from weftune.jobs.store.status import JobStatus, RunStatus, job_from_json
+
+
+def rebuilt_status(output: Path, complaint: str) -> RunStatus:
+    """What the folders and the lines say; whoever failed or was cancelled is known only where a damaged
+    status can still be read in part."""
+    told = _ended(output / STATUS)
+    folders = sorted(path.parent for path in output.glob(f"*/{JOB_FILE}") if not path.parent.is_symlink())
+    jobs = {folder.name: told.get(folder.name) or found_job(folder) for folder in folders}
+    done = ", ".join(f"{name} {_standing(job)}" for name, job in jobs.items()) or "no job had begun"
+    note = f"{STATUS} was damaged ({complaint}) and has been rebuilt from the folders of the jobs: {done}."
+    return RunStatus(
+        started=time.time(),
+        seconds=sum(_number(line.get("seconds")) for line in _lines(output / WINDOWS)),
+        notes=(note,),
+        jobs=jobs,
+    )
+
+
+def found_job(folder: Path) -> JobStatus:
+    """How a job stands by its folder: finished if its adapter is there, else waiting to go on."""
+    lines = [line for line in _lines(folder.parent / METRICS) if line.get("job") == folder.name]
+    steps = [line for line in lines if "loss" in line]
+    looks = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
+    best = min(looks, key=lambda line: float(line["eval_loss"]), default={})
+    made = max((int(_number(line.get("step"))) for line in steps), default=0)
+    is_finished = all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
+    return JobStatus(
+        state=State.SUCCEEDED if is_finished and not (folder / CHECKPOINTS).exists() else State.QUEUED,
+        step=made,
+        steps=_steps(folder),
+        trained_tokens=sum(int(_number(line.get("tokens"))) for line in steps),
+        best_step=best.get("step"),
+        eval_loss=best.get("eval_loss"),
+    )
+
+
+def _ended(path: Path) -> dict[str, JobStatus]:
+    """The jobs that a damaged status still names as failed or cancelled: no flipped bit makes such a word."""
+    found = {}
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        for name, value in json.loads(path.read_bytes())["jobs"].items():
+            with suppress(ValueError):
+                job = job_from_json(value)
+                if job.state in (State.FAILED, State.CANCELLED):
+                    found[name] = job
+    return found
+
+
+def _standing(job: JobStatus) -> str:
+    if job.state.ended:
+        return f"has {job.state}" if job.state is State.SUCCEEDED else f"is {job.state}"
+    return "goes on from its last checkpoint" if job.step else "has not begun"
+
+
+def _steps(folder: Path) -> int:
+    try:
+        found = read_job_file(folder)
+    except DamagedJobFile:
+        return 0
+    return int(_number(found.values.get("steps"))) if found else 0
+
+
+def _lines(path: Path) -> list[Mapping[str, Any]]:
+    with suppress(OSError):
+        return [json.loads(line) for line in kept_lines(path, lambda _: True).splitlines()]
+    return []
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

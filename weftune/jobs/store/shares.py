@@ -1,0 +1,196 @@
+"""The records of shares: while several processes train into one output, each has a store for its own jobs.
+
+A share's store says all that there is to say of its jobs, what came before included; the output's own store
+has everything else. Gathering can be repeated: a kill in the middle of it loses nothing and doubles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weftune.core.files import kept_lines, replace_file, replace_json, sync_folder
+from weftune.errors import OutputError
+from weftune.jobs.store.folder import (
+    LEARNED,
+    METRICS,
+    WINDOWS,
+    lock_folder,
+    read_status,
+    waiting_again,
+    write_status,
+)
+from weftune.jobs.store.states import State
+from weftune.jobs.store.status import RunStatus
+from weftune.plan.layout.split import DeviceShare
+
+SHARES = ".shares"
+"""The folder of the shares' stores, as long as they are at work; no job can have its name."""
+DEALT = "shares.json"
+"""Who trained together the last time that jobs were divided, and what that took beside what was predicted."""
+LEAVING = 10.0
+"""Seconds that the processes of a launcher that was killed have to notice it."""
+
+
+def share_folder(output: Path, number: int) -> Path:
+    return output / SHARES / str(number)
+
+
+def share_folders(output: Path) -> list[Path]:
+    """Those that there are."""
+    numbers = sorted(int(path.name) for path in (output / SHARES).glob("*") if path.name.isdecimal())
+    return [share_folder(output, number) for number in numbers]
+
+
+# -- before ---------------------------------------------------------------------------------------------
+
+
+def deal(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
+    """Make a store for every share, with all that is known of its jobs. All of them appear at once."""
+    fresh = output / f"{SHARES}.new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    for number, share in enumerate(shares):
+        folder = fresh / str(number)
+        folder.mkdir(parents=True)
+        replace_file(folder / METRICS, _lines(output, share.jobs))
+        if (output / LEARNED).exists():
+            shutil.copyfile(output / LEARNED, folder / LEARNED)
+        jobs = {name: status.jobs[name] for name in share.jobs}
+        write_status(folder, replace(status, device="", dtype="", notes=(), jobs=jobs))
+    record = {
+        "before": {"seconds": status.seconds, "solo_seconds": status.solo_seconds},
+        "shares": [{"jobs": share.jobs, "predicted_seconds": share.seconds} for share in shares],
+    }
+    replace_json(output / DEALT, record)
+    fresh.replace(output / SHARES)
+    sync_folder(output)
+
+
+def _lines(folder: Path, jobs: Collection[str]) -> bytes:
+    """The metrics of these jobs."""
+    return kept_lines(folder / METRICS, lambda line: line.get("job") in jobs)
+
+
+# -- after ----------------------------------------------------------------------------------------------
+
+
+def gather(output: Path, whole: RunStatus) -> RunStatus:
+    """What the shares wrote, brought into the output's own files; the status is the caller's to write, and
+    then `dissolve` to be called."""
+    folders = share_folders(output)
+    with ExitStack() as locks:
+        for folder in folders:
+            locks.callback(os.close, _locked(folder, output))
+        statuses = [read_status(folder) for folder in folders]
+        owned = frozenset(name for status in statuses for name in status.jobs)
+        others = kept_lines(output / METRICS, lambda line: line.get("job") not in owned)
+        replace_file(output / METRICS, others + b"".join(_lines(folder, owned) for folder in folders))
+        replace_file(output / WINDOWS, _windows([output, *folders]))
+        _keep_learned(output, folders)
+        _keep_seconds(output, statuses)
+    # Those that are paused stay so: the run may be about to end.
+    return waiting_again(combined(output, whole, statuses), (State.RUNNING,))
+
+
+def dissolve(output: Path) -> None:
+    """Renamed before it is removed: half a share would look like one that knows little."""
+    old = output / f"{SHARES}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if (output / SHARES).exists():
+        (output / SHARES).rename(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def read_shares(output: Path) -> list[RunStatus]:
+    """What the shares that are at work say; one that cannot be read is left out."""
+    found = []
+    for folder in share_folders(output):
+        with suppress(OutputError):
+            found.append(read_status(folder))
+    return found
+
+
+def combined(output: Path, whole: RunStatus, shares: Sequence[RunStatus]) -> RunStatus:
+    """One status of the output's own and its shares': they ran at the same time, each on its device."""
+    if not shares:
+        return whole
+    before = _before(output, whole)
+    alone = before.solo_seconds or before.seconds
+    solo = [share.solo_seconds - alone for share in shares if share.solo_seconds is not None]
+    peaks = [share.peak_bytes for share in (whole, *shares) if share.peak_bytes is not None]
+    devices = dict.fromkeys(share.device for share in shares if share.device)
+    jobs = dict(whole.jobs)
+    for share in shares:
+        jobs.update(share.jobs)
+    return replace(
+        whole,
+        device=", ".join(devices) or whole.device,
+        dtype=next((share.dtype for share in shares if share.dtype), whole.dtype),
+        updated=max(one.updated for one in (whole, *shares)),
+        seconds=max(before.seconds, *(share.seconds for share in shares)),
+        solo_seconds=alone + sum(solo) if solo else before.solo_seconds,
+        peak_bytes=max(peaks, default=None),
+        notes=tuple(dict.fromkeys(note for one in (whole, *shares) for note in one.notes)),
+        jobs=jobs,
+    )
+
+
+def _before(output: Path, whole: RunStatus) -> RunStatus:
+    """The run's totals when the jobs were divided: `whole` may already count what the shares did."""
+    try:
+        totals: Any = json.loads((output / DEALT).read_bytes())["before"]
+        seconds, solo = float(totals["seconds"]), totals["solo_seconds"]
+        return replace(whole, seconds=seconds, solo_seconds=None if solo is None else float(solo))
+    except (OSError, ValueError, KeyError, TypeError):
+        return whole
+
+
+def _windows(folders: Sequence[Path]) -> bytes:
+    """Every line once: each has its moment, so equal ones were gathered before."""
+    lines = (
+        line for folder in folders for line in kept_lines(folder / WINDOWS, lambda _: True).splitlines(True)
+    )
+    return b"".join(dict.fromkeys(lines))
+
+
+def _keep_learned(output: Path, folders: Sequence[Path]) -> None:
+    """Later windows are planned by what the share with the most windows has learned."""
+    found = [folder / LEARNED for folder in folders if (folder / LEARNED).exists()]
+    if found:
+        replace_file(output / LEARNED, max(found, key=_windows_seen).read_bytes())
+
+
+def _keep_seconds(output: Path, shares: Sequence[RunStatus]) -> None:
+    """What every share took, beside what was predicted of it."""
+    try:
+        record: Any = json.loads((output / DEALT).read_bytes())
+        for entry, share in zip(record["shares"], shares, strict=True):
+            entry["seconds"] = share.seconds - record["before"]["seconds"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    replace_json(output / DEALT, record)
+
+
+def _windows_seen(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_bytes())["windows"])
+    except (ValueError, KeyError, TypeError):
+        return -1
+
+
+def _locked(folder: Path, output: Path) -> int:
+    deadline = time.monotonic() + LEAVING
+    while True:
+        try:
+            return lock_folder(folder, output)
+        except OutputError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)

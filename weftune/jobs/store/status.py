@@ -1,0 +1,103 @@
+"""What status.json says of a run and of each of its jobs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from weftune.core.files import json_text
+from weftune.core.formats import FORMAT, refuse_unknown_format
+from weftune.jobs.store.states import State
+
+CHECKSUM = "checksum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    state: State = State.QUEUED
+    reason: str = ""
+    """Why it waits, is paused, failed or was cancelled; empty otherwise."""
+    step: int = 0
+    """Optimizer steps done."""
+    steps: int = 0
+    """Optimizer steps in all; 0 until its data are counted."""
+    trained_tokens: int = 0
+    best_step: int | None = None
+    eval_loss: float | None = None
+    """At `best_step`."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """Times are seconds since 1970; `seconds` counts the time spent training, over all resumptions."""
+
+    base: str = ""
+    device: str = ""
+    dtype: str = ""
+    started: float = 0.0
+    updated: float = 0.0
+    seconds: float = 0.0
+    solo_seconds: float | None = None
+    """What the same jobs would have taken one after another."""
+    peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    jobs: Mapping[str, JobStatus] = field(default_factory=dict)
+
+
+def to_json(status: RunStatus) -> dict[str, Any]:
+    whole = {item.name: getattr(status, item.name) for item in fields(RunStatus)}
+    whole["jobs"] = {
+        name: {item.name: getattr(job, item.name) for item in fields(JobStatus)}
+        for name, job in status.jobs.items()
+    }
+    whole = {"format": FORMAT, **whole}
+    return {**whole, CHECKSUM: _checksum(whole)}
+
+
+def from_json(value: Any, path: Path) -> RunStatus:
+    """Raises ValueError for anything that `to_json` did not write, and UnknownFormat for a later one's."""
+    if not isinstance(value, dict):
+        raise ValueError("it is no status")
+    # Before the format: a flipped bit there is damage, no newer Weftune.
+    if CHECKSUM in value and value[CHECKSUM] != _checksum(value):
+        raise ValueError("it does not match its checksum")
+    refuse_unknown_format(value.get("format"), path)
+    if not isinstance(value.get("jobs"), dict):
+        raise ValueError("it is no status")
+    jobs = {name: job_from_json(job) for name, job in value["jobs"].items()}
+    whole = _known(value, RunStatus) | {"jobs": jobs}
+    return _typed(RunStatus, whole)
+
+
+def _checksum(whole: Mapping[str, Any]) -> str:
+    """Of all the rest. A bit that a disk has flipped often leaves valid JSON with another number in it."""
+    rest = {key: value for key, value in whole.items() if key != CHECKSUM}
+    return f"{zlib.crc32(json_text(rest).encode()):08x}"
+
+
+def job_from_json(value: Any) -> JobStatus:
+    if not isinstance(value, dict):
+        raise ValueError("a job in it is no mapping")
+    return _typed(JobStatus, _known(value, JobStatus) | {"state": State(str(value.get("state")))})
+
+
+def _known(value: Mapping[str, Any], record: type) -> dict[str, Any]:
+    names = {item.name for item in fields(record)}
+    return {key: below for key, below in value.items() if key in names}
+
+
+def _typed(record: type, values: dict[str, Any]) -> Any:
+    """pydantic holds the types, so that a hand-edited file fails here and not in the middle of a run."""
+    return _adapter_of(record).validate_python(values)
+
+
+@cache
+def _adapter_of(record: type) -> TypeAdapter[Any]:
+    return TypeAdapter(record)

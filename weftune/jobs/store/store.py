@@ -1,0 +1,283 @@
+"""The private store of `weftune train`: the output folder, or one share of it, with one writer at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weftune.core.files import LineFile, temporary
+from weftune.errors import OutputError
+from weftune.jobs.store.folder import (
+    LOCK,
+    METRICS,
+    RANKS,
+    STATUS,
+    WINDOWS,
+    DamagedStatus,
+    lock_folder,
+    read_status,
+    waiting_again,
+    write_status,
+)
+from weftune.jobs.store.job_file import JOB_FILE
+from weftune.jobs.store.rebuild import found_job, rebuilt_status
+from weftune.jobs.store.shares import SHARES, dissolve, gather, share_folder
+from weftune.jobs.store.states import State, move
+from weftune.jobs.store.status import JobStatus, RunStatus
+
+
+def open_store(output: Path, resume: bool) -> Store:
+    """Take the output folder. One in use, or one that holds something and is not resumed, is refused; so is
+    the resumption of one that is not there."""
+    if output.exists() and not output.is_dir():
+        raise OutputError(f"{output} is a file; choose another --output")
+    if resume and not output.exists():
+        raise OutputError(
+            f"there is no folder {output}, so there is nothing to resume; check the name of the output, or "
+            "leave --resume out"
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(output, output)
+    except OSError as error:
+        raise OutputError(f"cannot write to {output}: {error.strerror}; choose another --output") from error
+    try:
+        status, rebuilt = _status_of(output, resume)
+        store = Store(output, output, status, lock)
+        store.rebuilt = rebuilt
+        if (output / SHARES).exists():
+            store.gather()
+            store.status = waiting_again(store.status)
+    except BaseException:
+        os.close(lock)
+        raise
+    return store
+
+
+def refuse_output(output: Path, resume: bool) -> None:
+    """What `open_store` would refuse, found without writing anything."""
+    nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise OutputError(f"{nearest} is a file; choose another --output")
+    if not os.access(nearest, os.W_OK):
+        raise OutputError(f"cannot write to {nearest}; choose another --output")
+    if nearest != output:
+        return
+    if (output / LOCK).exists():
+        os.close(lock_folder(output, output))
+    _status_of(output, resume)
+
+
+def open_share(output: Path, number: int) -> Store:
+    """Take the store of one share of the jobs, as it was dealt or as a process before this one left it."""
+    records = share_folder(output, number)
+    lock = lock_folder(records, output)
+    try:
+        return Store(output, records, _status_of(records, resume=True)[0], lock)
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def _status_of(output: Path, resume: bool) -> tuple[RunStatus, str]:
+    """The status to go on from, and where it had to be rebuilt, the sentence that says so."""
+    left_over = {LOCK, RANKS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
+    is_empty = all(entry.name in left_over for entry in output.iterdir())
+    if is_empty:
+        return RunStatus(started=time.time()), ""
+    holds_a_run = (output / STATUS).exists() or any(output.glob(f"*/{JOB_FILE}"))
+    if not resume:
+        mend = "continue it with --resume, or choose another --output"
+        mend = mend if holds_a_run else "it holds other things than a run; choose another --output"
+        raise OutputError(f"{output} is not empty; {mend}")
+    if not holds_a_run:
+        raise OutputError(
+            f"{output} holds no {STATUS}, so there is nothing to resume; choose another --output"
+        )
+    try:
+        return waiting_again(read_status(output)), ""
+    except DamagedStatus as damaged:
+        if output.parent.name == SHARES:
+            # The folders of the jobs lie elsewhere.
+            raise
+        rebuilt = rebuilt_status(output, damaged.complaint)
+        return rebuilt, rebuilt.notes[0]
+
+
+STATUS_SECONDS = 1.0
+"""Between two writes of the status that nothing but a step asks for."""
+
+
+class Store:
+    """The status in memory and on disk, and the two files of lines. Made by `open_store`."""
+
+    def __init__(self, output: Path, records: Path, status: RunStatus, lock: int) -> None:
+        self.output = output
+        """Where the jobs' folders are."""
+        self.records = records
+        """Where this store's own files are: the output, unless it is the store of a share."""
+        self.status = status
+        self.rebuilt = ""
+        """Where the status was found damaged: the sentence that says so and what is used instead."""
+        self._lock: int | None = lock
+        self._metrics = LineFile(records / METRICS)
+        self._windows = LineFile(records / WINDOWS)
+        self._one_writer = threading.RLock()
+        self._written = float("-inf")
+        """When the status was last written, or last could not be."""
+        self._late: threading.Timer | None = None
+        """What will write a status that was too early to write at once."""
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def describe(self, base: str, device: str, dtype: str) -> None:
+        self.status = replace(self.status, base=base, device=device, dtype=dtype)
+
+    def measure(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
+        """The run's totals so far; what came before a resumption is the caller's to add."""
+        self.status = replace(self.status, seconds=seconds, solo_seconds=solo_seconds, peak_bytes=peak_bytes)
+
+    def note(self, sentence: str) -> None:
+        if sentence not in self.status.notes:
+            self.status = replace(self.status, notes=(*self.status.notes, sentence))
+
+    def add_job(self, name: str) -> None:
+        """Enter a job as queued; one that is already known, or has left a folder, keeps its status."""
+        if name not in self.status.jobs:
+            folder = self.output / name
+            self._put(name, found_job(folder) if (folder / JOB_FILE).exists() else JobStatus())
+
+    def restart_job(self, name: str) -> None:
+        """Forget all that a job did, its metrics too; its folder is the caller's."""
+        self._put(name, JobStatus())
+        self._metrics.keep(lambda line: line.get("job") != name)
+
+    def pause_job(self, name: str, reason: str) -> None:
+        """Leave a job out of this run, whatever it waited for."""
+        self.add_job(name)
+        self._put(name, replace(self.job(name), state=State.PAUSED, reason=reason))
+
+    def retry_job(self, name: str, sentence: str) -> None:
+        """Queue a job that has stopped, by the user's word; it keeps what it did."""
+        self._put(name, replace(self.job(name), state=State.QUEUED, reason=""))
+        self.note_job(name, sentence)
+
+    def move_job(self, name: str, state: State, reason: str = "") -> None:
+        self._put(name, replace(self.job(name), state=move(self.job(name).state, state), reason=reason))
+
+    def explain_job(self, name: str, reason: str) -> None:
+        """Why a queued job still waits."""
+        assert self.job(name).state is State.QUEUED
+        self._put(name, replace(self.job(name), reason=reason))
+
+    def advance_job(self, name: str, step: int, steps: int, trained_tokens: int) -> None:
+        self._put(name, replace(self.job(name), step=step, steps=steps, trained_tokens=trained_tokens))
+
+    def best_job(self, name: str, step: int | None, eval_loss: float | None) -> None:
+        """The best evaluation of a job so far."""
+        self._put(name, replace(self.job(name), best_step=step, eval_loss=eval_loss))
+
+    def note_job(self, name: str, sentence: str) -> None:
+        if sentence not in self.job(name).notes:
+            self._put(name, replace(self.job(name), notes=(*self.job(name).notes, sentence)))
+
+    def job(self, name: str) -> JobStatus:
+        return self.status.jobs[name]
+
+    def _put(self, name: str, job: JobStatus) -> None:
+        self.status = replace(self.status, jobs={**self.status.jobs, name: job})
+
+    def rewind(self, cursors: Mapping[str, int], evaluated: Mapping[str, int] | None = None) -> None:
+        """Drop the metrics that each job wrote beyond its cursor: it will write them again.
+
+        A cursor of -1 drops the evaluation at step 0 too. Jobs that are not named keep all their lines.
+        `evaluated` is the last step that a job has evaluated, where that may be less than its cursor.
+        """
+        looks = cursors if evaluated is None else evaluated
+
+        def is_done(line: Mapping[str, Any]) -> bool:
+            job, step = line.get("job"), line.get("step")
+            if not (isinstance(job, str) and job in cursors and isinstance(step, int)):
+                return True
+            return step <= (looks if "eval_loss" in line else cursors)[job]
+
+        self._metrics.keep(is_done)
+        self._windows.keep(lambda line: True)
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        with self._one_writer:
+            self._metrics.append(line)
+
+    def append_window(self, line: Mapping[str, Any]) -> None:
+        with self._one_writer:
+            self._windows.append(line)
+
+    def write_status(self) -> None:
+        """Bring everything to the disk: the lines first, so that no status speaks of lines not there.
+
+        Where lines cannot be written the status still is, and the OutputError comes after it: what state a
+        job is in matters more than its curve.
+        """
+        with self._one_writer:
+            self._drop_late()
+            self._written = time.monotonic()
+            troubles = []
+            for file in (self._metrics, self._windows):
+                try:
+                    file.sync()
+                except OutputError as error:
+                    troubles.append(error)
+            self.status = replace(self.status, updated=time.time())
+            write_status(self.records, self.status)
+            if troubles:
+                raise troubles[0]
+
+    def write_status_soon(self) -> None:
+        """Have the status on disk within a second: at once, or later if it has just been written."""
+        with self._one_writer:
+            wait = self._written + STATUS_SECONDS - time.monotonic()
+            if wait <= 0:
+                self.write_status()
+            elif self._late is None:
+                self._late = threading.Timer(wait, self._write_late)
+                self._late.daemon = True
+                self._late.start()
+
+    def _write_late(self) -> None:
+        # Whoever writes next meets the same trouble and can speak of it.
+        with suppress(OutputError), self._one_writer:
+            if self._late is threading.current_thread():
+                self.write_status()
+
+    def _drop_late(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def gather(self) -> None:
+        """Take in what the shares of the jobs have recorded; their stores end with it."""
+        # Their files are about to be replaced.
+        self._metrics.close()
+        self._windows.close()
+        self.status = gather(self.output, self.status)
+        self.write_status()
+        dissolve(self.output)
+
+    def close(self) -> None:
+        with self._one_writer:
+            self._drop_late()
+            self._metrics.close()
+            self._windows.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,0 +1,133 @@
+"""Which order of the tiled route is the fastest for a site: measured on the device at hand, then remembered.
+
+Whether dA and dB are better made beside the frozen product of the backward or before it is decided by what
+that leaves idle, how much of dy a cache holds and how the kernels fill the device. No formula knows that of a
+GPU that nobody has seen, and a trial of a few passes does. The orders compute the same sums and differ in the
+last bits only; two runs that find the same file choose the same, and give the same bits.
+
+Shapes: T rows, K inputs, N outputs of all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder
+from weftune.ops.lora.rows import Rows
+from weftune.ops.lora.table import Group
+from weftune.ops.lora.weave import Order, rank_block
+
+TIE = 1.01
+"""An order this near to the fastest is as good, so that noise does not choose between them."""
+MOST_ROWS = 1 << 14
+"""More rows than these keep every part of a device as busy, and would only make the trial longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All that a trial depends on, beside the machine."""
+
+    dtype: torch.dtype
+    features: int
+    widths: tuple[int, ...]
+    """Outputs of each part."""
+    rows: int
+    """Up to a power of two, so that trials are few."""
+    ranks: int
+    """Of one part, up to a power of two that a tensor core takes."""
+    slots: int
+    """As in the group's own table: kernels are compiled for it, and not a second time for the trial."""
+    drops: bool
+    residual: bool
+    transposed: bool
+    """Whether the frozen weight lies in memory as [K, N]."""
+    aligned: bool
+
+    @property
+    def text(self) -> str:
+        """For the file, where machines and people read it."""
+        words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
+        words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
+        words += [name for name in ("drops", "residual", "transposed", "aligned") if getattr(self, name)]
+        return ", ".join(words)
+
+
+Measure = Callable[[Shape, Sequence[Order]], Mapping[Order, float]]
+"""Microseconds of every order that the device can run; `torch.OutOfMemoryError` if a trial does not fit."""
+
+
+class Choices:
+    def __init__(
+        self,
+        measure: Measure,
+        file: ChoiceFile | None,
+        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+    ) -> None:
+        """Without a file nothing is measured: an interpreter's times say nothing about a GPU."""
+        self._measure = measure
+        self._file = file
+        self._capturing = capturing
+        self._orders: dict[tuple[Shape, tuple[Order, ...]], Order] = {}
+
+    def order(
+        self,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        residual_TN: Tensor | None,
+        group: Group,
+        rows: Rows,
+        orders: tuple[Order, ...],
+    ) -> Order:
+        """One of `orders`, those that may be used; the first of them where nothing can be measured."""
+        if self._file is None or len(orders) == 1:
+            return orders[0]
+        key = shape_of(x_TK, weight_NK, residual_TN, group, rows), orders
+        if key not in self._orders:
+            if self._capturing():
+                # Nothing may wait for the device now. Not remembered: the next pass may well measure.
+                return orders[0]
+            self._orders[key] = self._find(self._file, *key)
+        return self._orders[key]
+
+    def _find(self, file: ChoiceFile, shape: Shape, orders: tuple[Order, ...]) -> Order:
+        contest = f"{shape.text}: {' or '.join(orders)}"
+        known = file.read().get(contest)
+        if known is not None and known.order in orders:
+            return known.order
+        times: Mapping[Order, float] | None = None
+        with suppress(torch.OutOfMemoryError):
+            times = self._measure(shape, orders)
+        if times is None:
+            # Another process may have more room, so the file is not told.
+            torch.cuda.empty_cache()
+            return orders[0]
+        if not times:
+            # No kernel of theirs runs on this device. The library's product runs on all.
+            return Order.wide
+        return file.add(contest, MeasuredOrder(fastest(times), times), orders).order
+
+
+def shape_of(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor | None, group: Group, rows: Rows) -> Shape:
+    return Shape(
+        dtype=x_TK.dtype,
+        features=x_TK.shape[1],
+        widths=tuple(high - low for low, high in group.columns),
+        rows=min(MOST_ROWS, 1 << (max(1, x_TK.shape[0]) - 1).bit_length()),
+        ranks=rank_block(group.rank),
+        slots=len(rows.key_S),
+        drops=group.drops,
+        residual=residual_TN is not None,
+        transposed=weight_NK.stride(0) < weight_NK.stride(1),
+        aligned=group.table.aligned,
+    )
+
+
+def fastest(times: Mapping[Order, float]) -> Order:
+    """The first order, as the enum has them, among those as good as the fastest."""
+    enough = TIE * min(times.values())
+    return next(order for order in Order if order in times and times[order] <= enough)

@@ -1,0 +1,118 @@
+"""The file of measured orders: one for every kind of device and version of what compiles for it.
+
+It can be deleted at any time: what is missing is measured again. Processes that write at once replace the
+file whole, so it is never half written; at worst one of them measures a shape again another day.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weftune.core.paths import cache_folder
+from weftune.ops.lora.weave import Order
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a measurement holds for."""
+
+    device: str
+    capability: str
+    torch: str
+    triton: str
+    kernels: str
+    """A checksum of the sources of the ops: a changed kernel has other times."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOrder:
+    order: Order
+    microseconds: Mapping[Order, float]
+    """For whoever reads the file; the choice is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFile:
+    folder: Path
+    machine: Machine
+
+    @property
+    def path(self) -> Path:
+        """The kernels are not in the name: their next version replaces the file."""
+        machine = self.machine
+        words = (machine.device, machine.capability, "torch", machine.torch, "triton", machine.triton)
+        return self.folder / f"{re.sub(r'[^a-z0-9.]+', '-', ' '.join(words).lower())}.json"
+
+    def read(self) -> dict[str, MeasuredOrder]:
+        """What is known, by shape and orders; nothing if the file is not there or not this machine's."""
+        try:
+            content = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        if not isinstance(content, dict) or content.get("machine") != asdict(self.machine):
+            return {}
+        shapes = content.get("shapes")
+        entries = shapes.items() if isinstance(shapes, dict) else ()
+        return {contest: found for contest, entry in entries if (found := _measured(entry)) is not None}
+
+    def add(self, contest: str, measured: MeasuredOrder, orders: Sequence[Order]) -> MeasuredOrder:
+        """What stands from now on: what another process wrote meanwhile, if it is one of the orders."""
+        known = self.read()
+        if contest not in known or known[contest].order not in orders:
+            known[contest] = measured
+            self._write(known)
+        return known[contest]
+
+    def _write(self, known: Mapping[str, MeasuredOrder]) -> None:
+        shapes = {contest: {"order": m.order, "microseconds": m.microseconds} for contest, m in known.items()}
+        content = {"machine": asdict(self.machine), "shapes": shapes}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = self.folder / f".{self.path.name}.{uuid.uuid4().hex}"
+            try:
+                with partial.open("x") as stream:
+                    json.dump(content, stream, indent=1, sort_keys=True)
+                os.replace(partial, self.path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+        except OSError:
+            # A cache that cannot be written costs a trial in every process, and no training.
+            return
+
+
+def _measured(entry: Any) -> MeasuredOrder | None:
+    try:
+        return MeasuredOrder(
+            Order(entry["order"]), {Order(name): float(t) for name, t in entry["microseconds"].items()}
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def file_for(device: torch.device) -> ChoiceFile | None:
+    """Where the device's orders are kept; None for a device on which nothing is measured."""
+    if device.type != "cuda":
+        return None
+    import triton
+
+    card = torch.cuda.get_device_properties(device)
+    machine = Machine(
+        card.name, f"{card.major}.{card.minor}", torch.__version__, triton.__version__, _kernels()
+    )
+    return ChoiceFile(cache_folder() / "routes", machine)
+
+
+def _kernels() -> str:
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    return f"{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"

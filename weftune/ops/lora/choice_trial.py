@@ -1,0 +1,147 @@
+"""A trial of the orders of the tiled route: a made-up site of the same shape, forward and backward, timed.
+
+Nothing of the base or of the jobs aboard is read or written, not even torch's random numbers.
+
+Shapes: T rows, K inputs, N outputs of all parts, R ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weftune.ops.dropout import step_key
+from weftune.ops.lora.choice import Choices, Shape
+from weftune.ops.lora.choice_file import file_for
+from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.tiled import backward, forward
+from weftune.ops.lora.weave import Order, Weave, tiling
+
+JOBS = 8
+DROPOUT = 0.1
+"""Masks cost the same whatever they drop."""
+BUDGET = 60_000.0
+"""Microseconds that all rounds may take together, if the fewest do not take more."""
+FEWEST, MOST = 3, 9
+"""Rounds that count."""
+HEAD_START = 4_000_000
+"""Cycles, some milliseconds: what the host needs to launch one round."""
+
+
+def choices_on(device: torch.device) -> Choices:
+    """For the sites of a base on this device."""
+    return Choices(partial(time_orders, device=device), file_for(device))
+
+
+@torch.no_grad()
+def time_orders(shape: Shape, orders: Sequence[Order], device: torch.device) -> dict[Order, float]:
+    """Microseconds of one forward and backward in each order that the device can run."""
+    with torch.cuda.device(device):
+        site = made_up_site(shape, device)
+        scratch = torch.empty(2 * _cache_bytes(device), dtype=torch.int8, device=device)
+        runnable = [order for order in orders if _runs(site, order)]
+        if not runnable:
+            return {}
+        # It settles clocks and caches, and tells how many rounds the budget has.
+        first = _round(site, runnable, scratch)
+        rounds = max(FEWEST, min(MOST, int(BUDGET / sum(first.values()))))
+        taken = [_round(site, runnable, scratch) for _ in range(rounds)]
+    return {order: statistics.median(times[order] for times in taken) for order in runnable}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Stands for one in the base, with eight jobs aboard."""
+
+    x_TK: Tensor
+    dy_TN: Tensor
+    weight_NK: Tensor
+    residual_TN: Tensor | None
+    group: Group
+    rows: Rows
+    entries: list[list[Entry]]
+    """Kept alive here: the group's table has only their addresses."""
+
+    def step(self, order: Order) -> None:
+        chosen = tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
+        weave = Weave(self.group, self.rows, True, chosen, order)
+        _, s_TPR = forward(self.x_TK, self.weight_NK, None, self.residual_TN, weave)
+        backward(self.dy_TN, self.x_TK, self.weight_NK, s_TPR, weave, wants_dx=True)
+
+
+def _runs(site: Site, order: Order) -> bool:
+    """Compile and warm up. A kernel that asks more than this device has ends the order, not the job."""
+    from triton.errors import TritonError
+
+    try:
+        site.step(order)
+    except TritonError:
+        return False
+    return True
+
+
+def _round(site: Site, orders: Sequence[Order], scratch: Tensor) -> dict[Order, float]:
+    """All orders in turn, so that a change of clocks meets them all.
+
+    What the device's cache holds is overwritten before each, as the other layers of a model would.
+    """
+    marks = {order: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for order in orders}
+    # While the device idles through this the host gets ahead of it, and launches are not part of the times:
+    # in training a captured graph launches all.
+    torch.cuda._sleep(HEAD_START)
+    for order, (began, ended) in marks.items():
+        scratch.zero_()
+        began.record()
+        site.step(order)
+        ended.record()
+    torch.cuda.current_stream().synchronize()
+    return {order: 1000.0 * began.elapsed_time(ended) for order, (began, ended) in marks.items()}
+
+
+def made_up_site(shape: Shape, device: torch.device) -> Site:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(high: int, wide: int) -> Tensor:
+        return torch.randn(high, wide, generator=generator, device=device, dtype=shape.dtype)
+
+    outputs = sum(shape.widths)
+    table = SlotTable.empty(
+        [f"part{part}" for part in range(len(shape.widths))], shape.slots, device, shape.aligned
+    )
+    group = Group(tuple(pairwise(accumulate(shape.widths, initial=0))), table, shape.ranks, shape.drops)
+    rows = Rows.empty(shape.rows, shape.slots, device)
+    jobs = min(JOBS, shape.slots, shape.rows)
+    edges = [job * shape.rows // jobs for job in range(jobs + 1)]
+    seats = [Seat(low, high, slot, step_key(slot, 1)) for slot, (low, high) in enumerate(pairwise(edges))]
+    rows.fill(seats, np.arange(shape.rows, dtype=np.int32))
+    entries = [[_entry(shape, width, normal) for width in shape.widths] for _ in seats]
+    for slot, seated in enumerate(entries):
+        group.write(slot, seated)
+    weight_NK = normal(shape.features, outputs).T if shape.transposed else normal(outputs, shape.features)
+    return Site(
+        x_TK=normal(shape.rows, shape.features),
+        dy_TN=normal(shape.rows, outputs),
+        weight_NK=weight_NK,
+        residual_TN=normal(shape.rows, outputs) if shape.residual else None,
+        group=group,
+        rows=rows,
+        entries=entries,
+    )
+
+
+def _entry(shape: Shape, width: int, normal: Callable[[int, int], Tensor]) -> Entry:
+    a_RK, b_RN = normal(shape.ranks, shape.features), normal(shape.ranks, width)
+    da_RK, db_RN = (torch.zeros_like(weight, dtype=torch.float32) for weight in (a_RK, b_RN))
+    return Entry(a_RK, b_RN, da_RK, db_RN, scale=1.0, dropout=DROPOUT if shape.drops else 0.0)
+
+
+def _cache_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size

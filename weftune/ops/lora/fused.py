@@ -1,0 +1,91 @@
+"""Launchers of the frozen product that has the adapters in it, forward and backward.
+
+What the copy engines read and write is described on the host at every launch; a captured graph keeps the
+descriptions, as it keeps addresses.
+
+Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from weftune.ops.lora.rows import BLOCK
+from weftune.ops.lora.tiled_kernels import alignment, precision
+from weftune.ops.lora.weave import ProductBlocks, Weave
+
+
+def fused_y(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    residual_TN: Tensor | None,
+    s_TPR: Tensor,
+    weave: Weave,
+) -> Tensor:
+    """residual + bias + xWᵀ + sB."""
+    y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+    _launch(x_TK, weight_NK, bias_N, residual_TN, s_TPR, y_TN, weave, weave.tiling.y, backward=False)
+    return y_TN
+
+
+def fused_dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
+    """dyW + the dropped ds · A of all parts."""
+    dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
+    _launch(dy_TN, weight_NK, None, None, ds_TPR, dx_TK, weave, weave.tiling.dx, backward=True)
+    return dx_TK
+
+
+def _launch(
+    left: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    residual: Tensor | None,
+    s_TPR: Tensor,
+    target: Tensor,
+    weave: Weave,
+    blocks: ProductBlocks,
+    backward: bool,
+) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from weftune.ops.triton import product
+
+    half = [BLOCK, blocks.columns // 2]
+    right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
+    table, (rows, outputs) = weave.group.table, target.shape
+    tiles = -(-rows // BLOCK) * -(-outputs // blocks.columns)
+    product.product[(min(tiles, blocks.programs),)](
+        TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
+        TensorDescriptor.from_tensor(weight_NK, right),
+        None if residual is None else TensorDescriptor.from_tensor(residual, half),
+        TensorDescriptor.from_tensor(target, half),
+        bias_N,
+        s_TPR,
+        weave.rows.runs_U3,
+        weave.rows.edges_V,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        rows,
+        outputs,
+        left.shape[1],
+        # Of one part the kernel takes the width as a number: so sites of other widths share it.
+        COLUMNS=() if backward or weave.parts == 1 else weave.columns,
+        BACKWARD=backward,
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=BLOCK,
+        C=blocks.columns,
+        D=blocks.inner,
+        GROUP=blocks.group,
+        DROPS=backward and weave.group.drops and weave.training,
+        ALIGNMENT=alignment(left, weave),
+        PRECISION=precision(left),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )

@@ -1,0 +1,130 @@
+"""What the tiled kernels read about a group of sites: where each slot's adapters are, in device memory.
+
+Sizes and addresses never change: jobs join and leave by changing entries, so that a captured graph sees it.
+
+Shapes: S slots, P parts (the sites of a group), R ranks of one job, K inputs, N outputs of one part.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.ops.dropout import signed, threshold
+from weftune.ops.lora.rows import views, words
+
+ALIGNMENT = 16
+"""Bytes that a kernel loads at a time where all widths allow it."""
+NEVER = -(1 << 31)
+"""The threshold that keeps every value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One job's adapter at one site. The kernels keep only the addresses: the job keeps the tensors alive."""
+
+    a_RK: Tensor
+    b_RN: Tensor
+    da_RK: Tensor
+    db_RN: Tensor
+    scale: float
+    dropout: float
+
+    @property
+    def rank(self) -> int:
+        return self.a_RK.shape[0]
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        weights, gradients = (self.a_RK, self.b_RN), (self.da_RK, self.db_RN)
+        assert all(tensor.is_contiguous() for tensor in (*weights, *gradients))
+        assert all(tensor.dtype == torch.float32 for tensor in gradients)
+        return (*(t.data_ptr() for t in weights), *(t.data_ptr() for t in gradients))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """Where the kernels find each slot's adapter at each site of a group."""
+
+    aligned: bool
+    """Every address is a multiple of ALIGNMENT."""
+    host: Tensor
+    buffer: Tensor
+    address_PS4: Tensor
+    """int64 addresses of A, B, dA, dB."""
+    factor_PS2: Tensor
+    """float32: what s is multiplied by when training (dropout included) and when evaluating."""
+    rank_PS: Tensor
+    """0 where the slot is empty or its job has no adapter at the site."""
+    threshold_PS: Tensor
+    crc_P: Tensor
+
+    @staticmethod
+    def empty(sites: Sequence[str], slots: int, device: torch.device, aligned: bool = True) -> SlotTable:
+        sections = _table_shapes(len(sites), slots)
+        host = torch.zeros(words(sections), dtype=torch.int32)
+        buffer = torch.empty_like(host, device=device)
+        table = SlotTable(aligned, host, buffer, *_table_views(buffer, sections))
+        _, _, _, threshold_PS, crc_P = _table_views(host, sections)
+        threshold_PS.fill_(NEVER)
+        crc_P.numpy()[:] = [signed(zlib.crc32(site.encode())) for site in sites]
+        table._send()
+        return table
+
+    def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
+        """Seat a job: one entry for every part, None where it has no adapter at that site."""
+        parts, slots = self.rank_PS.shape
+        address_PS4, factor_PS2, rank_PS, threshold_PS, _ = _table_views(
+            self.host, _table_shapes(parts, slots)
+        )
+        for part, entry in enumerate(entries):
+            if entry is None:
+                rank_PS[part, slot] = 0
+                continue
+            addresses = entry.addresses
+            assert not self.aligned or all(address % ALIGNMENT == 0 for address in addresses), addresses
+            address_PS4[part, slot] = torch.tensor(addresses)
+            factor_PS2[part, slot] = torch.tensor([entry.scale / (1.0 - entry.dropout), entry.scale])
+            rank_PS[part, slot] = entry.rank
+            threshold_PS[part, slot] = threshold(entry.dropout)
+        self._send()
+
+    def clear(self, slot: int) -> None:
+        self.write(slot, [None] * len(self.crc_P))
+
+    def _send(self) -> None:
+        self.buffer.copy_(self.host.pin_memory() if self.buffer.is_cuda else self.host, non_blocking=True)
+
+
+def _table_shapes(parts: int, slots: int) -> list[tuple[int, ...]]:
+    """In 32-bit words; the 64-bit addresses come first, where they are aligned."""
+    return [(parts, slots, 8), (parts, slots, 2), (parts, slots), (parts, slots), (parts,)]
+
+
+def _table_views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    address, factor, *others = views(buffer, shapes)
+    return address.view(torch.int64), factor.view(torch.float32), *others
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sites that share their input; their frozen weights are stacked."""
+
+    columns: tuple[tuple[int, int], ...]
+    """The columns of the output that belong to each part."""
+    table: SlotTable
+    rank: int
+    """No job's rank is above this."""
+    drops: bool
+    """Whether any job drops values here."""
+
+    def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
+        """Seat a job: one entry for every part, None where it has no adapter at that site."""
+        present = [entry for entry in entries if entry is not None]
+        assert all(entry.rank <= self.rank for entry in present)
+        assert self.drops or all(entry.dropout == 0.0 for entry in present)
+        self.table.write(slot, entries)

@@ -1,0 +1,120 @@
+"""The tiled route of a LoRA site: the frozen linears of a group and all jobs' adapters as one autograd node.
+
+What is rank-sized goes through Triton kernels that find each job by its slot. The frozen products are the
+library's, in float32, to which the adapters' part is added before it is rounded, or, where the device allows
+it, kernels that add the adapters' part themselves. No shape, no address and no launch depends on who is
+aboard, so all of it can be captured.
+
+Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, Q pieces
+of slots that have several.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.ops.lora.aside import Aside
+from weftune.ops.lora.choice import Choices
+from weftune.ops.lora.fused import fused_dx, fused_y
+from weftune.ops.lora.rows import Rows
+from weftune.ops.lora.table import Group
+from weftune.ops.lora.tiled_kernels import add_gradients, da, db, down, ds, ds_db, room_for_da, room_for_db
+from weftune.ops.lora.weave import Weave, contestants, tiling
+from weftune.ops.lora.wide import wide_dx, wide_y
+
+
+def woven_linear(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    residual_TN: Tensor | None,
+    anchor: Tensor,
+    group: Group,
+    rows: Rows,
+    training: bool,
+    choices: Choices | None = None,
+) -> Tensor:
+    """y = residual + bias + xWᵀ + every job's factor · drop(x)AᵀB.
+
+    The backward adds dA and dB to the jobs' own accumulators. `anchor` is a scalar that requires a gradient
+    and gets none: with it the backward is called even where x needs no gradient.
+    """
+    assert x_TK.shape[0] == len(rows.token_index_T)
+    chosen = tiling(rows, group, x_TK.shape[1], x_TK.dtype)
+    orders = contestants(weight_NK, group, x_TK.device)
+    order = choices.order(x_TK, weight_NK, residual_TN, group, rows, orders) if choices else orders[0]
+    weave = Weave(group, rows, training, chosen, order)
+    return _Woven.apply(x_TK, weight_NK, bias_N, residual_TN, anchor, weave)
+
+
+class _Woven(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        residual_TN: Tensor | None,
+        anchor: Tensor,
+        weave: Weave,
+    ) -> Tensor:
+        x_TK = x_TK.contiguous()
+        y_TN, s_TPR = forward(x_TK, weight_NK, bias_N, residual_TN, weave)
+        ctx.weave = weave
+        ctx.save_for_backward(x_TK, weight_NK, s_TPR)
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight_NK, s_TPR = ctx.saved_tensors
+        dx_TK = backward(
+            dy_TN.contiguous(), x_TK, weight_NK, s_TPR, ctx.weave, wants_dx=ctx.needs_input_grad[0]
+        )
+        return dx_TK, None, None, dy_TN if ctx.needs_input_grad[3] else None, None, None
+
+
+def forward(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, weave: Weave
+) -> tuple[Tensor, Tensor]:
+    """y, and the s that its backward needs."""
+    with torch.cuda.device_of(x_TK):
+        s_TPR = down(x_TK, weave)
+        residual_TN = None if residual_TN is None else residual_TN.contiguous()
+        whole = fused_y if weave.order.fuses else wide_y
+        return whole(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
+
+
+def backward(
+    dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave, wants_dx: bool
+) -> Tensor | None:
+    """dx, if wanted; dA and dB are added to the jobs' accumulators."""
+    with torch.cuda.device_of(x_TK):
+        if wants_dx and weave.order.beside:
+            return _gradients_beside(dy_TN, x_TK, weight_NK, s_TPR, weave)
+        ds_TPR, partial_db_QRN = ds_db(dy_TN, s_TPR, weave)
+        partial_da_QPRK = room_for_da(x_TK, weave)
+        da(x_TK, ds_TPR, partial_da_QPRK, weave)
+        add_gradients(partial_da_QPRK, partial_db_QRN, weave)
+        return _dx(dy_TN, weight_NK, ds_TPR, weave) if wants_dx else None
+
+
+def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave) -> Tensor:
+    """dx needs nothing but ds; dA and dB are made while the frozen product is."""
+    ds_TPR = ds(dy_TN, weave)
+    partial_da_QPRK, partial_db_QRN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
+    aside = Aside(x_TK.device)
+    # The product first: what comes aside takes the room that it leaves.
+    dx_TK = _dx(dy_TN, weight_NK, ds_TPR, weave)
+    with aside.done():
+        db(dy_TN, s_TPR, partial_db_QRN, weave)
+        da(x_TK, ds_TPR, partial_da_QPRK, weave)
+        add_gradients(partial_da_QPRK, partial_db_QRN, weave)
+    return dx_TK
+
+
+def _dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
+    whole = fused_dx if weave.order.fuses else wide_dx
+    return whole(dy_TN, weight_NK, ds_TPR, weave)

@@ -1,0 +1,315 @@
+"""Launchers of the kernels of the tiled route: what they allocate, their grids and their arguments.
+
+Triton is imported when the first one is launched, so that this loads where there is none.
+
+Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, C shares
+of a sum, Q pieces of slots that have several.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weftune.ops.lora.table import ALIGNMENT
+from weftune.ops.lora.weave import RowSpan, Weave
+
+
+def down(x_TK: Tensor, weave: Weave) -> Tensor:
+    """s = factor · drop(x)Aᵀ [T, P·R]; zero beyond a job's rank and in rows of no job."""
+    from weftune.ops.triton import site
+
+    (rows, features), tiling, table, ranks = x_TK.shape, weave.tiling, weave.group.table, weave.ranks
+    s_TPR = x_TK.new_empty(rows, weave.parts * ranks)
+    partial = s_TPR
+    if tiling.split > 1:
+        partial = x_TK.new_empty(weave.parts * tiling.split, rows, ranks, dtype=torch.float32)
+    site.down[(len(weave.rows.tiles_G3), tiling.split, weave.parts // weave.together)](
+        x_TK,
+        s_TPR,
+        partial,
+        weave.rows.tiles_G3,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.factor_PS2,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        int(not weave.training),
+        rows,
+        features,
+        S=weave.slots,
+        P=weave.parts,
+        TOGETHER=weave.together,
+        R=ranks,
+        M=weave.rows.tile,
+        C=tiling.down.columns,
+        SPLIT=tiling.split > 1,
+        DROPS=weave.group.drops and weave.training,
+        ALIGNMENT=alignment(x_TK, weave),
+        PRECISION=precision(x_TK),
+        num_warps=tiling.down.warps,
+        num_stages=tiling.down.stages,
+    )
+    if tiling.split > 1:
+        sum_rows(partial, s_TPR, [tiling.split] * weave.parts, weave)
+    return s_TPR
+
+
+def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave) -> None:
+    """s = factor · the sum of its shares, of which each part has so many."""
+    from weftune.ops.triton import site
+
+    step = min(weave.rows.tile, max(1, 1024 // weave.ranks))
+    site.sum_rows[(len(weave.rows.tiles_G3), -(-weave.rows.tile // step))](
+        partial_CTR,
+        s_TPR,
+        weave.rows.tiles_G3,
+        weave.group.table.factor_PS2,
+        weave.group.table.rank_PS,
+        int(not weave.training),
+        s_TPR.shape[0],
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=step,
+        SHARES=tuple(sum(shares[:part]) for part in range(weave.parts + 1)),
+        num_warps=4,
+    )
+
+
+def up(
+    s_TPR: Tensor,
+    frozen_TW: Tensor,
+    span: RowSpan,
+    bias_N: Tensor | None,
+    residual_TN: Tensor | None,
+    y_TN: Tensor,
+    weave: Weave,
+) -> None:
+    """y = frozen + sB + bias + residual in the columns of the span, which are all that `frozen` has."""
+    from weftune.ops.triton import site
+
+    launch, table = weave.tiling.up, weave.group.table
+    site.up[(span.blocks, len(weave.rows.tiles_G3))](
+        s_TPR,
+        frozen_TW,
+        bias_N,
+        residual_TN,
+        y_TN,
+        weave.rows.tiles_G3,
+        table.address_PS4,
+        table.rank_PS,
+        span.first,
+        span.low,
+        y_TN.shape[1],
+        frozen_TW.shape[1],
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=weave.rows.tile,
+        C=launch.columns,
+        ALIGNMENT=alignment(s_TPR, weave),
+        PRECISION=precision(s_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
+    """ds = factor · dyBᵀ, and the shares of dB of slots with several pieces; other dB are added at once."""
+    partial_db_QRN = room_for_db(dy_TN, weave)
+    if not weave.tiling.one_read:
+        db(dy_TN, s_TPR, partial_db_QRN, weave)
+        return ds(dy_TN, weave), partial_db_QRN
+    blocks = weave.blocks(weave.tiling.ds_db.columns)
+    ds_TPR = torch.empty_like(s_TPR)
+    partial_ds_CTR = dy_TN.new_empty(sum(blocks), len(dy_TN), weave.ranks, dtype=torch.float32)
+    _launch_ds_db(dy_TN, s_TPR, partial_ds_CTR, partial_db_QRN, weave)
+    sum_rows(partial_ds_CTR, ds_TPR, blocks, weave)
+    return ds_TPR, partial_db_QRN
+
+
+def room_for_db(dy_TN: Tensor, weave: Weave) -> Tensor:
+    """For the shares of dB of slots with several pieces."""
+    return dy_TN.new_empty(weave.rows.partials, weave.ranks, dy_TN.shape[1], dtype=torch.float32)
+
+
+def db(dy_TN: Tensor, s_TPR: Tensor, partial_db_QRN: Tensor, weave: Weave) -> None:
+    """dB alone: added at once, or its shares written."""
+    _launch_ds_db(dy_TN, s_TPR, None, partial_db_QRN, weave)
+
+
+def _launch_ds_db(
+    dy_TN: Tensor, s_TPR: Tensor, partial_ds_CTR: Tensor | None, partial_db_QRN: Tensor, weave: Weave
+) -> None:
+    from weftune.ops.triton import site_gradients
+
+    (rows, outputs), tiling, table = dy_TN.shape, weave.tiling, weave.group.table
+    launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
+    site_gradients.ds_db[(sum(weave.blocks(launch.columns)), len(weave.rows.pieces_Q4))](
+        dy_TN,
+        s_TPR,
+        partial_ds_CTR,
+        partial_db_QRN,
+        weave.rows.pieces_Q4,
+        table.address_PS4,
+        table.rank_PS,
+        rows,
+        outputs,
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=launch.rows,
+        C=launch.columns,
+        DS=partial_ds_CTR is not None,
+        ALIGNMENT=alignment(s_TPR, weave),
+        PRECISION=precision(s_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def ds(dy_TN: Tensor, weave: Weave) -> Tensor:
+    """ds = factor · dyBᵀ alone."""
+    from weftune.ops.triton import site_gradients
+
+    launch, split, table = weave.tiling.down, weave.tiling.ds_split, weave.group.table
+    (rows, outputs), ranks = dy_TN.shape, weave.ranks
+    ds_TPR = dy_TN.new_empty(rows, weave.parts * ranks)
+    partial = ds_TPR
+    if split > 1:
+        partial = dy_TN.new_empty(weave.parts * split, rows, ranks, dtype=torch.float32)
+    site_gradients.ds_alone[(len(weave.rows.tiles_G3), split, weave.parts)](
+        dy_TN,
+        ds_TPR,
+        partial,
+        weave.rows.tiles_G3,
+        table.address_PS4,
+        table.factor_PS2,
+        table.rank_PS,
+        int(not weave.training),
+        rows,
+        outputs,
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        R=ranks,
+        M=weave.rows.tile,
+        C=launch.columns,
+        SPLIT=split > 1,
+        ALIGNMENT=alignment(dy_TN, weave),
+        PRECISION=precision(dy_TN),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    if split > 1:
+        sum_rows(partial, ds_TPR, [split] * weave.parts, weave)
+    return ds_TPR
+
+
+def room_for_da(x_TK: Tensor, weave: Weave) -> Tensor:
+    """For the shares of dA of slots with several pieces."""
+    shape = weave.rows.partials, weave.parts, weave.ranks, x_TK.shape[1]
+    return x_TK.new_empty(shape, dtype=torch.float32)
+
+
+def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> None:
+    """dA: added at once, or its shares written."""
+    from weftune.ops.triton import site_gradients
+
+    launch, table, together = weave.tiling.da, weave.group.table, weave.together
+    blocks = -(-x_TK.shape[1] // launch.columns)
+    site_gradients.da[(blocks, len(weave.rows.pieces_Q4), weave.parts // together)](
+        x_TK,
+        ds_TPR,
+        partial_da_QPRK,
+        weave.rows.pieces_Q4,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        x_TK.shape[1],
+        S=weave.slots,
+        P=weave.parts,
+        TOGETHER=together,
+        R=weave.ranks,
+        M=launch.rows,
+        C=launch.columns,
+        DROPS=weave.group.drops and weave.training,
+        ALIGNMENT=alignment(x_TK, weave),
+        PRECISION=precision(x_TK),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def add_dx(ds_TPR: Tensor, frozen_TW: Tensor, span: RowSpan, dx_TK: Tensor, weave: Weave) -> None:
+    """dx = frozen + the dropped ds · A in the columns of the span, which are all that `frozen` has."""
+    from weftune.ops.triton import site_gradients
+
+    launch, table = weave.tiling.up, weave.group.table
+    site_gradients.add_dx[(span.blocks, len(weave.rows.tiles_G3))](
+        ds_TPR,
+        frozen_TW,
+        dx_TK,
+        weave.rows.tiles_G3,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        span.low,
+        dx_TK.shape[1],
+        frozen_TW.shape[1],
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        M=weave.rows.tile,
+        C=launch.columns,
+        DROPS=weave.group.drops and weave.training,
+        ALIGNMENT=alignment(ds_TPR, weave),
+        PRECISION=precision(ds_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def add_gradients(partial_da_QPRK: Tensor, partial_db_QRN: Tensor, weave: Weave) -> None:
+    """Add what the slots with several pieces have in shares to their accumulators."""
+    from weftune.ops.triton import site_gradients
+
+    features, outputs = partial_da_QPRK.shape[-1], partial_db_QRN.shape[-1]
+    columns = max(32, 4096 // weave.ranks)
+    blocks = weave.parts * -(-features // columns) + sum(weave.blocks(columns))
+    site_gradients.add_gradients[(blocks, len(weave.rows.sums_M3))](
+        partial_da_QPRK,
+        partial_db_QRN,
+        weave.rows.sums_M3,
+        weave.group.table.address_PS4,
+        weave.group.table.rank_PS,
+        features,
+        outputs,
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        R=weave.ranks,
+        C=columns,
+        ALIGNMENT=alignment(partial_da_QPRK, weave),
+        num_warps=4,
+    )
+
+
+def alignment(x: Tensor, weave: Weave) -> int:
+    return ALIGNMENT if weave.group.table.aligned else x.element_size()
+
+
+def precision(x: Tensor) -> str:
+    """Exact float32 products; for 16 bits the word means nothing."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"

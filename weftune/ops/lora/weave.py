@@ -1,0 +1,322 @@
+"""How the tiled route is launched for one group and one microbatch: blocks, warps, shares of a sum.
+
+Nothing here depends on who is aboard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from weftune.ops.lora.rows import BLOCK, Rows
+from weftune.ops.lora.table import ALIGNMENT, Group
+
+ONE_READ_RANKS = 64
+"""Above so many ranks of a part the shares of ds are larger than dy, and dy is read twice instead."""
+TOGETHER_RANKS = 256
+"""So many ranks of all parts fit a program's registers; above, each part has programs of its own."""
+LARGE_SHARED_MEMORY = 160 << 10
+"""Bytes; what the blocks for 16 bits were measured with."""
+PROGRAMS = 128
+"""How many programs keep a large GPU's memory busy; sums over many columns are split to come near."""
+MASKING_PROGRAMS = 512
+"""The same where masks are drawn, which keeps them waiting for arithmetic."""
+FUSED_RANKS = 64
+"""Above so many ranks of a part the fused product has no registers for them."""
+FUSED_SHARED_MEMORY = 227 << 10
+"""Bytes that the blocks of a fused product were made for."""
+BESIDE_COLUMNS = 32
+"""What a round of a fused product costs beside its columns, in columns."""
+FUSED_COLUMNS = 128
+"""The parts of a fused product begin at multiples of this."""
+
+
+class Order(StrEnum):
+    """Whether the adapters' part is added to a frozen product that the library has written in float32, or
+    within a product of our own, before it is written; and whether dA and dB are made beside the product of
+    the backward, which costs a second read of dy, or before it.
+
+    In each of them all is summed up in float32 and rounded once. A young adapter adds less than the last
+    digit of what the frozen weights give, so a product that is rounded before it is added to would lose it.
+    """
+
+    wide = "wide"
+    fused = "fused"
+    wide_beside = "wide, beside"
+    fused_beside = "fused, beside"
+
+    @property
+    def fuses(self) -> bool:
+        return self in (Order.fused, Order.fused_beside)
+
+    @property
+    def beside(self) -> bool:
+        return self in (Order.wide_beside, Order.fused_beside)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLaunch:
+    """The block that a program of one kernel takes."""
+
+    columns: int
+    warps: int
+    stages: int
+    rows: int = 64
+    """How many at a time, where the kernel walks over a piece; the others take a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Consecutive blocks of columns, and the columns that they have together."""
+
+    first: int
+    blocks: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProductBlocks:
+    """What a program of a fused product takes at a time, and how many of them there are."""
+
+    columns: int
+    inner: int
+    stages: int
+    programs: int
+    group: int = 8
+    """So many row blocks share their columns in the cache."""
+    warps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    down: KernelLaunch
+    up: KernelLaunch
+    """Also of the adapters' part of dx."""
+    ds_db: KernelLaunch
+    db: KernelLaunch
+    """Of dB alone: small enough to find room beside a product."""
+    da: KernelLaunch
+    y: ProductBlocks
+    dx: ProductBlocks
+    split: int
+    """Programs that share the sum over K of one tile."""
+    ds_split: int
+    """The same for ds alone, over the outputs of a part."""
+    one_read: bool
+    """Whether ds and dB come from one read of dy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weave:
+    """One use of a group by one microbatch."""
+
+    group: Group
+    rows: Rows
+    training: bool
+    tiling: Tiling
+    order: Order = Order.wide
+
+    @property
+    def parts(self) -> int:
+        return len(self.group.columns)
+
+    @property
+    def ranks(self) -> int:
+        return rank_block(self.group.rank)
+
+    @property
+    def slots(self) -> int:
+        return len(self.rows.key_S)
+
+    @property
+    def together(self) -> int:
+        """How many parts one program takes."""
+        return parts_together(self.group)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return tuple(edge for part in self.group.columns for edge in part)
+
+    def blocks(self, columns: int) -> list[int]:
+        """How many blocks of so many columns each part of the output has."""
+        return [-(-(high - low) // columns) for low, high in self.group.columns]
+
+
+def rank_block(rank: int) -> int:
+    """The ranks of a part up to a power of two that a tensor core takes."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+def parts_together(group: Group) -> int:
+    parts = len(group.columns)
+    return parts if parts * rank_block(group.rank) <= TOGETHER_RANKS else 1
+
+
+def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
+    """Blocks that fit the registers and the shared memory of the device."""
+    count, device = len(rows.token_index_T), rows.buffer.device
+    y = _blocks(count, group.columns, dtype, device)
+    dx = _leaving_room(_blocks(count, ((0, features),), dtype, device), count, features)
+    chosen = _for_16_bits(group, y, dx) if dtype.itemsize == 2 else _for_32_bits(group, y, dx)
+    if dtype.itemsize == 2 and _shared_memory(rows.buffer.device) < LARGE_SHARED_MEMORY:
+        chosen = _lean(chosen)
+    tiles, narrowest = -(-count // rows.tile), min(high - low for low, high in group.columns)
+    programs = MASKING_PROGRAMS if group.drops else PROGRAMS
+    split = _split(programs // tiles, features, chosen.down)
+    ds_split = _split(PROGRAMS // (tiles * len(group.columns)), narrowest, chosen.down)
+    if dtype.itemsize == 2 and _crowded(rows, group, chosen.ds_db, device):
+        chosen = replace(chosen, ds_db=replace(chosen.ds_db, stages=2))
+    return replace(chosen, split=split, ds_split=ds_split)
+
+
+def _split(wanted: int, width: int, launch: KernelLaunch) -> int:
+    """In how many shares a sum over so many columns is made: a power of two, so that few kernels are
+    compiled."""
+    most = max(1, min(wanted, width // (4 * launch.columns)))
+    return 1 << most.bit_length() - 1
+
+
+def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.device) -> bool:
+    """Whether there are more programs than multiprocessors: then two share one, with less loaded ahead."""
+    blocks = sum(-(-(high - low) // launch.columns) for low, high in group.columns)
+    return blocks * -(-len(rows.token_index_T) // rows.piece) > _programs(device)
+
+
+def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
+    """The orders that a case allows."""
+    starts = [low for low, _ in group.columns]
+    allowed = (
+        weight_NK.dtype.itemsize == 2
+        and rank_block(group.rank) <= FUSED_RANKS
+        and all(low % FUSED_COLUMNS == 0 for low in starts)
+        and _in_whole_rows(weight_NK)
+        and _has_copy_engines(device)
+    )
+    always = Order.wide, Order.wide_beside
+    return (*always, Order.fused, Order.fused_beside) if allowed else always
+
+
+def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
+    """The orders that a trial decides between; the first needs none to be a good choice.
+
+    A product of our own is not written in float32 and read again, so the library's is taken only where that
+    cannot be.
+    """
+    if Order.fused in orders_for(weight_NK, group, device):
+        return Order.fused, Order.fused_beside
+    return Order.wide, Order.wide_beside
+
+
+def _in_whole_rows(weight_NK: Tensor) -> bool:
+    """Whether a copy engine takes it, and the tensors of the same widths: rows of whole 16 bytes."""
+    outputs, features = weight_NK.shape
+    strides = weight_NK.stride(1) == 1 and weight_NK.stride(0) % 8 == 0
+    return strides and outputs % 8 == 0 and features % 8 == 0 and weight_NK.data_ptr() % ALIGNMENT == 0
+
+
+def _has_copy_engines(device: torch.device) -> bool:
+    """Hopper and later GPUs for data centres: theirs is also the shared memory that the blocks need."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return _shared_memory(device) >= FUSED_SHARED_MEMORY
+
+
+def _blocks(
+    rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
+) -> ProductBlocks:
+    """Of the widths that no part straddles, the one that the rounds of programs take the least time with."""
+    programs = _programs(device)
+    fitting = [width for width in (256, 128) if all(low % width == 0 for low, _ in columns)] or [128]
+
+    def time(width: int) -> int:
+        return -(-_tiles(rows, columns[-1][1], width) // programs) * (width + BESIDE_COLUMNS)
+
+    return product_blocks(min(fitting, key=time), dtype, programs)
+
+
+def _leaving_room(blocks: ProductBlocks, rows: int, outputs: int) -> ProductBlocks:
+    """With no more programs than its rounds need: other multiprocessors are for what runs beside."""
+    tiles = _tiles(rows, outputs, blocks.columns)
+    rounds = max(1, -(-tiles // blocks.programs))
+    return replace(blocks, programs=max(1, -(-tiles // rounds)))
+
+
+def _tiles(rows: int, outputs: int, columns: int) -> int:
+    return -(-rows // BLOCK) * -(-outputs // columns)
+
+
+def product_blocks(columns: int, dtype: torch.dtype, programs: int) -> ProductBlocks:
+    """Blocks of so many columns that fit the registers and the shared memory."""
+    wide = columns == 256
+    return ProductBlocks(
+        columns=columns,
+        inner=128 // dtype.itemsize,
+        stages=3 if wide else 4,
+        programs=programs,
+    )
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    """One for every multiprocessor; a few where there is no GPU, so that each still takes several turns."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _for_16_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
+    rank, together = rank_block(group.rank), parts_together(group)
+    few, span = rank <= 64, together * rank
+    # Each part's mask is a tile in registers.
+    columns = 64 if group.drops and together > 1 else 128
+    da = KernelLaunch(128, warps=8, stages=3) if span <= 64 else KernelLaunch(64, warps=8, stages=2)
+    if together < len(group.columns):
+        da = KernelLaunch(64, warps=8, stages=1)
+    many = KernelLaunch(64, warps=8, stages=2)
+    ds_db = KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
+    db = KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3)
+    return Tiling(
+        down=KernelLaunch(columns, warps=4, stages=3 if group.drops else 4) if span <= 64 else many,
+        up=KernelLaunch(128 if few else 64, warps=4, stages=1),
+        ds_db=ds_db if few else many,
+        db=db if few else many,
+        da=da,
+        y=y,
+        dx=dx,
+        split=1,
+        ds_split=1,
+        one_read=rank <= ONE_READ_RANKS,
+    )
+
+
+def _lean(tiling: Tiling) -> Tiling:
+    """Half the columns, and loads at most one step ahead: for GPUs made for desks."""
+
+    def lean(launch: KernelLaunch) -> KernelLaunch:
+        return replace(launch, columns=launch.columns // 2, stages=min(2, launch.stages))
+
+    return replace(
+        tiling,
+        down=lean(tiling.down),
+        up=lean(tiling.up),
+        ds_db=lean(tiling.ds_db),
+        db=lean(tiling.db),
+        da=lean(tiling.da),
+    )
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have; without a GPU nothing limits it."""
+    if device.type != "cuda":
+        return LARGE_SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+def _for_32_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
+    """Exact float32 has no tensor core: operands live in registers, so the blocks are small."""
+    launch = KernelLaunch(32, warps=8, stages=1, rows=32)
+    one_read = rank_block(group.rank) <= ONE_READ_RANKS
+    return Tiling(launch, launch, launch, launch, launch, y, dx, split=1, ds_split=1, one_read=one_read)
