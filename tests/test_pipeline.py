@@ -1,6 +1,7 @@
 """A base cut into stages trains every job to what one process makes of it, whoever comes, goes or resumes."""
 
 import json
+import os
 import signal
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from tests.run.models import deep
 from weftune import JobSpec
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec
+from weftune.jobs.store.folder import lock_folder
 from weftune.plan.cost.profile import file_of, profile_folder, write_profile
 from weftune.report.timelines import read_timelines
 from weftune.run.profile import key_here
@@ -207,3 +209,18 @@ def trained(output, job):
     base = Base.from_model(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU)
     losses = [loss for _, what, loss in numbers(output, job) if what == "loss"]
     return oracle.Trained(losses, bench.start(base, spec), bench.adapter(output / job))
+
+
+def test_a_second_run_is_refused_and_leaves_the_files_of_the_first_alone(place, forks):
+    output = place / fresh(place, "taken")
+    (output / "ranks").mkdir(parents=True)
+    (output / "ranks" / "pids").write_text("0 1\n")
+    lock = lock_folder(output, output)
+    try:
+        words = ("train", "jobs.yaml", "--output", "taken", "--pipeline", "2")
+        assert forks.weftune(*words, cwd=place) == 2
+    finally:
+        os.close(lock)
+    assert "another weftune train is writing to taken" in (place / "log").read_text()
+    assert {path.name for path in output.rglob("*")} == {".lock", "ranks", "pids"}
+    assert (output / "ranks" / "pids").read_text() == "0 1\n"
