@@ -26,8 +26,8 @@ from weftune.core.paths import cache_folder
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import JobSpec, RunSpec
 from weftune.run.training.schedule import learning_rate
-from weftune.train.job import Ready, make_ready
-from weftune.train.trainer import Trainer
+from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.trainer import Trainer
 
 JOBS = Path(__file__).parent.parent / "examples" / "quickstart" / "jobs.yaml"
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from weftune.bench.llama import SIZES, Size
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.bench.timing import BenchPlace, fresh, here
-from weftune.train.engine import MOST_TOKENS
-from weftune.train.trainer import Options, train
+from weftune.trainer.engine import MOST_TOKENS
+from weftune.trainer.trainer import Options, train
 
 RANKS = (8, 16, 4, 32)
 SAMPLES, TOKENS, BATCH = 64, 256, 8

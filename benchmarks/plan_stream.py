@@ -112,7 +112,7 @@ def told(seconds: float | None) -> str:
 
 def saved_bytes(case: Case, shape: ModelShape, chosen: StreamChoice) -> int:
     """What the same cut would need more, were inputs kept."""
-    kept, held = held_inputs(len(chosen.cut.stages), offloads=False), chosen.cut.held_inputs
+    kept, held = held_inputs(len(chosen.cut.stages), offloads=False), chosen.cut.on(0).held_inputs
     padded = padded_rows(case.work.jobs * case.work.batch * case.work.length, captured=True)
     rows = (kept.rounds - held.rounds) * padded - held.microbatches * chosen.capacity
     return rows * shape.hidden * shape.bytes_per_value
@@ -122,7 +122,7 @@ def cells(chosen: StreamChoice) -> Iterator[str]:
     cut = chosen.cut
     yield str(len(cut.stages))
     yield str(len(cut.stages) - len(cut.streamed))
-    yield str(cut.slots)
+    yield str(cut.slots[0])
     yield "travel" if cut.travels else "stay"
     yield "offloaded" if cut.offloads else "kept"
     yield str(chosen.capacity)

@@ -26,7 +26,7 @@ from weftune.data.order import SampleOrder
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
-from weftune.train.loop import Loop
+from weftune.trainer.loop import Loop
 
 CPU = torch.device("cpu")
 SHARED = Path(__file__).parents[2] / "shared"

@@ -76,7 +76,7 @@ def serve() -> None:
     import torch  # noqa: F401
     from transformers import OPTForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
-    import weftune.train.trainer  # noqa: F401
+    import weftune.trainer.trainer  # noqa: F401
 
     child, code = 0, 0
     for line in sys.stdin:

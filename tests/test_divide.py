@@ -16,7 +16,7 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.report.terminal import JobRow
 from weftune.run.measure.memory import taken_bytes
 from weftune.run.training.state import Progress
-from weftune.train.job import Ready, make_ready
+from weftune.trainer.job import Ready, make_ready
 
 SHAPE = bench.base("llama").shape
 ROWS = bench.rows(bench.samples(24, seed=1))

@@ -23,7 +23,7 @@ from weftune.base.model import Base
 from weftune.base.spec import DEMO_HUB_ID, BaseSpec
 from weftune.cli.generate import base_of
 from weftune.jobs.store.states import State
-from weftune.train.export import write_merged, write_portable
+from weftune.trainer.export import write_merged, write_portable
 
 SAMPLES = random_samples((9, 4, 13))
 FLOAT32 = ("llama", "gpt2", "qwen2")

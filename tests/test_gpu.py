@@ -12,7 +12,7 @@ from weftune import JobSpec, Options, Trainer
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.layout import whole
+from weftune.plan.program.layout import one_device
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Failed, Stepped
@@ -102,7 +102,7 @@ def trained(base, jobs, rounds=6, capacity=512, recompute=NOTHING, route=None, g
     for step in range(0, rounds, 2):
         alive = [one for one in jobs if one.name not in failed]
         courses = [one.course(step, 2, False) for one in alive]
-        program = plan_window(courses, whole(), capacity, ladder=True, recompute=recompute)
+        program = plan_window(courses, one_device(), capacity, ladder=True, recompute=recompute)
         for event in aboard.events(executor, program, jobs):
             if isinstance(event, Failed):
                 failed[event.job] = event.reason

@@ -15,7 +15,7 @@ from weftune.errors import SpecError, UserError
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import taken_bytes
-from weftune.train.loop import ROUNDS
+from weftune.trainer.loop import ROUNDS
 
 
 def job(name, steps, **keys):

@@ -20,8 +20,8 @@ from weftune.errors import PlanError
 from weftune.jobs.spec.read import read_run
 from weftune.plan.cost import cluster
 from weftune.plan.layout.stream_choice import StreamChoice
-from weftune.train.streamed import StreamedLoop
-from weftune.train.trainer import trainer_for
+from weftune.trainer.streamed import StreamedLoop
+from weftune.trainer.trainer import trainer_for
 
 ALL = [job["name"] for job in FOUR_JOBS]
 
@@ -153,7 +153,7 @@ def test_what_the_run_refuses_the_plan_refuses_with_the_same_sentence(place, pla
 def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     place, planned, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("weftune.train.streamed.host_budget", lambda: 20_480)
+    monkeypatch.setattr("weftune.trainer.streamed.host_budget", lambda: 20_480)
     monkeypatch.setattr("weftune.cli.plan_single.host_budget", lambda: 20_480)
     plan, run = planned("700KiB"), train(place, tmp_path / "out", "700KiB")
     assert run.choice is not None

@@ -6,7 +6,7 @@ import sys
 ASKED = """
 import sys, traceback
 import torch
-from weftune.processes import PRELOADED
+from weftune.launch.processes import PRELOADED
 
 def spy(module, name):
     def asked(*_, **__):

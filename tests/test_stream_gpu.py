@@ -21,7 +21,7 @@ from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
 from weftune.ops.adamw import update
 from weftune.plan.layout.ring import PIECE
-from weftune.plan.program.layout import Layout, StageLayers, whole
+from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.window.window import plan_window
 from weftune.run.executor import Executor
 from weftune.run.stream import adapter_steps
@@ -84,7 +84,7 @@ def attach(executor, job):
 def resident():
     base = load_base(SPEC, torch.device("cuda", 0))
     return trained(
-        Executor(base, graphs=False), base, lambda courses: plan_window(courses, whole(), CAPACITY)
+        Executor(base, graphs=False), base, lambda courses: plan_window(courses, one_device(), CAPACITY)
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weftune.errors import UserError
     from weftune.jobs.spec.spec import JobSpec
-    from weftune.train.trainer import Options, Result, Trainer, train
+    from weftune.trainer.trainer import Options, Result, Trainer, train
 
     __version__: str
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return UserError
     if name in __all__:
-        from weftune.train import trainer
+        from weftune.trainer import trainer
 
         return getattr(trainer, name)
     raise AttributeError(f"module 'weftune' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from weftune.jobs.spec.read import read_run
 from weftune.report.ending import final_table
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import LiveView
-from weftune.train.trainer import Options, trainer_for
+from weftune.trainer.trainer import Options, trainer_for
 
 HERE = Path(__file__).parent
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.plan.program.test_check import course
 from weftune.plan.cost.time import Line
-from weftune.plan.program.layout import Layout, StageLayers, whole
+from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import Action, MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
@@ -66,12 +66,12 @@ def plans() -> Iterator[tuple[str, Plan]]:
 def _on_one_device(seed: int) -> Iterator[tuple[str, Plan]]:
     made = courses(seed)
     recompute = Recompute(seed % 2 == 0, seed % 3)
-    yield f"one device {seed}", lambda: plan_window(made, whole(), 48)
+    yield f"one device {seed}", lambda: plan_window(made, one_device(), 48)
     yield (
         f"one device {seed} on a ladder",
-        lambda: plan_window(made, whole(), 256, True, recompute),
+        lambda: plan_window(made, one_device(), 256, True, recompute),
     )
-    yield f"one device {seed}, job1 dead", lambda: plan_window(made, whole(), 48).without("job1")
+    yield f"one device {seed}, job1 dead", lambda: plan_window(made, one_device(), 48).without("job1")
 
 
 def _streamed(seed: int) -> Iterator[tuple[str, Plan]]:

@@ -11,13 +11,13 @@ from weftune.adapters.kind import Member
 from weftune.base.model import Base
 from weftune.core.paths import cache_folder
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.layout import whole
+from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Event
 from weftune.run.executor import Executor
 from weftune.run.training.state import Training, new_training
-from weftune.train.job import Ready, lay_out, make_ready
+from weftune.trainer.job import Ready, lay_out, make_ready
 
 
 def ready(base: Base, name: str, **keys: Any) -> Ready:
@@ -39,7 +39,7 @@ def executor(base: Base, jobs: Sequence[Ready], route: Route = Route.segmented) 
 
 
 def program(jobs: Sequence[Ready], rounds: int, capacity: int = 64, begins: bool = False) -> Program:
-    return plan_window([job.course(0, rounds, begins) for job in jobs], whole(), capacity)
+    return plan_window([job.course(0, rounds, begins) for job in jobs], one_device(), capacity)
 
 
 def events(made: Executor, planned: Program, jobs: Sequence[Ready]) -> Iterator[Event]:

@@ -12,7 +12,7 @@ from tests.run import aboard
 from weftune.errors import PlanError
 from weftune.plan.program.program import Load
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Passed, SaveDue, Stepped
-from weftune.train.job import lay_out
+from weftune.trainer.job import lay_out
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from weftune.run.training.state import new_training
 from weftune.run.workers.driver import open_pipeline
 from weftune.run.workers.messages import Staff
 from weftune.run.workers.worker import serve
-from weftune.train.job import lay_out
+from weftune.trainer.job import lay_out
 
 STEPS = 3
 

@@ -23,7 +23,7 @@ from weftune.plan.program.program import Forward
 from weftune.run.events import Failed, Stepped
 from weftune.run.workers.stage_executor import StageExecutor
 from weftune.run.workers.transport import Transport
-from weftune.train.job import lay_out
+from weftune.trainer.job import lay_out
 
 CUT = {1: [0, 4], 2: CUTS[2]}
 

@@ -30,7 +30,7 @@ from weftune.bench.timing import here
 from weftune.core.batch import IGNORED
 from weftune.data.samples import Samples
 from weftune.run.training.schedule import learning_rate
-from weftune.train.job import Ready, make_ready
+from weftune.trainer.job import Ready, make_ready
 
 SHARED = Path(__file__).parents[3] / "shared"
 MODEL = Path(os.environ.get("WEFTUNE_STORIES", SHARED / "models" / "stories15m"))

@@ -19,7 +19,7 @@ from weftune.data.cache import Store
 from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
 from weftune.data.tally import Tally
-from weftune.plan.program.layout import whole
+from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program
 from weftune.plan.program.recompute import NOTHING
 from weftune.plan.window.rounds import Course
@@ -85,7 +85,9 @@ class Company:
         return self._window(courses, capacity)
 
     def _window(self, courses: Sequence[Course], capacity: int) -> Program:
-        return plan_window(courses, whole(), capacity, self.executor.captures is not None, self.recompute)
+        return plan_window(
+            courses, one_device(), capacity, self.executor.captures is not None, self.recompute
+        )
 
     def run(self, program: Program) -> list[Passed]:
         """Execute the program; every pass over the base that it made."""

@@ -54,7 +54,7 @@ def export(
 
 
 def _export_portable(folder: Path, target: Path) -> None:
-    from weftune.train.export import write_portable
+    from weftune.trainer.export import write_portable
 
     rank = write_portable(folder, target)
     typer.echo(f"Wrote {target}: a PEFT adapter of rank {rank}, its scale folded in.")
@@ -70,7 +70,7 @@ def vllm_advice(rank: int) -> str:
 
 
 def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: str | None) -> None:
-    from weftune.train.export import write_merged
+    from weftune.trainer.export import write_merged
 
     typer.echo(f"Merging {folder} into {base.published_name}.")
     kept = write_merged(folder, base, target, cast(Dtype | None, dtype))

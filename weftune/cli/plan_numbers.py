@@ -71,7 +71,7 @@ def single_numbers(found: SingleOutlook) -> dict[str, Any]:
         "stages": [
             {"layers": stage.stop - stage.start, "resident": stage.resident} for stage in choice.cut.stages
         ],
-        "slots": choice.cut.slots,
+        "slots": choice.cut.slots[0],
         "adapters_travel": choice.cut.travels,
         "inputs_offloaded": choice.cut.offloads,
         "weights_in_files": choice.mapped,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weftune.plan.layout.stage_count import StageCount
     from weftune.run.workers.groups import WorkerPlace
     from weftune.run.workers.messages import Staff
-    from weftune.train.trainer import Result
+    from weftune.trainer.trainer import Result
 
 SOME_FAILED, INTERRUPTED = 1, 130
 AUTO = 0
@@ -197,8 +197,8 @@ def _chosen(asked: TrainAsked) -> StageCount:
     from weftune.plan.layout.stage_count import choose_stages
     from weftune.report.steady import steady_output
     from weftune.run.measure.devices import devices_here
-    from weftune.train.engine import costs_here
-    from weftune.train.pipelined import SPARE
+    from weftune.trainer.engine import costs_here
+    from weftune.trainer.pipelined import SPARE
 
     device = device_named(asked.device)
     budget = bytes_of(asked.memory) if asked.memory else None
@@ -248,7 +248,7 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
     from weftune.report.steady import steady_output
     from weftune.report.terminal import LiveView
     from weftune.report.words import plural
-    from weftune.train.trainer import Options, trainer_for
+    from weftune.trainer.trainer import Options, trainer_for
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console(file=steady_output())
@@ -282,7 +282,7 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
     from weftune.report.steady import steady_output
     from weftune.report.terminal import LiveView
     from weftune.report.words import plural
-    from weftune.train.trainer import Options
+    from weftune.trainer.trainer import Options
 
     if len(devices) == 1:
         _train(asked, None)

@@ -30,7 +30,7 @@ PIDS = "pids"
 PRELOADED = [
     "weftune.launch.pipeline",
     "weftune.launch.split",
-    "weftune.train.trainer",
+    "weftune.trainer.trainer",
     "weftune.cli.main",
     "peft",
     "datasets",

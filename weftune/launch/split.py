@@ -34,11 +34,11 @@ from weftune.run.measure.devices import devices_here
 from weftune.run.profile import key_here
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
-from weftune.train.engine import MOST_TOKENS
-from weftune.train.job import Ready
-from weftune.train.journal import View
-from weftune.train.results import CHECKPOINTS
-from weftune.train.trainer import Options, Result, Trainer, trainer_for
+from weftune.trainer.engine import MOST_TOKENS
+from weftune.trainer.job import Ready
+from weftune.trainer.journal import View
+from weftune.trainer.results import CHECKPOINTS
+from weftune.trainer.trainer import Options, Result, Trainer, trainer_for
 
 SAMPLED = 16
 """Global batches of a job that stand for all of them, spread over its steps."""

@@ -23,8 +23,8 @@ from weftune.jobs.spec.spec import RunSpec
 from weftune.launch.processes import be_process, forks, how_ended, log_folder, signals_to, write_pids
 from weftune.report.terminal import JobRow
 from weftune.run.workers.heartbeat import LOST
-from weftune.train.journal import View
-from weftune.train.trainer import Options, trainer_for
+from weftune.trainer.journal import View
+from weftune.trainer.trainer import Options, trainer_for
 
 RESTARTS = 3
 """How often a share is started again after it was lost."""

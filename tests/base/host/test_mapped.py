@@ -101,9 +101,8 @@ LAYERS, WIDTH = 4, 1024
 WATCHED = """
 import sys, torch
 from weftune.base.spec import BaseSpec
-from weftune.base.streamed import load_streamed
-from weftune.plan.stream_cut import Layout
-from weftune.plan.stream_step import StageLayers
+from weftune.base.host.streamed import load_streamed
+from weftune.plan.program.layout import Layout, StageLayers
 
 def held(*kinds):
     lines = dict(line.split(":") for line in open("/proc/self/status"))

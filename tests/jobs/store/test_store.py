@@ -262,7 +262,7 @@ def test_a_status_that_cannot_be_written_leaves_the_one_before_and_no_draft(tmp_
 def test_a_killed_trainer_leaves_a_status_that_resumes(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from weftune.jobs.states import State
+from weftune.jobs.store.states import State
 from weftune.jobs.store import open_store, refuse_output
 with open_store(Path({str(tmp_path)!r}), resume=True) as store:
     store.add_job("a")

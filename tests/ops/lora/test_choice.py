@@ -20,7 +20,7 @@ from weftune.ops.lora.weave import Order
 
 MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
 BOTH = (Order.wide, Order.wide_beside)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Clock:
@@ -266,12 +266,13 @@ def test_what_another_process_wrote_during_the_trial_stands(tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from tests.ops.test_choice import BOTH, MACHINE
-from weftune.ops.choice_file import ChoiceFile, Measured
-from weftune.ops.weave import Order
+from tests.ops.lora.test_choice import BOTH, MACHINE
+from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder
+from weftune.ops.lora.weave import Order
 file = ChoiceFile(Path(sys.argv[1]), MACHINE)
 for number in range(150):
-    file.add(f"{sys.argv[2]} {number}", Measured(Order.wide_beside, {Order.wide_beside: float(number)}), BOTH)
+    measured = MeasuredOrder(Order.wide_beside, {Order.wide_beside: float(number)})
+    file.add(f"{sys.argv[2]} {number}", measured, BOTH)
 """
 
 

@@ -153,7 +153,7 @@ def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(tmp_path):
     """In a process of its own, since Triton is either an interpreter or a compiler."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     asked = [sys.executable, "-m", "tests.ops.lora.tiled_compiled"]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(asked, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

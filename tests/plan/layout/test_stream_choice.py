@@ -207,7 +207,7 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
         case = StreamCase(base(8), (large,), device, 60, 60, cut.travels, cut.offloads)
         sizes = tuple(stage.stop - stage.start for stage in cut.stages)
         resident = tuple(stage.resident for stage in cut.stages)
-        return case.fits(Draft(sizes, resident, cut.slots))
+        return case.fits(Draft(sizes, resident, cut.slots[0]))
 
     assert (by_itself(alone), by_itself(both)) == (False, True)
     with pytest.raises(PlanError, match="each of the waiting ones by itself"):
@@ -319,7 +319,7 @@ def test_the_sentence_names_stages_residents_slots_and_what_is_not_hidden():
     stays = sum(stage.resident for stage in choice.cut.stages)
     assert f"streamed in {len(choice.cut.stages)} stages of" in choice.why
     assert f"{stays} of them resident" in choice.why
-    assert f"in {choice.cut.slots} slot" in choice.why
+    assert f"in {choice.cut.slots[0]} slot" in choice.why
     assert f"waits for the host in {choice.unhidden:.0%} of a step" in choice.why
 
 

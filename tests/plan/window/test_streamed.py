@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.plan.program.test_check import course
 from weftune.plan.program.check import check
 from weftune.plan.program.check_slots import check_slots
-from weftune.plan.program.layout import Layout, StageLayers, whole
+from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import (
     Backward,
     Evaluate,
@@ -79,7 +79,7 @@ def order(program: Program, kind: type, stage: int) -> list[int]:
 @given(companies(), cuts(), st.integers(0, 60))
 def test_every_stage_sees_the_microbatches_of_the_resident_window_in_its_order(courses, chosen, room):
     streamed = plan_window(courses, chosen, 40 + room)
-    resident = plan_window(courses, whole(), 40 + room)
+    resident = plan_window(courses, one_device(), 40 + room)
     assert streamed.microbatches == resident.microbatches
     assert streamed.batches == resident.batches
     for kind in (Forward, Backward, Evaluate):
@@ -126,7 +126,7 @@ def test_with_everything_resident_nothing_moves_and_one_stage_is_the_resident_wi
     program = plan_window(courses, cut(*layers, resident=set(range(len(layers)))), 60)
     assert not any(isinstance(action, Load | Evict) for action in program.actions)
     whole = plan_window(courses, cut(sum(layers), resident={0}), 60)
-    assert whole == plan_window(courses, whole(), 60)
+    assert whole == plan_window(courses, one_device(), 60)
 
 
 def test_a_round_goes_stage_by_stage_and_turns_round_at_the_last():
@@ -191,7 +191,7 @@ def test_the_checker_of_slots_refuses(broken, sentence):
 
 def test_the_checker_of_slots_refuses_another_number_of_stages():
     program, _ = streamed_window()
-    with pytest.raises(IllegalProgram, match="4 stages are planned, but the cut has 2"):
+    with pytest.raises(IllegalProgram, match="4 stages are planned, but the layout has 2"):
         check_slots(program, cut(1, 1).on(0))
 
 
@@ -223,4 +223,4 @@ def test_with_a_ladder_trained_microbatches_have_the_sizes_of_the_resident_ones(
     chosen, courses = cut(1, 1, slots=1), [course("a", [[150, 140], [300]]), course("b", [[200], [10]])]
     program = plan_window(courses, chosen, 512, ladder=True)
     assert [one.rows for one in program.microbatches] == [512, 384]
-    assert program.microbatches == plan_window(courses, whole(), 512, ladder=True).microbatches
+    assert program.microbatches == plan_window(courses, one_device(), 512, ladder=True).microbatches

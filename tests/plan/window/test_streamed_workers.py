@@ -13,7 +13,7 @@ from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed import companies, done
 from weftune.plan.program.check import check
 from weftune.plan.program.check_slots import check_slots
-from weftune.plan.program.layout import Layout, StageLayers, whole
+from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.prices import PassPrice, Prices, free_cluster
 from weftune.plan.program.program import (
     Backward,
@@ -58,7 +58,7 @@ def passes(program: Program, kind: type, stage: int) -> list[int]:
 @given(companies(), cuts())
 def test_every_stage_sees_the_microbatches_of_one_device_in_its_order(courses, chosen):
     program = plan_window(courses, chosen, 60)
-    alone = plan_window(courses, whole(), 60)
+    alone = plan_window(courses, one_device(), 60)
     for stage in range(len(chosen.stages)):
         trained = passes(alone, Forward, 0)
         mine = passes(program, Forward, stage)

@@ -15,7 +15,7 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops.lora.routes import Route
-from weftune.plan.program.layout import Layout, StageLayers, whole
+from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Failed, Stepped
@@ -80,7 +80,7 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     jobs = jobs_for(base)
     executor = woven(base, jobs, route, monkeypatch)
     courses = [job.course(0, steps, False) for job in jobs]
-    program = plan_window(courses, whole(), CAPACITY, ladder=True, recompute=recompute)
+    program = plan_window(courses, one_device(), CAPACITY, ladder=True, recompute=recompute)
     assert all(plan.rows > plan.tokens for plan in program.microbatches)
     events = list(aboard.events(executor, program, jobs))
     executor.unweave()
@@ -118,7 +118,7 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
         executor = woven(base, jobs, Route.tiled, monkeypatch)
         if sick:
             executor.banks.write("dropping", torch.full_like(executor.aboard["dropping"].master, math.nan))
-        program = plan_window([job.course(0, 1, False) for job in jobs], whole(), CAPACITY, ladder=True)
+        program = plan_window([job.course(0, 1, False) for job in jobs], one_device(), CAPACITY, ladder=True)
         assert program.shared() > 0
         events = list(aboard.events(executor, program, jobs))
         executor.unweave()
@@ -181,7 +181,7 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
 
     resident = Base.from_model(two_layers("qwen2")[0], spec, bench.CPU)
     wanted = woven(resident, jobs, Route.tiled, monkeypatch)
-    list(aboard.events(wanted, plan_window(courses, whole(), CAPACITY), jobs))
+    list(aboard.events(wanted, plan_window(courses, one_device(), CAPACITY), jobs))
     for job in jobs:
         assert executor.aboard[job.name].progress.step == 1
         assert torch.equal(executor.aboard[job.name].master, wanted.aboard[job.name].master), job.name

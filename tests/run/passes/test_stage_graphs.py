@@ -21,7 +21,7 @@ from weftune.run.passes.rows import lay
 from weftune.run.passes.stage_graphs import MOST_KEYS, GraphVisit, StageGraphs, Way
 from weftune.run.stream.executor import StreamExecutor
 from weftune.run.training.state import new_training
-from weftune.train.job import lay_out
+from weftune.trainer.job import lay_out
 
 STAGES = 3
 LENGTH = 7

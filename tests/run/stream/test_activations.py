@@ -187,7 +187,7 @@ def keeper(stages, rows):
     base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut)
     assert stages <= LAYERS
     chosen = replace(cut, stages=cut.stages[:stages], offloaded_rows=rows)
-    return OffloadedInputs(replace(base, cut=chosen), Waited)
+    return OffloadedInputs(replace(base, part=chosen.on(0)), Waited)
 
 
 def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_backward():

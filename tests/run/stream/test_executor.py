@@ -10,7 +10,7 @@ from tests.run.workers.test_stage_executor import PACE, make_jobs, whole_base
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.errors import PlanError
-from weftune.plan.program.layout import Layout, StageLayers, whole
+from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import Load
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.plan.window.window import plan_window
@@ -18,7 +18,7 @@ from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weftune.run.executor import Executor
 from weftune.run.stream.executor import StreamExecutor
 from weftune.run.training.state import new_training
-from weftune.train.job import lay_out
+from weftune.trainer.job import lay_out
 
 CAPACITY = 40
 CUTS = {
@@ -81,7 +81,7 @@ def resident(family, dtype):
     jobs = evaluated_jobs(base)
     executor = Executor(base)
     take_aboard(executor, jobs)
-    return windows(executor, jobs, lambda courses: plan_window(courses, whole(), CAPACITY))
+    return windows(executor, jobs, lambda courses: plan_window(courses, one_device(), CAPACITY))
 
 
 def compare(family, dtype, cut):

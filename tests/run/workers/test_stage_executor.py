@@ -19,7 +19,7 @@ from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace
 from weftune.run.events import Failed, Stepped
 from weftune.run.workers.stage_executor import StageExecutor
 from weftune.run.workers.transport import Transport
-from weftune.train.job import lay_out
+from weftune.trainer.job import lay_out
 
 PACE = StagePace(Line(0.0, 1.0), Line(0.0, 2.0))
 STEPS = {"a": 5, "b": 3, "c": 4}

@@ -29,7 +29,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
 from weftune.run.workers.streamed_executor import RankExecutor
 from weftune.run.workers.transport import Lanes, Transport
-from weftune.train.job import lay_out
+from weftune.trainer.job import lay_out
 
 ONE_EACH = tuple(StageLayers(n, n + 1) for n in range(LAYERS))
 CUTS = {

@@ -16,7 +16,7 @@ from weftune.run.workers.groups import lay_wires
 from weftune.run.workers.mailbox import Inbox
 from weftune.run.workers.stage_executor import StageExecutor
 from weftune.run.workers.transport import Transport
-from weftune.train.job import lay_out
+from weftune.trainer.job import lay_out
 
 COMPUTE = 0.03
 """Seconds of a forward, slept through: a device that is busy without taking a core from the other rank."""

@@ -134,7 +134,8 @@ def _with_residents(cut: Layout, rank: int, stay: set[int]) -> Layout:
         for stage, held in enumerate(cut.stages)
     )
     moving = sum(not held.resident for held in stages[rank :: cut.workers])
-    return _with_slots(replace(cut, stages=stages), rank, min(max(1, cut.slots[rank]), moving))
+    slots = (*cut.slots[:rank], min(max(1, cut.slots[rank]), moving), *cut.slots[rank + 1 :])
+    return replace(cut, stages=stages, slots=slots)
 
 
 # -- the descent -----------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class Layout:
         return OnWorker(self, worker)
 
 
-def whole(layers: int = 1) -> Layout:
+def one_device(layers: int = 1) -> Layout:
     """All of a base as one stage that stays on one device."""
     return Layout((StageLayers(0, layers, resident=True),))
 

@@ -8,7 +8,7 @@ from tests.plan.profiles import profile
 from weftune.plan.cost.profile import file_of, profile_folder, write_profile
 from weftune.plan.layout.cut import measured_costs, typical_work
 from weftune.run.profile import key_here
-from weftune.train.engine import MOST_TOKENS, costs_here
+from weftune.trainer.engine import MOST_TOKENS, costs_here
 
 
 def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_base(tmp_path, monkeypatch):

@@ -17,8 +17,8 @@ from weftune.plan.window.window import Pacing, plan_window
 from weftune.report.timelines import Drawn, Timelines, drawn, write_timelines
 from weftune.run.workers.driver import Driver
 from weftune.run.workers.trace import Trace, timeline_of
-from weftune.train.journal import Journal
-from weftune.train.loop import Callback, Loop, Room
+from weftune.trainer.journal import Journal
+from weftune.trainer.loop import Callback, Loop, Room
 
 ROUNDS = 16
 """Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long one."""

@@ -25,7 +25,7 @@ from weftune.errors import OutputError
 from weftune.jobs.spec.retry import CHANGEABLE, Retry
 from weftune.jobs.spec.spec import changed_keys, resolved
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
-from weftune.train.job import Ready
+from weftune.trainer.job import Ready
 
 __all__ = ["CHECKPOINTS", "JOB_FILE", "describe", "refuse_changes", "write_job_file", "write_result"]
 

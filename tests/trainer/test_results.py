@@ -15,8 +15,8 @@ from weftune.cli.generate import base_of
 from weftune.core.paths import cache_folder
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.checks import warnings
-from weftune.train.job import Ready, make_ready
-from weftune.train.results import describe, refuse_changes, write_job_file
+from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.results import describe, refuse_changes, write_job_file
 
 BASE = BaseSpec(model="/models/tiny", dtype="float32", revision="main", written="../models/tiny")
 

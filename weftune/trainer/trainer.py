@@ -36,11 +36,11 @@ from weftune.report.terminal import JobRow, LiveView
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
-from weftune.train.engine import Engine, Setup, open_engine
-from weftune.train.job import Ready, make_ready
-from weftune.train.journal import Journal, View
-from weftune.train.loop import Callback, Loop, lost_sentence
-from weftune.train.results import (
+from weftune.trainer.engine import Engine, Setup, open_engine
+from weftune.trainer.job import Ready, make_ready
+from weftune.trainer.journal import Journal, View
+from weftune.trainer.loop import Callback, Loop, lost_sentence
+from weftune.trainer.results import (
     CHECKPOINTS,
     JOB_FILE,
     describe,

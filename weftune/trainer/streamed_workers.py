@@ -29,10 +29,10 @@ from weftune.run.measure.link import measure_link
 from weftune.run.measure.memory import taken_bytes
 from weftune.run.workers.driver import Driver
 from weftune.run.workers.groups import WorkerPlace
-from weftune.train.journal import Journal
-from weftune.train.loop import Callback, Room
-from weftune.train.pipelined import PipelinedLoop, stage_memory
-from weftune.train.streamed import host_budget
+from weftune.trainer.journal import Journal
+from weftune.trainer.loop import Callback, Room
+from weftune.trainer.pipelined import PipelinedLoop, stage_memory
+from weftune.trainer.streamed import host_budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from weftune.plan.window.window import plan_window
 from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import CPU_SHARE, taken_bytes
 from weftune.run.stream.executor import StreamExecutor
-from weftune.train.journal import Journal
-from weftune.train.loop import Callback, Loop, Room
+from weftune.trainer.journal import Journal
+from weftune.trainer.loop import Callback, Loop, Room
 
 
 @dataclass(frozen=True, slots=True)

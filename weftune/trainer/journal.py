@@ -19,7 +19,7 @@ from weftune.plan.program.program import Program
 from weftune.report.terminal import JobRow
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training.state import Progress
-from weftune.train.job import Ready
+from weftune.trainer.job import Ready
 
 Log = Callable[[Mapping[str, Any]], None]
 

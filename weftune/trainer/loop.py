@@ -23,7 +23,7 @@ from weftune.plan.cost.learned import Company, Learned, Outcome, Promise, sizes_
 from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import CostModel, PassTime, StateTime
-from weftune.plan.program.layout import whole
+from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
 from weftune.plan.window.rounds import Course
@@ -35,9 +35,9 @@ from weftune.run.measure.memory import begin_peak, peak_bytes, release
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Training, new_training
 from weftune.run.workers.driver import Driver
-from weftune.train.job import Ready, lay_out
-from weftune.train.journal import Journal, Window
-from weftune.train.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
+from weftune.trainer.job import Ready, lay_out
+from weftune.trainer.journal import Journal, Window
+from weftune.trainer.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
 
 ROUNDS = 4
 """Global batches of each job in a window."""
@@ -247,7 +247,7 @@ class Loop:
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
         ladder = self.executor.captures is not None
-        return plan_window(courses, whole(), room.capacity, ladder, room.recompute)
+        return plan_window(courses, one_device(), room.capacity, ladder, room.recompute)
 
     def _promise(self, program: Program, company: Company) -> Promise:
         return self.learned.promise(program, company)

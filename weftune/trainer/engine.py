@@ -32,11 +32,11 @@ from weftune.run.stream.executor import StreamExecutor
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.groups import WorkerPlace, own_gpus
 from weftune.run.workers.messages import Staff
-from weftune.train.journal import Journal
-from weftune.train.loop import Loop
-from weftune.train.pipelined import PipelinedLoop, stage_memory
-from weftune.train.streamed import StreamedLoop, Streaming, streaming
-from weftune.train.streamed_workers import RankedLoop, RankStreaming, rank_streaming
+from weftune.trainer.journal import Journal
+from weftune.trainer.loop import Loop
+from weftune.trainer.pipelined import PipelinedLoop, stage_memory
+from weftune.trainer.streamed import StreamedLoop, Streaming, streaming
+from weftune.trainer.streamed_workers import RankedLoop, RankStreaming, rank_streaming
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
 """The token capacity that a device gets where memory allows more."""
