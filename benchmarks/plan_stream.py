@@ -121,7 +121,7 @@ def saved_bytes(case: Case, shape: ModelShape, chosen: StreamChoice) -> int:
 def cells(chosen: StreamChoice) -> Iterator[str]:
     cut = chosen.cut
     yield str(len(cut.stages))
-    yield str(len(cut.stages) - len(cut.streamed))
+    yield str(sum(stage.resident for stage in cut.stages))
     yield str(cut.slots[0])
     yield "travel" if cut.travels else "stay"
     yield "offloaded" if cut.offloads else "kept"

@@ -101,7 +101,7 @@ def cut_numbers(choice: StreamChoice) -> dict:
     cut = choice.cut
     return {
         "stages": [{"layers": one.stop - one.start, "resident": one.resident} for one in cut.stages],
-        "slots": cut.slots,
+        "slots": cut.slots[0],
         "adapters_travel": cut.travels,
         "inputs_offloaded": cut.offloads,
         "weights_in_files": choice.mapped,

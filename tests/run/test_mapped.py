@@ -22,6 +22,7 @@ from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
+from weftune.plan.program.layout import one_device
 from weftune.plan.window.window import plan_window
 from weftune.run.events import Stepped
 from weftune.run.executor import Executor
@@ -57,7 +58,7 @@ def test_losses_evaluations_and_adapters_have_the_bits_of_the_resident_run(famil
     found = []
     for one, plan in (
         (executor, lambda courses: plan_window(courses, cut, CAPACITY)),
-        (whole, lambda courses: plan_window(courses, whole(), CAPACITY)),
+        (whole, lambda courses: plan_window(courses, one_device(), CAPACITY)),
     ):
         jobs = evaluated_jobs(one.base)
         take_aboard(one, jobs)

@@ -94,7 +94,7 @@ class _LimitedProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         """The process; a new one where it has ended, or belongs to the process that this one is a fork of."""
         if self._running is None or self._owner != os.getpid() or self._running.poll() is not None:
-            paths = [str(Path(__file__).parents[1]), *(path for path in sys.path if path)]
+            paths = [str(Path(__file__).parents[2]), *(path for path in sys.path if path)]
             self._running = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM.format(path=paths)],
                 stdin=subprocess.PIPE,

@@ -25,6 +25,7 @@ from tests.run.stream.test_executor import (
 from tests.run.workers.test_stage_executor import make_jobs, whole_base
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
+from weftune.plan.program.layout import one_device
 from weftune.plan.window.window import plan_window
 from weftune.run.events import OutOfMemory
 from weftune.run.executor import Executor
@@ -125,7 +126,7 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
     courses = [job.course(0, 3, False) for job in jobs]
     program = plan_window(courses, LAYER_EACH, capacity)
     assert any(one.jobs == ("b",) for one in program.microbatches)
-    for one, planned in ((whole, plan_window(courses, whole(), capacity)), (executor, program)):
+    for one, planned in ((whole, plan_window(courses, one_device(), capacity)), (executor, program)):
         one.kill("b")
         run(one, planned, jobs)
     for name in ("a", "c"):
