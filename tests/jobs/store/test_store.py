@@ -263,7 +263,7 @@ def test_a_killed_trainer_leaves_a_status_that_resumes(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from weftune.jobs.store.states import State
-from weftune.jobs.store import open_store, refuse_output
+from weftune.jobs.store.store import open_store
 with open_store(Path({str(tmp_path)!r}), resume=True) as store:
     store.add_job("a")
     store.move_job("a", State.RUNNING)
