@@ -11,17 +11,19 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 from tests.plan.program.test_check import course
+from weftune.core.shapes import LayerRange
 from weftune.plan.cost.time import Line
-from weftune.plan.program.layout import Layout, StageLayers, one_device
+from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
 from weftune.plan.program.program import Action, MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
-from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
+from weftune.plan.window.pipeline import PipelineOrder, StagePace
 from weftune.plan.window.rounds import Course
-from weftune.plan.window.window import plan_window
+from weftune.plan.window.window import Pacing, plan_window
 
 FILE = Path(__file__).parent / "programs.json"
 SEEDS = range(8)
@@ -87,12 +89,17 @@ def _streamed(seed: int) -> Iterator[tuple[str, Plan]]:
 def _pipelined(seed: int) -> Iterator[tuple[str, Plan]]:
     made, count = courses(seed), 2 + seed % 3
     paces = tuple(PACES[(seed + stage) % 2] for stage in range(count))
+    layers = [LayerRange(stage, stage + 1, count) for stage in range(count)]
+    alone, shared = in_stages(layers), in_stages(layers, replicas=2)
     for order in (None, *PipelineOrder):
-        rules = PipelineRules(64, paces, order, spare=seed % 2)
-        yield f"pipeline {seed} of {count}, {order}", lambda rules=rules: plan_pipeline(made, rules)
-    shared = PipelineRules(64, paces, replicas=2)
-    yield f"pipeline {seed} of {count}, replicas", lambda: plan_pipeline(made, shared)
-    yield f"pipeline {seed} of {count}, job1 dead", lambda: plan_pipeline(made, shared).without("job1")
+        pacing = Pacing(paces, order, spare=seed % 2)
+        yield (
+            f"pipeline {seed} of {count}, {order}",
+            lambda pacing=pacing: plan_window(made, alone, 64, pacing=pacing),
+        )
+    replicated = partial(plan_window, made, shared, 64, pacing=Pacing(paces))
+    yield f"pipeline {seed} of {count}, replicas", replicated
+    yield f"pipeline {seed} of {count}, job1 dead", lambda: replicated().without("job1")
 
 
 def _streamed_by_workers(seed: int) -> Iterator[tuple[str, Plan]]:

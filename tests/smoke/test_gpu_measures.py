@@ -37,6 +37,21 @@ def test_bench_compares_on_this_card(tmp_path):
     assert "frozen base" in said
 
 
+def test_a_small_step_is_measured_with_its_memory(tmp_path):
+    file = tmp_path / "found.json"
+    words = "--shape 1b --jobs 2 --batch 2x64 --warmup 1 --blocks 1 --steps 1 --baselines frozen,processes"
+    command = [sys.executable, "-m", "weftune.bench.gpu_step", *words.split(), "--json", str(file)]
+    ended = subprocess.run(command, env=surroundings(), capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 4
+    weights = 2 * 1_100_000_000
+    for row in rows:
+        assert row["note"] == ""
+        assert row["peak_bytes"] > weights
+        assert 0 < row["rho"] < 1
+
+
 PYTHON = """
 import sys, weftune
 trainer = weftune.Trainer(sys.argv[1], output=sys.argv[2])

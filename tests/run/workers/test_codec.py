@@ -1,15 +1,17 @@
 """Messages between workers: whatever is sent arrives as it was, and nothing that is not known."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.run.ranks import run_ranks
 from weftune.errors import UserError
 from weftune.run.workers.codec import Forged, decode, encode, records_in
 from weftune.run.workers.groups import SECRET, WorkerPlace, require_secret
-from weftune.run.workers.messages import KNOWN, Saved
+from weftune.run.workers.messages import KNOWN, Begun, KeepBest, Orders, Saved, Staff
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,28 @@ def test_a_message_without_the_secret_or_changed_on_its_way_is_refused():
     for forged in (encode(("step", 3)), encode(("step", 3), b"other"), signed[:-1] + b" "):
         with pytest.raises(Forged):
             decode(forged, {}, b"secret")
+
+
+def as_stranger(wires):
+    """Every rank has a secret of its own: what the others say is refused with a sentence."""
+    os.environ[SECRET] = f"of rank {wires.place.rank}"
+    try:
+        if wires.place.rank == 0:
+            staff = Staff(wires)
+            staff.command(1, KeepBest("a"))
+            staff.wait()
+        else:
+            orders = Orders(wires)
+            orders.answer(Begun())
+            orders.take()
+    except UserError as error:
+        return str(error)
+    return "heard"
+
+
+def test_ranks_with_different_secrets_say_so_and_wait_for_nobody():
+    for sentence in run_ranks(2, as_stranger):
+        assert "is not signed with this run's secret; set WEFTUNE_SECRET" in sentence
 
 
 def test_across_machines_a_secret_is_asked_for_and_on_one_it_is_not(monkeypatch):

@@ -60,6 +60,8 @@ def offloaded_inputs(stages: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """How a base lies on the devices of its workers."""
+
     stages: tuple[StageLayers, ...]
     slots: tuple[int, ...] = (0,)
     """For each worker the places on its device, as large as its largest streamed stage."""
@@ -69,9 +71,15 @@ class Layout:
     """Rows of a round for whose inputs host memory is reserved; 0: inputs stay on the device."""
     replicas: int = 1
     """Copies of all stages, each on workers of its own."""
+    pipelined: bool = False
+    """Whether every worker has one stage, which stays, and keeps what its forward made for the backward.
+    Where stages take turns, a forward is recomputed from its input, whether they stay or not."""
 
     def __post_init__(self) -> None:
         assert self.workers <= len(self.stages), "every worker has a stage"
+        assert not self.pipelined or (len(self.stages) == self.workers and not any(self.slots)), (
+            "a worker of a pipeline has one stage, which stays"
+        )
         for worker, count in enumerate(self.slots):
             assert count >= 1 or not self.on(worker).streamed, "a streamed stage needs a place to come to"
 
@@ -94,11 +102,6 @@ class Layout:
         """Whether what stages are given waits in host memory for the way back."""
         return self.offloaded_rows > 0
 
-    @property
-    def pipelined(self) -> bool:
-        """Whether every worker has one stage, which stays."""
-        return len(self.stages) == self.workers and not any(self.slots)
-
     def on(self, worker: int) -> OnWorker:
         return OnWorker(self, worker)
 
@@ -111,7 +114,7 @@ def one_device(layers: int = 1) -> Layout:
 def in_stages(layers: Sequence[LayerRange], replicas: int = 1) -> Layout:
     """A pipeline: one stage that stays on each worker."""
     stages = tuple(StageLayers(one.start, one.stop, resident=True) for one in layers)
-    return Layout(stages, (0,) * len(stages), replicas=replicas)
+    return Layout(stages, (0,) * len(stages), replicas=replicas, pipelined=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ def plan_window(
     """
     if pacing is None:
         return plan_rounds(courses, layout, capacity, ladder, recompute)
-    assert len(pacing.paces) == len(layout.stages) == layout.workers, "a pipeline has one stage a worker"
+    assert layout.pipelined, "only the stages of a pipeline have paces of their own"
+    assert len(pacing.paces) == len(layout.stages), "a pace for every stage"
     rules = PipelineRules(
         capacity, pacing.paces, pacing.order, recompute, spare=pacing.spare, replicas=layout.replicas
     )

@@ -18,13 +18,15 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from weftune.errors import UserError
+
 ALIGNMENT = 64
 """Bytes at whose multiples tensors begin."""
 DIGEST = hashlib.sha256().digest_size
 
 
-class Forged(RuntimeError):
-    """A message was not made by who knows the secret, or has been changed on its way."""
+class Forged(UserError):
+    """A message was not signed with this run's secret, or has been changed on its way."""
 
 
 def encode(value: object, secret: bytes = b"") -> bytes:
@@ -39,7 +41,10 @@ def decode(message: bytes, known: Mapping[str, type], secret: bytes = b"") -> An
     if secret:
         digest, message = message[:DIGEST], message[DIGEST:]
         if not hmac.compare_digest(digest, _digest(message, secret)):
-            raise Forged("a message does not carry this run's secret")
+            raise Forged(
+                "A message of another rank is not signed with this run's secret; set WEFTUNE_SECRET to the "
+                "same text on all machines"
+            )
     size = int.from_bytes(message[:8], "little")
     header = json.loads(message[8 : 8 + size])
     payload = bytearray(message[8 + size :])

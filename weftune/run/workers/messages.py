@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weftune.adapters.kind import Member
-from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
@@ -25,7 +25,7 @@ from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.slices import Slice
-from weftune.run.workers.codec import decode, encode, records_in
+from weftune.run.workers.codec import Forged, decode, encode, records_in
 from weftune.run.workers.groups import Wires, secret
 from weftune.run.workers.mailbox import PeerLost
 from weftune.run.workers.stage_executor import RankReport
@@ -155,7 +155,7 @@ class Staff:
         self.ranks = tuple(wires.commands)
         self.first_replica = tuple(rank for rank in self.ranks if rank < wires.place.stages)
         """Those who write checkpoints and hand adapters over."""
-        self._heard: queue.Queue[tuple[int, Answer | PeerLost]] = queue.Queue()
+        self._heard: queue.Queue[tuple[int, Answer | PeerLost | Forged]] = queue.Queue()
         self._listeners = [
             threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.ranks
         ]
@@ -185,23 +185,23 @@ class Staff:
     def wait(self) -> tuple[int, Answer]:
         return self._checked(*self._heard.get())
 
-    def _checked(self, rank: int, answer: Answer | PeerLost) -> tuple[int, Answer]:
-        if isinstance(answer, PeerLost):
+    def _checked(self, rank: int, answer: Answer | PeerLost | Forged) -> tuple[int, Answer]:
+        if isinstance(answer, PeerLost | Forged):
             raise answer
         return rank, answer
 
     def _listen(self, rank: int) -> None:
-        answer: Answer | PeerLost | None = None
-        while not isinstance(answer, Ended | PeerLost):
+        answer: Answer | PeerLost | Forged | None = None
+        while not isinstance(answer, Ended | PeerLost | Forged):
             try:
                 answer = receive_message(self.wires.reports[rank], rank)
-            except PeerLost as lost:
-                answer = lost
+            except (PeerLost, Forged) as mistrusted:
+                answer = mistrusted
             assert answer is not None
             self._heard.put((rank, answer))
 
 
-KNOWN = {**records_in(Command), **records_in(Answer), **records_in(LoraSpec)}
+KNOWN = {**records_in(Command), **records_in(Answer), **records_in(AdapterSpec)}
 """The records that a message may hold."""
 
 
