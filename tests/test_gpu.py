@@ -35,8 +35,8 @@ TEXTS = [
 
 def job(name, index, **changes):
     settings = dict(steps=8, batch_size=4, learning_rate=1e-3, seed=index)
-    adapter = dict(rank=4 * (index + 1), alpha=16.0, dropout=0.1 * (index % 2))
-    return JobSpec(name=name, data=TEXTS, adapter=adapter, **(settings | changes))
+    settings["adapter"] = dict(rank=4 * (index + 1), alpha=16.0, dropout=0.1 * (index % 2))
+    return JobSpec(name=name, data=TEXTS, **(settings | changes))
 
 
 def train(output, dtype, device, jobs=None, **options):
@@ -155,7 +155,7 @@ def test_a_nan_in_one_job_does_not_reach_the_others_by_any_route(base, route):
 def test_a_nan_in_one_job_does_not_reach_the_others_on_the_gpu(tmp_path):
     train(tmp_path / "without", "bfloat16", "cuda").run()
     trainer = train(tmp_path / "with", "bfloat16", "cuda")
-    trainer.add(job("poisoned", 4))
+    trainer.add(job("poisoned", 4, adapter={"rank": 12}))
 
     def spoil(event):
         if isinstance(event, Stepped) and (event.job, event.step) == ("poisoned", 3):

@@ -1,7 +1,7 @@
 """The tiled route compiled for a CUDA device, in bfloat16: run with `pytest -m gpu`."""
 
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 
 import pytest
 import torch
@@ -121,10 +121,15 @@ def young(rows, residual):
 
 
 def calls():
-    """What the tests below call with kernels of their own."""
-    for name, drop in CASES:
-        case = COMPILED[name].dropping(drop)
-        yield from (partial(run, case, order=order) for order in orders_of(case))
+    """What the tests below call with kernels of their own.
+
+    Orders of one case share kernels, so neighbours are calls of different cases.
+    """
+    cases = [COMPILED[name].dropping(drop) for name, drop in CASES]
+    by_order = zip_longest(
+        *([partial(run, case, order=order) for order in orders_of(case)] for case in cases)
+    )
+    yield from (call for calls in by_order for call in calls if call)
     for rank, drop, columns in BLOCKS:
         yield partial(run, in_blocks(rank, drop), order=Order.fused_beside, columns=columns)
     for order, rows, residual in YOUNG:
