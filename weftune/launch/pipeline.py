@@ -35,7 +35,6 @@ from weftune.run.workers.heartbeat import LOST, Heartbeat
 from weftune.run.workers.mailbox import PeerLost
 from weftune.run.workers.messages import Staff
 from weftune.run.workers.network import bind_interface
-from weftune.run.workers.stage_executor import RankFull
 from weftune.run.workers.topology import crossed_gpus
 from weftune.run.workers.worker import serve
 
@@ -72,9 +71,6 @@ def joined(place: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
     except PeerLost as lost:
         print(f"weftune: {lost}", file=sys.stderr, flush=True)
         os._exit(LOST)
-    except RankFull as full:
-        print(f"weftune: {full}", file=sys.stderr, flush=True)
-        os._exit(FULL)
     except (UserError, typer.Exit):
         _part(heartbeat)
         raise
