@@ -1,4 +1,4 @@
-"""Captured passes of a pipeline's stages: several microbatches in flight, each with an instance of its own."""
+"""Captured passes of stages in a pipeline: microbatches in flight have an instance of their own each."""
 
 import pytest
 import torch
