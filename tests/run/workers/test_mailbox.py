@@ -30,7 +30,8 @@ NOTHING = Program(1, (), (), ((), ()), stages=(0, 1))
 def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
     heard = []
     worker = SimpleNamespace(
-        executor=SimpleNamespace(run=lambda *_: iter(()), report="report"),
+        executor=SimpleNamespace(run=lambda *_: iter(())),
+        agreed=SimpleNamespace(report="report"),
         transport=SimpleNamespace(settle=lambda: heard.append("settled")),
         orders=SimpleNamespace(answer=heard.append),
         base=SimpleNamespace(device=bench.CPU),
@@ -52,7 +53,7 @@ def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_w
         replicas=1,
         staff=SimpleNamespace(ranks=[1], command=lambda *_: None, wait=wait),
         _through={},
-        _stage=SimpleNamespace(run=lambda *_: iter(())),
+        _own=SimpleNamespace(run=lambda *_: iter(())),
         _transport=SimpleNamespace(settle=lost),
     )
     with pytest.raises(PeerLost, match="rank 1 is gone"):
