@@ -10,7 +10,7 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests.cases import some_of
+from tests.cases import slow_but, some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
 from tests.ops.launches import noted
 from weftune.ops.norm import rms_norm, rms_norm_reference, skip_rms_norm
@@ -97,16 +97,24 @@ def test_the_reference_is_the_norm_of_transformers(offset):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "width", "offset"),
+    slow_but(
+        product(ROWS, WIDTHS, (0.0, 1.0)),
+        [(rows, width, float(at % 2)) for at, (rows, width) in enumerate(product(ROWS, WIDTHS))],
+    ),
+)
 def test_rms_norm_is_as_exact_as_that_of_transformers(rows, width, offset, device):
     check_rms_norm(rows, width, offset, torch.float32, device)
 
 
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "width", "given"),
+    slow_but(
+        product(ROWS, WIDTHS, GIVEN),
+        [(rows, width, GIVEN[at % 3]) for at, (rows, width) in enumerate(product(ROWS, WIDTHS))],
+    ),
+)
 def test_skip_rms_norm_is_as_exact_whichever_of_its_gradients_are_there(rows, width, given, device):
     check_skip_rms_norm(rows, width, given, torch.float32, device)
 

@@ -1,19 +1,18 @@
 """The rule that chooses an order: what it measures, what it remembers, and where."""
 
 import json
-import subprocess
-import sys
+import multiprocessing
 import time
 import zlib
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate, pairwise
-from pathlib import Path
+from itertools import accumulate, pairwise, product
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.cases import slow_but
 from weftune.ops.lora import choice_trial
 from weftune.ops.lora.choice import MOST_ROWS, Choices, fastest, shape_of
 from weftune.ops.lora.choice_file import ChoiceFile, Machine, MeasuredOrder, file_for
@@ -25,7 +24,6 @@ from weftune.ops.lora.weave import Order, tiling
 MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
 BOTH = (Order.wide, Order.wide_beside)
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[3]
 
 
 class Clock:
@@ -270,30 +268,26 @@ def test_what_another_process_wrote_during_the_trial_stands(tmp_path):
     assert file.read()[Call().contest()].order is Order.wide
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from tests.ops.lora.test_choice import BOTH, MACHINE
-from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder
-from weftune.ops.lora.weave import Order
-file = ChoiceFile(Path(sys.argv[1]), MACHINE)
-for number in range(150):
-    measured = MeasuredOrder(Order.wide_beside, {Order.wide_beside: float(number)})
-    file.add(f"{sys.argv[2]} {number}", measured, BOTH)
-"""
+def write(folder, name):
+    file = ChoiceFile(folder, MACHINE)
+    for number in range(150):
+        measured = MeasuredOrder(Order.wide_beside, {Order.wide_beside: float(number)})
+        file.add(f"{name} {number}", measured, BOTH)
 
 
 def test_two_processes_that_write_at_once_never_leave_a_broken_file(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
-    asked = [[sys.executable, "-c", WRITER, str(tmp_path), name] for name in ("one", "two")]
-    writers = [subprocess.Popen(line, cwd=ROOT) for line in asked]
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=write, args=(tmp_path, name)) for name in ("one", "two")]
+    for writer in writers:
+        writer.start()
     seen = 0
-    while any(writer.poll() is None for writer in writers):
+    while any(writer.is_alive() for writer in writers):
         if file.path.exists():
             assert file.read(), "a broken file reads as an empty one"
             seen += 1
         time.sleep(0.001)
-    assert [writer.returncode for writer in writers] == [0, 0]
+    assert [writer.exitcode for writer in writers] == [0, 0]
     assert seen > 0
     assert {text.split()[0] for text in file.read()} <= {"one", "two"}
     assert [found.name for found in tmp_path.iterdir()] == [file.path.name]
@@ -304,8 +298,15 @@ def test_the_name_of_the_file_says_what_it_is_for_and_nothing_a_path_would_mind(
     assert name == "loom-9000-x-12.3-torch-2.99.0-cu1-triton-9.9.json"
 
 
-@pytest.mark.parametrize("order", BOTH)
-@pytest.mark.parametrize("changes", [{}, dict(drops=True, residual=True, transposed=True), dict(rows=3)])
+LADEN = dict(drops=True, residual=True, transposed=True)
+
+
+@pytest.mark.parametrize(
+    ("order", "changes"),
+    slow_but(
+        product(BOTH, ({}, LADEN, dict(rows=3))), [(Order.wide_beside, LADEN), (Order.wide, dict(rows=3))]
+    ),
+)
 def test_a_trial_computes_a_site_with_rows_for_eight_jobs(order, changes, device):
     shape = Call(**(dict(rows=100, device=device) | changes)).shape
     site = made_up_site(shape, device)
