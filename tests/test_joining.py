@@ -15,7 +15,7 @@ from weftune.errors import SpecError, UserError
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import taken_bytes
-from weftune.trainer.loop import ROUNDS
+from weftune.trainer.loop import WINDOW_ROUNDS
 
 
 def job(name, steps, **keys):
@@ -49,7 +49,7 @@ def test_each_job_is_exported_when_it_ends_while_the_others_go_on(base, tmp_path
     trainer = bench.trainer(base, output, jobs)
     trainer.run(callback)
     # A job leaves at the end of the window in which it made its last step.
-    assert (loaded["a"][0], loaded["c"][0]) == (ROUNDS + 1, 2 * ROUNDS + 1)
+    assert (loaded["a"][0], loaded["c"][0]) == (WINDOW_ROUNDS + 1, 2 * WINDOW_ROUNDS + 1)
     for name, (_, weights) in loaded.items():
         assert oracle.distance(weights, bench.adapter(output / name)) == 0
     assert_whole(output)
@@ -116,7 +116,7 @@ def test_an_early_stop_ends_the_job_inside_its_window_and_the_others_equal_the_r
     ended = status(tmp_path / "out")["jobs"]["stops"]
     last = ended["step"]
     assert ended["reason"] == f"stopped early at step {last}: no better validation loss in 1 look"
-    assert last % ROUNDS != 0, "the test wants an end inside a window"
+    assert last % WINDOW_ROUNDS != 0, "the test wants an end inside a window"
     of_it = [event for event in seen if event.job == "stops"]
     assert isinstance(of_it[-1], Evaluated)
     assert of_it[-1].step == max(event.step for event in of_it if isinstance(event, Stepped)) == last

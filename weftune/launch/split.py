@@ -20,8 +20,6 @@ from weftune.jobs.store.shares import deal
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_store
 from weftune.launch.supervisor import Crew, Service, Task
-from weftune.plan.cost.cluster import this_machine
-from weftune.plan.cost.estimate import sheet_speed
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import find_profile
@@ -39,6 +37,7 @@ from weftune.trainer.job import Ready
 from weftune.trainer.journal import View
 from weftune.trainer.results import CHECKPOINTS
 from weftune.trainer.trainer import Options, Result, Trainer, trainer_for
+from weftune.trainer.window_length import speed_by_sheet
 
 SAMPLED = 16
 """Global batches of a job that stand for all of them, spread over its steps."""
@@ -120,16 +119,11 @@ class Hosts:
         if profile is not None:
             return cost_of(profile, self.shape)
         on_gpu = self.device.type == "cuda"
-        try:
-            sheet = this_machine().devices[0]
-        except PlanError:
+        if (speed := speed_by_sheet(on_gpu)) is None:
             return arithmetic(self.shape)
-        if sheet.is_gpu != on_gpu:
-            return arithmetic(self.shape)
-        speed = sheet_speed(sheet)
-        return sheet_cost(
-            self.shape, speed if on_gpu else replace(speed, flops=speed.flops / len(self.devices))
-        )
+        # Processes on the CPU share it.
+        sharing = 1 if on_gpu else len(self.devices)
+        return sheet_cost(self.shape, replace(speed, flops=speed.flops / sharing))
 
 
 ADVICE = "give more memory, lower data.max_length or the rank, or cut the base into stages with --pipeline"
