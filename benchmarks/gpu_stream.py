@@ -37,7 +37,7 @@ from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, g
 from weftune.bench.weftune_side import Company
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.layout.ring import TRAVEL_ROUNDS
-from weftune.run.executor import Executor
+from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
 from weftune.run.measure.memory import budget_bytes
 
@@ -143,7 +143,7 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
 
     def run() -> MeasuredStep:
         nonlocal losses, described
-        company = Company(Executor(random_base(case.size, case.place), graphs=passes is None))
+        company = Company(resident_executor(random_base(case.size, case.place), graphs=passes is None))
         capacity = passes or roomy(company, case, work)
         again = company.recompute.layers
         described = f"{capacity} tokens a microbatch, {again} layers made again"

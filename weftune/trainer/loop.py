@@ -29,6 +29,7 @@ from weftune.plan.program.recompute import Recompute
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
 from weftune.report.words import plural
+from weftune.run.assemble import resident_executor
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
@@ -110,7 +111,7 @@ class Loop:
         self.journal = journal
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
-        self.executor: Executor | Driver = executor or Executor(base)
+        self.executor: Executor | Driver = executor or resident_executor(base)
         self.rounds = WINDOW_ROUNDS
         self.learned = Learned(
             known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)

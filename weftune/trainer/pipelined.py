@@ -65,8 +65,8 @@ class PipelinedLoop(Loop):
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
         pacing = Pacing(self.pipeline.paces.stages(), spare=SPARE)
-        layout = self.pipeline.layout
-        return plan_window(courses, layout, room.capacity, recompute=room.recompute, pacing=pacing)
+        layout, ladder = self.pipeline.layout, self.pipeline.captures is not None
+        return plan_window(courses, layout, room.capacity, ladder, room.recompute, pacing)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         # Made before the window runs: afterwards the paces have learnt from it.

@@ -24,9 +24,9 @@ from weftune.plan.layout.streamed_memory import StreamedMemory
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
+from weftune.run.executor import Executor
 from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import CPU_SHARE, taken_bytes
-from weftune.run.stream.executor import StreamExecutor
 from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Loop, Room
 from weftune.trainer.window_length import WindowPace
@@ -97,7 +97,7 @@ def _from_files(
 class StreamedLoop(Loop):
     def __init__(
         self,
-        executor: StreamExecutor,
+        executor: Executor,
         tokenizer: Any,
         store: Store,
         memory: StreamedMemory,
@@ -109,7 +109,7 @@ class StreamedLoop(Loop):
         self.first_pace = WindowPace(round_seconds=choice.step_seconds)
         if choice.cut.travels:
             self.rounds = TRAVEL_ROUNDS
-        self.streamer, self.graphs = executor.streamer, executor.graphs
+        self.weights, self.passes = executor.weights, executor.passes
         self.seconds = 0.0
         """Of all windows."""
 
@@ -118,13 +118,13 @@ class StreamedLoop(Loop):
         if self.seconds:
             place = "base's files" if self.choice.mapped else "host"
             self.journal.note(
-                f"Streamed: {self.streamer.waited.copied_bytes / 2**30:.1f} GiB came from the {place}; "
-                f"training waited for the host in {self.streamer.waited.total() / self.seconds:.0%} of the "
+                f"Streamed: {self.weights.waited.copied_bytes / 2**30:.1f} GiB came from the {place}; "
+                f"training waited for the host in {self.weights.waited.total() / self.seconds:.0%} of the "
                 f"time, {self.choice.unhidden:.0%} were predicted."
             )
-        if self.graphs is not None and self.graphs.refused:
+        if self.passes.refused:
             self.journal.note(
-                f"Passes in {len(self.graphs.refused)} sizes were launched kernel by kernel, since the "
+                f"Passes in {self.passes.refused} sizes were launched kernel by kernel, since the "
                 "memory did not suffice to capture them."
             )
 

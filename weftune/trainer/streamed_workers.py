@@ -149,4 +149,4 @@ class RankedLoop(PipelinedLoop):
         self.seconds += time.monotonic() - began
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        return plan_window(courses, self.choice.cut, room.capacity)
+        return plan_window(courses, self.choice.cut, room.capacity, self.pipeline.captures is not None)

@@ -25,13 +25,14 @@ from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, Program
-from weftune.run.events import Evaluated, Event, Failed, Passed
-from weftune.run.executor import Fetch
+from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed
 from weftune.run.measure.memory import limit_bytes
+from weftune.run.parts import Fetch, delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.slices import Slice, drop_partial, finish, write_slice
 from weftune.run.training.state import Progress, Training
-from weftune.run.workers.loaded import base_of, executor_of, load_part
+from weftune.run.workers.agreed import PartEvaluation, WorkerReport
+from weftune.run.workers.loaded import base_of, load_part, worker_executor
 from weftune.run.workers.messages import (
     Answer,
     Attach,
@@ -48,7 +49,6 @@ from weftune.run.workers.messages import (
     Through,
 )
 from weftune.run.workers.paces import Paces
-from weftune.run.workers.stage_executor import LookSums, RankReport
 from weftune.run.workers.transport import Transport
 
 
@@ -78,12 +78,12 @@ class Driver:
         self.stages, self.replicas = wires.place.stages, wires.place.replicas
         self.layout = layout
         self.paces = Paces([stage.count for stage in layout.stages])
-        self.reports: list[RankReport] = []
+        self.reports: list[WorkerReport] = []
         """Of the last window, rank by rank."""
         self.peaks: list[int] = []
         """The most bytes that each of the other ranks has ever taken."""
         self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
-        self._stage = executor_of(loaded, self._transport, wires.place.rank)
+        self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, wires.place.rank)
         self._checkpoints = checkpoints
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._early: dict[tuple[str, int], dict[int, Saved]] = {}
@@ -98,36 +98,36 @@ class Driver:
     @property
     def aboard(self) -> dict[str, Training]:
         """The first stage's slice of every job; its progress is the job's."""
-        return self._stage.aboard
+        return self._own.aboard
 
     @property
     def home(self) -> torch.device:
-        return self._stage.home
+        return self._own.home
 
     @property
     def fused(self) -> bool:
-        return self._stage.fused
+        return self._own.fused
 
     @property
     def captures(self) -> int | None:
-        """Passes of a pipeline are not captured: several are in flight at once."""
-        return None
+        """How many CUDA graphs this worker has captured so far; None where passes are not captured."""
+        return self._own.captures
 
     def unweave(self) -> None:
-        self._stage.unweave()
+        self._own.unweave()
         self._transport.close()
 
     def attach(self, training: Training) -> None:
         """Take a job aboard on every rank; `training` is the first stage's slice, as it goes on."""
         checkpoints = self._checkpoints(training.job)
         drop_partial(checkpoints)
-        self._stage.attach(training)
+        self._own.attach(training)
         resumes = checkpoint.newest_progress(checkpoints) is not None
         self.staff.command_all(Attach(training.member, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
         """The whole job, put together from the slices of all ranks."""
-        own = self._stage.detach(job)
+        own = self._own.detach(job)
         self.staff.command_all(Detach(job))
         best = None if own.best is None else own.best.cpu()
         parts = [HandedOver(job, own.layout, own.master.cpu(), best)]
@@ -143,7 +143,7 @@ class Driver:
 
     def kill(self, job: str) -> None:
         """The job makes no step from here on; the others hear of it with the word on its next one."""
-        self._stage.kill(job)
+        self._own.kill(job)
 
     def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
         best = self.aboard[job].note_evaluation(loss, keep_best, min_delta)
@@ -167,7 +167,7 @@ class Driver:
         ]
         for rank in self.staff.ranks:
             self.staff.command(rank, RunProgram(program, shares[program.replica(rank)]))
-        for event in self._stage.run(program, shares[0]):
+        for event in self._own.run(program, delivered(program, shares[0])):
             yield event
             while (heard := self.staff.heard()) is not None:
                 yield from self._hear(*heard)
@@ -186,15 +186,20 @@ class Driver:
 
     def _end_window(self, program: Program) -> Iterator[Event]:
         ordered = [self._through[rank] for rank in sorted(self._through)]
-        self.reports = [self._stage.report, *(one.report for one in ordered)]
+        self.reports = [self._agreed.report, *(one.report for one in ordered)]
         self.peaks = [one.peak_bytes for one in ordered]
-        self.paces.learn(program, self.reports)
-        yield from self._passed(program)
+        short = [report.shortage for report in self.reports if report.shortage]
         yield from self._late_failures()
-        yield from self._evaluations([look for report in self.reports for look in report.looks])
+        if not short:
+            self.paces.learn(program, self.reports)
+            yield from self._passed(program)
+            yield from self._evaluations([one for report in self.reports for one in report.evaluations])
         self._awaited.clear()
         yield from self._finish_saves()
         self._early.clear()
+        if short:
+            # Steps that were made are made everywhere; of all else nothing was kept.
+            raise OutOfMemory("; ".join(short))
 
     def _passed(self, program: Program) -> Iterator[Passed]:
         """Every microbatch's pass over the base, with its share of the ranks' time."""
@@ -214,17 +219,17 @@ class Driver:
         """Jobs that broke on another rank after the word on their step was given."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
-                if job not in self._stage.dead:
+                if job not in self._own.dead:
                     self.kill(job)
                     yield Failed(job, reason)
 
-    def _evaluations(self, looks: Sequence[LookSums]) -> Iterator[Event]:
-        sums: dict[tuple[str, int], LookSums] = {}
+    def _evaluations(self, looks: Sequence[PartEvaluation]) -> Iterator[Event]:
+        sums: dict[tuple[str, int], PartEvaluation] = {}
         for look in looks:
             key = look.job, look.step
             sums[key] = sums[key] + look if key in sums else look
         for one in sums.values():
-            if one.job in self._stage.dead:
+            if one.job in self._own.dead:
                 continue
             if math.isfinite(one.loss):
                 yield Evaluated(one.job, one.step, one.loss / one.tokens, one.tokens, one.hits / one.tokens)
@@ -284,7 +289,7 @@ class Driver:
         if len(pending.slices) < self.stages:
             return
         del self._pending[key]
-        if job in self._stage.dead:
+        if job in self._own.dead:
             return
         training = self.aboard[job]
         # An evaluation of this very step may have been noted since.
@@ -319,7 +324,7 @@ def open_pipeline(
     return Driver(staff, loaded, layout, checkpoints, delay)
 
 
-def shares(reports: Sequence[RankReport], kinds: type | UnionType) -> dict[int, float]:
+def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
     """Microbatch → what its passes of these kinds took, divided by the number of ranks."""
     seconds: dict[int, float] = {}
     for report in reports:

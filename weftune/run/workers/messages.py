@@ -25,10 +25,10 @@ from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.slices import Slice
+from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.codec import Forged, decode, encode, records_in
 from weftune.run.workers.groups import Wires, secret
 from weftune.run.workers.mailbox import PeerLost
-from weftune.run.workers.stage_executor import RankReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Saved:
 class Through:
     """A window's list is through."""
 
-    report: RankReport
+    report: WorkerReport
     peak_bytes: int
 
 
