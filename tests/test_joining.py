@@ -1,14 +1,12 @@
 """Jobs come and go while others train, and nobody else notices."""
 
 import errno
-import gc
-import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import bench, oracle
+from tests.held import tensor_bytes
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
 from weftune import JobSpec
 from weftune.errors import SpecError, UserError
@@ -145,16 +143,6 @@ def test_a_cancelled_job_makes_no_further_step_and_the_others_equal_the_run_with
     assert_same_job(tmp_path / "out", solo(base, tmp_path, other), "other")
     with pytest.raises(SpecError, match="There is no running job victim"):
         trainer.cancel("victim")
-
-
-def tensor_bytes():
-    """Of all tensors that anybody holds."""
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
-    return sum(storages.values())
 
 
 MOMENTS = {

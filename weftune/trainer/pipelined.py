@@ -73,7 +73,7 @@ class PipelinedLoop(Loop):
         foreseen = self._foreseen(program)
         super()._execute(program, stop, callback)
         self.trace.add(program, self.pipeline.reports)
-        if foreseen is not None:
+        if foreseen is not None and not any(report.shortage for report in self.pipeline.reports):
             measured = drawn(timeline_of(self.pipeline.reports), program)
             self.timelines = Timelines(foreseen=foreseen, measured=measured)
 
