@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -169,15 +169,12 @@ def _serve(
         trainer.view.update(JobRow(name=job.name, steps=job.recipe.steps))
     ended, troubles = _supervised(_members(run, trainer, shares, hosts), trainer.output, trainer.view)
     store.gather()
-    for number, sentence in troubles.items():
-        for name in shares[number].jobs:
-            if store.job(name).state is State.QUEUED:
-                store.move_job(name, State.PAUSED, sentence)
-    if any(one.code == INTERRUPTED for one in ended):
-        for job in ready:
-            if store.job(job.name).state is State.QUEUED:
-                step = store.job(job.name).step
-                store.move_job(job.name, State.PAUSED, f"interrupted at step {step}; go on with --resume")
+    reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
+    interrupted = any(one.code == INTERRUPTED for one in ended)
+    for name in [job.name for job in ready if store.job(job.name).state is State.QUEUED]:
+        if name in reasons or interrupted:
+            paused = f"interrupted at step {store.job(name).step}; go on with --resume"
+            store.move_job(name, State.PAUSED, reasons.get(name, paused))
     store.write_status()
     return ended
 
@@ -238,14 +235,13 @@ def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], host
     """A process for each share, with its own jobs only."""
     memory = hosts.budget if hosts.device.type == "cpu" else hosts.options.memory
     options = replace(hosts.options, memory=memory, resume=True, restart=(), retry=())
-    output = trainer.output.absolute()
-
-    def main(number: int, share: DeviceShare) -> Callable[[Connection], None]:
+    found = []
+    for number, share in enumerate(shares):
         own = replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs))
         mine = replace(options, device=hosts.devices[number], share=number)
-        return partial(be_share, own, output, trainer.max_steps, mine)
-
-    return [Member(f"share {number}", main(number, share)) for number, share in enumerate(shares)]
+        main = partial(be_share, own, trainer.output.absolute(), trainer.max_steps, mine)
+        found.append(Member(f"share {number}", main))
+    return found
 
 
 # -- one share ------------------------------------------------------------------------------------------
@@ -261,19 +257,16 @@ class ToldByShare:
     def live(self) -> None:
         """Give signs of life, for ever."""
         while True:
-            self._send(None)
+            self.send(None)
             time.sleep(EVERY)
 
     def update(self, row: JobRow) -> None:
-        self._send(row)
+        self.send(row)
 
     def note(self, text: str) -> None:
-        self._send(text)
+        self.send(text)
 
-    def stumble(self, mistaken: Mistaken) -> None:
-        self._send(mistaken)
-
-    def _send(self, message: JobRow | str | Mistaken | None) -> None:
+    def send(self, message: JobRow | str | Mistaken | None) -> None:
         try:
             with self._one_at_a_time:
                 self._connection.send(message)
@@ -298,7 +291,7 @@ def be_share(
     except UserError as error:
         print(error, file=sys.stderr)
         assert options.share is not None, "a share has a number"
-        told.stumble(Mistaken(options.share, str(error)))
+        told.send(Mistaken(options.share, str(error)))
         raise SystemExit(MISTAKEN) from None
     if trainer.interrupted:
         raise SystemExit(INTERRUPTED)
