@@ -36,7 +36,7 @@ from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import Company
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.layout.ring import ROUNDS
+from weftune.plan.layout.ring import TRAVEL_ROUNDS
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
 from weftune.run.measure.memory import budget_bytes
@@ -341,7 +341,9 @@ def stream_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="HTML", help="draw tokens/s over the number of jobs")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before the clock runs")
     parser.add_argument("--blocks", type=int, default=1, help="the median of so many blocks")
-    parser.add_argument("--steps", type=int, default=ROUNDS, help="rounds of a block, which is a window")
+    parser.add_argument(
+        "--steps", type=int, default=TRAVEL_ROUNDS, help="rounds of a block, which is a window"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 

@@ -36,7 +36,7 @@ from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import LayerRange, ModelShape
-from weftune.launch.pipeline import environment
+from weftune.launch.workers import environment
 from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs
 from weftune.plan.program.layout import in_stages

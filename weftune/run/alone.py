@@ -168,8 +168,12 @@ class Alone:
             else:
                 yield Stepped(job, one.training.progress.step, outcome)
 
-    def fall_short(self, why: str) -> None:
-        """The window ends here; nothing of unfinished global batches is kept."""
+    def ends_early(self) -> bool:
+        """Nothing of unfinished global batches is kept."""
         self._timed = []
         self._adapters.abandon()
+        return True
+
+    def fall_short(self, why: str) -> None:
+        self.ends_early()
         raise OutOfMemory(why)

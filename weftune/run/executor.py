@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weftune.base.model import Base
+from weftune.core.interrupt import Leaving
 from weftune.errors import PlanError
 from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import (
@@ -147,9 +148,14 @@ class Executor:
     # -- a window ----------------------------------------------------------------------------------------
 
     def run(
-        self, program: Program, fetch: Fetch, stop: Callable[[], bool] = lambda: False
+        self,
+        program: Program,
+        fetch: Fetch,
+        stop: Callable[[], bool] = lambda: False,
+        overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
-        """Run every action. Once `stop` says so, ends at the next point where no job is inside a step."""
+        """Run every action. Once `stop` says so, ends where next no job is inside a step; if that is not soon
+        or `overdue` says so, computes nothing more, and unfinished global batches are dropped."""
         self._refuse(program)
         with self._adapted.on_stream():
             self._timer.begin_window()
@@ -157,19 +163,24 @@ class Executor:
             self.activations.reserve(rows_at_once(program, self.worker))
             self.passes.begin_window(program)
             self.agreement.begin_window(program)
-            yield from self._act(_Window.of(program, fetch, self.worker), stop)
+            yield from self._act(_Window.of(program, fetch, self.worker), Leaving(stop), overdue)
             yield from self._guarded(self.agreement.settle())
             self.agreement.end_window(self.weights.waited)
 
-    def _act(self, window: _Window, stop: Callable[[], bool]) -> Iterator[Event]:
+    def _act(self, window: _Window, leaving: Leaving, overdue: Callable[[], bool]) -> Iterator[Event]:
         for together, run in groupby(window.actions, lambda action: isinstance(action, Step)):
             if together:
                 steps = [action for action in run if isinstance(action, Step)]
                 yield from self._guarded(self.agreement.step(steps))
                 continue
             for action in run:
-                if isinstance(action, Forward | Evaluate) and stop() and not self._under_way():
+                if isinstance(action, Forward | Evaluate) and leaving.asked() and not self._under_way():
                     return
+                late = leaving.overdue() or overdue()
+                if late and isinstance(action, Compute) and not self.agreement.shortage:
+                    yield from self._drop()
+                    if self.agreement.ends_early():
+                        return
                 self._timer.start()
                 yield from self._guarded(self._do(action, window))
                 yield from self._end(action)
@@ -185,8 +196,7 @@ class Executor:
             shortage = str(error) or "out of memory"
         if shortage:
             # Out here, where no traceback holds the tensors of the pass that failed any longer.
-            yield from self.agreement.settle()
-            self._abandon()
+            yield from self._drop()
             self.agreement.fall_short(shortage)
 
     def _under_way(self) -> bool:
@@ -207,8 +217,9 @@ class Executor:
         number, own = action.microbatch, self.part.own
         return action in (Backward(number, own[0]), Evaluate(number, own[-1]))
 
-    def _abandon(self) -> None:
-        """What is under way ends unfinished."""
+    def _drop(self) -> Iterator[Event]:
+        """What is under way ends unfinished, but for Steps that were asked for."""
+        yield from self.agreement.settle()
         self._flights.clear()
         self._next = None
         self.activations.forget()

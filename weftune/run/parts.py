@@ -191,6 +191,10 @@ class Agreement(Protocol):
     def fall_short(self, why: str) -> None:
         """A pass did not fit, and what was under way here has been dropped."""
 
+    def ends_early(self) -> bool:
+        """Nothing more is computed, since somebody cannot wait for the window's end. Whether it ends here, or
+        others wait for what is still to be sent."""
+
     def end_window(self, waited: Waited) -> None:
         """`waited` is what the device has waited for its weights since it began."""
 

@@ -18,7 +18,7 @@ from weftune.errors import BaseModelError, HostTooSmall
 from weftune.jobs.store.store import Store
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import choose_company, fits_whole, gpu_place, in_files, pretended_place
-from weftune.plan.layout.ring import ROUNDS
+from weftune.plan.layout.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.stream_choice import StreamChoice
 from weftune.plan.layout.streamed_memory import StreamedMemory
 from weftune.plan.program.program import Program
@@ -29,6 +29,7 @@ from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import CPU_SHARE, taken_bytes
 from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Loop, Room
+from weftune.trainer.window_length import WindowPace
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,9 @@ class StreamedLoop(Loop):
     ) -> None:
         super().__init__(executor.base, tokenizer, store, memory, choice.capacity, journal, executor=executor)
         self.choice = choice
+        self.first_pace = WindowPace(round_seconds=choice.step_seconds)
         if choice.cut.travels:
-            self.rounds = ROUNDS
+            self.rounds = TRAVEL_ROUNDS
         self.weights, self.passes = executor.weights, executor.passes
         self.seconds = 0.0
         """Of all windows."""

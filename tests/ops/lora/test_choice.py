@@ -7,6 +7,7 @@ import zlib
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from weftune.ops.lora.weave import Order, tiling
 MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
 BOTH = (Order.wide, Order.wide_beside)
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 
 
 class Clock:

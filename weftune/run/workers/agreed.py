@@ -1,9 +1,9 @@
 """Workers that have a base together agree on every Step: what a batch came to is added up towards the first
 worker, which decides; the others take its word.
 
-A worker whose device has no room computes nothing more in a window, but says and sends whatever the others
-wait for: zeros, and of every batch that it has not finished, that it is abandoned. So all of them come to the
-window's end, and a Step is made by all or by none.
+A worker whose device has no room, or that is to end soon, computes nothing more in a window, but says and
+sends whatever the others wait for: zeros, and of every batch that it has not finished, that it is abandoned.
+So all of them come to the window's end, and a Step is made by all or by none.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
 """
@@ -161,6 +161,10 @@ class Agreed:
 
     def fall_short(self, why: str) -> None:
         self.report.shortage = f"worker {self._worker}: {why}"
+
+    def ends_early(self) -> bool:
+        self.report.shortage = self.report.shortage or f"worker {self._worker}: the run is to end"
+        return False
 
     def save(self, job: str, step: int) -> Iterator[Event]:
         """A Step that was abandoned is not saved."""

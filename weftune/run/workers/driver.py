@@ -20,6 +20,7 @@ from weftune.adapters.vector import VectorLayout
 from weftune.base.host.streamed import StreamedBase
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
+from weftune.core.interrupt import Leaving
 from weftune.errors import UserError
 from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
@@ -39,6 +40,7 @@ from weftune.run.workers.messages import (
     Begin,
     Begun,
     Detach,
+    EndEarly,
     HandedOver,
     KeepBest,
     Refused,
@@ -50,6 +52,9 @@ from weftune.run.workers.messages import (
 )
 from weftune.run.workers.paces import Paces
 from weftune.run.workers.transport import Transport
+
+EVERY = 0.5
+"""Seconds between two looks at whether somebody wants to stop, while the other workers end their windows."""
 
 
 @dataclass(slots=True)
@@ -92,6 +97,8 @@ class Driver:
         """Rank → its word that its list of this window is through."""
         self._awaited: set[tuple[str, int]] = set()
         """Evaluations of this window whose outcome is not known yet."""
+        self._left = False
+        """Whether this window ends early."""
 
     # -- as an executor ----------------------------------------------------------------------------------
 
@@ -151,7 +158,9 @@ class Driver:
             self.staff.command_all(KeepBest(job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        """Run a window on all ranks. A window that has begun is finished, whatever `stop` says."""
+        """Run a window on all ranks. One that has begun is finished, whatever `stop` says, unless that is not
+        soon: then nobody computes more of it, and unfinished global batches are dropped."""
+        self._left, leaving = False, Leaving(stop)
         looks = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
         held_out = {action.microbatch for action, _ in looks}
         self._awaited = {(segment.job, segment.step) for _, plan in looks for segment in plan.segments}
@@ -167,15 +176,26 @@ class Driver:
         ]
         for rank in self.staff.ranks:
             self.staff.command(rank, RunProgram(program, shares[program.replica(rank)]))
-        for event in self._own.run(program, delivered(program, shares[0])):
+        for event in self._own.run(
+            program, delivered(program, shares[0]), overdue=lambda: self._leaves(leaving)
+        ):
             yield event
             while (heard := self.staff.heard()) is not None:
                 yield from self._hear(*heard)
             yield from self._finish_saves()
         self._transport.settle()
         while len(self._through) < len(self.staff.ranks):
-            yield from self._hear(*self.staff.wait())
+            if (heard := self.staff.heard(EVERY)) is not None:
+                yield from self._hear(*heard)
+            self._leaves(leaving)
         yield from self._end_window(program)
+
+    def _leaves(self, leaving: Leaving) -> bool:
+        """Whether the window ends early; all workers hear of it at once."""
+        if leaving.overdue() and not self._left:
+            self._left = True
+            self.staff.command_all(EndEarly())
+        return self._left
 
     def _hear(self, rank: int, answer: Answer) -> Iterator[Event]:
         if isinstance(answer, Through):
@@ -197,7 +217,7 @@ class Driver:
         self._awaited.clear()
         yield from self._finish_saves()
         self._early.clear()
-        if short:
+        if short and not self._left:
             # Steps that were made are made everywhere; of all else nothing was kept.
             raise OutOfMemory("; ".join(short))
 

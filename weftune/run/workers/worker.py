@@ -101,7 +101,8 @@ class Worker:
         self._checkpoints[job] = attach.checkpoints
 
     def _run(self, run: RunProgram) -> None:
-        for event in self.executor.run(run.program, delivered(run.program, run.microbatches)):
+        fetch = delivered(run.program, run.microbatches)
+        for event in self.executor.run(run.program, fetch, overdue=self.orders.overdue.is_set):
             assert isinstance(event, SaveDue), f"{event} is the first worker's business"
             self._save(event.job)
         self.transport.settle()
