@@ -19,7 +19,7 @@ from weftune.cli.options import bytes_of
 from weftune.errors import PlanError
 from weftune.jobs.spec.read import read_run
 from weftune.plan.cost import cluster
-from weftune.plan.layout.stream_choice import StreamChoice
+from weftune.plan.layout.choose import Choice
 from weftune.trainer.streamed import StreamedLoop
 from weftune.trainer.trainer import trainer_for
 
@@ -60,7 +60,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    choice: StreamChoice | None
+    choice: Choice | None
     aboard: list[str]
     notes: list[str]
 
@@ -97,8 +97,8 @@ def train(place, output, memory) -> Trained:
     return found[0]
 
 
-def cut_numbers(choice: StreamChoice) -> dict:
-    cut = choice.cut
+def cut_numbers(choice: Choice) -> dict:
+    cut = choice.layout
     return {
         "stages": [{"layers": one.stop - one.start, "resident": one.resident} for one in cut.stages],
         "slots": cut.slots[0],
@@ -129,8 +129,8 @@ def test_the_plan_has_the_cut_the_jobs_the_bytes_and_the_seconds_of_the_run(
     assert {key: numbers[key] for key in cut_numbers(choice)} == cut_numbers(choice)
     assert numbers["aboard"] == run.aboard == aboard
     assert list(numbers["waiting"]) == [name for name in ALL if name not in aboard]
-    assert (numbers["device_bytes"], numbers["host_bytes"]) == (choice.device_bytes, choice.host_bytes)
-    assert numbers["forecast"]["step_seconds"] == numbers["round_seconds"] == choice.step_seconds
+    assert (numbers["device_bytes"], numbers["host_bytes"]) == (choice.bytes, choice.host_bytes)
+    assert numbers["forecast"]["step_seconds"] == numbers["round_seconds"] == choice.seconds
     assert f"The base is {choice.why}." in run.notes
     assert f"The base is {choice.why}." in plan.told
 

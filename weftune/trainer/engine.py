@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,31 +15,27 @@ from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.core.shapes import JobShape, LayerRange, ModelShape
+from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import UserError
 from weftune.jobs.store.store import Store
-from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.profile import Profile, find_profile, read_profile
-from weftune.plan.cost.profile_cost import cost_of, memory_of, source_of
-from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs, typical_work
-from weftune.plan.layout.stream_choice import StreamChoice
-from weftune.plan.layout.streamed_memory import StreamedMemory
-from weftune.plan.layout.worker_choice import RanksChoice
-from weftune.plan.layout.worker_memory import RanksMemory
-from weftune.plan.program.layout import in_stages
+from weftune.plan.layout import choose
+from weftune.plan.layout.choose import Choice, Machine
+from weftune.plan.layout.cut import PartCosts, measured_costs, typical_work
 from weftune.run.measure.memory import budget_bytes, limit_bytes, taken_bytes
 from weftune.run.profile import key_here
 from weftune.run.stream.executor import StreamExecutor
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.groups import WorkerPlace, own_gpus
 from weftune.run.workers.messages import Staff
+from weftune.trainer import streamed
 from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Loop
-from weftune.trainer.pipelined import PipelinedLoop, stage_memory
-from weftune.trainer.streamed import StreamedLoop, Streaming, streaming
-from weftune.trainer.streamed_workers import RankedLoop, RankStreaming, rank_streaming
+from weftune.trainer.pipelined import PipelinedLoop
+from weftune.trainer.streamed import StreamedLoop
+from weftune.trainer.streamed_workers import RankedLoop
 
-MOST_TOKENS = {"cpu": 1024, "cuda": 8192}
+MOST_TOKENS = {kind: choose.MOST_TOKENS[kind == "cuda"] for kind in ("cpu", "cuda")}
 """The token capacity that a device gets where memory allows more."""
 
 
@@ -49,6 +46,9 @@ def most_tokens(device: torch.device) -> int:
 class Engine(Protocol):
     @property
     def base(self) -> Base: ...
+
+    @property
+    def choice(self) -> Choice: ...
 
     def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop: ...
 
@@ -70,57 +70,68 @@ class Setup:
     checkpoints: Callable[[str], Path]
 
     @property
-    def most(self) -> int:
-        """Tokens of a microbatch."""
-        return self.capacity or most_tokens(self.device)
-
-    @property
     def budget(self) -> int:
         return self.gpu_memory or self.memory or budget_bytes(self.device)
 
 
 def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
     """Load the base as these jobs need it; `note` hears what was chosen."""
+    # Before the base is loaded: the machine counts what the process holds without it.
+    choice = choose.choose(setup.shape, jobs, machine_here(setup))
+    if choice.note:
+        note(choice.note)
     if setup.staff is not None:
-        if (found := _rank_streaming(setup, setup.staff.wires.place, jobs)) is not None:
-            note(f"The base is {found.choice.why}.")
-            return _over_ranks(setup, setup.staff, found)
-        return _in_stages(setup, setup.staff, note)
-    if (chosen := _streaming(setup, jobs)) is not None:
-        note(f"The base is {chosen.choice.why}.")
-        return _streamed(setup, chosen)
-    return _whole(setup)
+        return (_over_ranks if choice.streamed else _in_stages)(setup, setup.staff, choice)
+    return (_streamed if choice.streamed else _whole)(setup, choice)
 
 
-# -- one device -----------------------------------------------------------------------------------------
+# -- what the planner is told ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    base: Base
-    memory: MemoryModel
-    most: int
-    profile: Profile | None
-
-    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
-        if self.profile is None:
-            return Loop(self.base, tokenizer, store, self.memory, self.most, journal)
-        memory = replace(self.memory, fit=memory_of(self.profile, self.memory))
-        cost = cost_of(self.profile, self.base.shape)
-        return Loop(self.base, tokenizer, store, memory, self.most, journal, cost)
-
-
-def _whole(setup: Setup) -> Whole:
-    # Made before the base is loaded: it counts what the process holds without it.
-    memory = MemoryModel(setup.shape, _resident_budget(setup), taken_bytes(setup.device))
-    base = setup.base or load_base(setup.spec, setup.device)
-    return Whole(base, memory, setup.most, _profile(setup, base.shape, base.device))
+def machine_here(setup: Setup) -> Machine:
+    """This process with its device, or with the other workers' like it."""
+    if setup.base is not None and setup.gpu_memory is not None and setup.staff is None:
+        raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
+    place = setup.staff.wires.place if setup.staff else WorkerPlace(0, 1)
+    profile, device = _profile(setup, setup.shape, setup.device), setup.device
+    return Machine(
+        on_gpu=device.type == "cuda",
+        budget=_resident_budget(setup) // _sharing(setup, place),
+        taken=taken_bytes(device),
+        stream_budget=_stream_budget(setup, place),
+        # Workers of other machines have memory of their own.
+        host_budget=streamed.host_budget() * place.ranks // place.local_ranks,
+        capacity=setup.capacity,
+        workers=place.stages,
+        replicas=place.replicas,
+        profile=profile,
+        worker_profile=profile if place.ranks == 1 else _worker_profile(setup),
+        gpu=partial(streamed.measured_gpu, setup.spec, device),
+        files=partial(streamed.from_files, setup.spec, device),
+    )
 
 
 def _resident_budget(setup: Setup) -> int:
     """On a CPU a small GPU is pretended only for a base that is streamed."""
     on_gpu = setup.device.type == "cuda"
     return setup.budget if on_gpu else setup.memory or budget_bytes(setup.device)
+
+
+def _stream_budget(setup: Setup, place: WorkerPlace) -> int | None:
+    """One GPU streams whenever the base does not fit; a CPU only where it is to pretend to be a small one;
+    several workers only where it was asked for, since they are wired for it when they meet."""
+    on_gpu = setup.device.type == "cuda"
+    if setup.staff is None:
+        return None if setup.base is not None else setup.budget if on_gpu else setup.gpu_memory
+    if not place.ring or setup.gpu_memory is None:
+        return None
+    # Every worker pretends a device of its own.
+    return setup.gpu_memory // (_sharing(setup, place) if on_gpu else 1)
+
+
+def _sharing(setup: Setup, place: WorkerPlace) -> int:
+    """Ranks on one device."""
+    return 1 if own_gpus(place, setup.device) else place.local_ranks
 
 
 def _profile(setup: Setup, shape: ModelShape, device: torch.device) -> Profile | None:
@@ -133,56 +144,12 @@ def _profile(setup: Setup, shape: ModelShape, device: torch.device) -> Profile |
     return profile
 
 
-# -- stages in several processes ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class InStages:
-    pipeline: Driver
-    memory: MemoryModel
-    most: int
-
-    @property
-    def base(self) -> Base:
-        return self.pipeline.base
-
-    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
-        return PipelinedLoop(self.pipeline, tokenizer, store, self.memory, self.most, journal)
-
-
-def _in_stages(setup: Setup, staff: Staff, note: Callable[[str], None]) -> InStages:
-    held = _layers(setup, staff.wires.place, note)
-    memory = _stage_memory(setup, staff.wires.place, held)
-    most = setup.gpu_memory and setup.gpu_memory // _sharing(setup, staff.wires.place)
-    layout = in_stages(held, staff.wires.place.replicas)
-    pipeline = open_pipeline(staff, setup.spec, setup.device, layout, setup.checkpoints, most=most)
-    return InStages(pipeline, memory, setup.most)
-
-
-def _stage_memory(setup: Setup, place: WorkerPlace, held: Sequence[LayerRange]) -> MemoryModel:
-    budget, taken = _resident_budget(setup) // _sharing(setup, place), taken_bytes(setup.device)
-    if place.stages == 1:
-        return MemoryModel(setup.shape, budget, taken)
-    return stage_memory(setup.shape, held, budget, taken)
-
-
-def _sharing(setup: Setup, place: WorkerPlace) -> int:
-    """Ranks on one device."""
-    return 1 if own_gpus(place, setup.device) else place.local_ranks
-
-
-def _layers(setup: Setup, place: WorkerPlace, note: Callable[[str], None]) -> tuple[LayerRange, ...]:
-    """Of every stage, as this first rank cuts for all; a replica that is one process holds all."""
-    shape = setup.shape
-    if place.stages == 1:
-        return (LayerRange(0, shape.layers, shape.layers),)
-    profile = _profile(setup, shape, setup.device)
-    if profile is None:
-        return cut_layers(shape, place.stages)
-    held = cut_layers(shape, place.stages, measured_costs(profile, shape, typical_work(shape, setup.most)))
-    counts = " + ".join(str(one.stop - one.start) for one in held)
-    note(f"The stages hold {counts} layers, alike by times {source_of(profile)}.")
-    return held
+def _worker_profile(setup: Setup) -> Profile | None:
+    """With as many threads as each of the workers on this machine has."""
+    key = key_here(setup.shape, setup.device)
+    if setup.device.type != "cuda":
+        key = replace(key, threads=torch.get_num_threads())
+    return find_profile(key)
 
 
 def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
@@ -191,68 +158,82 @@ def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
     return measured_costs(profile, shape, typical_work(shape, most_tokens(device))) if profile else None
 
 
-# -- stages that take turns ------------------------------------------------------------------------------
+# -- one device -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    base: Base
+    choice: Choice
+
+    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
+        choice = self.choice
+        return Loop(self.base, tokenizer, store, choice.memory, choice.capacity, journal, choice.cost)
+
+
+def _whole(setup: Setup, choice: Choice) -> Whole:
+    limit_bytes(setup.device, setup.gpu_memory)
+    return Whole(setup.base or load_base(setup.spec, setup.device), choice)
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
     executor: StreamExecutor
-    memory: StreamedMemory
-    choice: StreamChoice
+    choice: Choice
 
     @property
     def base(self) -> Base:
         return self.executor.base
 
     def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
-        return StreamedLoop(self.executor, tokenizer, store, self.memory, self.choice, journal)
+        return StreamedLoop(self.executor, tokenizer, store, self.choice, journal)
 
 
-def _streaming(setup: Setup, jobs: Sequence[JobShape]) -> Streaming | None:
-    """On a GPU whenever the base does not fit; on a CPU only where it is to pretend to be a small one."""
-    if setup.base is not None and setup.gpu_memory is not None:
-        raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
-    if setup.base is not None or (setup.gpu_memory is None and setup.device.type != "cuda"):
-        return None
+def _streamed(setup: Setup, choice: Choice) -> Streamed:
     limit_bytes(setup.device, setup.gpu_memory)
-    return streaming(setup.spec, setup.shape, jobs, setup.device, setup.budget, setup.most)
+    return Streamed(
+        StreamExecutor(load_streamed(setup.spec, setup.device, choice.layout, choice.mapped)), choice
+    )
 
 
-def _streamed(setup: Setup, chosen: Streaming) -> Streamed:
-    memory = chosen.memory(setup.shape, setup.device)
-    choice = chosen.choice
-    executor = StreamExecutor(load_streamed(setup.spec, setup.device, choice.cut, choice.mapped))
-    return Streamed(executor, memory, choice)
-
-
-# -- stages that take turns in several processes ---------------------------------------------------------
+# -- several processes -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class OverRanks:
+class InStages:
     pipeline: Driver
-    memory: RanksMemory
-    choice: RanksChoice
+    choice: Choice
 
     @property
     def base(self) -> Base:
         return self.pipeline.base
 
     def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
-        return RankedLoop(self.pipeline, tokenizer, store, self.memory, self.choice, journal)
+        return PipelinedLoop(self.pipeline, tokenizer, store, self.choice, journal)
 
 
-def _rank_streaming(setup: Setup, place: WorkerPlace, jobs: Sequence[JobShape]) -> RankStreaming | None:
-    """Only where it was asked for, since ranks are wired for it when they meet."""
-    if not place.ring or setup.gpu_memory is None:
-        return None
-    # Every rank pretends a device of its own.
-    budget = setup.gpu_memory // (_sharing(setup, place) if setup.device.type == "cuda" else 1)
-    return rank_streaming(setup.spec, setup.shape, jobs, place, setup.device, budget, setup.most)
+def _in_stages(setup: Setup, staff: Staff, choice: Choice) -> InStages:
+    most = setup.gpu_memory and setup.gpu_memory // _sharing(setup, staff.wires.place)
+    return InStages(_opened(setup, staff, choice, most), choice)
 
 
-def _over_ranks(setup: Setup, staff: Staff, found: RankStreaming) -> OverRanks:
-    memory, layout = found.memory(setup.shape, setup.device), found.choice.cut
-    most = found.place.budget
-    pipeline = open_pipeline(staff, setup.spec, setup.device, layout, setup.checkpoints, most=most)
-    return OverRanks(pipeline, memory, found.choice)
+@dataclass(frozen=True, slots=True)
+class OverRanks:
+    pipeline: Driver
+    choice: Choice
+
+    @property
+    def base(self) -> Base:
+        return self.pipeline.base
+
+    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
+        return RankedLoop(self.pipeline, tokenizer, store, self.choice, journal)
+
+
+def _over_ranks(setup: Setup, staff: Staff, choice: Choice) -> OverRanks:
+    assert choice.place is not None, "it is streamed"
+    return OverRanks(_opened(setup, staff, choice, choice.place.budget), choice)
+
+
+def _opened(setup: Setup, staff: Staff, choice: Choice, most: int | None) -> Driver:
+    return open_pipeline(staff, setup.spec, setup.device, choice.layout, setup.checkpoints, most=most)

@@ -23,6 +23,7 @@ from weftune.plan.cost.learned import Company, Learned, Outcome, Promise, sizes_
 from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import CostModel, PassTime, StateTime
+from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
@@ -108,6 +109,7 @@ class Loop:
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
         self.executor: Executor | Driver = executor or Executor(base)
+        self.layout = one_device(base.shape.layers)
         self.rounds = ROUNDS
         self.learned = Learned(
             known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)
@@ -275,6 +277,8 @@ class Loop:
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         company = {name: self.jobs[name].shape for name in self.executor.aboard}
         promise = self._promise(program, company)
+        taken = self.learned.memory.taken
+        self.journal.promise(promise_numbers(self.layout, program, company, promise, taken))
         self._timed = TimedWindow()
         own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
         if not own_peak:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from weftune.core.shapes import LayerRange, ModelShape
 from weftune.jobs.store.store import Store
-from weftune.plan.cost.learned import Company, Promise
-from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.cost.learned import Company, Promise, sizes_of
 from weftune.plan.cost.time import CostModel
-from weftune.plan.layout.cut import stage_shape
+from weftune.plan.layout.choose import SPARE, Choice
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import Pacing, plan_window
@@ -20,17 +19,7 @@ from weftune.run.workers.trace import Trace, timeline_of
 from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Loop, Room
 
-ROUNDS = 16
-"""Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long one."""
-SPARE = 1
-"""Microbatches in flight beyond what 1F1B has, so that a late arrival finds its stage at work."""
 TRACE = "trace.json"
-
-
-def stage_memory(shape: ModelShape, held: Sequence[LayerRange], budget: int, taken: int = 0) -> MemoryModel:
-    """Of the heaviest of these stages."""
-    heaviest = max((stage_shape(shape, one) for one in held), key=lambda one: one.parameters)
-    return MemoryModel(heaviest, budget, taken, in_flight=len(held) + SPARE)
 
 
 class PipelinedLoop(Loop):
@@ -39,14 +28,15 @@ class PipelinedLoop(Loop):
         pipeline: Driver,
         tokenizer: Any,
         store: Store,
-        memory: MemoryModel,
-        most: int,
+        choice: Choice,
         journal: Journal,
         cost: CostModel | None = None,
     ) -> None:
+        memory, most = choice.memory, choice.capacity
         super().__init__(pipeline.base, tokenizer, store, memory, most, journal, cost, executor=pipeline)
         self.pipeline = pipeline
-        self.rounds = ROUNDS
+        self.choice = choice
+        self.layout, self.rounds = choice.layout, choice.rounds
         self.trace = Trace()
         self.timelines: Timelines | None = None
         """The last window in which jobs trained, once paces were known."""
@@ -80,7 +70,14 @@ class PipelinedLoop(Loop):
         return drawn(paces.timeline(program), program)
 
     def _promise(self, program: Program, company: Company) -> Promise:
-        return self.learned.promise(program, company, self.pipeline.paces.predicted_seconds)
+        return self.learned.promise(program, company, partial(self._predicted_seconds, company))
+
+    def _predicted_seconds(self, company: Company, program: Program) -> float | None:
+        """By the stages' own passes; before there are any, by the profile."""
+        paces = self.pipeline.paces
+        if paces.measured:
+            return paces.predicted_seconds(program)
+        return self.choice.seconds_of(program, sizes_of(company))
 
     def _peak_bytes(self) -> int:
         return max([super()._peak_bytes(), *self.pipeline.peaks])

@@ -1,10 +1,10 @@
-"""The loop over a base that is streamed from host memory: whether to, how, and the windows that it runs."""
+"""The loop over a base that is streamed from host memory, and what the planner is told of host and link."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -13,64 +13,19 @@ import torch
 from weftune.base.host.streamed import weights_in_files
 from weftune.base.load import base_dtype
 from weftune.base.spec import BaseSpec
-from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import BaseModelError, HostTooSmall
 from weftune.jobs.store.store import Store
+from weftune.plan.layout.choose import Choice
 from weftune.plan.layout.need import StreamDevice
-from weftune.plan.layout.one_device import choose_company, fits_whole, gpu_place, in_files, pretended_place
-from weftune.plan.layout.ring import ROUNDS
-from weftune.plan.layout.stream_choice import StreamChoice
-from weftune.plan.layout.streamed_memory import StreamedMemory
+from weftune.plan.layout.one_device import gpu_place, in_files
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
 from weftune.run.measure.link import measure_files, measure_link
-from weftune.run.measure.memory import CPU_SHARE, taken_bytes
+from weftune.run.measure.memory import CPU_SHARE
 from weftune.run.stream.executor import StreamExecutor
 from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Loop, Room
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """A choice, and what a run may take of the device by it."""
-
-    choice: StreamChoice
-    budget: int
-    slack: int
-
-    def memory(self, shape: ModelShape, device: torch.device) -> StreamedMemory:
-        """Made before the base is loaded. A pretended device is a part of the host, and measured with it."""
-        beside = 0
-        if device.type != "cuda":
-            beside = taken_bytes(device) + self.choice.host_bytes
-        return StreamedMemory(shape, self.budget + beside, beside, cut=self.choice.cut, slack=self.slack)
-
-
-def streaming(
-    spec: BaseSpec,
-    shape: ModelShape,
-    jobs: Sequence[JobShape],
-    device: torch.device,
-    budget: int,
-    most: int,
-) -> Streaming | None:
-    """How to stream the base within `budget` bytes of the device; None if every job can train without.
-
-    As many of the jobs as fit at once are planned for, in the order in which they would come aboard.
-    """
-    if device.type != "cuda":
-        place = pretended_place(budget, host_budget())
-    elif fits_whole(shape, jobs, budget):
-        return None
-    else:
-        link = measure_link(device, base_dtype(spec, device))
-        place = gpu_place(budget, host_budget(), link.bandwidth, link.flops, link.both_ways)
-    try:
-        choice = choose_company(shape, jobs, place, most).choice
-    except HostTooSmall as short:
-        choice = choose_company(shape, jobs, _from_files(spec, device, place, short), most).choice
-    return None if choice.whole else Streaming(choice, budget, place.slack)
 
 
 def host_budget() -> int:
@@ -78,7 +33,13 @@ def host_budget() -> int:
     return int(psutil.virtual_memory().available * CPU_SHARE)
 
 
-def _from_files(
+def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -> StreamDevice:
+    """With its link and its products as they are now."""
+    link = measure_link(device, base_dtype(spec, device))
+    return gpu_place(budget, host, link.bandwidth, link.flops, link.both_ways)
+
+
+def from_files(
     spec: BaseSpec, device: torch.device, place: StreamDevice, short: HostTooSmall
 ) -> StreamDevice:
     """The same place for a base whose weights stay in their files; if they cannot, both reasons."""
@@ -99,14 +60,13 @@ class StreamedLoop(Loop):
         executor: StreamExecutor,
         tokenizer: Any,
         store: Store,
-        memory: StreamedMemory,
-        choice: StreamChoice,
+        choice: Choice,
         journal: Journal,
     ) -> None:
-        super().__init__(executor.base, tokenizer, store, memory, choice.capacity, journal, executor=executor)
+        memory, most = choice.memory, choice.capacity
+        super().__init__(executor.base, tokenizer, store, memory, most, journal, choice.cost, executor)
         self.choice = choice
-        if choice.cut.travels:
-            self.rounds = ROUNDS
+        self.layout, self.rounds = choice.layout, choice.rounds
         self.streamer, self.graphs = executor.streamer, executor.graphs
         self.seconds = 0.0
         """Of all windows."""
@@ -132,4 +92,4 @@ class StreamedLoop(Loop):
         self.seconds += time.monotonic() - began
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        return plan_window(courses, self.choice.cut, room.capacity, self.executor.captures is not None)
+        return plan_window(courses, self.choice.layout, room.capacity, self.executor.captures is not None)
