@@ -54,6 +54,15 @@ class StagePace:
     """What passes took in multiples of what the lines say, in the order in which they ran."""
 
 
+BACKWARD_GUESS = 1.5
+"""A backward over a forward, until one was measured."""
+
+
+def guessed_pace(layers: int) -> StagePace:
+    """Of a stage of so many layers, before anything was measured: proportions only."""
+    return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineRules:
     """What the planner of a pipeline's windows is told beside the courses."""
