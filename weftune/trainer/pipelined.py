@@ -8,8 +8,9 @@ from typing import Any
 
 from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Company, Promise, sizes_of
+from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.time import CostModel
-from weftune.plan.layout.choose import SPARE, Choice
+from weftune.plan.layout.choose import Choice
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import Pacing, plan_window
