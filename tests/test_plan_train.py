@@ -20,7 +20,6 @@ from weftune.errors import PlanError
 from weftune.jobs.spec.read import read_run
 from weftune.plan.cost import cluster
 from weftune.plan.layout.choose import Choice
-from weftune.trainer.streamed import StreamedLoop
 from weftune.trainer.trainer import trainer_for
 
 ALL = [job["name"] for job in FOUR_JOBS]
@@ -90,7 +89,7 @@ def train(place, output, memory) -> Trained:
         loop = trainer.loop
         assert loop is not None
         if not found:
-            choice = loop.choice if isinstance(loop, StreamedLoop) else None
+            choice = loop.choice if loop.choice.streamed else None
             found.append(Trained(choice, list(loop.executor.aboard), heard.notes))
 
     trainer.run(look)
@@ -153,7 +152,7 @@ def test_what_the_run_refuses_the_plan_refuses_with_the_same_sentence(place, pla
 def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     place, planned, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("weftune.trainer.streamed.host_budget", lambda: 20_480)
+    monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda: 20_480)
     monkeypatch.setattr("weftune.cli.plan_machine.host_budget", lambda: 20_480)
     plan, run = planned("700KiB"), train(place, tmp_path / "out", "700KiB")
     assert run.choice is not None

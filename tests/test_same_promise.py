@@ -35,8 +35,8 @@ from weftune.plan.cost.profile import cpu_threads, file_of, key_of, profile_fold
 from weftune.plan.layout.choose import PROCESS_BYTES, choose
 from weftune.plan.outlook.promise import first_window
 from weftune.run.workers.groups import WorkerPlace
-from weftune.trainer.engine import Setup, machine_here
 from weftune.trainer.job import make_ready
+from weftune.trainer.machine import Setup, machine_here
 from weftune.trainer.trainer import trainer_for
 
 MODES = ("one device", "streamed", "pipeline", "streamed workers")
@@ -111,7 +111,7 @@ def written(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setattr(cluster, "_smi", lambda: "")
-    monkeypatch.setattr("weftune.trainer.engine.taken_bytes", lambda device: PROCESS_BYTES)
+    monkeypatch.setattr("weftune.trainer.machine.taken_bytes", lambda device: PROCESS_BYTES)
 
     def write(case: Case):
         values = yaml.safe_load((folder / "jobs.yaml").read_text()) | {"jobs": list(case.jobs)}

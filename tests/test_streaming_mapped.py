@@ -14,7 +14,7 @@ from weftune import JobSpec, Options
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError, HostTooSmall
 from weftune.plan.layout.choose import Machine, choose
-from weftune.trainer.streamed import from_files
+from weftune.trainer.machine import from_files
 
 GPU = 480 << 10
 """Too little for a base of 282 KiB, two adapters and their passes."""
@@ -54,7 +54,7 @@ def notes(output):
 @pytest.fixture
 def small_host(monkeypatch):
     """No test can take the machine's memory away."""
-    monkeypatch.setattr("weftune.trainer.streamed.host_budget", lambda: HOST)
+    monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda: HOST)
 
 
 def test_they_train_to_the_same_and_it_is_said(folder, tmp_path, small_host):

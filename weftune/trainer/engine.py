@@ -1,239 +1,103 @@
-"""What makes a run's passes: all of the base on one device, a stage of it in each of several processes, or
-stages that take turns on one device or on those of several processes."""
+"""What a run has to run on: the base loaded as its layout says, in this process or in several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
-
-import torch
 
 from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.model import Base
-from weftune.base.spec import BaseSpec
-from weftune.core.shapes import JobShape, ModelShape
-from weftune.errors import UserError
-from weftune.jobs.store.store import Store
-from weftune.plan.cost.profile import Profile, find_profile, read_profile
-from weftune.plan.layout import choose
-from weftune.plan.layout.choose import Choice, Machine
-from weftune.plan.layout.cut import PartCosts, measured_costs, typical_work
-from weftune.run.measure.memory import budget_bytes, limit_bytes, taken_bytes
-from weftune.run.profile import key_here
-from weftune.run.stream.executor import StreamExecutor
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.memory import SPARE
+from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.time import CostModel, Sizes
+from weftune.plan.layout.choose import Choice, choose
+from weftune.plan.program.program import Program
+from weftune.plan.window.window import Pacing
+from weftune.run.assemble import resident_executor, streamed_executor
+from weftune.run.executor import Executor
+from weftune.run.measure.memory import limit_bytes
 from weftune.run.workers.driver import Driver, open_pipeline
-from weftune.run.workers.groups import WorkerPlace, own_gpus
 from weftune.run.workers.messages import Staff
-from weftune.trainer import streamed
-from weftune.trainer.journal import Journal
-from weftune.trainer.loop import Loop
-from weftune.trainer.pipelined import PipelinedLoop
-from weftune.trainer.streamed import StreamedLoop
-from weftune.trainer.streamed_workers import RankedLoop
+from weftune.trainer.machine import Setup, machine_here
+from weftune.trainer.watchers import StreamWatcher, TimelineWatcher, Watcher, WorkerStreamWatcher
 
-MOST_TOKENS = {kind: choose.MOST_TOKENS[kind == "cuda"] for kind in ("cpu", "cuda")}
-"""The token capacity that a device gets where memory allows more."""
-
-
-def most_tokens(device: torch.device) -> int:
-    return MOST_TOKENS.get(device.type, 1024)
-
-
-class Engine(Protocol):
-    @property
-    def base(self) -> Base: ...
-
-    @property
-    def choice(self) -> Choice: ...
-
-    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What a run was asked to run on."""
-
-    spec: BaseSpec
-    base: Base | None
-    """Where it is in memory already."""
-    device: torch.device
-    shape: ModelShape
-    staff: Staff | None
-    memory: int | None
-    gpu_memory: int | None
-    capacity: int | None
-    profile: Path | None
-    checkpoints: Callable[[str], Path]
-
-    @property
-    def budget(self) -> int:
-        return self.gpu_memory or self.memory or budget_bytes(self.device)
-
-
-def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
-    """Load the base as these jobs need it; `note` hears what was chosen."""
-    # Before the base is loaded: the machine counts what the process holds without it.
-    choice = choose.choose(setup.shape, jobs, machine_here(setup))
-    if choice.note:
-        note(choice.note)
-    if setup.staff is not None:
-        return (_over_ranks if choice.streamed else _in_stages)(setup, setup.staff, choice)
-    return (_streamed if choice.streamed else _whole)(setup, choice)
-
-
-# -- what the planner is told ----------------------------------------------------------------------------
-
-
-def machine_here(setup: Setup) -> Machine:
-    """This process with its device, or with the other workers' like it."""
-    if setup.base is not None and setup.gpu_memory is not None and setup.staff is None:
-        raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
-    place = setup.staff.wires.place if setup.staff else WorkerPlace(0, 1)
-    profile, device = _profile(setup, setup.shape, setup.device), setup.device
-    return Machine(
-        on_gpu=device.type == "cuda",
-        budget=_resident_budget(setup) // _sharing(setup, place),
-        taken=taken_bytes(device),
-        stream_budget=_stream_budget(setup, place),
-        # Workers of other machines have memory of their own.
-        host_budget=streamed.host_budget() * place.ranks // place.local_ranks,
-        capacity=setup.capacity,
-        workers=place.stages,
-        replicas=place.replicas,
-        profile=profile,
-        worker_profile=profile if place.ranks == 1 else _worker_profile(setup),
-        gpu=partial(streamed.measured_gpu, setup.spec, device),
-        files=partial(streamed.from_files, setup.spec, device),
-    )
-
-
-def _resident_budget(setup: Setup) -> int:
-    """On a CPU a small GPU is pretended only for a base that is streamed."""
-    on_gpu = setup.device.type == "cuda"
-    return setup.budget if on_gpu else setup.memory or budget_bytes(setup.device)
-
-
-def _stream_budget(setup: Setup, place: WorkerPlace) -> int | None:
-    """One GPU streams whenever the base does not fit; a CPU only where it is to pretend to be a small one;
-    several workers only where it was asked for, since they are wired for it when they meet."""
-    on_gpu = setup.device.type == "cuda"
-    if setup.staff is None:
-        return None if setup.base is not None else setup.budget if on_gpu else setup.gpu_memory
-    if not place.ring or setup.gpu_memory is None:
-        return None
-    # Every worker pretends a device of its own.
-    return setup.gpu_memory // (_sharing(setup, place) if on_gpu else 1)
-
-
-def _sharing(setup: Setup, place: WorkerPlace) -> int:
-    """Ranks on one device."""
-    return 1 if own_gpus(place, setup.device) else place.local_ranks
-
-
-def _profile(setup: Setup, shape: ModelShape, device: torch.device) -> Profile | None:
-    key, path = key_here(shape, device), setup.profile
-    profile = find_profile(key) if path is None else read_profile(path, key)
-    if profile is None and path is not None:
-        raise UserError(
-            f"{path} is no profile of {setup.spec.model} on this device; weftune doctor --profile makes one"
-        )
-    return profile
-
-
-def _worker_profile(setup: Setup) -> Profile | None:
-    """With as many threads as each of the workers on this machine has."""
-    key = key_here(setup.shape, setup.device)
-    if setup.device.type != "cuda":
-        key = replace(key, threads=torch.get_num_threads())
-    return find_profile(key)
-
-
-def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
-    """What a run on this device will cut stages by, if the cache has a profile of it."""
-    profile = find_profile(key_here(shape, device))
-    return measured_costs(profile, shape, typical_work(shape, most_tokens(device))) if profile else None
-
-
-# -- one device -----------------------------------------------------------------------------------------
+Price = Callable[[Program], float | None]
+"""Seconds that a window is predicted to take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    base: Base
+class Engine:
+    executor: Executor | Driver
     choice: Choice
-
-    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
-        choice = self.choice
-        return Loop(self.base, tokenizer, store, choice.memory, choice.capacity, journal, choice.cost)
-
-
-def _whole(setup: Setup, choice: Choice) -> Whole:
-    limit_bytes(setup.device, setup.gpu_memory)
-    return Whole(setup.base or load_base(setup.spec, setup.device), choice)
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    executor: StreamExecutor
-    choice: Choice
+    known: CostModel
+    """What passes take before anything is measured."""
+    watchers: tuple[Watcher, ...] = ()
+    """Who says more of the run than what its jobs came to."""
+    pacing: Callable[[], Pacing | None] = lambda: None
+    """What is known of a pipeline's stages."""
+    price: Callable[[Sizes], Price | None] = lambda sizes: None
+    """What stands for the learned time model where several workers share a window, by job sizes."""
+    other_peaks: Callable[[], Sequence[int]] = tuple
+    """Bytes that other workers have taken at the most."""
 
     @property
     def base(self) -> Base:
         return self.executor.base
 
-    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
-        return StreamedLoop(self.executor, tokenizer, store, self.choice, journal)
+
+def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
+    """Load the base as these jobs need it; `note` hears what was chosen."""
+    # Before the base is loaded: the machine counts what the process holds without it.
+    choice = choose(setup.shape, jobs, machine_here(setup))
+    if choice.note:
+        note(choice.note)
+    if setup.staff is not None:
+        return _of_workers(setup, setup.staff, choice)
+    return (_streamed if choice.streamed else _whole)(setup, choice)
 
 
-def _streamed(setup: Setup, choice: Choice) -> Streamed:
+def _whole(setup: Setup, choice: Choice) -> Engine:
     limit_bytes(setup.device, setup.gpu_memory)
-    return Streamed(
-        StreamExecutor(load_streamed(setup.spec, setup.device, choice.layout, choice.mapped)), choice
+    executor = resident_executor(setup.base or load_base(setup.spec, setup.device))
+    return Engine(executor, choice, choice.cost or arithmetic(executor.base.shape))
+
+
+def _streamed(setup: Setup, choice: Choice) -> Engine:
+    limit_bytes(setup.device, setup.gpu_memory)
+    executor = streamed_executor(load_streamed(setup.spec, setup.device, choice.layout, choice.mapped))
+    known = choice.cost or arithmetic(executor.base.shape)
+    return Engine(executor, choice, known, (StreamWatcher(executor, choice),))
+
+
+def _of_workers(setup: Setup, staff: Staff, choice: Choice) -> Engine:
+    most = choice.place.budget if choice.place else setup.gpu_memory and setup.gpu_memory // setup.sharing
+    layout, checkpoints = choice.layout, setup.checkpoints
+    driver = open_pipeline(staff, setup.spec, setup.device, layout, checkpoints, most=most)
+    driver.paces.loads = choice.loads
+    watchers: tuple[Watcher, ...] = (TimelineWatcher(driver),)
+    if choice.streamed:
+        watchers = (*watchers, WorkerStreamWatcher(driver, choice))
+    return Engine(
+        driver,
+        choice,
+        # Layers of a worker whose stages take turns are no base of their own: their numbers have gaps.
+        arithmetic(choice.memory.shape if choice.streamed else driver.base.shape),
+        watchers,
+        pacing=lambda: Pacing(driver.paces.stages(), spare=SPARE) if layout.pipelined else None,
+        price=partial(_price, driver, choice),
+        other_peaks=lambda: driver.peaks,
     )
 
 
-# -- several processes -----------------------------------------------------------------------------------
+def _price(driver: Driver, choice: Choice, sizes: Sizes) -> Price:
+    """By the stages' own passes; before there are any, by the profile."""
 
+    def price(program: Program) -> float | None:
+        if driver.paces.measured:
+            return driver.paces.predicted_seconds(program)
+        return choice.seconds_of(program, sizes)
 
-@dataclass(frozen=True, slots=True)
-class InStages:
-    pipeline: Driver
-    choice: Choice
-
-    @property
-    def base(self) -> Base:
-        return self.pipeline.base
-
-    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
-        return PipelinedLoop(self.pipeline, tokenizer, store, self.choice, journal)
-
-
-def _in_stages(setup: Setup, staff: Staff, choice: Choice) -> InStages:
-    most = setup.gpu_memory and setup.gpu_memory // _sharing(setup, staff.wires.place)
-    return InStages(_opened(setup, staff, choice, most), choice)
-
-
-@dataclass(frozen=True, slots=True)
-class OverRanks:
-    pipeline: Driver
-    choice: Choice
-
-    @property
-    def base(self) -> Base:
-        return self.pipeline.base
-
-    def loop(self, tokenizer: Any, store: Store, journal: Journal) -> Loop:
-        return RankedLoop(self.pipeline, tokenizer, store, self.choice, journal)
-
-
-def _over_ranks(setup: Setup, staff: Staff, choice: Choice) -> OverRanks:
-    assert choice.place is not None, "it is streamed"
-    return OverRanks(_opened(setup, staff, choice, choice.place.budget), choice)
-
-
-def _opened(setup: Setup, staff: Staff, choice: Choice, most: int | None) -> Driver:
-    return open_pipeline(staff, setup.spec, setup.device, choice.layout, setup.checkpoints, most=most)
+    return price

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.kind import Member
-from weftune.base.model import Base
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
@@ -20,38 +19,34 @@ from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Company, Learned, Outcome, Promise, sizes_of
-from weftune.plan.cost.memory import MemoryModel, longest
-from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.time import CostModel, PassTime, StateTime
+from weftune.plan.cost.memory import longest
+from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.outlook.promise import promise_numbers
-from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.length import WindowPace, shortened
 from weftune.plan.window.window import plan_window
 from weftune.report.words import plural
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
-from weftune.run.executor import Executor
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Training, new_training
-from weftune.run.workers.driver import Driver
+from weftune.trainer.engine import Engine
 from weftune.trainer.job import Ready, lay_out
 from weftune.trainer.journal import Journal, Window
 from weftune.trainer.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
-
-ROUNDS = 4
-"""Global batches of each job in a window."""
 
 Callback = Callable[[Stepped | Evaluated], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What memory allows a window: tokens in a microbatch, and what must be recomputed for that."""
+    """What a window may take: tokens in a microbatch, what must be recomputed for that, and seconds."""
 
     capacity: int
     recompute: Recompute
+    pace: WindowPace
+    """What says how many rounds the window has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +86,19 @@ def lost_sentence(name: str, found: checkpoint.Survey) -> str:
 
 
 class Loop:
-    def __init__(
-        self,
-        base: Base,
-        tokenizer: Any,
-        store: Store,
-        memory: MemoryModel,
-        most: int,
-        journal: Journal,
-        cost: CostModel | None = None,
-        executor: Executor | Driver | None = None,
-    ) -> None:
-        self.base = base
+    def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
+        self.engine = engine
+        self.executor, self.choice, self.base = engine.executor, engine.choice, engine.base
         self.tokenizer = tokenizer
         self.store = store
         self.journal = journal
-        self.most = most
+        self.most = engine.choice.capacity
         """The token capacity is never above this, unless a sample is longer."""
-        self.executor: Executor | Driver = executor or Executor(base)
-        self.layout = one_device(base.shape.layers)
-        self.rounds = ROUNDS
         self.learned = Learned(
-            known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)
+            known=engine.known, memory=replace(engine.choice.memory, fused=self.executor.fused)
         )
+        self.seconds = 0.0
+        """Of all windows."""
         with suppress(ValueError):
             self.learned.resume(journal.learned())
         self.jobs: dict[str, Ready] = {}
@@ -201,6 +186,13 @@ class Loop:
 
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
         """Train until every job has ended, or until `stop` asks for an end; then all is saved and waits."""
+        try:
+            self._run(stop, callback)
+        finally:
+            for watcher in self.engine.watchers:
+                watcher.close(self.store.output, self.seconds, self.journal.note)
+
+    def _run(self, stop: Callable[[], bool], callback: Callback | None) -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="planner") as planner:
             ahead: Ahead | None = None
             while not stop():
@@ -209,7 +201,7 @@ class Loop:
                     break
                 program = self._program(ahead)
                 ahead = self._plan_ahead(planner, program)
-                self._execute(program, stop, callback)
+                self._watched(program, stop, callback)
                 self._retire()
         if stop():
             self._suspend()
@@ -243,42 +235,53 @@ class Loop:
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
     def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
-        rounds = self.rounds
+        rounds, layout = self.choice.rounds, self.choice.layout
         courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
-        return self._window(courses, room)
-
-    def _window(self, courses: Sequence[Course], room: Room) -> Program:
+        courses = shortened(courses, room.pace)
         ladder = self.executor.captures is not None
-        return plan_window(courses, one_device(), room.capacity, ladder, room.recompute)
+        return plan_window(courses, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
 
     def _promise(self, program: Program, company: Company) -> Promise:
-        return self.learned.promise(program, company)
+        return self.learned.promise(program, company, self.engine.price(sizes_of(company)))
 
     def _peak_bytes(self) -> int:
-        return peak_bytes(self.base.device)
+        return max([peak_bytes(self.base.device), *self.engine.other_peaks()])
 
     def _plan_ahead(self, planner: ThreadPoolExecutor, program: Program) -> Ahead:
         cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
         going_on = {name: step for name, step in cursors.items() if step < self.jobs[name].recipe.steps}
-        room = Room(program.capacity, program.recompute)
+        room = Room(program.capacity, program.recompute, self._pace())
         return Ahead(going_on, room, planner.submit(self._plan, going_on, frozenset(), room))
 
     def _room(self) -> Room:
         shapes = self._shapes(self.executor.aboard)
         memory = self.learned.memory
         recompute = memory.recompute(shapes, self.most)
-        return Room(memory.capacity(shapes, self.most, recompute), recompute)
+        return Room(memory.capacity(shapes, self.most, recompute), recompute, self._pace())
+
+    def _pace(self) -> WindowPace:
+        recorded = self.learned.row_seconds
+        return self.choice.first_pace if recorded is None else WindowPace(recorded)
 
     def _shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
+
+    def _watched(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+        for watcher in self.engine.watchers:
+            watcher.begin(program)
+        began = time.monotonic()
+        self._execute(program, stop, callback)
+        self.seconds += time.monotonic() - began
+        for watcher in self.engine.watchers:
+            watcher.end(program)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         company = {name: self.jobs[name].shape for name in self.executor.aboard}
         promise = self._promise(program, company)
         taken = self.learned.memory.taken
-        self.journal.promise(promise_numbers(self.layout, program, company, promise, taken))
+        self.journal.promise(promise_numbers(self.choice.layout, program, company, promise, taken))
         self._timed = TimedWindow()
         own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
         if not own_peak:

@@ -36,10 +36,11 @@ from weftune.report.terminal import JobRow, LiveView
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
-from weftune.trainer.engine import Engine, Setup, open_engine
+from weftune.trainer.engine import Engine, open_engine
 from weftune.trainer.job import Ready, make_ready
 from weftune.trainer.journal import Journal, View
 from weftune.trainer.loop import Callback, Loop, lost_sentence
+from weftune.trainer.machine import Setup
 from weftune.trainer.results import (
     CHECKPOINTS,
     JOB_FILE,
@@ -359,7 +360,7 @@ class Trainer:
             store.retry_job(job.name, retry.sentence())
 
     def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
-        return engine.loop(self.tokenizer, store, journal)
+        return Loop(engine, self.tokenizer, store, journal)
 
     def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
         """Metrics beyond a job's newest checkpoint will be written again."""

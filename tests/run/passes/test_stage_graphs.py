@@ -16,10 +16,10 @@ from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import streamed_executor
 from weftune.run.events import Stepped
 from weftune.run.passes.rows import lay
 from weftune.run.passes.stage_graphs import MOST_KEYS, GraphVisit, StageGraphs, Way
-from weftune.run.stream.executor import StreamExecutor
 from weftune.run.training.state import new_training
 from weftune.trainer.job import lay_out
 
@@ -27,9 +27,9 @@ STAGES = 3
 LENGTH = 7
 ADAPTER = {"rank": 4, "dropout": 0.1, "targets": ["v_proj"]}
 ROUND = [
-    *(GraphVisit(Way.forth, stage) for stage in range(STAGES - 1)),
+    *(GraphVisit(Way.forward, stage) for stage in range(STAGES - 1)),
     GraphVisit(Way.turn, STAGES - 1),
-    *(GraphVisit(Way.back, stage) for stage in reversed(range(STAGES - 1))),
+    *(GraphVisit(Way.backward, stage) for stage in reversed(range(STAGES - 1))),
 ]
 """The visits of a microbatch."""
 
@@ -87,7 +87,7 @@ class Company:
         self.base = streamed(a_layer_each())
         whole = self.base.whole
         self.banks = Banks(whole.sites(), whole.shape.sites, next(whole.model.parameters()))
-        self.graphs = StageGraphs(self.base, self.banks, pool)
+        self.graphs = StageGraphs(whole, self.base.stages, self.banks, pool)
         self.graphs.reserve(4 * LENGTH)
         self.join("a", 4)
 
@@ -233,7 +233,7 @@ def test_of_too_many_keys_the_one_met_longest_ago_is_forgotten():
 
 def trained(cut, pool):
     """What is told of a job in two rounds of two microbatches, and its master; and the executor."""
-    executor = StreamExecutor(streamed(cut), Route.tiled, pool=pool)
+    executor = streamed_executor(streamed(cut), Route.tiled, pool=pool)
     base = executor.base
     job = ready(base, "a", steps=2, batch_size=2, adapter=ADAPTER)
     member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)

@@ -14,9 +14,10 @@ from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.estimate import layer_bytes
 from weftune.plan.cost.memory import MemoryModel, gib
+from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
-from weftune.plan.cost.ring import ROUNDS as TRAVELLING_ROUNDS
+from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import CostModel, Sizes
 from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, recomputing
@@ -25,6 +26,7 @@ from weftune.plan.layout.one_device import choose_company, fits_whole, in_files,
 from weftune.plan.layout.worker_choice import RanksChoice, choose_ranks
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
+from weftune.plan.window.length import WindowPace, first_pace
 from weftune.plan.window.pipeline import LoadPace
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
@@ -118,8 +120,17 @@ class Choice:
 
     @property
     def captured(self) -> bool:
-        """Whether passes keep to few sizes, since they are captured: on one GPU, of fused layers."""
-        return self.memory.fused and self.layout.workers * self.layout.replicas == 1
+        """Whether passes keep to few sizes, since they are captured: on GPUs, of fused layers."""
+        return self.memory.fused
+
+    @property
+    def first_pace(self) -> WindowPace:
+        """What a round is predicted to take before a run has recorded anything."""
+        if self.seconds is not None:
+            return WindowPace(round_seconds=self.seconds)
+        cost = self.cost or arithmetic(self.shape)
+        # As if stages worked one after another.
+        return first_pace(cost, self.shape, on_gpu=self.memory.fused, max_tokens=self.capacity)
 
     def seconds_of(self, program: Program, sizes: Sizes) -> float | None:
         """What a window will take by the profile; None where there is none."""
@@ -197,7 +208,7 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
         note=f"The base is {choice.why}.",
         mapped=choice.mapped,
         place=place,
-        rounds=TRAVELLING_ROUNDS if choice.cut.travels else WINDOW_ROUNDS,
+        rounds=TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS,
         cost=None if profile is None else _streamed_cost(shape, profile, choice.cut, choice.unhidden),
     )
 

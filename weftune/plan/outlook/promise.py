@@ -18,6 +18,7 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.layout.choose import Choice
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
+from weftune.plan.window.length import shortened
 from weftune.plan.window.pipeline import PipelineOrder, guessed_pace
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import Pacing, plan_window
@@ -74,7 +75,7 @@ def first_window(
     memory, company = choice.memory, {job.name: job for job in aboard}
     recompute = memory.recompute(aboard, choice.capacity)
     capacity = memory.capacity(aboard, choice.capacity, recompute)
-    courses = [course(name, choice.rounds) for name in company]
+    courses = shortened([course(name, choice.rounds) for name in company], choice.first_pace)
     program = plan_window(
         courses, choice.layout, capacity, choice.captured, recompute, _pacing(choice.layout, order)
     )
