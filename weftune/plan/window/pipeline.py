@@ -126,8 +126,12 @@ def timeline_foreseen(
     return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
 
 
-def timeline_priced(program: Program, prices: Prices, loads: LoadPace | None = None) -> Timeline:
+def timeline_priced(
+    program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
+) -> Timeline:
+    """Where no `link` between devices is given, what is sent takes no time."""
     cluster = free_cluster(len(program.devices))
+    cluster = cluster if link is None else replace(cluster, link=link)
     if loads is not None:
         prices = replace(prices, weight_bytes=loads.stage_bytes)
         host = Link(loads.bandwidth)
