@@ -112,9 +112,8 @@ def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, .
 def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: int) -> BaseLayer:
     weights = sum(_weights(site) for site in sites)
     # Two products of the width of all heads, half of each masked; that width is close to the hidden one.
-    return BaseLayer(
-        "layer", 2 * weights, 2 * shape.hidden, weights * shape.bytes_per_value, kept, handed, sites
-    )
+    held = round(weights * shape.weight_bytes_per_value)
+    return BaseLayer("layer", 2 * weights, 2 * shape.hidden, held, kept, handed, sites)
 
 
 def _weights(site: SiteShape) -> int:

@@ -38,7 +38,10 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def serve(self, laid: LaidMicrobatch) -> Graph | None:
-        """The graph for a microbatch; None the first time its key is met, which compiles its kernels."""
+        """The graph for a microbatch; None the first time its key is met, which compiles its kernels, and
+        where a kind is in it that has no kernels to capture."""
+        if not self.banks.capturable(laid.microbatch):
+            return None
         key = key_of(laid, self.banks, self.layers.recompute)
         if key in self._graphs:
             self._graphs[key] = self._graphs.pop(key)
