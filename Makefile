@@ -19,8 +19,9 @@ test: $(VENV)/.dev
 	$(PYTEST) -n auto --maxprocesses 4 --dist loadfile -m 'not slow and not gpu and not smoke and not timed'
 	$(PYTEST) -m 'timed and not slow and not gpu and not smoke'
 
+# What `make test` leaves out: tests that take minutes, cases beyond a few, every example of the random tests.
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow
+	WEFTUNE_EVERY_CASE=1 $(BIN)/python -m pytest -m 'slow and not gpu and not smoke'
 
 # On a machine with a GPU. `make smoke-gpu GPU_PYTHON=python3` takes an environment that is there already.
 GPU_PYTHON ?= $(BIN)/python

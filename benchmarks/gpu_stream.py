@@ -36,8 +36,8 @@ from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import Company
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.layout.ring import ROUNDS
-from weftune.run.executor import Executor
+from weftune.plan.layout.ring import TRAVEL_ROUNDS
+from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
 from weftune.run.measure.memory import budget_bytes
 
@@ -143,7 +143,7 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
 
     def run() -> MeasuredStep:
         nonlocal losses, described
-        company = Company(Executor(random_base(case.size, case.place), graphs=passes is None))
+        company = Company(resident_executor(random_base(case.size, case.place), graphs=passes is None))
         capacity = passes or roomy(company, case, work)
         again = company.recompute.layers
         described = f"{capacity} tokens a microbatch, {again} layers made again"
@@ -341,7 +341,9 @@ def stream_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="HTML", help="draw tokens/s over the number of jobs")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before the clock runs")
     parser.add_argument("--blocks", type=int, default=1, help="the median of so many blocks")
-    parser.add_argument("--steps", type=int, default=ROUNDS, help="rounds of a block, which is a window")
+    parser.add_argument(
+        "--steps", type=int, default=TRAVEL_ROUNDS, help="rounds of a block, which is a window"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 

@@ -36,7 +36,7 @@ from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import LayerRange, ModelShape
-from weftune.launch.pipeline import environment
+from weftune.launch.workers import environment
 from weftune.plan.cost.time import PassWork
 from weftune.plan.layout.cut import PartCosts, cut_layers, measured_costs
 from weftune.plan.program.layout import in_stages
@@ -47,11 +47,11 @@ from weftune.plan.window.rounds import Course
 from weftune.run.profile import measure_profile
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
+from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.groups import connect, place_here
 from weftune.run.workers.messages import Staff
 from weftune.run.workers.paces import Paces
-from weftune.run.workers.stage_executor import RankReport
 from weftune.run.workers.trace import timeline_of
 from weftune.run.workers.worker import serve
 
@@ -230,7 +230,7 @@ class Window:
     """One that was measured, beside the same as it was foreseen."""
 
     program: Program
-    reports: tuple[RankReport, ...]
+    reports: tuple[WorkerReport, ...]
     even: Timeline
     varied: tuple[Timeline, ...]
 
@@ -283,17 +283,17 @@ def steady_bubbles(timeline: Timeline) -> tuple[float, ...]:
     return timeline.bubbles(timeline.steady())
 
 
-def pass_seconds(report: RankReport) -> float:
+def pass_seconds(report: WorkerReport) -> float:
     """Of a microbatch, on average."""
     return sum(mean(times) for times in pass_times(report))
 
 
-def pass_spread(report: RankReport) -> float:
+def pass_spread(report: WorkerReport) -> float:
     """The standard deviation of a pass, as a share of the mean of its kind."""
     return pstdev(one / mean(times) for times in pass_times(report) for one in times)
 
 
-def pass_times(report: RankReport) -> list[list[float]]:
+def pass_times(report: WorkerReport) -> list[list[float]]:
     """Seconds of all forwards, and of all backwards."""
     return [
         [one.stop - one.start for one in report.times if isinstance(one.action, kind)]

@@ -30,16 +30,17 @@ from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import streamed_executor
+from weftune.run.executor import Executor
 from weftune.run.measure.link import HostLink
 from weftune.run.measure.memory import CPU_SHARE, budget_bytes
-from weftune.run.stream.executor import StreamExecutor
-from weftune.run.stream.weights import Waited
+from weftune.run.measure.waited import Waited
 
 SPREAD = 0.02
 
 
 class StreamedCompany(Company):
-    def __init__(self, executor: StreamExecutor, choice: StreamChoice) -> None:
+    def __init__(self, executor: Executor, choice: StreamChoice) -> None:
         super().__init__(executor)
         self.choice = choice
 
@@ -51,19 +52,20 @@ class StreamedCompany(Company):
 class Streamed:
     company: StreamedCompany
     choice: StreamChoice
-    executor: StreamExecutor
+    executor: Executor
+    streamed: StreamedBase
 
     @property
     def waited(self) -> Waited:
-        return self.executor.streamer.waited
+        return self.executor.weights.waited
 
     def forget_waits(self) -> None:
-        self.executor.streamer.waited = Waited()
+        self.executor.weights.waited = Waited()
 
     @property
     def loaded_bytes(self) -> int:
         """What comes of the base in a round: stages in the slots are still there where it turns and ends."""
-        sizes = [source.size for _, source in sorted(self.executor.streamed.sources.items())]
+        sizes = [source.size for _, source in sorted(self.streamed.sources.items())]
         (slots,) = self.choice.cut.slots
         return 2 * sum(sizes) - sum(sizes[:slots]) - sum(sizes[len(sizes) - slots :])
 
@@ -93,8 +95,8 @@ def streamed_company(
     shape = model_shape(outline(size, torch.device("meta"), place.dtype), place.dtype)
     choice = choose(shape, work, stream_device(place, cap, link), most, how)
     base = _random_base(size, place, choice.cut)
-    executor = StreamExecutor(base)
-    return Streamed(StreamedCompany(executor, choice), choice, executor)
+    executor = streamed_executor(base)
+    return Streamed(StreamedCompany(executor, choice), choice, executor, base)
 
 
 def choose(

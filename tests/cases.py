@@ -1,6 +1,7 @@
 """Which cases of a long list run (a few that differ in kind, or every one), and their kernels compiled first.
 
 `WEFTUNE_EVERY_CASE=1 pytest -m gpu` runs all of them; most of a GPU test's time is the compiler's.
+`make test-slow` runs what `make test` leaves out: cases beyond a few, and every example of the random tests.
 """
 
 from __future__ import annotations
@@ -9,16 +10,45 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
+
+EXAMPLES_FACTOR = 5
+FEWEST_EXAMPLES = 10
+
+
+def asks_for_every_case() -> bool:
+    return bool(os.environ.get("WEFTUNE_EVERY_CASE"))
 
 
 def some_of(every: Iterable[T], few: Iterable[T]) -> list[T]:
     """`few`, unless every case was asked for."""
     every, few = list(every), list(few)
     assert all(one in every for one in few), "a case is among all of them"
-    return every if os.environ.get("WEFTUNE_EVERY_CASE") else few
+    return every if asks_for_every_case() else few
+
+
+def slow_but(every: Iterable[T], few: Iterable[T]) -> list[Any]:
+    """Every case, for `parametrize`; those that are not among `few` carry the mark `slow`.
+
+    A tuple is the values of several arguments.
+    """
+    every, few = list(every), list(few)
+    assert all(one in every for one in few), "a case is among all of them"
+    return [
+        pytest.param(
+            *(one if isinstance(one, tuple) else (one,)), marks=[] if one in few else pytest.mark.slow
+        )
+        for one in every
+    ]
+
+
+def fewer_examples(asked: int) -> int:
+    """A fifth of the random examples that a test asks for, but no fewer than ten of them."""
+    return max(min(asked, FEWEST_EXAMPLES), asked // EXAMPLES_FACTOR)
 
 
 def call_side_by_side(calls: Iterable[Callable[[], object]]) -> None:

@@ -5,7 +5,9 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
+
+from tests.cases import asks_for_every_case, fewer_examples
 
 # How long an example takes says nothing of the code on a machine that does other things, too.
 settings.register_profile("weftune", deadline=None)
@@ -37,6 +39,23 @@ def pytest_ignore_collect(collection_path, config):
     if mark not in ("gpu", "smoke") or collection_path.suffix != ".py":
         return None
     return f"pytest.mark.{mark}" not in collection_path.read_text() or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Random tests try a part of their examples; whole, which `make test-slow` asks for, they are slow."""
+    functions = set()
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            if asks_for_every_case():
+                item.add_marker(pytest.mark.slow)
+            else:
+                functions.add(getattr(item.obj, "__func__", item.obj))
+    for function in functions:
+        # Hypothesis has no other way to change what a test has asked for than the one of its own plugin.
+        asked = function._hypothesis_internal_use_settings
+        fewer = settings(asked, max_examples=fewer_examples(asked.max_examples))
+        function._hypothesis_internal_use_settings = fewer
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from tests.run.models import deep
 from tests.run.ranks import context
 from weftune.cli.main import main
 from weftune.cli.train import train
-from weftune.launch.pipeline import launch
+from weftune.launch.workers import launch
 
 
 def deep_folder(folder: Path, jobs: list[dict[str, Any]], family: str = "opt", **defaults: Any) -> Path:
@@ -80,13 +80,21 @@ class Launch(Started):
     """`weftune train --pipeline`."""
 
     def __init__(
-        self, folder: Path, output: str, ranks: int, *more: str, replicas: int = 1, always: Sequence[str] = ()
+        self,
+        folder: Path,
+        output: str,
+        ranks: int,
+        *more: str,
+        replicas: int = 1,
+        always: Sequence[str] = (),
+        runs: Callable[[], object] = main,
     ) -> None:
-        """`ranks` are those of all replicas; `always` are words that are said after a loss, too."""
+        """`ranks` are those of all replicas; `always` are words that are said after a loss, too; `runs` is
+        what every rank runs."""
         kept = ("--replicas", str(replicas), *always)
         first, again = words(folder, output, *kept, *more), words(folder, output, *kept, "--resume")
         where = folder / output
-        super().__init__(where, lambda: launch(main, first, again, ranks, where))
+        super().__init__(where, lambda: launch(runs, first, again, ranks, where))
 
 
 class Shares(Started):

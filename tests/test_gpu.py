@@ -15,8 +15,8 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Stepped
-from weftune.run.executor import Executor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,7 +94,7 @@ def ready(base, name, index, **changes):
 
 def trained(base, jobs, rounds=6, capacity=512, recompute=NOTHING, route=None, graphs=True, spoilt=()):
     """How far each job moved in so many rounds, windows of two; the spoilt turn NaN after the first."""
-    executor = Executor(base, route, graphs)
+    executor = resident_executor(base, route, graphs)
     for one in jobs:
         executor.attach(aboard.training(base, one))
     starts = {name: training.master.clone() for name, training in executor.aboard.items()}

@@ -1,21 +1,19 @@
 """Jobs come and go while others train, and nobody else notices."""
 
 import errno
-import gc
-import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import bench, oracle
+from tests.held import tensor_bytes
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
 from weftune import JobSpec
 from weftune.errors import SpecError, UserError
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import taken_bytes
-from weftune.trainer.loop import ROUNDS
+from weftune.trainer.loop import WINDOW_ROUNDS
 
 
 def job(name, steps, **keys):
@@ -49,7 +47,7 @@ def test_each_job_is_exported_when_it_ends_while_the_others_go_on(base, tmp_path
     trainer = bench.trainer(base, output, jobs)
     trainer.run(callback)
     # A job leaves at the end of the window in which it made its last step.
-    assert (loaded["a"][0], loaded["c"][0]) == (ROUNDS + 1, 2 * ROUNDS + 1)
+    assert (loaded["a"][0], loaded["c"][0]) == (WINDOW_ROUNDS + 1, 2 * WINDOW_ROUNDS + 1)
     for name, (_, weights) in loaded.items():
         assert oracle.distance(weights, bench.adapter(output / name)) == 0
     assert_whole(output)
@@ -116,7 +114,7 @@ def test_an_early_stop_ends_the_job_inside_its_window_and_the_others_equal_the_r
     ended = status(tmp_path / "out")["jobs"]["stops"]
     last = ended["step"]
     assert ended["reason"] == f"stopped early at step {last}: no better validation loss in 1 look"
-    assert last % ROUNDS != 0, "the test wants an end inside a window"
+    assert last % WINDOW_ROUNDS != 0, "the test wants an end inside a window"
     of_it = [event for event in seen if event.job == "stops"]
     assert isinstance(of_it[-1], Evaluated)
     assert of_it[-1].step == max(event.step for event in of_it if isinstance(event, Stepped)) == last
@@ -145,16 +143,6 @@ def test_a_cancelled_job_makes_no_further_step_and_the_others_equal_the_run_with
     assert_same_job(tmp_path / "out", solo(base, tmp_path, other), "other")
     with pytest.raises(SpecError, match="There is no running job victim"):
         trainer.cancel("victim")
-
-
-def tensor_bytes():
-    """Of all tensors that anybody holds."""
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
-    return sum(storages.values())
 
 
 MOMENTS = {

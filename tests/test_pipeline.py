@@ -211,14 +211,14 @@ def trained(output, job):
     return oracle.Trained(losses, bench.start(base, spec), bench.adapter(output / job))
 
 
-def test_a_second_run_is_refused_and_leaves_the_files_of_the_first_alone(place, forks):
+@pytest.mark.parametrize("more", [("--pipeline", "2"), ("--device", "cpu", "--gpus", "2")], ids=" ".join)
+def test_a_second_run_is_refused_and_leaves_the_files_of_the_first_alone(place, forks, more):
     output = place / fresh(place, "taken")
     (output / "ranks").mkdir(parents=True)
     (output / "ranks" / "pids").write_text("0 1\n")
     lock = lock_folder(output, output)
     try:
-        words = ("train", "jobs.yaml", "--output", "taken", "--pipeline", "2")
-        assert forks.weftune(*words, cwd=place) == 2
+        assert forks.weftune("train", "jobs.yaml", "--output", "taken", *more, cwd=place) == 2
     finally:
         os.close(lock)
     assert "another weftune train is writing to taken" in (place / "log").read_text()

@@ -6,10 +6,9 @@ import time
 
 import pytest
 
-import weftune.launch.pipeline
+import weftune.launch.supervise
 from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines
-from tests.run.ranks import context
 from weftune.run.workers.heartbeat import LOST
 
 NOTICED = 10.0
@@ -79,7 +78,7 @@ def test_no_more_than_one_checkpoint_interval_is_made_again(place):
 
 
 def test_after_its_restarts_it_gives_up_with_a_sentence(place, capfd, monkeypatch):
-    monkeypatch.setattr(weftune.launch.pipeline, "RESTARTS", 1)
+    monkeypatch.setattr(weftune.launch.supervise, "RESTARTS", 1)
     fresh(place, "out")
     run, before = Launch(place, "out", 2), []
     for _ in range(2):
@@ -88,23 +87,3 @@ def test_after_its_restarts_it_gives_up_with_a_sentence(place, capfd, monkeypatc
         run.signal(1, signal.SIGKILL)
     assert run.wait() == LOST
     assert "rank 1 was ended by SIGKILL; giving up" in capfd.readouterr().err
-
-
-@pytest.mark.timed
-def test_a_rank_that_ends_before_the_launcher_looks_is_lost_too():
-    started = [context().Process(target=time.sleep, args=(20,)) for _ in range(3)]
-    for process in started:
-        process.start()
-    started[1].kill()
-    started[1].join()
-    assert started[1].exitcode == -signal.SIGKILL
-    try:
-        began = time.monotonic()
-        assert weftune.launch.pipeline._watch(started) == weftune.launch.pipeline.Loss(
-            "rank 1 was ended by SIGKILL"
-        )
-        assert time.monotonic() - began < NOTICED, "the others had ended, too"
-    finally:
-        for process in started:
-            process.kill()
-            process.join()

@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 import typer
 
-import weftune.launch.supervisor
+import weftune.launch.split
+import weftune.launch.supervise
 from tests.launches import Shares, dealt, fresh, share_metrics
 from tests.outputs import FIVE_JOBS, assert_same_results, assert_whole, jobs_folder, states, status
 from tests.run.ranks import context
@@ -51,7 +52,7 @@ def test_a_killed_share_alone_is_started_again_and_ends_in_the_same_adapters(pla
 
 
 def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch):
-    monkeypatch.setattr(weftune.launch.supervisor, "SILENT_AFTER", 6.0)
+    monkeypatch.setattr(weftune.launch.split, "SILENT_AFTER", 6.0)
     strike(place, "hangs", signal.SIGSTOP)
     assert "share 1 has given no sign of life for 6 seconds." in capfd.readouterr().out
 
@@ -59,7 +60,7 @@ def test_a_share_that_hangs_is_ended_and_started_again(place, capfd, monkeypatch
 def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_finish(
     place, capfd, monkeypatch
 ):
-    monkeypatch.setattr(weftune.launch.supervisor, "RESTARTS", 0)
+    monkeypatch.setattr(weftune.launch.supervise, "RESTARTS", 0)
     output = place / fresh(place, "lost")
     run = Shares(place, "lost", 2)
     run.wait_for_lines(16)
@@ -74,7 +75,7 @@ def test_a_share_that_is_given_up_leaves_its_jobs_to_be_resumed_and_the_others_f
         reason = status(output)["jobs"][name]["reason"]
         assert reason == "share 0 was ended by SIGKILL; go on with --resume"
     told = capfd.readouterr().out
-    assert "share 0 was ended by SIGKILL; giving up on it; go on with --resume." in told
+    assert "share 0 was ended by SIGKILL; giving up; go on with --resume." in told
     assert Shares(place, "lost", 2, resume=True).wait() == 0
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")

@@ -23,11 +23,12 @@ from weftune.ops.adamw import update
 from weftune.plan.layout.ring import PIECE
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.window.window import plan_window
-from weftune.run.executor import Executor
+from weftune.run.assemble import resident_executor, streamed_executor
+from weftune.run.executor import rows_at_once
+from weftune.run.measure.waited import Waited
+from weftune.run.passes.rows import Visitor
 from weftune.run.stream import adapter_steps
-from weftune.run.stream.activations import Visitor, rows_at_once, stage_inputs
-from weftune.run.stream.executor import StreamExecutor
-from weftune.run.stream.weights import Waited
+from weftune.run.stream.activations import KeptActivations, OffloadedActivations
 from weftune.run.training.state import new_training
 
 pytestmark = [
@@ -84,7 +85,9 @@ def attach(executor, job):
 def resident():
     base = load_base(SPEC, torch.device("cuda", 0))
     return trained(
-        Executor(base, graphs=False), base, lambda courses: plan_window(courses, one_device(), CAPACITY)
+        resident_executor(base, graphs=False),
+        base,
+        lambda courses: plan_window(courses, one_device(), CAPACITY),
     )
 
 
@@ -99,12 +102,12 @@ def resident():
 )
 def test_streamed_it_gives_the_very_bits_of_the_resident_base(resident, cut):
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
-    executor = StreamExecutor(streamed)
+    executor = streamed_executor(streamed)
     assert executor.fused
     moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
-    assert executor.streamer.waited.copied_bytes > 0
+    assert executor.weights.waited.copied_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -113,16 +116,16 @@ def test_streamed_it_gives_the_very_bits_of_the_resident_base(resident, cut):
 def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, slots, rows):
     cut = replace(a_layer_each(slots, travels=False, resident={3}), offloaded_rows=rows)
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
-    executor = StreamExecutor(streamed)
+    executor = streamed_executor(streamed)
     most = 0
-    read = executor.inputs.read
+    read = executor.activations.read
 
     def noted(by):
         nonlocal most
-        most = max(most, executor.inputs.rows_here)
+        most = max(most, executor.activations.rows_here)
         return read(by)
 
-    executor.inputs.read = noted
+    executor.activations.read = noted
     longest = 0
 
     def plan(courses):
@@ -135,8 +138,8 @@ def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, 
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
     assert longest < most <= longest + CAPACITY
-    assert executor.inputs.rows_here == 0
-    assert executor.inputs.reserved_rows == max(rows, longest)
+    assert executor.activations.rows_here == 0
+    assert executor.activations.reserved_rows == max(rows, longest)
 
 
 def test_offloaded_inputs_leave_the_memory_of_the_gpu():
@@ -145,7 +148,7 @@ def test_offloaded_inputs_leave_the_memory_of_the_gpu():
     for rows in (0, 1 << 16):
         cut = replace(a_layer_each(2, travels=False), offloaded_rows=rows)
         streamed = load_streamed(SPEC, device, cut)
-        inputs = stage_inputs(streamed, Waited)
+        inputs = OffloadedActivations(streamed, Waited) if rows else KeptActivations(range(LAYERS))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -183,7 +186,7 @@ def go_round(inputs, streamed, microbatches, rows):
 def test_adapters_that_travel_have_the_very_bits_too(resident, slots):
     cut = a_layer_each(slots, travels=True, resident={2})
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
-    executor = StreamExecutor(streamed)
+    executor = streamed_executor(streamed)
     moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
@@ -213,7 +216,7 @@ def test_read_from_its_files_in_every_step_it_gives_the_very_bits_too(resident, 
     streamed = replace(
         streamed, sources={stage: replace(one, staging=staging) for stage, one in streamed.sources.items()}
     )
-    executor = StreamExecutor(streamed)
+    executor = streamed_executor(streamed)
     moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
@@ -222,7 +225,7 @@ def test_read_from_its_files_in_every_step_it_gives_the_very_bits_too(resident, 
 def test_adapters_that_travel_beside_a_base_in_its_files(resident, stored):
     cut = a_layer_each(2, travels=True, resident={2})
     streamed = load_streamed(stored, torch.device("cuda", 0), cut, mapped=True)
-    executor = StreamExecutor(streamed)
+    executor = streamed_executor(streamed)
     moved = trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY))
     for name, want in resident.items():
         assert torch.equal(moved[name], want), name
@@ -233,7 +236,7 @@ def test_a_file_that_fails_under_way_is_told_by_the_main_thread(stored, tmp_path
     shutil.copytree(stored.model, folder)
     cut = a_layer_each(1, travels=False)
     spec = BaseSpec(model=str(folder), dtype="bfloat16")
-    streamer = StreamExecutor(load_streamed(spec, torch.device("cuda", 0), cut, mapped=True)).streamer
+    streamer = streamed_executor(load_streamed(spec, torch.device("cuda", 0), cut, mapped=True)).weights
     for path in folder.glob("*.safetensors"):
         os.truncate(path, 1000)
     streamer.settle()
@@ -251,18 +254,18 @@ def lingering(updates, factor_J=None):
 
 def poison(executor):
     """NaN where weights of jobs are, from the moment that their Step is asked for until it is made."""
-    begin = executor.steps.begin
+    begin = executor.adapters.steps.begin
 
     def begun(*asked):
         begin(*asked)
         torch.cuda.synchronize()
         for one in asked[1]:
             one.training.state.weights.fill_(torch.nan)
-            for room in executor.travel.travellers[one.training.job].weights.values():
+            for room in executor.adapters.travel.travellers[one.training.job].weights.values():
                 room.fill_(torch.nan)
         torch.cuda.synchronize()
 
-    executor.steps.begin = begun
+    executor.adapters.steps.begin = begun
 
 
 @pytest.mark.parametrize(
@@ -276,11 +279,11 @@ def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
     found = []
     for make, poisoned in ((update, False), (lingering, False), (lingering, True)):
         streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
-        executor = StreamExecutor(streamed, make=make)
+        executor = streamed_executor(streamed, make=make)
         if poisoned:
             poison(executor)
         found.append(trained(executor, streamed.whole, lambda courses: plan_window(courses, cut, CAPACITY)))
-        assert executor.streamer.waited.total() > 0
+        assert executor.weights.waited.total() > 0
     for name, want in found[0].items():
         assert want.isfinite().all()
         assert torch.equal(found[1][name], want), name
@@ -302,7 +305,7 @@ def test_a_base_in_its_files_is_captured_while_a_thread_reads_it(stored):
     cut, found = a_layer_each(1, travels=True), []
     for graphs in (False, True):
         streamed = load_streamed(stored, torch.device("cuda", 0), cut, mapped=True)
-        executor = StreamExecutor(streamed, graphs=graphs)
+        executor = streamed_executor(streamed, graphs=graphs)
         jobs = [even(streamed.whole, f"job{i}", i) for i in range(4)]
         found.append(trained(executor, streamed.whole, level(cut), jobs))
     assert executor.captures == 2 * LAYERS - 1

@@ -15,9 +15,9 @@ from tests.test_stream_gpu import LAYERS, SPEC, a_layer_each, attach, even, leve
 from weftune.base.host.pinned import host_bytes
 from weftune.base.host.streamed import load_streamed
 from weftune.plan.program.layout import Layout, StageLayers
+from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
 from weftune.run.passes.graph_pool import GraphPool
-from weftune.run.stream.executor import StreamExecutor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,11 +46,11 @@ def test_captured_passes_over_stages_give_the_very_bits_of_plain_ones(name, kind
     found, captures = [], []
     for graphs in (False, True):
         streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
-        executor = StreamExecutor(streamed, graphs=graphs)
+        executor = streamed_executor(streamed, graphs=graphs)
         jobs = [kind(streamed.whole, f"job{i}", i) for i in range(4)]
         found.append(trained(executor, streamed.whole, level(cut), jobs))
         captures.append(executor.captures)
-        assert executor.graphs is None or not executor.graphs.refused
+        assert executor.passes.refused == 0
     plain, captured = found
     assert captures[0] is None
     assert captures[1] >= 2 * len(cut.stages) - 1
@@ -68,7 +68,7 @@ def windows(executor, jobs, cut, count, step=0):
 
 def test_after_the_second_round_nothing_is_captured_whoever_joins_or_leaves():
     cut = a_layer_each(2, travels=True, resident={2})
-    executor = StreamExecutor(load_streamed(SPEC, torch.device("cuda", 0), cut))
+    executor = streamed_executor(load_streamed(SPEC, torch.device("cuda", 0), cut))
     jobs = [even(executor.base, f"job{i}", i) for i in range(4)]
     for job in jobs:
         attach(executor, job)
@@ -110,12 +110,12 @@ def test_a_capture_that_finds_no_memory_leaves_passes_plain_and_losses_as_they_w
     try:
         for pool in (None, ShortPool(device)):
             streamed = load_streamed(SPEC, device, cut)
-            executor = StreamExecutor(streamed, graphs=False, pool=pool)
+            executor = streamed_executor(streamed, graphs=False, pool=pool)
             jobs = [even(streamed.whole, f"job{i}", i) for i in range(4)]
             found.append(trained(executor, streamed.whole, level(cut), jobs))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert len(executor.graphs.refused) == 1
+    assert len(executor.passes.graphs.refused) == 1
     assert executor.captures == 2
     for name, want in found[0].items():
         assert torch.equal(found[1][name], want), name
@@ -124,8 +124,8 @@ def test_a_capture_that_finds_no_memory_leaves_passes_plain_and_losses_as_they_w
 def test_a_pool_holds_the_memory_of_one_visit_and_says_whether_plain_passes_find_as_much():
     cut, device = a_layer_each(2, travels=False), torch.device("cuda", 0)
     streamed, held = load_streamed(SPEC, device, cut), []
-    executor = StreamExecutor(streamed)
-    pool = executor.graphs._pool
+    executor = streamed_executor(streamed)
+    pool = executor.passes.graphs._pool
     jobs = [even(streamed.whole, f"job{i}", i) for i in range(4)]
     for job in jobs:
         attach(executor, job)
@@ -180,20 +180,20 @@ def test_garbage_that_holds_host_memory_does_not_end_a_capture():
 def test_the_host_hears_of_steps_while_the_device_is_still_going_back():
     """So it is ahead when the next round begins, and what the first Steps need is asked for in time."""
     cut = a_layer_each(2, travels=True)
-    executor = StreamExecutor(load_streamed(SPEC, torch.device("cuda", 0), cut))
+    executor = streamed_executor(load_streamed(SPEC, torch.device("cuda", 0), cut))
     jobs = [even(executor.base, f"job{i}", i) for i in range(4)]
     for job in jobs:
         attach(executor, job)
     windows(executor, jobs, cut, 2)
-    back, slept, ahead = executor._back, [], []
+    backward, slept, ahead = executor._backward, [], []
 
-    def slowly(number, stage):
-        if stage == 0:
+    def slowly(visitor, window):
+        if visitor.stage == 0:
             torch.cuda._sleep(400_000_000)
             slept.append(torch.cuda.current_stream().record_event())
-        yield from back(number, stage)
+        backward(visitor, window)
 
-    executor._back = slowly
+    executor._backward = slowly
     courses = [job.course(2, 2, False) for job in jobs]
     for event in aboard.events(executor, level(cut)(courses), jobs):
         if isinstance(event, Stepped):

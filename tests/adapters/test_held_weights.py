@@ -92,12 +92,12 @@ def test_adapters_learn_on_bytes_what_they_learn_on_the_matrices_that_those_stan
         torch.testing.assert_close(of_bytes[job], gradient, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("route", [Route.segmented, Route.tiled])
-def test_no_matrix_lives_between_a_products_forward_and_its_backward(route, monkeypatch):
-    """By the kernels, of a group of sites whose weights are stacked."""
+@pytest.mark.parametrize(("route", "ends"), [(Route.segmented, "qkv"), (Route.tiled, "k")])
+def test_no_matrix_lives_between_a_products_forward_and_its_backward(route, ends, monkeypatch):
+    """Nor of a group of sites, whose weights are stacked, nor by the kernels."""
     interpret(monkeypatch)
     base, plain = in_bytes("qwen2", torch.float32)
-    names = tuple(f"model.layers.0.self_attn.{end}_proj" for end in "kv")
+    names = tuple(f"model.layers.0.self_attn.{end}_proj" for end in ends)
     microbatch = together(["lora"], random_samples((9,)))
     found = []
     for one in (base, plain):

@@ -15,6 +15,7 @@ from weftune.adapters.kind import Member
 from weftune.adapters.lora.apply import LoraBank
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
+from weftune.errors import AdapterError
 from weftune.ops.lora.routes import Route
 
 EVERY = {"gpt2": ("c_attn", "c_proj", "c_fc"), "qwen2": ("proj",), "llama": ("proj",)}
@@ -191,3 +192,21 @@ def test_constants_are_made_once_for_all_jobs_of_a_key_and_go_with_the_last(toys
         banks.detach(job)
     attach(banks, base, "a", TiedSpec(draw=1), drawn(base, TiedSpec(), 0))
     assert toys["tied"].drawn == 3
+
+
+@pytest.mark.usefixtures("toys")
+def test_what_all_sites_share_is_refused_where_not_all_sites_are_or_where_it_would_travel():
+    base = tiny_base("llama")
+    modules, sites, like = base.sites(), base.shape.sites, next(base.model.parameters())
+    weights = drawn(base, TiedSpec(), 0)
+    half = Banks(modules, sites[:7], like, whole_sites=sites)
+    with pytest.raises(
+        AdapterError, match="that all layers share, which cannot be trained where the base is divided"
+    ):
+        attach(half, base, "a", TiedSpec(), weights)
+    banks = empty_banks(base)
+    layout = kind_named("tied").layout(TiedSpec(), sites)
+    views = layout.views(weights)
+    with pytest.raises(AdapterError, match="kept in host memory"):
+        banks.attach(Member("a", TiedSpec(), 0), layout, weights, weights.clone(), views, views)
+    assert not banks.aboard

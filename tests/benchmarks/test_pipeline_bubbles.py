@@ -13,7 +13,7 @@ from tests.plan.costs import SHAPE
 from weftune.plan.layout.cut import PartCosts, cut_layers
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.pipeline import PipelineOrder
-from weftune.run.workers.stage_executor import RankReport, TimedAction
+from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 
 def test_the_toy_measures_every_case_on_every_rank(monkeypatch, capsys, tmp_path):
@@ -63,8 +63,8 @@ def test_a_pass_spreads_around_the_mean_of_its_own_kind_and_steps_do_not_count()
         TimedAction(Backward(0, 0), 1.0, 3.0),
         TimedAction(Step("a", 1), 3.0, 9.0),
     ]
-    assert pipeline_bubbles.pass_seconds(RankReport(times=even)) == 3.0
-    assert pipeline_bubbles.pass_spread(RankReport(times=even)) == 0.0
+    assert pipeline_bubbles.pass_seconds(WorkerReport(times=even)) == 3.0
+    assert pipeline_bubbles.pass_spread(WorkerReport(times=even)) == 0.0
     uneven = [TimedAction(Forward(0, 0), 0.0, 0.5), TimedAction(Forward(1, 0), 1.0, 2.5), *even[1:]]
-    assert pipeline_bubbles.pass_seconds(RankReport(times=uneven)) == 3.0
-    assert pipeline_bubbles.pass_spread(RankReport(times=uneven)) > 0.4
+    assert pipeline_bubbles.pass_seconds(WorkerReport(times=uneven)) == 3.0
+    assert pipeline_bubbles.pass_spread(WorkerReport(times=uneven)) > 0.4

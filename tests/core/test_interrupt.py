@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import weftune.core.interrupt
 from tests import bench
 from tests.outputs import (
     FOUR_JOBS,
@@ -25,7 +26,7 @@ from tests.outputs import (
     states,
     status,
 )
-from weftune import Options
+from weftune import JobSpec, Options
 from weftune.core.interrupt import interrupts
 
 REPOSITORY = Path(__file__).parents[1]
@@ -229,3 +230,29 @@ def test_a_mistake_is_exit_2_with_its_place(tmp_path, forks):
     assert forks.weftune("train", "jobs.yaml", cwd=folder) == 2
     assert "adapter.r: write rank" in (folder / "log").read_text()
     assert not (folder / "out").exists()
+
+
+def test_on_the_way_out_a_step_that_takes_long_is_dropped_and_made_after_the_resumption(
+    tmp_path, monkeypatch
+):
+    """Asked when one of two jobs has made its second step: the other is in the middle of its own."""
+    model, rows = bench.base(), [bench.rows(bench.samples(8, seed=seed, shortest=18)) for seed in (1, 2)]
+    jobs = [
+        JobSpec(name="a", data=rows[0], steps=6, batch_size=3, adapter={"rank": 2}),
+        JobSpec(name="b", data=rows[1], steps=6, batch_size=3, adapter={"rank": 3, "dropout": 0.1}),
+    ]
+    bench.train(model, tmp_path / "undisturbed", jobs, capacity=20)
+    monkeypatch.setattr(weftune.core.interrupt, "FINISHING", -1.0)
+
+    def callback(event):
+        if event.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer = bench.trainer(model, tmp_path / "out", jobs, options=Options(capacity=20))
+    trainer.run(callback)
+    assert trainer.interrupted
+    stood = sorted(job["step"] for job in status(tmp_path / "out")["jobs"].values())
+    assert stood == [1, 2], "one was finished, the other dropped"
+    bench.train(model, tmp_path / "out", jobs, capacity=20, resume=True)
+    assert_whole(tmp_path / "out")
+    assert_same_results(tmp_path / "out", tmp_path / "undisturbed")

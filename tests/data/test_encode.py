@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.data import families
@@ -206,3 +206,23 @@ def test_every_private_use_character_that_a_row_does_not_hold_can_stand_in():
     with pytest.raises(BadRow, match="control tokens and every private-use character"):
         hide_control([private, "<|im_end|>"], control)
     assert hide_control([private, "a"], control) == ([private, "a"], {})
+
+
+def test_control_tokens_in_what_goes_on_after_another_text_stay_text():
+    encoder = Encoder(families.llama2())
+    (tokens,) = encoder.continuations(["yes</s> no"])
+    assert encoder.eos not in tokens.tolist()
+    assert encoder.tokenizer.decode(tokens.tolist()).strip() == "yes</s> no"
+
+
+def test_a_text_that_begins_with_a_space_goes_on_with_one_space():
+    """In a tokenizer that puts a space before every text, and joins a line break with a space behind it."""
+    vocabulary = {token: number for number, token in enumerate(("<unk>", "▁", "x", "a", "\n", "\n▁"))}
+    made = Tokenizer(models.BPE(vocabulary, [("\n", "▁")], unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    found = [
+        tokenizer.convert_ids_to_tokens(tokens.tolist())
+        for tokens in Encoder(tokenizer).continuations([" a", "a", "  a"])
+    ]
+    assert found == [["▁", "a"], ["a"], ["▁", "▁", "a"]]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.data import families
 from weftune.data.encode import Encoder
 from weftune.data.order import SampleOrder
-from weftune.data.prepare import check_rows, is_prepared, prepare
+from weftune.data.prepare import _border, _label, _rules, check_rows, is_prepared, prepare
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import DataError
 
@@ -350,3 +351,56 @@ def test_a_split_is_of_a_folder_and_not_of_a_file(gpt2, tmp_path, write_lines):
 def test_rows_and_lengths_that_nobody_chose_are_2048_tokens_at_most(gpt2, tmp_path):
     samples = prepare(DataSpec(rows=[{"input_ids": [5] * 3000}]), None, gpt2, tmp_path).train
     assert samples.lengths.tolist() == [2048]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "border"),
+    [(1e-12, 2**40), (0.25, 2**62), (0.5, 2**63), (0.999999999, 2**63 + 7), (1 - 1e-16, 2**63 + 7)],
+)
+def test_rows_up_to_the_share_of_all_hashes_are_held_out_but_the_lowest_is_in_and_the_highest_is_not(
+    fraction, border
+):
+    hashes = np.array([2**63 + 9, 2**40, 2**41, 2**42, 2**63 + 7, 2**40], dtype=np.uint64)
+    assert _border(hashes, fraction) == border
+
+
+@pytest.mark.parametrize(("fraction", "held"), [(1e-9, 1), (0.999999999, 5)])
+def test_a_share_near_nothing_is_one_row_and_one_near_all_leaves_one(fraction, held, gpt2, tmp_path):
+    prepared = prepare(DataSpec(rows=ROWS[:6]), EvalSpec(fraction=fraction), gpt2, tmp_path)
+    assert (len(prepared.evaluation), len(prepared.train)) == (held, 6 - held)
+
+
+def test_a_label_is_the_name_of_a_file_that_is_there_and_is_the_only_one_of_its_name(tmp_path):
+    path = str(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").touch()
+    assert _label(Source(path=path), Counter(["rows.jsonl", "other"])) == "rows.jsonl"
+    assert _label(Source(path=path), Counter(["rows.jsonl", "rows.jsonl"])) == path
+    assert _label(Source(path="an-owner/a-dataset"), Counter(["a-dataset"])) == "an-owner/a-dataset"
+
+
+def test_the_template_for_tools_is_that_of_the_tokenizer_beside_the_plain_one():
+    tokenizer = families.smollm2()
+    tokenizer.chat_template = {"default": families.CHATML, "tool_use": families.QWEN25}
+    rules = _rules(DataSpec(rows=ROWS), tokenizer, 99)
+    assert (rules.template.source, rules.tool_template.source) == (families.CHATML, families.QWEN25)
+    assert (rules.longest, rules.context) == (99, 99)
+    tokenizer.chat_template = None
+    rules = _rules(DataSpec(rows=ROWS, max_length=7), Encoder(tokenizer), None)
+    assert (rules.template, rules.tool_template, rules.longest, rules.context) == (None, None, 7, None)
+
+
+def test_whether_rows_are_prepared_is_not_asked_of_a_spec_that_cannot_be(gpt2, tmp_path):
+    with pytest.raises(DataError, match=r"data\.limit: must be at least 1"):
+        is_prepared(DataSpec(rows=ROWS, limit=0), None, gpt2, tmp_path)
+
+
+def test_a_column_that_is_not_ours_is_a_sentence(gpt2, tmp_path):
+    with pytest.raises(DataError, match="'question' is no column of ours"):
+        prepare(DataSpec(rows=ROWS, columns={"question": "text"}), None, gpt2, tmp_path)
+
+
+def test_what_nobody_says_about_data_is_one_share_of_whole_rows_none_of_them_bad():
+    assert Source(path="a").weight == 1.0
+    assert (DataSpec().max_length, DataSpec().skip_bad_rows, DataSpec().limit) == (2048, False, None)
+    assert DataSpec(path="a").sources == (Source(path="a"),)
+    assert DataSpec(path=(Source(path="a"), Source(path="b"))).sources == (Source(path="a"), Source(path="b"))

@@ -329,3 +329,22 @@ def test_a_dataset_of_the_hub_is_its_rows_or_the_first_line_of_why_it_cannot_be_
     monkeypatch.setattr(datasets, "load_dataset", refuses)
     with pytest.raises(DataError, match=r"^nobody/nothing: .* \(split test\): no test in nobody/nothing$"):
         open_path("nobody/nothing", "test", "mine")
+
+
+def test_a_line_that_is_no_object_is_a_bad_row_that_says_what_it_is(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n[1]\n"a"\n5\nnull\n{}\n')
+    rows = list(read_lines(path, "rows"))
+    assert [row.problem for row in rows] == [
+        None,
+        *(
+            f"a row must be an object with named columns, not {kind}"
+            for kind in ("a list", "text", "a number")
+        ),
+        "a row must be an object with named columns, not null",
+        None,
+    ]
+    assert [(row.place, dict(row.value)) for row in rows if row.problem is None] == [
+        ("rows:1", {"a": 1}),
+        ("rows:6", {}),
+    ]

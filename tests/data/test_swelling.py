@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from weftune.data.parquet import _bound
+from weftune.data.parquet import _bound, count_bytes
 from weftune.data.read import open_path
 from weftune.errors import DataError
 
@@ -103,3 +103,13 @@ def test_a_line_of_400_megabytes_is_refused_in_every_format(tmp_path: Path) -> N
         assert "longer than 16 Mi" in problems[0]
         assert time.monotonic() - started < 10
         assert psutil.Process().memory_info().rss - before < 300 * MEGABYTE
+
+
+def test_bytes_are_counted_once_they_are_unpacked_up_to_the_most_that_is_allowed(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", pyarrow.table({"text": ["a" * 50_000] * 64}))
+    whole = count_bytes(str(path), 2**30)
+    assert 64 * 50_000 <= whole < 4 * MEGABYTE
+    assert count_bytes(str(path), whole) == whole
+    size = f"{path.stat().st_size:,}"
+    with pytest.raises(DataError, match=f"its {size} bytes become more than 3 MiB of rows; write it again"):
+        count_bytes(str(path), whole - 1)

@@ -192,3 +192,13 @@ def test_a_rendering_is_the_same_in_another_process():
     ):
         assert rendering_of(json.loads(json.dumps(asdict(made)))) == made
     assert made.samples == (Rendered("prompt is False", None),)
+
+
+def test_nothing_is_worth_telling_of_a_chat_that_is_printed_as_a_whole():
+    template = SimpleNamespace(render=lambda messages, tools, *, prompt: f"{len(messages)} {prompt}")
+    chat = Chat(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}), None, (1,))
+    made = render_everything(chat, template)
+    assert (made.samples, made.split, made.parted, made.endless) == (
+        (Rendered("2 False", None),),
+        *(False, False, False),
+    )

@@ -68,7 +68,7 @@ def spoken(executor, job):
             alone.sample_lengths,
             (Segment(job, 1, 0, len(tokens_L)),),
         )
-        with executor.banks.bound(microbatch, executor.route, training=False):
+        with executor.banks.bound(microbatch, Route.segmented, training=False):
             return executor.base.head().logits(executor.base.hidden(microbatch))
 
     return [greedy(logits_of, prompt) for prompt in PROMPTS]

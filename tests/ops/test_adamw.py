@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from weftune.ops.adamw import AdamState, RateRun, Update, gradient_norms, update
+from tests.ops.launches import noted
+from weftune.ops.adamw import AdamState, RateRun, Update, gradient_norms, square_sums, update
 
 SIZES = [5, 4096, 10_001, 70_000]
 
@@ -174,3 +175,60 @@ def test_pieces_of_a_job_with_two_rates_make_the_step_of_the_whole():
     for start, stop in ((0, 5002), (5002, 5003), (5003, 9000), (9000, 10_001)):
         update([step.on(parted.within(start, stop), start)])
     torch.testing.assert_close(parted.master, whole.master, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])
+def test_a_step_is_that_of_the_gradient_times_its_factor(factor):
+    """Worked out by hand; in float64, which is torch's on every device."""
+    (state, *_) = states("cpu", torch.float64)
+    before, gradient = state.master.clone(), factor * state.gradient
+    assert update([Update(state, 1, 0.1, 0.5, factor, (0.9, 0.99), 1e-3)]).tolist() == [True]
+    torch.testing.assert_close(state.exp_avg, 0.1 * gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state.exp_avg_sq, 0.01 * gradient**2, rtol=1e-12, atol=1e-12)
+    wanted = before * 0.95 - 0.1 * gradient / (gradient.abs() + 1e-3)
+    torch.testing.assert_close(state.master, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(state.weights, state.master)
+
+
+LAUNCHES = [([5], 1, False), ([4096], 1, True), ([4097, 16], 2, False), ([32, 12_304, 16], 4, True)]
+"""Sizes of jobs, blocks of the longest, and whether all are whole sixteens."""
+
+
+@pytest.mark.parametrize(("sizes", "blocks", "even"), LAUNCHES)
+def test_a_launch_has_programs_for_every_block_of_the_longest_job(sizes, blocks, even, device, monkeypatch):
+    from weftune.ops.triton import adamw as kernels
+
+    launches = noted(monkeypatch, kernels, "squares", "update")
+    made = [AdamState(*(torch.zeros(size, device=device) for _ in range(5))) for size in sizes]
+    assert gradient_norms(made).shape == (len(sizes),)
+    assert update([Update(state, 1, 1e-3, 0.0, 1.0) for state in made]).shape == (len(sizes),)
+    assert [one.kernel for one in launches] == ["squares", "update"]
+    for one in launches:
+        assert one.grid == (blocks, len(sizes))
+        assert one.of("EVEN", "BLOCK", "num_warps") == (even, 4096, 8)
+    squares, steps = launches
+    assert squares.given[0].tolist() == [[one.gradient.data_ptr(), len(one.master)] for one in made]
+    names = ("master", "exp_avg", "exp_avg_sq", "gradient", "weights")
+    addresses = [[getattr(one, name).data_ptr() for name in names] for one in made]
+    assert steps.given[0].tolist() == [[*where, size] for where, size in zip(addresses, sizes, strict=True)]
+
+
+def test_the_numbers_of_a_step_are_those_of_adamw(device, monkeypatch):
+    from weftune.ops.triton import adamw as kernels
+
+    launches = noted(monkeypatch, kernels, "update")
+    (state, *_) = states(device, torch.float32)
+    update([Update(state, 3, 0.01, 0.2, 0.5, (0.8, 0.9), 1e-6)])
+    update([Update(state, 1, 0.01, 0.0, 0.5)], torch.tensor([0.25], device=device))
+    chosen, usual = (one.given[1].tolist()[0] for one in launches)
+    rate, root = 0.01 / (1 - 0.8**3), math.sqrt(1 - 0.9**3)
+    assert chosen == pytest.approx([0.5, 1 - 0.01 * 0.2, rate, root, 0.2, 0.9, 0.1, 1e-6], rel=1e-6)
+    assert usual == pytest.approx([0.25, 1.0, 0.1, math.sqrt(0.001), 0.1, 0.999, 0.001, 1e-8], rel=1e-6)
+
+
+def test_a_vector_that_does_not_start_a_tensor_of_its_own_is_a_bug(device):
+    gradient = torch.zeros(64, device=device)
+    assert square_sums([gradient[4:], gradient[32:]]).tolist() == [0.0, 0.0]
+    for start in (1, 2, 3, 5):
+        with pytest.raises(AssertionError, match="starts a tensor of its own"):
+            square_sums([gradient[start:]])

@@ -68,3 +68,29 @@ def test_a_nan_row_leaves_the_other_rows_alone(dtype, device):
     torch.testing.assert_close(got[others], clean[others])
     assert sick.grad[others].isfinite().all()
     assert not got[3].isfinite()
+
+
+@pytest.mark.parametrize("multiplier", [0.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_multiplier_scales_values_and_gradients_whatever_it_is(multiplier, dtype, device):
+    head = Head(torch.randn(5, 3, dtype=dtype, device=device), multiplier=multiplier)
+    h = torch.randn(2, 3, dtype=dtype, device=device, requires_grad=True)
+    targets = torch.tensor([4, 0], device=device)
+    got, _ = target_logprobs(h, targets, head)
+    want = torch.log_softmax(multiplier * (h @ head.weight_VD.T), -1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), h)[0], torch.autograd.grad(want.sum(), h)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_hits_have_no_gradient_and_without_one_wanted_none_is_made(dtype, device):
+    head = Head(torch.randn(5, 3, dtype=dtype, device=device))
+    h, targets = torch.randn(2, 3, dtype=dtype, device=device), torch.tensor([4, 0], device=device)
+    logprobs, hits = target_logprobs(h, targets, head)
+    assert logprobs.grad_fn is None
+    got, again = target_logprobs(h.requires_grad_(), targets, head)
+    assert not again.requires_grad
+    assert got.requires_grad
+    assert torch.equal(got, logprobs)
+    assert torch.equal(again, hits)
+    assert [saved.shape for saved in got.grad_fn.saved_tensors] == [h.shape]

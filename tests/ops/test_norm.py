@@ -10,8 +10,9 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests.cases import some_of
+from tests.cases import slow_but, some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
+from tests.ops.launches import noted
 from weftune.ops.norm import rms_norm, rms_norm_reference, skip_rms_norm
 
 EPS = 1e-5
@@ -96,16 +97,24 @@ def test_the_reference_is_the_norm_of_transformers(offset):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "width", "offset"),
+    slow_but(
+        product(ROWS, WIDTHS, (0.0, 1.0)),
+        [(rows, width, float(at % 2)) for at, (rows, width) in enumerate(product(ROWS, WIDTHS))],
+    ),
+)
 def test_rms_norm_is_as_exact_as_that_of_transformers(rows, width, offset, device):
     check_rms_norm(rows, width, offset, torch.float32, device)
 
 
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "width", "given"),
+    slow_but(
+        product(ROWS, WIDTHS, GIVEN),
+        [(rows, width, GIVEN[at % 3]) for at, (rows, width) in enumerate(product(ROWS, WIDTHS))],
+    ),
+)
 def test_skip_rms_norm_is_as_exact_whichever_of_its_gradients_are_there(rows, width, given, device):
     check_skip_rms_norm(rows, width, given, torch.float32, device)
 
@@ -151,3 +160,81 @@ def test_in_half_precision_the_norms_are_as_exact_as_those_of_transformers(rows,
         check_rms_norm(rows, width, offset, dtype, "cuda")
     for given in GIVEN:
         check_skip_rms_norm(rows, width, given, dtype, "cuda")
+
+
+LAUNCHES = [
+    (9, 1, 1, (4096, 1, 8)),
+    (129, 40, 3, (64, 64, 8)),
+    (7, 1024, 2, (4, 1024, 8)),
+    (8, 1024, 2, (4, 1024, 8)),
+    (5, 1025, 3, (2, 2048, 8)),
+    (3, 4096, 3, (1, 4096, 8)),
+    (3, 4097, 3, (1, 8192, 16)),
+    (2, 16384, 2, (1, 16384, 16)),
+]
+
+
+@pytest.mark.parametrize(("rows", "width", "programs", "tile"), LAUNCHES)
+def test_a_launch_has_a_program_for_every_tile_of_rows(rows, width, programs, tile, device, monkeypatch):
+    from weftune.ops.triton import norm as kernels
+
+    launches = noted(monkeypatch, kernels, "norm_forward", "norm_backward")
+    x_TD = torch.zeros(rows, width + 16, device=device)[:, :width].requires_grad_()
+    weight_D = torch.zeros(width, device=device)
+    rms_norm(x_TD, weight_D, EPS).backward(torch.zeros(rows, width + 8, device=device)[:, :width])
+    h_TD, n_TD = skip_rms_norm(x_TD, weight_D, EPS)
+    torch.autograd.backward((h_TD, n_TD), [torch.zeros(rows, width, device=device)] * 2)
+    assert [one.kernel for one in launches] == ["norm_forward", "norm_backward"] * 2
+    for one in launches:
+        assert one.grid == (programs,)
+        assert one.of("ROWS", "BLOCK", "num_warps", "WIDTH") == (*tile, width)
+    forward, backward, _, beside_a_skip = launches
+    assert forward.given[4:] == (width + 16, rows, EPS, 0.0)
+    assert backward.given[6:] == (width + 8, 0, width + 16, rows, 0.0)
+    assert beside_a_skip.given[6:] == (width, width, width + 16, rows, 0.0)
+
+
+def test_eps_is_added_to_the_mean_square_and_the_offset_to_the_weight():
+    x_TD, weight_D = torch.tensor([[3.0, 4.0]]).double(), torch.tensor([1.0, 2.0]).double()
+    assert rms_norm_reference(x_TD, weight_D, eps=3.5).tolist() == [[0.75, 2.0]]
+    assert rms_norm_reference(x_TD, weight_D, eps=3.5, offset=1.0).tolist() == [[1.5, 3.0]]
+    heads_THD = torch.stack((x_TD, 0 * x_TD), dim=1)
+    assert rms_norm_reference(heads_THD, weight_D, eps=3.5).tolist() == [[[0.75, 2.0], [0.0, 0.0]]]
+
+
+def test_float64_is_left_to_torch_and_float32_to_the_kernels(device):
+    x_TD, weight_D = drawn(7, 40, device=device), weight_of(40, torch.float32, device)
+    wide = x_TD.double()
+    wanted = rms_norm_reference(wide, weight_D.double(), EPS, 1.0)
+    assert torch.equal(rms_norm(wide, weight_D.double(), EPS, 1.0), wanted)
+    around, into = skip_rms_norm(wide, weight_D.double(), EPS, 1.0)
+    assert around is wide
+    assert torch.equal(into, wanted)
+    x_TD.requires_grad_()
+    assert rms_norm(x_TD, weight_D, EPS).grad_fn.name() == "_RmsNormBackward"
+    assert skip_rms_norm(x_TD, weight_D, EPS)[1].grad_fn.name() == "_SkipRmsNormBackward"
+
+
+def test_what_goes_around_passes_its_gradient_alone_where_nothing_comes_back_from_the_norm(device):
+    """Not as the sum with a norm's gradient of zero, which a NaN in the row would spoil."""
+    h_TD, weight_D = drawn(3, 40, device=device), weight_of(40, torch.float32, device)
+    h_TD[1] = torch.nan
+    dskip_TD = drawn(3, 40, device=device)
+    h_TD.requires_grad_()
+    around, _ = skip_rms_norm(h_TD, weight_D, EPS)
+    assert torch.equal(torch.autograd.grad(around, h_TD, dskip_TD)[0], dskip_TD)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, lambda *given: skip_rms_norm(*given)[1]])
+def test_a_second_derivative_is_refused(norm, device):
+    x_TD, weight_D = drawn(2, 8, device=device).requires_grad_(), weight_of(8, torch.float32, device)
+    dn_TD = torch.ones_like(x_TD).requires_grad_()
+    (dx_TD,) = torch.autograd.grad(norm(x_TD, weight_D, EPS), x_TD, dn_TD, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx_TD.sum().backward()
+
+
+@pytest.mark.parametrize("weight_D", [torch.zeros(16)[::2], torch.zeros(1), torch.zeros(8, 1)])
+def test_a_weight_of_another_shape_or_with_gaps_is_a_bug(weight_D, device):
+    with pytest.raises(AssertionError):
+        rms_norm(drawn(2, 8, device=device), weight_D.to(device), EPS)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.cases import some_of
+from tests.cases import slow_but, some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
+from tests.ops.launches import noted
 from weftune.ops.rotary import rotary_split, rotary_split_reference
 
 HEADS_AND_GROUPS = [(1, 1), (4, 2), (9, 3), (32, 8)]
@@ -65,8 +66,19 @@ def test_the_reference_is_the_rotation_of_transformers():
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("width", "rotary"), WIDTHS)
-@pytest.mark.parametrize(("rows", "heads", "groups"), [(33, 1, 1), (5, 4, 2), (1, 9, 3), (7, 32, 8)])
+LAYOUTS = [(33, 1, 1), (5, 4, 2), (1, 9, 3), (7, 32, 8)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "groups", "width", "rotary"),
+    slow_but(
+        ((*layout, *widths) for layout, widths in product(LAYOUTS, WIDTHS)),
+        [
+            *((5, 4, 2, *widths) for widths in WIDTHS),
+            *((*layout, *WIDTHS[0]) for layout in LAYOUTS if layout != (5, 4, 2)),
+        ],
+    ),
+)
 def test_the_rotation_is_as_exact_as_that_of_transformers(rows, heads, groups, width, rotary, device):
     check(rows, heads, groups, width, rotary, torch.float32, device, torch.float32)
 
@@ -128,3 +140,80 @@ def test_in_half_precision_the_rotation_is_as_exact_as_that_of_transformers(
 ):
     for rows, angle_dtype in ((1, dtype), (33, torch.float32), (500, dtype)):
         check(rows, heads, groups, width, rotary, dtype, "cuda", angle_dtype)
+
+
+LAUNCHES = [
+    (2, 1, 1, 24, 20, 1, (4, 16, 4)),
+    (1, 9, 3, 64, 16, 1, (16, 8, 64)),
+    (1, 30, 1, 2, 2, 1, (32, 1, 1)),
+    (3, 28, 2, 128, 128, 2, (16, 64, 1)),
+    (3, 29, 2, 128, 126, 3, (16, 64, 2)),
+    (2, 1, 1, 4096, 4096, 3, (1, 2048, 1)),
+]
+"""Rows, heads, groups, widths of a head and of what turns; programs a row; heads and columns of each."""
+
+
+@pytest.mark.parametrize(("rows", "heads", "groups", "width", "rotary", "programs", "tile"), LAUNCHES)
+def test_a_launch_has_programs_for_all_heads_of_every_row(
+    rows, heads, groups, width, rotary, programs, tile, device, monkeypatch
+):
+    from weftune.ops.triton import rotary as kernels
+
+    launches = noted(monkeypatch, kernels, "rotary_forward", "rotary_backward")
+    columns = (heads + 2 * groups) * width
+    qkv_TN = torch.zeros(rows, columns + 16, device=device)[:, :columns].requires_grad_()
+    cos_TE = torch.zeros(rows, rotary + 2, device=device)[:, :rotary]
+    sin_TE = torch.zeros(rows, rotary + 4, device=device)[:, :rotary]
+    q_THD, k_TGD, v_TGD = rotary_split(qkv_TN, cos_TE, sin_TE, heads, groups)
+    shapes = [tuple(part.shape) for part in (q_THD, k_TGD, v_TGD)]
+    assert shapes == [(rows, heads, width), (rows, groups, width), (rows, groups, width)]
+    dv_TGD = torch.zeros(rows, groups, 2 * width, device=device)[..., :width]
+    torch.autograd.backward((q_THD, v_TGD), (torch.zeros_like(q_THD), dv_TGD))
+    forward, backward = launches
+    assert (forward.kernel, backward.kernel) == ("rotary_forward", "rotary_backward")
+    for one in launches:
+        assert one.grid == (rows * programs,)
+        assert one.of("CHUNK", "HALF_BLOCK", "REST_BLOCK", "num_warps") == (*tile, 4)
+        assert one.of("HEADS", "GROUPS", "WIDTH", "HALF") == (heads, groups, width, rotary // 2)
+    assert forward.given[6:] == (columns + 16, rotary + 2, rotary + 4)
+    strides = (heads * width, width, 0, 0, 2 * groups * width, 2 * width)
+    assert backward.given[6:] == (*strides, rotary + 2, rotary + 4)
+
+
+def test_float64_is_left_to_torch_and_float32_to_the_kernels(device):
+    qkv_TN, (cos_TE, sin_TE) = drawn(3, 8 * 12, device=device), angles(3, 12, torch.float64, device)
+    for got, wanted in zip(
+        rotary_split(qkv_TN.double(), cos_TE, sin_TE, 4, 2),
+        rotary_split_reference(qkv_TN.double(), cos_TE, sin_TE, 4, 2),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted)
+    q_THD = rotary_split(qkv_TN.requires_grad_(), cos_TE.float(), sin_TE.float(), 4, 2)[0]
+    assert q_THD.grad_fn.name() == "_RotarySplitBackward"
+
+
+def test_a_second_derivative_is_refused(device):
+    qkv_TN, (cos_TE, sin_TE) = drawn(3, 4 * 8, device=device).requires_grad_(), angles(3, 8, device=device)
+    q_THD = rotary_split(qkv_TN, cos_TE, sin_TE, 2, 1)[0]
+    dq_THD = torch.ones_like(q_THD).requires_grad_()
+    (gradient_TN,) = torch.autograd.grad(q_THD, qkv_TN, dq_THD, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient_TN.sum().backward()
+
+
+MISSHAPEN = {
+    "columns that the heads do not share": (25, (5, 8), (5, 8)),
+    "sines of another width": (24, (5, 8), (5, 6)),
+    "angles of other rows": (24, (4, 8), (4, 8)),
+    "sines of other rows": (24, (5, 8), (4, 8)),
+    "angles wider than a head": (24, (5, 10), (5, 10)),
+    "an odd number of angles": (24, (5, 7), (5, 7)),
+}
+
+
+@pytest.mark.parametrize("what", MISSHAPEN)
+def test_shapes_that_do_not_fit_are_a_bug(what):
+    columns, cosines, sines = MISSHAPEN[what]
+    qkv_TN, cos_TE, sin_TE = (drawn(*shape, dtype=torch.float64) for shape in ((5, columns), cosines, sines))
+    with pytest.raises(AssertionError):
+        rotary_split(qkv_TN, cos_TE, sin_TE, 1, 1)

@@ -1,5 +1,6 @@
 """The gated activation: in float32 here, in half precision on a GPU."""
 
+import math
 from itertools import product
 
 import pytest
@@ -8,6 +9,7 @@ from transformers.activations import ACT2FN
 
 from tests.cases import some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
+from tests.ops.launches import noted
 from weftune.ops.swiglu import swiglu, swiglu_reference
 
 SIZES = [(1, 20), (7, 64), (33, 1536), (300, 14336)]
@@ -73,3 +75,49 @@ def test_nothing_but_the_input_is_kept(device):
 )
 def test_in_half_precision_swiglu_is_as_exact_as_that_of_transformers(rows, width, dtype):
     check(rows, width, dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "programs"), [(3, 1, 3), (3, 1024, 3), (3, 1025, 6), (5, 2048, 10), (1, 2049, 3)]
+)
+def test_a_launch_has_a_program_for_every_block_of_every_row(rows, width, programs, device, monkeypatch):
+    from weftune.ops.triton import swiglu as kernels
+
+    launches = noted(monkeypatch, kernels, "swiglu_forward", "swiglu_backward")
+    gate_up_TF = torch.zeros(rows, 2 * width + 16, device=device)[:, : 2 * width].requires_grad_()
+    swiglu(gate_up_TF).backward(torch.zeros(rows, width + 8, device=device)[:, :width])
+    forward, backward = launches
+    assert (forward.kernel, backward.kernel) == ("swiglu_forward", "swiglu_backward")
+    for one in launches:
+        assert one.grid == (programs,)
+        assert one.of("WIDTH", "BLOCK", "num_warps") == (width, 1024, 4)
+    assert forward.given[2:] == (2 * width + 16,)
+    assert backward.given[3:] == (width + 8, 2 * width + 16)
+
+
+def test_float64_is_left_to_torch_and_float32_to_the_kernels(device):
+    gate_up_TF = drawn(3, 12, device=device).requires_grad_()
+    wide = gate_up_TF.detach().double()
+    assert torch.equal(swiglu(wide), swiglu_reference(wide))
+    assert swiglu(gate_up_TF).grad_fn.name() == "_SwigluBackward"
+
+
+def test_the_halves_are_those_of_the_last_dimension():
+    rows = [[0.0, 100.0, 2.0, 3.0], [100.0, -2000.0, 5.0, 7.0], [1.0, 0.0, -2.0, 3.0]]
+    wanted = [[0.0, 300.0], [500.0, 0.0], [-2 / (1 + math.exp(-1)), 0.0]]
+    got = swiglu_reference(torch.tensor([rows], dtype=torch.float64))
+    torch.testing.assert_close(got, torch.tensor([wanted], dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_derivative_is_refused(device):
+    gate_up_TF = drawn(2, 8, device=device).requires_grad_()
+    dact_TI = torch.ones(2, 4, device=device, requires_grad=True)
+    (gradient_TF,) = torch.autograd.grad(swiglu(gate_up_TF), gate_up_TF, dact_TI, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient_TF.sum().backward()
+
+
+@pytest.mark.parametrize("width", [1, 7, 9])
+def test_columns_that_have_no_halves_are_a_bug(width):
+    with pytest.raises(AssertionError):
+        swiglu(drawn(2, width, dtype=torch.float64))

@@ -14,6 +14,7 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import resident_executor
 from weftune.run.events import Event
 from weftune.run.executor import Executor
 from weftune.run.training.state import Training, new_training
@@ -32,7 +33,7 @@ def training(base: Base, job: Ready) -> Training:
 
 
 def executor(base: Base, jobs: Sequence[Ready], route: Route = Route.segmented) -> Executor:
-    made = Executor(base, route)
+    made = resident_executor(base, route)
     for job in jobs:
         made.attach(training(base, job))
     return made

@@ -189,7 +189,7 @@ def test_when_asked_to_stop_it_ends_where_no_job_is_inside_a_step(base):
     [
         (lambda p: replace(p, devices=((Load(0), *p.actions),)), "holds Load"),
         (lambda p: replace(p, devices=(p.actions, ())), "for 2 devices"),
-        (lambda p: replace(p, stages=(0, 0)), "holds 2 stages"),
+        (lambda p: replace(p, stages=(0, 0)), "for a base in 2 stages"),
     ],
 )
 def test_a_program_with_actions_that_are_not_run_is_refused_with_a_sentence(base, change, sentence):

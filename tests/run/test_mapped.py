@@ -7,7 +7,7 @@ import torch
 
 from tests import bench
 from tests.run.models import deep
-from tests.run.stream.test_executor import (
+from tests.run.test_streamed import (
     CAPACITY,
     CUTS,
     evaluated_jobs,
@@ -24,10 +24,9 @@ from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
 from weftune.plan.program.layout import one_device
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import Stepped
-from weftune.run.executor import Executor
 from weftune.run.measure.link import SAMPLE_BYTES, measure_files
-from weftune.run.stream.executor import StreamExecutor
 
 
 def saved(folder, family):
@@ -37,8 +36,8 @@ def saved(folder, family):
 
 
 def mapped(spec, cut):
-    executor = StreamExecutor(load_streamed(spec, bench.CPU, cut, mapped=True))
-    assert all(isinstance(source, MappedStage) for source in executor.streamed.sources.values())
+    executor = streamed_executor(load_streamed(spec, bench.CPU, cut, mapped=True))
+    assert all(isinstance(source, MappedStage) for source in executor.weights.base.sources.values())
     return executor
 
 
@@ -54,7 +53,7 @@ def mapped(spec, cut):
 )
 def test_losses_evaluations_and_adapters_have_the_bits_of_the_resident_run(family, cut, tmp_path):
     spec = saved(tmp_path, family)
-    executor, whole = mapped(spec, cut), Executor(load_base(spec, bench.CPU))
+    executor, whole = mapped(spec, cut), resident_executor(load_base(spec, bench.CPU))
     found = []
     for one, plan in (
         (executor, lambda courses: plan_window(courses, cut, CAPACITY)),
@@ -76,7 +75,7 @@ def test_a_file_that_fails_under_way_ends_the_window_with_its_name(tmp_path):
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
     program = plan_window([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
-    executor.streamer.settle()
+    executor.weights.settle()
     for path in tmp_path.glob("*.safetensors"):
         os.truncate(path, 100)
     with pytest.raises(BaseModelError, match=r"safetensors has changed while weights are read from it"):

@@ -8,7 +8,7 @@ from tests import bench
 from tests.run import aboard
 from tests.run.models import deep
 from tests.run.ranks import run_ranks
-from tests.run.workers.test_stage_executor import CAPACITY, PACE, whole_base
+from tests.run.workers.test_agreed import CAPACITY, PACE, whole_base
 from weftune.adapters.kind import Member
 from weftune.base.load import inspect
 from weftune.base.spec import BaseSpec

@@ -8,7 +8,7 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.ranks import run_ranks
-from tests.run.workers.test_stage_executor import (
+from tests.run.workers.test_agreed import (
     CUTS,
     STEPS,
     alone,
@@ -16,13 +16,13 @@ from tests.run.workers.test_stage_executor import (
     assert_equal,
     cut,
     losses_of,
+    on_worker,
     pipeline_program,
     whole_base,
 )
 from weftune.plan.program.program import Forward
 from weftune.run.events import Failed, Stepped
-from weftune.run.workers.stage_executor import StageExecutor
-from weftune.run.workers.transport import Transport
+from weftune.run.parts import delivered
 from weftune.trainer.job import lay_out
 
 CUT = {1: [0, 4], 2: CUTS[2]}
@@ -120,8 +120,7 @@ def even_jobs(base):
 def timed_window(wires, delay):
     """Seconds of a window on this rank, and how many of them it slept in passes."""
     base = cut("llama", torch.float32, wires.place, CUT[1])
-    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
-    executor = StageExecutor(base, transport, wires.place.rank)
+    executor, agreed, transport = on_worker(base, wires, CUT[1], delay)
     jobs = even_jobs(whole_base("llama", torch.float32))
     for job in jobs:
         executor.attach(aboard.training(base, job))
@@ -132,9 +131,9 @@ def timed_window(wires, delay):
     pauses = {number: PER_ROW * one.rows for number, one in laid.items()}
     order = iter(one for one in program.devices[wires.place.rank] if isinstance(one, Forward))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(pauses[next(order).microbatch]))
-    list(executor.run(program, laid))
+    list(executor.run(program, delivered(program, laid)))
     transport.settle()
-    times = executor.report.times
+    times = agreed.report.times
     return times[-1].stop - times[0].start, sum(pauses.values())
 
 

@@ -10,7 +10,7 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
-from tests.run.stream.test_executor import (
+from tests.run.test_streamed import (
     CAPACITY,
     CUTS,
     evaluated_jobs,
@@ -22,7 +22,7 @@ from tests.run.stream.test_executor import (
     windows,
 )
 from tests.run.travellers import Short, buffer_bytes, promised_bytes
-from tests.run.workers.test_stage_executor import make_jobs
+from tests.run.workers.test_agreed import make_jobs
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.adamw import update
@@ -30,10 +30,10 @@ from weftune.plan.layout import ring
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import streamed_executor
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.adapters import OUTSIDE
-from weftune.run.stream.executor import StreamExecutor
 
 ALL_CUTS = CUTS | {"in one piece": Layout((StageLayers(0, LAYERS, True),))}
 
@@ -45,7 +45,7 @@ def one_job(base, steps=4):
 
 def executor_of(cut, make=update, dtype=torch.float32):
     base = stream_model(deep("llama", dtype), BaseSpec(model="tiny"), bench.CPU, travelling(cut))
-    return StreamExecutor(base, make=make)
+    return streamed_executor(base, make=make)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def before_passes(executor, do):
     layers = executor.base.model.base_model.layers
     hooks = [
         layers[held.start].register_forward_pre_hook(lambda *_, stage=stage: do(stage))
-        for stage, held in enumerate(executor.streamed.part.layout.stages)
+        for stage, held in enumerate(executor.part.layout.stages)
     ]
     yield
     for hook in hooks:
@@ -63,19 +63,19 @@ def before_passes(executor, do):
 
 def after_begin(executor, monkeypatch, do):
     """`do(training)` for every job whose Step has just been asked for."""
-    begin = executor.steps.begin
+    begin = executor.adapters.steps.begin
 
     def begun(*asked):
         begin(*asked)
         for one in asked[1]:
             do(one.training)
 
-    monkeypatch.setattr(executor.steps, "begin", begun)
+    monkeypatch.setattr(executor.adapters.steps, "begin", begun)
 
 
 def plan(executor, jobs, rounds, begins=False):
     courses = [job.course(executor.aboard[job.name].progress.step, rounds, begins) for job in jobs]
-    return plan_window(courses, executor.streamed.part.layout, CAPACITY)
+    return plan_window(courses, executor.part.layout, CAPACITY)
 
 
 def to_the_end(executor, jobs, rounds=2):
@@ -113,7 +113,7 @@ def poison(executor, monkeypatch):
 
     def spoil(training):
         training.state.weights.fill_(math.nan)
-        for room in executor.travel.travellers[training.job].weights.values():
+        for room in executor.adapters.travel.travellers[training.job].weights.values():
             room.fill_(math.nan)
 
     after_begin(executor, monkeypatch, spoil)
@@ -134,7 +134,7 @@ def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_made(cut, pie
     poison(executor, monkeypatch)
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
-    cut = executor.streamed.part.layout
+    cut = executor.part.layout
     events, masters = windows(executor, jobs, lambda courses: plan_window(courses, cut, CAPACITY))
     assert sorted(events, key=str) == sorted(wanted[0], key=str)
     for name, master in wanted[1].items():
@@ -148,13 +148,13 @@ def test_what_is_saved_and_looked_at_between_windows_is_made(monkeypatch):
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
     run(executor, plan(executor, jobs, 1), jobs)
-    assert not executor.steps.all_left()
+    assert not executor.adapters.steps.all_left()
     for job in jobs:
         training = executor.aboard[job.name]
         assert training.progress.step == 1
         assert torch.equal(training.state.weights, training.master)
-        for stage, part in executor.travel.travellers[job.name].by_stage.items():
-            room = executor.travel.room(job.name, stage)
+        for stage, part in executor.adapters.travel.travellers[job.name].by_stage.items():
+            room = executor.adapters.travel.room(job.name, stage)
             assert room is None or torch.equal(room, training.master[part.start : part.stop])
 
 
@@ -170,13 +170,13 @@ def test_a_forward_finds_the_parts_of_its_stage_made_and_behind_it_those_of_the_
     executor = executor_of(CUTS[name], make)
     job = one_job(executor.base)
     take_aboard(executor, [job])
-    forth = executor._forth
+    forward = executor._forward
 
-    def noted(number, stage, *more):
-        forth(number, stage, *more)
-        behind.append((stage, make.made))
+    def noted(visitor, window):
+        forward(visitor, window)
+        behind.append((visitor.stage, make.made))
 
-    monkeypatch.setattr(executor, "_forth", noted)
+    monkeypatch.setattr(executor, "_forward", noted)
     with before_passes(executor, lambda stage: passes.append((stage, make.made))):
         events = run(executor, plan(executor, [job], 2), [job])
     assert len(told(events)) == 2
@@ -197,19 +197,17 @@ def test_steps_of_all_jobs_are_asked_for_stage_by_stage_those_of_the_first_micro
     executor = executor_of(CUTS[name])
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
-    program = plan_window(
-        [job.course(0, 2, False) for job in jobs], executor.streamed.part.layout, capacity=24
-    )
+    program = plan_window([job.course(0, 2, False) for job in jobs], executor.part.layout, capacity=24)
     kinds = [type(action) for action in program.actions]
     second = program.actions[kinds.index(Forward, kinds.index(Step)) :]
     (first,) = program.microbatches[second[0].microbatch].jobs
-    ask, asked = executor.steps.ask, []
+    ask, asked = executor.adapters.steps.ask, []
 
     def noted(pairs, writable):
         asked.extend(pairs)
         ask(pairs, writable)
 
-    monkeypatch.setattr(executor.steps, "ask", noted)
+    monkeypatch.setattr(executor.adapters.steps, "ask", noted)
     assert len(told(run(executor, program, jobs))) == 4
     forth, at_the_end = asked[: 2 * LAYERS], asked[2 * LAYERS :]
     jobs = [first, *{"a", "b"} - {first}]
@@ -223,9 +221,7 @@ def test_passes_do_not_wait_for_steps_of_jobs_that_they_do_not_hold():
     executor = executor_of(CUTS["two and two"], make)
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
-    program = plan_window(
-        [job.course(0, 1, False) for job in jobs], executor.streamed.part.layout, capacity=24
-    )
+    program = plan_window([job.course(0, 1, False) for job in jobs], executor.part.layout, capacity=24)
     kinds = [type(action) for action in program.actions]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
     with before_passes(executor, lambda stage: passes.append((stage, make.made))):
@@ -240,7 +236,7 @@ def test_gradients_leave_stage_by_stage_and_at_a_step_only_the_first_ones_are_le
     executor = executor_of(cut)
     jobs = make_jobs(executor.base)
     take_aboard(executor, jobs)
-    travel, left = executor.travel, []
+    travel, left = executor.adapters.travel, []
     take = travel.take_gradients
 
     def noted(due):
@@ -268,13 +264,17 @@ def test_a_job_with_a_larger_part_comes_aboard_later_and_the_buffers_grow_as_pro
         executor = executor_of(CUTS["a layer at a time"], dtype=dtype)
         *_, large, small = sorted(make_jobs(executor.base), key=lambda job: -job.shape.trainable)
         take_aboard(executor, [small] if later else [small, large])
-        held = buffer_bytes(executor.steps)
+        held = buffer_bytes(executor.adapters.steps)
         run(executor, plan(executor, [small], 1), [small])
         if later:
-            assert 0 < held <= promised_bytes(executor.steps, dtype.itemsize)
+            assert 0 < held <= promised_bytes(executor.adapters.steps, dtype.itemsize)
             take_aboard(executor, [large])
-            assert (buffer_bytes(executor.steps) > held) == (piece > 64)
-        assert held <= buffer_bytes(executor.steps) <= promised_bytes(executor.steps, dtype.itemsize)
+            assert (buffer_bytes(executor.adapters.steps) > held) == (piece > 64)
+        assert (
+            held
+            <= buffer_bytes(executor.adapters.steps)
+            <= promised_bytes(executor.adapters.steps, dtype.itemsize)
+        )
         run(executor, plan(executor, [small, large], 2), [small, large])
         found.append(masters_of(executor))
     for name, master in found[0].items():
@@ -354,21 +354,21 @@ def test_a_job_can_be_killed_and_leave_while_its_step_is_being_made(name, at):
 
     def kill(stage):
         nonlocal killed
-        if stage == at and executor.steps.unfinished("a", LAYERS - 1) and not killed:
-            assert executor.steps.unfinished("b", LAYERS - 1)
+        if stage == at and executor.adapters.steps.unfinished("a", LAYERS - 1) and not killed:
+            assert executor.adapters.steps.unfinished("b", LAYERS - 1)
             killed = True
             executor.kill("a")
-            assert not executor.steps.all_left()
+            assert not executor.adapters.steps.all_left()
 
     with before_passes(executor, kill):
         events = told(run(executor, plan(executor, jobs, 3), jobs))
     assert killed
     assert not executor.aboard["a"].state.weights.any()
-    assert not any(room.any() for room in executor.travel.travellers["a"].weights.values())
+    assert not any(room.any() for room in executor.adapters.travel.travellers["a"].weights.values())
     assert {event.job for event in events} == {"b"}
     assert executor.detach("a").job == "a"
     assert executor.aboard["b"].progress.step == 3
-    assert "a" not in executor.travel.travellers
+    assert "a" not in executor.adapters.travel.travellers
 
 
 @pytest.mark.parametrize("piece", [64, ring.PIECE])
@@ -381,17 +381,21 @@ def test_a_job_that_leaves_while_parts_are_left_takes_all_of_its_step_along(name
         take_aboard(each, jobs)
 
     def end(stage):
-        if stage == at and executor.steps.unfinished("a", 2) and not executor.steps.unfinished("a", 1):
+        if (
+            stage == at
+            and executor.adapters.steps.unfinished("a", 2)
+            and not executor.adapters.steps.unfinished("a", 1)
+        ):
             raise ArithmeticError("a mistake")
 
     with before_passes(executor, end), pytest.raises(ArithmeticError, match="a mistake"):
         run(executor, plan(executor, jobs, 2), jobs)
-    assert executor.steps.unfinished("a", 2)
-    assert not executor.steps.unfinished("a", 1)
+    assert executor.adapters.steps.unfinished("a", 2)
+    assert not executor.adapters.steps.unfinished("a", 1)
     run(other, plan(other, jobs, 1), jobs)
     for job in jobs:
         left, want = executor.detach(job.name), other.aboard[job.name]
-        assert not executor.steps.all_left()
+        assert not executor.adapters.steps.all_left()
         for name in ("master", "exp_avg", "exp_avg_sq", "weights"):
             assert torch.equal(getattr(left.state, name), getattr(want.state, name)), (job.name, name)
 
@@ -407,7 +411,7 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
 
     def fail(stage):
         nonlocal failed
-        if short and stage == 1 and executor.steps.unfinished("a", LAYERS - 1):
+        if short and stage == 1 and executor.adapters.steps.unfinished("a", LAYERS - 1):
             failed += 1
             raise torch.OutOfMemoryError("no more")
 
@@ -421,7 +425,7 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
         made = {event.job for event in events if isinstance(event, Stepped)}
         assert made == {job.name for job in jobs}
         assert {event.step for event in events if isinstance(event, Stepped)} == {1}
-        assert not executor.steps.all_left()
+        assert not executor.adapters.steps.all_left()
         events += to_the_end(executor, jobs)
     steps = {
         job.name: [e.step for e in events if isinstance(e, Stepped) and e.job == job.name] for job in jobs
@@ -443,7 +447,7 @@ def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, halfway, 
     short, undisturbed = executors
     with pytest.raises(OutOfMemory):
         run(short, plan(short, jobs, 2), jobs)
-    assert not short.steps.all_left()
+    assert not short.adapters.steps.all_left()
     for executor in executors:
         to_the_end(executor, jobs, rounds=1)
     assert makes[0].made == makes[1].made

@@ -83,7 +83,8 @@ def drawn(training, seed, size=1.0):
 
 def begin(steps, company):
     begun = TravelBegun(steps)
-    steps.begin(begun, company, Gone)
+    norm_J = steps.travel.gradient_norms([one.training.job for one in company])
+    steps.begin(begun, company, norm_J, Gone)
     assert all(one.training.open is None for one in company)
     return begun
 

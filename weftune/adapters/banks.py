@@ -26,6 +26,7 @@ from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import FrozenWeight, HoldsWeight, StackedWeight, Weight
+from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.choice_trial import choices_on
@@ -131,6 +132,7 @@ class Banks:
         Where those vectors are not on the device, `read` and `totals` are the parameters of them that are.
         """
         assert weights.dtype == self._like.dtype
+        self._refuse_shared(member, layout, travels=read is not None)
         kind, spec, slot = kind_named(member.spec.kind), member.spec, self._free_slot()
         places = [group for site, group in self._groups.items() if kind.adapts(spec, site)]
         groups = tuple({id(group): group for group in places}.values())
@@ -154,6 +156,21 @@ class Banks:
         )
         for group in groups:
             group.banks[kind.name].attach(member, slot, views, totals)
+
+    def _refuse_shared(self, member: Member, layout: VectorLayout, travels: bool) -> None:
+        """What all sites share must be where all sites are: its gradient is of all of them."""
+        if not any(parameter.site == SHARED for parameter in layout.parameters):
+            return
+        where = None
+        if len(self._whole_sites) > len(self._modules):
+            where = "where the base is divided among workers; train it on one"
+        elif travels:
+            where = "where adapters are kept in host memory; train fewer jobs at once"
+        if where:
+            raise AdapterError(
+                f"job {member.job}: a {member.spec.kind} adapter has parameters that all layers share, which "
+                f"cannot be trained {where}"
+            )
 
     def detach(self, job: str) -> None:
         aboard = self.aboard.pop(job)

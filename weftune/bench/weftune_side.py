@@ -24,6 +24,7 @@ from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSamp
 from weftune.plan.program.recompute import NOTHING
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, Passed, Stepped
 from weftune.run.executor import Executor
 from weftune.run.training.schedule import Recipe
@@ -126,7 +127,7 @@ class Company:
 
 def resident(model: PreTrainedModel, device: torch.device) -> Company:
     """All of the base on the device."""
-    return Company(Executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
+    return Company(resident_executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:

@@ -20,7 +20,7 @@ from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.outlook.whole_run import JobTotal, tokens_of
 
-ROUNDS = 4
+OUTLOOK_ROUNDS = 4
 """Global batches of each job that the outlook looks at, as many as a window has."""
 FEW_ROUNDS, MANY_JOBS = 2, 12
 """With more jobs than these fewer global batches do: their samples are many, and seconds must suffice."""
@@ -43,7 +43,7 @@ def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> 
     """Every job's outline, or the mistakes of all of them at once."""
     outlined: list[Outlined] = []
     mistakes: list[Mistake] = []
-    rounds = ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
+    rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
     reader = _Reader(Encoder(tokenizer), shape.context, rows)
     for place, job in enumerate(jobs):

@@ -216,7 +216,7 @@ def _launch(asked: TrainAsked, stages: int) -> int:
     """Start a process for every stage of every replica and wait for them."""
     from weftune.base.load import inspect
     from weftune.jobs.spec.read import read_run
-    from weftune.launch.pipeline import launch
+    from weftune.launch.workers import launch
     from weftune.plan.layout.cut import cut_layers
 
     run = read_run(asked.jobs)
@@ -232,7 +232,7 @@ def _launch(asked: TrainAsked, stages: int) -> int:
 
 def _join(asked: TrainAsked, place: WorkerPlace) -> None:
     """Be one rank of a pipeline: the first trains, the others obey."""
-    from weftune.launch.pipeline import joined
+    from weftune.launch.workers import joined
 
     with joined(place, asked.device) as staff:
         if staff is not None:

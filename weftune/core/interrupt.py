@@ -1,12 +1,37 @@
-"""Ctrl-C and SIGTERM: the first asks to finish the step and save, the second stops at once."""
+"""Ctrl-C and SIGTERM: the first asks to finish the step and save, the second stops at once.
+
+A step that takes long is not waited for: who asked may end the process by force after 30 seconds.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+FINISHING = 10.0
+"""Seconds that steps have to finish after somebody asked to stop; then open global batches are dropped."""
+
+
+class Leaving:
+    """A wish to stop, as whoever runs a window hears of it."""
+
+    def __init__(self, stop: Callable[[], bool]) -> None:
+        self._stop = stop
+        self._since: float | None = None
+
+    def asked(self) -> bool:
+        """Whether to end where no job is inside a step."""
+        if self._since is None and self._stop():
+            self._since = time.monotonic()
+        return self._since is not None
+
+    def overdue(self) -> bool:
+        """Whether to end wherever the window is."""
+        return self.asked() and time.monotonic() - (self._since or 0.0) > FINISHING
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,10 +27,12 @@ from weftune.run.workers.heartbeat import LOST
 
 CRASHED = 70
 """The exit code of a process that met a bug of ours."""
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of one that was interrupted, and has saved what there was to save."""
 PIDS = "pids"
 """The file beside the logs that says which process is which."""
 PRELOADED = [
-    "weftune.launch.pipeline",
+    "weftune.launch.workers",
     "weftune.launch.split",
     "weftune.trainer.trainer",
     "weftune.cli.main",
@@ -91,7 +95,9 @@ def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Eve
             signal.signal(number, handler)
 
 
-def be_process(main: Callable[[], object], log: Path | None, neighbours: int) -> None:
+def be_process(
+    main: Callable[[Connection], object], connection: Connection, log: Path | None, neighbours: int
+) -> None:
     """In the new process: run `main` as one of so many on this machine, and end with its exit code."""
     # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
     os.setpgrp()
@@ -99,7 +105,7 @@ def be_process(main: Callable[[], object], log: Path | None, neighbours: int) ->
         _write_to(log)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
-    code = _exit_code(main)
+    code = _exit_code(partial(main, connection))
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of the transport may still hold a connection to a rank that has gone.
@@ -112,7 +118,7 @@ def _exit_code(main: Callable[[], object]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return INTERRUPTED
     except BaseException:
         traceback.print_exc()
         return CRASHED

@@ -6,22 +6,28 @@ what they recorded is gathered into the one store of the output.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
 
 from weftune.base.load import inspect
 from weftune.core.shapes import ModelShape
-from weftune.errors import Mistake, PlanError
+from weftune.errors import Mistake, PlanError, UserError
 from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.shares import deal
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_store
-from weftune.launch.supervisor import Crew, Service, Task
-from weftune.plan.cost.cluster import this_machine
-from weftune.plan.cost.estimate import sheet_speed
+from weftune.launch.processes import INTERRUPTED
+from weftune.launch.supervise import EVERY, Member, Supervisor, Team, TeamEnd
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import find_profile
@@ -34,14 +40,29 @@ from weftune.run.measure.devices import devices_here
 from weftune.run.profile import key_here
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
+from weftune.run.workers.heartbeat import LOST
 from weftune.trainer.engine import MOST_TOKENS
 from weftune.trainer.job import Ready
 from weftune.trainer.journal import View
 from weftune.trainer.results import CHECKPOINTS
 from weftune.trainer.trainer import Options, Result, Trainer, trainer_for
+from weftune.trainer.window_length import speed_by_sheet
 
+SILENT_AFTER = 30.0
+"""Seconds without a sign of life after which a share counts as lost: long, for nobody waits for it, and what
+holds the interpreter's lock holds its signs back."""
+MISTAKEN = 2
+"""The exit code of a share that met a mistake of the user's."""
 SAMPLED = 16
 """Global batches of a job that stand for all of them, spread over its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistaken:
+    """A share ended by a mistake of the user's."""
+
+    share: int
+    sentence: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +92,15 @@ def train_shares(
     trainer.check(hosts.shape)
     with open_store(trainer.output, options.resume) as store:
         ready = trainer.unfinished(store, hosts.shape)
-        service = Service(False, ())
+        ended: list[TeamEnd] = []
         if ready:
             fits = hosts.check(ready, trainer.view)
             trainer.take_over(store, ready)
-            service = _serve(run, trainer, store, ready, hosts, fits)
+            ended = _serve(run, trainer, store, ready, hosts, fits)
         results = trainer.results(store)
-    has_ended = all(result.state.ended for result in results.values())
-    mistaken = any(trouble.mistaken for trouble in service.troubles)
-    return Shared(trainer.output, results, service.interrupted and not has_ended, mistaken)
+    codes = {one.code for one in ended}
+    have_ended = all(result.state.ended for result in results.values())
+    return Shared(trainer.output, results, INTERRUPTED in codes and not have_ended, MISTAKEN in codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +141,11 @@ class Hosts:
         if profile is not None:
             return cost_of(profile, self.shape)
         on_gpu = self.device.type == "cuda"
-        try:
-            sheet = this_machine().devices[0]
-        except PlanError:
+        if (speed := speed_by_sheet(on_gpu)) is None:
             return arithmetic(self.shape)
-        if sheet.is_gpu != on_gpu:
-            return arithmetic(self.shape)
-        speed = sheet_speed(sheet)
-        return sheet_cost(
-            self.shape, speed if on_gpu else replace(speed, flops=speed.flops / len(self.devices))
-        )
+        # Processes on the CPU share it.
+        sharing = 1 if on_gpu else len(self.devices)
+        return sheet_cost(self.shape, replace(speed, flops=speed.flops / sharing))
 
 
 ADVICE = "give more memory, lower data.max_length or the rank, or cut the base into stages with --pipeline"
@@ -137,7 +153,7 @@ ADVICE = "give more memory, lower data.max_length or the rank, or cut the base i
 
 def _serve(
     run: RunSpec, trainer: Trainer, store: Store, ready: Sequence[Ready], hosts: Hosts, fits: frozenset[str]
-) -> Service:
+) -> list[TeamEnd]:
     for job in ready:
         store.add_job(job.name)
     store.describe(trainer.spec.model, store.status.device, store.status.dtype)
@@ -151,19 +167,40 @@ def _serve(
         trainer.view.note(f"share {number} on {where}: {plural(len(share.jobs), 'job')}{time}")
     for job in ready:
         trainer.view.update(JobRow(name=job.name, steps=job.recipe.steps))
-    service = Crew(_tasks(run, trainer, shares, hosts), trainer.output, trainer.view).serve()
+    ended, troubles = _supervised(_members(run, trainer, shares, hosts), trainer.output, trainer.view)
     store.gather()
-    for trouble in service.troubles:
-        for name in shares[trouble.share].jobs:
-            if store.job(name).state is State.QUEUED:
-                store.move_job(name, State.PAUSED, trouble.sentence)
-    if service.interrupted:
-        for job in ready:
-            if store.job(job.name).state is State.QUEUED:
-                step = store.job(job.name).step
-                store.move_job(job.name, State.PAUSED, f"interrupted at step {step}; go on with --resume")
+    reasons = {name: sentence for share, sentence in troubles.items() for name in shares[share].jobs}
+    interrupted = any(one.code == INTERRUPTED for one in ended)
+    for name in [job.name for job in ready if store.job(job.name).state is State.QUEUED]:
+        if name in reasons or interrupted:
+            paused = f"interrupted at step {store.job(name).step}; go on with --resume"
+            store.move_job(name, State.PAUSED, reasons.get(name, paused))
     store.write_status()
-    return service
+    return ended
+
+
+def _supervised(members: Sequence[Member], output: Path, view: View) -> tuple[list[TeamEnd], dict[int, str]]:
+    """Run every share in a process, started again by itself when it is lost: how each ended, and why the jobs
+    of some have not."""
+    troubles: dict[int, str] = {}
+    told: set[str] = set()
+
+    def hear(message: JobRow | str | Mistaken) -> None:
+        if isinstance(message, JobRow):
+            view.update(message)
+            return
+        if isinstance(message, Mistaken):
+            troubles[message.share] = message.sentence
+            message = message.sentence
+        # Once: all shares say the same of what concerns them all.
+        if message not in told:
+            told.add(message)
+            view.note(message)
+
+    teams = [Team(members=lambda _, one=one: [one], silent_after=SILENT_AFTER) for one in members]
+    ended = Supervisor(teams, output, view.note, hear).run()
+    lost = {share: one.loss for share, one in enumerate(ended) if one.code == LOST}
+    return ended, troubles | {share: f"{loss}; go on with --resume" for share, loss in lost.items()}
 
 
 def divide(
@@ -194,17 +231,75 @@ def work_left(job: Ready, progress: Progress) -> JobWork:
     )
 
 
-def _tasks(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], hosts: Hosts) -> list[Task]:
-    on_cpu = hosts.device.type == "cpu"
-    memory = hosts.budget if on_cpu else hosts.options.memory
-    return [
-        Task(
-            number=number,
-            of=len(shares),
-            run=replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs)),
-            output=trainer.output.absolute(),
-            max_steps=trainer.max_steps,
-            options=replace(hosts.options, device=hosts.devices[number], memory=memory),
-        )
-        for number, share in enumerate(shares)
-    ]
+def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], hosts: Hosts) -> list[Member]:
+    """A process for each share, with its own jobs only."""
+    memory = hosts.budget if hosts.device.type == "cpu" else hosts.options.memory
+    options = replace(hosts.options, memory=memory, resume=True, restart=(), retry=())
+    found = []
+    for number, share in enumerate(shares):
+        own = replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs))
+        mine = replace(options, device=hosts.devices[number], share=number)
+        main = partial(be_share, own, trainer.output.absolute(), trainer.max_steps, mine)
+        found.append(Member(f"share {number}", main))
+    return found
+
+
+# -- one share ------------------------------------------------------------------------------------------
+
+
+class ToldByShare:
+    """The view of a share: the process that started it shows what it says."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._one_at_a_time = threading.Lock()
+
+    def live(self) -> None:
+        """Give signs of life, for ever."""
+        while True:
+            self.send(None)
+            time.sleep(EVERY)
+
+    def update(self, row: JobRow) -> None:
+        self.send(row)
+
+    def note(self, text: str) -> None:
+        self.send(text)
+
+    def send(self, message: JobRow | str | Mistaken | None) -> None:
+        try:
+            with self._one_at_a_time:
+                self._connection.send(message)
+        except OSError:
+            os._exit(LOST)
+
+
+def be_share(
+    run: RunSpec, output: Path, max_steps: int | None, options: Options, connection: Connection
+) -> None:
+    """In the new process."""
+    told = ToldByShare(connection)
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    threading.Thread(target=told.live, daemon=True).start()
+    device = torch.device(options.device or "cpu")
+    if device.type == "cuda":
+        # Kernels are launched on the current device, whatever device their tensors are on.
+        torch.cuda.set_device(device)
+    trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=told)
+    try:
+        trainer.run()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        assert options.share is not None, "a share has a number"
+        told.send(Mistaken(options.share, str(error)))
+        raise SystemExit(MISTAKEN) from None
+    if trainer.interrupted:
+        raise SystemExit(INTERRUPTED)
+
+
+def _end_with_launcher() -> None:
+    """Nobody would gather what an orphan records, and a resumed run would meet it at work on its jobs."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "a share is never the first process"
+    wait([launcher.sentinel])
+    os._exit(LOST)

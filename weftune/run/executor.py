@@ -1,101 +1,133 @@
-"""Runs a Program on one device, action by action, and reports what happened. It decides nothing.
+"""Runs one worker's list of a Program, action by action, and reports what happened. It decides nothing.
 
-Shapes: T rows of a microbatch, D hidden width, S supervised rows among them.
+There is one executor for all layouts: what differs is which parts were handed to it (`assemble.py`). The
+forward of a stage is kept for its backward in a pipeline and at the last stage of all, whose backward follows
+at once; where stages take turns it is recomputed from its input.
+
+Shapes: T rows of a microbatch, D hidden width.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from weftune.base.model import Base
-from weftune.core.batch import Microbatch, Segment
+from weftune.core.interrupt import Leaving
 from weftune.errors import PlanError
-from weftune.ops.lora.routes import Route
-from weftune.ops.triton.at_hand import kernels_run
-from weftune.plan.cost.time import PassTime, StateTime, work_of
+from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import (
     Action,
     Backward,
+    Compute,
     Evaluate,
+    Evict,
     Forward,
+    Load,
     MicrobatchPlan,
     Program,
+    Recv,
+    Reduce,
     Save,
+    Send,
     Step,
+    Streaming,
 )
-from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
+from weftune.run.events import Event
 from weftune.run.measure.memory import is_out_of_memory
-from weftune.run.measure.timers import Stopwatch
-from weftune.run.passes.adapted import Woven
-from weftune.run.passes.rows import LaidMicrobatch, lay
-from weftune.run.passes.scorer import Scores
+from weftune.run.measure.timers import ActionTimer
+from weftune.run.parts import Activations, AdapterState, Agreement, Fetch, Passes, TimedPass, Weights
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.rows import LaidMicrobatch, RowsHere, Visitor, lay
+from weftune.run.passes.scorer import Scorer, Scores
 from weftune.run.training import checkpoint
-from weftune.run.training.evaluation import Evaluations, EvaluationSums
-from weftune.run.training.steps import Due, NoStep, Outcome, Underway, begin_steps, take_steps
-
-Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
-"""Lays out the planned samples, of the training or (True) of the held-out rows, as tensors."""
-_RUN = Forward | Backward | Evaluate | Step | Save
-NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
+from weftune.run.training.roster import Roster
+from weftune.run.training.state import Training
 
 
-class Laps(Protocol):
-    """Knows how long the parts of a pass took, once the device has done them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an executor is composed of."""
 
-    def laps(self) -> list[float]: ...
+    weights: Weights
+    activations: Activations
+    passes: Passes
+    adapters: AdapterState
+    agreement: Agreement
+    scorer: Scorer
+    timer: ActionTimer
 
 
-class Watch(Laps, Protocol):
-    def mark(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
-    """A microbatch between its Forward and its Backward."""
+    """A microbatch between its first and its last visit here."""
 
-    plan: MicrobatchPlan
-    laid: LaidMicrobatch
-    scores: Scores
-    watch: Stopwatch
-    settled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TimedPass:
-    """A pass that the device has yet to finish: it holds no tensors of it."""
-
-    plan: MicrobatchPlan
-    watch: Laps
-    settled: bool
+    rows: RowsHere
+    timed: TimedPass
+    scores: Scores | None = None
+    """Once it has been through the last stage of all, if that is here."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepsAsked:
-    """Steps that have yet to be made, and the passes before them."""
-
-    begun: Underway
-    watch: Laps
-    settled: bool
-    timed: list[TimedPass]
-
-
-class Executor(Woven):
-    def __init__(self, base: Base, route: Route | None = None, graphs: bool = True) -> None:
-        super().__init__(base, route, graphs)
+class Executor:
+    def __init__(
+        self,
+        adapted: AdaptedBase,
+        part: OnWorker,
+        stages: Mapping[int, Base],
+        roster: Roster,
+        parts: Parts,
+        worker: int = 0,
+    ) -> None:
+        """`worker` is its number in Programs, of all replicas; `part` and `stages` are what it has."""
+        self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
+        self.part, self.stages, self.worker = part, stages, worker
+        self.weights, self.activations, self.passes = parts.weights, parts.activations, parts.passes
+        self.adapters, self.agreement, self.scorer = parts.adapters, parts.agreement, parts.scorer
+        self._adapted, self._roster, self._timer = adapted, roster, parts.timer
         self._flights: dict[int, _Flight] = {}
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
-        self._timed: list[TimedPass] = []
-        self._asked: StepsAsked | None = None
-        self._made: set[str] = set()
-        """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
-        self._looks = Evaluations(NOTHING_TO_DO)
+        """Laid out ahead."""
+        self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    @property
+    def aboard(self) -> dict[str, Training]:
+        return self._roster.trainings
+
+    @property
+    def dead(self) -> set[str]:
+        return self._roster.dead
+
+    @property
+    def home(self) -> torch.device:
+        """Where the state of whoever comes aboard is kept."""
+        return self.adapters.home
+
+    @property
+    def fused(self) -> bool:
+        """Whether the base's layers run as fused ops."""
+        return self._adapted.fused
+
+    @property
+    def captures(self) -> int | None:
+        """How many CUDA graphs were captured so far; None where passes are not captured."""
+        return self.passes.captures
+
+    def attach(self, training: Training) -> None:
+        self.adapters.attach(training)
+
+    def detach(self, job: str) -> Training:
+        return self.adapters.detach(job)
+
+    def kill(self, job: str) -> None:
+        """From here on the job's rows and actions are skipped; the Program stands for the others."""
+        self.adapters.kill(job)
 
     def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
         self.aboard[job].note_evaluation(loss, keep_best, min_delta)
@@ -108,248 +140,295 @@ class Executor(Woven):
         """The same between windows; where one process holds all, there is no difference."""
         self.save(job, folder)
 
-    def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        """Run every action. Once `stop` says so, ends at the next point where no job is inside a step."""
+    def unweave(self) -> None:
+        """Leave the base as it was found."""
+        self.passes.abandon()
+        self._adapted.unweave()
+
+    # -- a window ----------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        program: Program,
+        fetch: Fetch,
+        stop: Callable[[], bool] = lambda: False,
+        overdue: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Event]:
+        """Run every action. Once `stop` says so, ends where next no job is inside a step; if that is not soon
+        or `overdue` says so, computes nothing more, and unfinished global batches are dropped."""
         self._refuse(program)
+        with self._adapted.on_stream():
+            self._timer.begin_window()
+            self.weights.settle()
+            self.activations.reserve(rows_at_once(program, self.worker))
+            self.passes.begin_window(program)
+            self.agreement.begin_window(program)
+            yield from self._act(_Window.of(program, fetch, self.worker), Leaving(stop), overdue)
+            yield from self._guarded(self.agreement.settle())
+            self.agreement.end_window(self.weights.waited)
+
+    def _act(self, window: _Window, leaving: Leaving, overdue: Callable[[], bool]) -> Iterator[Event]:
+        for together, run in groupby(window.actions, lambda action: isinstance(action, Step)):
+            if together:
+                steps = [action for action in run if isinstance(action, Step)]
+                yield from self._guarded(self.agreement.step(steps))
+                continue
+            for action in run:
+                if isinstance(action, Forward | Evaluate) and leaving.asked() and not self._under_way():
+                    return
+                late = leaving.overdue() or overdue()
+                if late and isinstance(action, Compute) and not self.agreement.shortage:
+                    yield from self._drop()
+                    if self.agreement.ends_early():
+                        return
+                self._timer.start()
+                yield from self._guarded(self._do(action, window))
+                yield from self._end(action)
+
+    def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:
+        """What happens, also where the memory does not suffice for it."""
         shortage = ""
-        if self.layers is not None:
-            self.layers.recompute = program.recompute
         try:
-            with self._on_stream():
-                yield from self._act(program, fetch, stop)
-                yield from self._made_steps()
+            yield from events
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             shortage = str(error) or "out of memory"
         if shortage:
             # Out here, where no traceback holds the tensors of the pass that failed any longer.
-            yield from self._made_steps()
-            self._abandon()
-            raise OutOfMemory(shortage)
+            yield from self._drop()
+            self.agreement.fall_short(shortage)
 
-    def _act(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        self._looks = Evaluations(program)
-        for kind, run in groupby(program.actions, type):
-            if kind is Step:
-                yield from self._step(program, [action for action in run if isinstance(action, Step)])
-                continue
-            for action in run:
-                if isinstance(action, Forward | Evaluate) and stop() and not self._inside_a_step():
-                    return
-                yield from self._do(action, program, fetch)
+    def _under_way(self) -> bool:
+        """Whether a global batch is open, or a round: stages are where a plan wants them only at its end."""
+        return bool(self._flights) or self._roster.inside_a_step()
 
-    def _do(self, action: Action, program: Program, fetch: Fetch) -> Iterator[Event]:
-        match action:
-            case Forward(number):
-                self._start(number, program, fetch)
-            case Backward(number):
-                yield from self._finish(number, program, fetch)
-            case Evaluate(number):
-                yield from self._made_steps()
-                yield from self._evaluate(program.microbatches[number], fetch)
-            case Save(job, step):
-                yield from self._made_steps()
-                if job not in self.dead:
-                    yield SaveDue(job, step)
+    def _end(self, action: Action) -> Iterator[Event]:
+        """Tell that an action ran, and let go of a microbatch that has been everywhere here."""
+        span = self._timer.stop()
+        passed: TimedPass | None = None
+        if isinstance(action, Compute) and (flight := self._flights.get(action.microbatch)) is not None:
+            flight.timed.add(action, span)
+            if self._is_last_visit(action):
+                passed = self._flights.pop(action.microbatch).timed
+        yield from self.agreement.ran(action, span, passed)
 
-    def _inside_a_step(self) -> bool:
-        return any(training.open is not None for training in self.aboard.values())
+    def _is_last_visit(self, action: Compute) -> bool:
+        number, own = action.microbatch, self.part.own
+        return action in (Backward(number, own[0]), Evaluate(number, own[-1]))
 
-    def _abandon(self) -> None:
+    def _drop(self) -> Iterator[Event]:
+        """What is under way ends unfinished, but for Steps that were asked for."""
+        yield from self.agreement.settle()
         self._flights.clear()
-        self._timed.clear()
         self._next = None
+        self.activations.forget()
         self.passes.abandon()
-        if self.passes.graphs is not None:
-            self.passes.graphs.clear()
-        for training in self.aboard.values():
-            training.forget_open_batch()
 
-    # -- training ----------------------------------------------------------------------------------------
-
-    def _start(self, number: int, program: Program, fetch: Fetch) -> None:
-        plan = program.microbatches[number].without(self.dead)
-        if plan.segments:
-            watch = Stopwatch(self.base.device)
-            laid = self._laid(plan, fetch)
-            self._flights[number] = self._forward(plan, laid, program, watch)
-
-    def _laid(self, plan: MicrobatchPlan, fetch: Fetch) -> LaidMicrobatch:
-        if self._next is not None and self._next[0] == plan:
-            return self._next[1]
-        return lay(fetch(plan, False), plan.rows, self.base.device)
-
-    def _lay_ahead(self, number: int, program: Program, fetch: Fetch) -> None:
-        """Lay the next microbatch out while the device computes: at a Step the host would wait for it."""
-        self._next = None
-        if self._stream is not None and number + 1 < len(program.microbatches):
-            plan = program.microbatches[number + 1].without(self.dead)
-            if plan.segments and Forward(number + 1) in program.actions:
-                self._next = plan, lay(fetch(plan, False), plan.rows, self.base.device)
-
-    def _forward(
-        self, plan: MicrobatchPlan, laid: LaidMicrobatch, program: Program, watch: Stopwatch
-    ) -> _Flight:
-        captures = self.captures
-        h_TD = self.passes.forward(laid, self.route)
-        settled = self._again("pass") and (
-            captures is None or (self.passes.replays and captures == self.captures)
-        )
-        scores = self.scorer.score(h_TD, laid, program.supervised)
-        watch.mark()
-        return _Flight(plan, laid, scores, watch, settled)
-
-    def _again(self, kind: str) -> bool:
-        """Whether something of this kind has been made before."""
-        before = kind in self._made
-        self._made.add(kind)
-        return before
-
-    def _finish(self, number: int, program: Program, fetch: Fetch) -> Iterator[Event]:
-        flight = self._flights.pop(number, None)
-        if flight is None:
+    def _do(self, action: Action, window: _Window) -> Iterator[Event]:
+        if self.agreement.shortage and isinstance(action, Compute | Streaming):
             return
-        self.passes.backward(flight.scores.gradient_TD(self.dead))
-        self._collect(flight.scores)
-        flight.watch.mark()
-        self._timed.append(TimedPass(flight.plan, flight.watch, flight.settled))
-        self._lay_ahead(number, program, fetch)
-        if self._stream is None:
-            yield from self._passed(self._timed)
-            self._timed.clear()
+        match action:
+            case Recv() if self.agreement.shortage:
+                self.agreement.receive(action)
+            case Load(stage):
+                self.weights.load(stage)
+            case Evict(stage):
+                self.adapters.leave(stage)
+                self.weights.evict(stage)
+            case Recv(number, stage, "gradient"):
+                self.activations.give_gradient(Visitor(number, stage), self.agreement.receive(action))
+            case Recv(number, stage):
+                given_TD = self.agreement.receive(action)
+                self.activations.give(Visitor(number, stage), given_TD, returns=number in window.trained)
+            case Send(number, stage, what):
+                self.agreement.send(action, self.activations.take_outgoing(Visitor(number, stage), what))
+            case Forward(number, stage):
+                self._forward(Visitor(number, stage), window)
+            case Backward(number, stage):
+                self._backward(Visitor(number, stage), window)
+            case Evaluate(number, stage):
+                yield from self.agreement.evaluate(stage, window.program.microbatches[number])
+                yield from self._evaluate(Visitor(number, stage), window)
+            case Reduce():
+                self.agreement.reduce(action)
+            case Save(job, step):
+                yield from self.agreement.save(job, step)
 
-    def _passed(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
-        """Report passes; the device must have done them."""
-        for timed in passes:
-            forward, backward = timed.watch.laps()
-            time = PassTime(
-                work=work_of(timed.plan, self._sizes()),
-                forward=forward,
-                backward=backward,
-                training=True,
-                settled=timed.settled,
-            )
-            yield Passed(timed.plan, time)
+    # -- passes ------------------------------------------------------------------------------------------
 
-    def _sizes(self) -> dict[str, int]:
-        """Job → adapter parameters."""
-        return {job: training.layout.size for job, training in self.aboard.items()}
+    def _forward(self, visitor: Visitor, window: _Window) -> None:
+        plan = window.program.microbatches[visitor.microbatch]
+        flight = self._flight(visitor, window, evaluates=False)
+        # Not before: what is laid out is laid out while what the first part of Steps needs comes.
+        self._use(visitor.stage, plan, returning=False)
+        if flight is not None:
+            self._pass_forward(flight, visitor, window.program)
+        # Behind the pass, so that the device has work while the host asks.
+        self.adapters.ask_ahead(visitor.stage, plan.jobs)
 
-    def _collect(self, scores: Scores) -> None:
-        """Add a microbatch's sums to those of each job's open global batch; those of the dead are dropped."""
-        for segment, loss, hits in zip(scores.segments, scores.losses, scores.hits, strict=True):
-            if segment.job not in self.dead:
-                self.aboard[segment.job].collect(segment, loss, hits)
-
-    def _step(self, program: Program, steps: Sequence[Step]) -> Iterator[Event]:
-        """Consecutive Steps are made together. Where kernels make them, the device is only asked for them:
-        while it is at them the host goes on to the next pass, and hears at the next Step what came of it."""
-        yield from self._made_steps()
-        due = self._due(program, steps)
-        if not due:
+    def _pass_forward(self, flight: _Flight, visitor: Visitor, program: Program) -> None:
+        last = visitor.stage == self._last
+        keep = last or self.part.layout.pipelined
+        made = self.passes.forward(visitor, flight.rows, self._given(visitor), keep)
+        flight.timed.settled &= made.settled
+        if last:
+            leaf_TD = made.h_TD.detach().requires_grad_()
+            counts = program.supervised, program.samples
+            flight.scores = self.scorer.score(leaf_TD, flight.rows.laid, *counts)
             return
-        settled, watch = self._again("step"), Stopwatch(self.base.device)
-        master = due[0].training.master
-        if kernels_run(master.device, master.dtype):
-            begun = begin_steps(due)
-            watch.mark()
-            self._asked = StepsAsked(begun, watch, settled, self._timed)
-            self._timed = []
+        self.activations.give(Visitor(visitor.microbatch, visitor.stage + 1), made.h_TD)
+        if visitor.stage > 0:
+            self.activations.passed(visitor)
+
+    def _backward(self, visitor: Visitor, window: _Window) -> None:
+        number, stage = visitor.microbatch, visitor.stage
+        self._use(stage, window.program.microbatches[number], returning=True)
+        if (flight := self._flights.get(number)) is None:
             return
-        outcomes = take_steps(due)
-        watch.mark()
-        yield from self._passed(self._timed)
-        self._timed.clear()
-        yield from self._stepped(due, outcomes, watch, settled)
+        if (before := self._own_before(stage)) > 0:
+            self.activations.bring(Visitor(number, before))
+        scores = flight.scores if stage == self._last else None
+        dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visitor)
+        made = self.passes.backward(visitor, flight.rows, self._given(visitor), dh_TD)
+        flight.timed.settled &= made.settled
+        self.adapters.note_backward(stage, flight.timed.plan.jobs)
+        if made.dgiven_TD is not None:
+            self.activations.drop(visitor)
+            self.activations.give_gradient(Visitor(number, stage - 1), made.dgiven_TD)
+        if stage == self.part.own[-1]:
+            self._collect(flight)
+        if stage == self.part.own[0]:
+            self._lay_ahead(number, window)
 
-    def _due(self, program: Program, steps: Sequence[Step]) -> list[Due]:
-        alive = [step for step in steps if step.job not in self.dead]
-        return [Due(self.aboard[step.job], program.batch(step.job, step.step).supervised) for step in alive]
-
-    def _made_steps(self) -> Iterator[Event]:
-        """Report the Steps that were asked for; waits for them."""
-        if (asked := self._asked) is None:
-            return
-        self._asked = None
-        outcomes = asked.begun.outcomes()
-        yield from self._passed(asked.timed)
-        yield from self._stepped(asked.begun.due, outcomes, asked.watch, asked.settled)
-
-    def _stepped(
-        self, due: Sequence[Due], outcomes: Sequence[Outcome], watch: Laps, settled: bool
-    ) -> Iterator[Event]:
-        if settled:
-            parameters = sum(one.training.layout.size for one in due)
-            yield StepsMade(StateTime(len(due), parameters, sum(watch.laps())))
-        for one, outcome in zip(due, outcomes, strict=True):
-            job = one.training.job
-            if job in self.dead:
-                continue
-            if isinstance(outcome, NoStep):
-                self.kill(job)
-                yield Failed(job, outcome.reason)
+    def _evaluate(self, visitor: Visitor, window: _Window) -> Iterator[Event]:
+        plan = window.program.microbatches[visitor.microbatch]
+        flight = self._flight(visitor, window, evaluates=True)
+        self._use(visitor.stage, plan, returning=False)
+        if flight is not None:
+            given_TD = self._given(visitor)
+            h_TD = self.passes.evaluate(visitor, flight.rows, given_TD)
+            if given_TD is not None:
+                self.activations.drop(visitor)
+            if visitor.stage == self._last:
+                sums = self.scorer.evaluate(h_TD, flight.rows.laid)
+                yield from self.agreement.evaluated(flight.rows.laid.microbatch.segments, sums)
             else:
-                yield Stepped(job, one.training.progress.step, outcome)
+                self.activations.give(Visitor(visitor.microbatch, visitor.stage + 1), h_TD, returns=False)
+        self.adapters.ask_ahead(visitor.stage, plan.jobs)
 
-    # -- evaluation --------------------------------------------------------------------------------------
+    def _use(self, stage: int, plan: MicrobatchPlan, returning: bool) -> None:
+        """From here on the device may read the stage, with the weights there of the microbatch's jobs."""
+        self.adapters.use(stage, plan.jobs, returning)
+        if self.weights.use(stage):
+            self._timer.start()
 
-    def _evaluate(self, plan: MicrobatchPlan, fetch: Fetch) -> Iterator[Event]:
-        self._looks.begin(plan)
-        alive = plan.without(self.dead)
-        if not alive.segments:
-            return
-        watch = Stopwatch(self.base.device)
-        microbatch = fetch(alive, True)
-        laid = lay(microbatch, microbatch.rows, self.base.device)
-        yield from self._evaluated(alive, laid, watch, self.passes.look(laid, self.route))
+    def _given(self, visitor: Visitor) -> Tensor | None:
+        return self.activations.read(visitor) if visitor.stage else None
 
-    def _evaluated(
-        self, plan: MicrobatchPlan, laid: LaidMicrobatch, watch: Watch, h_TD: Tensor
-    ) -> Iterator[Event]:
-        """Add a microbatch, of which these are the last hidden states, to its jobs' evaluations."""
-        sums = self.scorer.evaluate(h_TD, laid)
-        watch.mark()
-        time = PassTime(
-            work=work_of(plan, self._sizes()),
-            forward=sum(watch.laps()),
-            backward=0.0,
-            training=False,
-            settled=self._again("evaluation"),
-        )
-        yield Passed(plan, time)
-        for segment, more in zip(laid.microbatch.segments, sums, strict=True):
-            yield from self._looked(segment, more)
+    @property
+    def _last(self) -> int:
+        """Of all stages, wherever they are."""
+        return len(self.part.stages) - 1
 
-    def _looked(self, segment: Segment, more: EvaluationSums) -> Iterator[Event]:
-        if segment.job in self.dead:
-            return
-        key = (segment.job, segment.step)
-        look = self._looks.add(key, more)
-        if not math.isfinite(more.loss):
-            self.kill(segment.job)
-            yield Failed(segment.job, f"its evaluation loss at step {segment.step} is {more.loss}")
-        elif self._looks.left[key] == 0:
-            mean, accuracy = look.loss / look.tokens, look.hits / look.tokens
-            yield Evaluated(segment.job, segment.step, mean, look.tokens, accuracy)
+    def _own_before(self, stage: int) -> int:
+        """The stage here that goes back next, or -1."""
+        at = self.part.own.index(stage)
+        return self.part.own[at - 1] if at else -1
+
+    def _collect(self, flight: _Flight) -> None:
+        """Where a microbatch goes back first, what it came to is counted; loss and hits only by the worker
+        that knows them, which may forget its scores then."""
+        segments, scores = flight.rows.laid.microbatch.segments, flight.scores
+        flight.scores = None
+        if scores is not None:
+            self._roster.collect(segments, scores.losses, scores.hits)
+        else:
+            self._roster.collect(segments, [self._none] * len(segments), [self._none.long()] * len(segments))
+
+    # -- rows --------------------------------------------------------------------------------------------
+
+    def _flight(self, visitor: Visitor, window: _Window, evaluates: bool) -> _Flight | None:
+        """The microbatch's, begun at its first visit here; None if nobody in it is alive."""
+        if visitor.stage == self.part.own[0]:
+            plan = self.agreement.alive(window.program.microbatches[visitor.microbatch])
+            if plan.segments:
+                if not (evaluates or self._flights):
+                    self.passes.begin_round()
+                rows = RowsHere(self._laid(plan, window, evaluates))
+                self._flights[visitor.microbatch] = _Flight(rows, TimedPass(plan, training=not evaluates))
+        return self._flights.get(visitor.microbatch)
+
+    def _laid(self, plan: MicrobatchPlan, window: _Window, evaluates: bool) -> LaidMicrobatch:
+        if not evaluates and self._next is not None and self._next[0] == plan:
+            return self._next[1]
+        return lay(window.fetch(plan, evaluates), plan.rows, self.base.device)
+
+    def _lay_ahead(self, number: int, window: _Window) -> None:
+        """Lay the next microbatch out while a GPU computes: at a Step the host would wait for it."""
+        self._next = None
+        if (
+            self._adapted.stream is not None
+            and number + 1 in window.trained
+            and number + 1 not in self._flights
+        ):
+            plan = self.agreement.alive(window.program.microbatches[number + 1])
+            if plan.segments:
+                self._next = plan, lay(window.fetch(plan, False), plan.rows, self.base.device)
 
     def _refuse(self, program: Program) -> None:
-        refuse_what_is_not_run(program)
+        """A plan may be priced for devices and streams that are not here."""
+        layout = self.part.layout
+        if len(program.devices) != layout.workers * layout.replicas:
+            raise PlanError(
+                f"this plan is for {len(program.devices)} devices, and only plans for "
+                f"{layout.workers * layout.replicas} can be run here"
+            )
+        if program.chunk:
+            raise PlanError(
+                f"this plan cuts samples into chunks of {program.chunk} rows, which cannot yet be run"
+            )
+        actions = program.devices[self.worker]
+        moved = {type(action).__name__ for action in actions if isinstance(action, Streaming)}
+        if moved and not self.part.streamed:
+            raise PlanError(
+                f"this plan holds {', '.join(sorted(moved))}, for a base that is streamed; here all of it is "
+                "at hand"
+            )
+        if program.stages != layout.homes:
+            raise PlanError(
+                f"this plan is for a base in {len(program.stages)} stages, and here it lies in "
+                f"{len(layout.stages)}"
+            )
 
 
-def refuse_what_is_not_run(program: Program) -> None:
-    """A plan may be priced for devices and streams that this executor does not have."""
-    refuse_other_devices(program)
-    kinds = {type(action).__name__ for action in program.actions if not isinstance(action, _RUN)}
-    if kinds or len(program.stages) > 1:
-        what = ", ".join(sorted(kinds)) or f"{len(program.stages)} stages"
-        raise PlanError(f"this plan holds {what}, for a base that is streamed; here all of it is at hand")
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A Program, what lays out its microbatches, and this worker's list."""
+
+    program: Program
+    fetch: Fetch
+    actions: tuple[Action, ...]
+    trained: frozenset[int]
+    """Microbatches that come back."""
+
+    @classmethod
+    def of(cls, program: Program, fetch: Fetch, worker: int) -> _Window:
+        actions = program.devices[worker]
+        trained = frozenset(action.microbatch for action in actions if isinstance(action, Forward))
+        return cls(program, fetch, actions, trained)
 
 
-def refuse_other_devices(program: Program) -> None:
-    if len(program.devices) > 1:
-        raise PlanError(f"this plan is for {len(program.devices)} devices, and only plans for one can be run")
-    if program.chunk:
-        raise PlanError(
-            f"this plan cuts samples into chunks of {program.chunk} rows, which cannot yet be run"
-        )
+def rows_at_once(program: Program, worker: int = 0) -> int:
+    """The most rows that are between a worker's first Forward of them and its last Backward."""
+    actions = program.devices[worker]
+    first = min((one.stage for one in actions if isinstance(one, Forward)), default=0)
+    rows = most = 0
+    for action in actions:
+        match action:
+            case Forward(number, stage) if stage == first:
+                rows += program.microbatches[number].rows
+            case Backward(number, stage) if stage == first:
+                rows -= program.microbatches[number].rows
+        most = max(most, rows)
+    return most

@@ -35,8 +35,8 @@ from weftune.plan.program.program import (
     SegmentPlan,
     Step,
 )
+from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory, Passed, StepsMade
-from weftune.run.executor import Executor
 from weftune.run.measure.memory import begin_peak, peak_bytes, release, resident_bytes
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -151,7 +151,7 @@ class _Bench:
 
     def __init__(self, base: Base, device: torch.device) -> None:
         self.base = base
-        self.executor = Executor(base)
+        self.executor = resident_executor(base)
         self.repeats = REPEATS[device.type]
         self.warmup = 1 if self.executor.captures is None else 2
 

@@ -26,9 +26,10 @@ from weftune.plan.layout.streamed_memory import StreamedMemory
 from weftune.plan.layout.worker_choice import RanksChoice
 from weftune.plan.layout.worker_memory import RanksMemory
 from weftune.plan.program.layout import in_stages
+from weftune.run.assemble import streamed_executor
+from weftune.run.executor import Executor
 from weftune.run.measure.memory import budget_bytes, limit_bytes, taken_bytes
 from weftune.run.profile import key_here
-from weftune.run.stream.executor import StreamExecutor
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.groups import WorkerPlace, own_gpus
 from weftune.run.workers.messages import Staff
@@ -196,7 +197,7 @@ def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    executor: StreamExecutor
+    executor: Executor
     memory: StreamedMemory
     choice: StreamChoice
 
@@ -221,7 +222,7 @@ def _streaming(setup: Setup, jobs: Sequence[JobShape]) -> Streaming | None:
 def _streamed(setup: Setup, chosen: Streaming) -> Streamed:
     memory = chosen.memory(setup.shape, setup.device)
     choice = chosen.choice
-    executor = StreamExecutor(load_streamed(setup.spec, setup.device, choice.cut, choice.mapped))
+    executor = streamed_executor(load_streamed(setup.spec, setup.device, choice.cut, choice.mapped))
     return Streamed(executor, memory, choice)
 
 

@@ -29,6 +29,7 @@ from weftune.plan.program.recompute import Recompute
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
 from weftune.report.words import plural
+from weftune.run.assemble import resident_executor
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
@@ -38,19 +39,22 @@ from weftune.run.workers.driver import Driver
 from weftune.trainer.job import Ready, lay_out
 from weftune.trainer.journal import Journal, Window
 from weftune.trainer.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
+from weftune.trainer.window_length import WindowPace, first_pace, shortened
 
-ROUNDS = 4
-"""Global batches of each job in a window."""
+WINDOW_ROUNDS = 4
+"""Global batches of each job in a window on one device, where they are quick."""
 
 Callback = Callable[[Stepped | Evaluated], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What memory allows a window: tokens in a microbatch, and what must be recomputed for that."""
+    """What a window may take: tokens in a microbatch, what must be recomputed for that, and seconds."""
 
     capacity: int
     recompute: Recompute
+    pace: WindowPace
+    """What says how many rounds the window has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +111,12 @@ class Loop:
         self.journal = journal
         self.most = most
         """The token capacity is never above this, unless a sample is longer."""
-        self.executor: Executor | Driver = executor or Executor(base)
-        self.rounds = ROUNDS
+        self.executor: Executor | Driver = executor or resident_executor(base)
+        self.rounds = WINDOW_ROUNDS
         self.learned = Learned(
             known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)
         )
+        self.first_pace = first_pace(self.learned.known, memory.shape, self.base.device.type == "cuda", most)
         with suppress(ValueError):
             self.learned.resume(journal.learned())
         self.jobs: dict[str, Ready] = {}
@@ -243,7 +248,7 @@ class Loop:
     def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
         rounds = self.rounds
         courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
-        return self._window(courses, room)
+        return self._window(shortened(courses, room.pace), room)
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
         ladder = self.executor.captures is not None
@@ -260,14 +265,18 @@ class Loop:
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
         going_on = {name: step for name, step in cursors.items() if step < self.jobs[name].recipe.steps}
-        room = Room(program.capacity, program.recompute)
+        room = Room(program.capacity, program.recompute, self._pace())
         return Ahead(going_on, room, planner.submit(self._plan, going_on, frozenset(), room))
 
     def _room(self) -> Room:
         shapes = self._shapes(self.executor.aboard)
         memory = self.learned.memory
         recompute = memory.recompute(shapes, self.most)
-        return Room(memory.capacity(shapes, self.most, recompute), recompute)
+        return Room(memory.capacity(shapes, self.most, recompute), recompute, self._pace())
+
+    def _pace(self) -> WindowPace:
+        recorded = self.learned.row_seconds
+        return self.first_pace if recorded is None else WindowPace(recorded)
 
     def _shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]

@@ -19,9 +19,11 @@ from weftune.run.workers.driver import Driver
 from weftune.run.workers.trace import Trace, timeline_of
 from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Loop, Room
+from weftune.trainer.window_length import WindowPace
 
-ROUNDS = 16
-"""Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long one."""
+PIPELINE_ROUNDS = 16
+"""Global batches of each job in a window: a pipeline fills and drains once a window, so it is a long
+one where rounds are quick."""
 SPARE = 1
 """Microbatches in flight beyond what 1F1B has, so that a late arrival finds its stage at work."""
 TRACE = "trace.json"
@@ -46,7 +48,9 @@ class PipelinedLoop(Loop):
     ) -> None:
         super().__init__(pipeline.base, tokenizer, store, memory, most, journal, cost, executor=pipeline)
         self.pipeline = pipeline
-        self.rounds = ROUNDS
+        self.rounds = PIPELINE_ROUNDS
+        # As if its stages, each no larger than the one that memory is counted of, worked one after another.
+        self.first_pace = WindowPace(self.first_pace.row_seconds * pipeline.stages)
         self.trace = Trace()
         self.timelines: Timelines | None = None
         """The last window in which jobs trained, once paces were known."""
@@ -61,15 +65,15 @@ class PipelinedLoop(Loop):
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
         pacing = Pacing(self.pipeline.paces.stages(), spare=SPARE)
-        layout = self.pipeline.layout
-        return plan_window(courses, layout, room.capacity, recompute=room.recompute, pacing=pacing)
+        layout, ladder = self.pipeline.layout, self.pipeline.captures is not None
+        return plan_window(courses, layout, room.capacity, ladder, room.recompute, pacing)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         # Made before the window runs: afterwards the paces have learnt from it.
         foreseen = self._foreseen(program)
         super()._execute(program, stop, callback)
         self.trace.add(program, self.pipeline.reports)
-        if foreseen is not None:
+        if foreseen is not None and not any(report.shortage for report in self.pipeline.reports):
             measured = drawn(timeline_of(self.pipeline.reports), program)
             self.timelines = Timelines(foreseen=foreseen, measured=measured)
 

@@ -18,17 +18,18 @@ from weftune.errors import BaseModelError, HostTooSmall
 from weftune.jobs.store.store import Store
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import choose_company, fits_whole, gpu_place, in_files, pretended_place
-from weftune.plan.layout.ring import ROUNDS
+from weftune.plan.layout.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.stream_choice import StreamChoice
 from weftune.plan.layout.streamed_memory import StreamedMemory
 from weftune.plan.program.program import Program
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
+from weftune.run.executor import Executor
 from weftune.run.measure.link import measure_files, measure_link
 from weftune.run.measure.memory import CPU_SHARE, taken_bytes
-from weftune.run.stream.executor import StreamExecutor
 from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Loop, Room
+from weftune.trainer.window_length import WindowPace
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def _from_files(
 class StreamedLoop(Loop):
     def __init__(
         self,
-        executor: StreamExecutor,
+        executor: Executor,
         tokenizer: Any,
         store: Store,
         memory: StreamedMemory,
@@ -105,9 +106,10 @@ class StreamedLoop(Loop):
     ) -> None:
         super().__init__(executor.base, tokenizer, store, memory, choice.capacity, journal, executor=executor)
         self.choice = choice
+        self.first_pace = WindowPace(round_seconds=choice.step_seconds)
         if choice.cut.travels:
-            self.rounds = ROUNDS
-        self.streamer, self.graphs = executor.streamer, executor.graphs
+            self.rounds = TRAVEL_ROUNDS
+        self.weights, self.passes = executor.weights, executor.passes
         self.seconds = 0.0
         """Of all windows."""
 
@@ -116,13 +118,13 @@ class StreamedLoop(Loop):
         if self.seconds:
             place = "base's files" if self.choice.mapped else "host"
             self.journal.note(
-                f"Streamed: {self.streamer.waited.copied_bytes / 2**30:.1f} GiB came from the {place}; "
-                f"training waited for the host in {self.streamer.waited.total() / self.seconds:.0%} of the "
+                f"Streamed: {self.weights.waited.copied_bytes / 2**30:.1f} GiB came from the {place}; "
+                f"training waited for the host in {self.weights.waited.total() / self.seconds:.0%} of the "
                 f"time, {self.choice.unhidden:.0%} were predicted."
             )
-        if self.graphs is not None and self.graphs.refused:
+        if self.passes.refused:
             self.journal.note(
-                f"Passes in {len(self.graphs.refused)} sizes were launched kernel by kernel, since the "
+                f"Passes in {self.passes.refused} sizes were launched kernel by kernel, since the "
                 "memory did not suffice to capture them."
             )
 

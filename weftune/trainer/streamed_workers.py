@@ -33,6 +33,7 @@ from weftune.trainer.journal import Journal
 from weftune.trainer.loop import Callback, Room
 from weftune.trainer.pipelined import PipelinedLoop, stage_memory
 from weftune.trainer.streamed import host_budget
+from weftune.trainer.window_length import WindowPace
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class RankedLoop(PipelinedLoop):
         sizes = tuple((stage.stop - stage.start) * layer for stage in choice.cut.stages)
         pipeline.paces.loads = LoadPace(sizes, memory.device.bandwidth)
         self.choice = choice
+        self.first_pace = WindowPace(round_seconds=choice.step_seconds)
         self.seconds = 0.0
         """Of all windows."""
 
@@ -147,4 +149,4 @@ class RankedLoop(PipelinedLoop):
         self.seconds += time.monotonic() - began
 
     def _window(self, courses: Sequence[Course], room: Room) -> Program:
-        return plan_window(courses, self.choice.cut, room.capacity)
+        return plan_window(courses, self.choice.cut, room.capacity, self.pipeline.captures is not None)

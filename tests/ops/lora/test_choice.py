@@ -1,25 +1,30 @@
 """The rule that chooses an order: what it measures, what it remembers, and where."""
 
 import json
-import subprocess
-import sys
+import multiprocessing
 import time
+import zlib
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.cases import slow_but
+from weftune.ops.lora import choice_trial
 from weftune.ops.lora.choice import MOST_ROWS, Choices, fastest, shape_of
 from weftune.ops.lora.choice_file import ChoiceFile, Machine, MeasuredOrder, file_for
 from weftune.ops.lora.choice_trial import JOBS, choices_on, made_up_site
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable
-from weftune.ops.lora.weave import Order
+from weftune.ops.lora.weave import Order, tiling
 
 MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
 BOTH = (Order.wide, Order.wide_beside)
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 
 
@@ -219,6 +224,8 @@ SPOILED = {
         {"order": "fused", "microseconds": {"fused": 1.0, "after": 2.0}}
     ).encode(),
     "times of no number": known_text({"order": "wide", "microseconds": {"wide": "soon"}}).encode(),
+    "times that are a list": known_text({"order": "wide", "microseconds": []}).encode(),
+    "an order without times": known_text({"order": "wide"}).encode(),
     "an entry that is text": known_text("wide").encode(),
 }
 
@@ -263,30 +270,26 @@ def test_what_another_process_wrote_during_the_trial_stands(tmp_path):
     assert file.read()[Call().contest()].order is Order.wide
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from tests.ops.lora.test_choice import BOTH, MACHINE
-from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder
-from weftune.ops.lora.weave import Order
-file = ChoiceFile(Path(sys.argv[1]), MACHINE)
-for number in range(150):
-    measured = MeasuredOrder(Order.wide_beside, {Order.wide_beside: float(number)})
-    file.add(f"{sys.argv[2]} {number}", measured, BOTH)
-"""
+def write(folder, name):
+    file = ChoiceFile(folder, MACHINE)
+    for number in range(150):
+        measured = MeasuredOrder(Order.wide_beside, {Order.wide_beside: float(number)})
+        file.add(f"{name} {number}", measured, BOTH)
 
 
 def test_two_processes_that_write_at_once_never_leave_a_broken_file(tmp_path):
     file = ChoiceFile(tmp_path, MACHINE)
-    asked = [[sys.executable, "-c", WRITER, str(tmp_path), name] for name in ("one", "two")]
-    writers = [subprocess.Popen(line, cwd=ROOT) for line in asked]
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=write, args=(tmp_path, name)) for name in ("one", "two")]
+    for writer in writers:
+        writer.start()
     seen = 0
-    while any(writer.poll() is None for writer in writers):
+    while any(writer.is_alive() for writer in writers):
         if file.path.exists():
             assert file.read(), "a broken file reads as an empty one"
             seen += 1
         time.sleep(0.001)
-    assert [writer.returncode for writer in writers] == [0, 0]
+    assert [writer.exitcode for writer in writers] == [0, 0]
     assert seen > 0
     assert {text.split()[0] for text in file.read()} <= {"one", "two"}
     assert [found.name for found in tmp_path.iterdir()] == [file.path.name]
@@ -297,8 +300,15 @@ def test_the_name_of_the_file_says_what_it_is_for_and_nothing_a_path_would_mind(
     assert name == "loom-9000-x-12.3-torch-2.99.0-cu1-triton-9.9.json"
 
 
-@pytest.mark.parametrize("order", BOTH)
-@pytest.mark.parametrize("changes", [{}, dict(drops=True, residual=True, transposed=True), dict(rows=3)])
+LADEN = dict(drops=True, residual=True, transposed=True)
+
+
+@pytest.mark.parametrize(
+    ("order", "changes"),
+    slow_but(
+        product(BOTH, ({}, LADEN, dict(rows=3))), [(Order.wide_beside, LADEN), (Order.wide, dict(rows=3))]
+    ),
+)
 def test_a_trial_computes_a_site_with_rows_for_eight_jobs(order, changes, device):
     shape = Call(**(dict(rows=100, device=device) | changes)).shape
     site = made_up_site(shape, device)
@@ -311,3 +321,203 @@ def test_a_trial_computes_a_site_with_rows_for_eight_jobs(order, changes, device
         for gradient in (entry.da_RK, entry.db_RN):
             assert gradient.isfinite().all()
             assert gradient.norm() > 0
+
+
+def test_a_shape_reads_as_text():
+    assert Call().shape.text == "float32, 128 rows, 64 inputs, 32+16 outputs, rank 16, 8 slots, aligned"
+    changed = Call(rows=1, drops=True, residual=True, transposed=True, aligned=False, dtype=torch.bfloat16)
+    assert changed.shape.text == (
+        "bfloat16, 1 rows, 64 inputs, 32+16 outputs, rank 16, 8 slots, drops, residual, transposed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "counted"), [(0, 1), (1, 1), (2, 2), (3, 4), (16384, 16384), (16385, 16384)]
+)
+def test_rows_are_counted_up_to_a_power_of_two_that_keeps_a_device_busy(rows, counted):
+    call = Call(rows=1, features=1, widths=(1,), aligned=False)
+    call.x = torch.zeros(rows, 1)
+    assert call.shape.rows == counted
+    assert not call.shape.transposed
+
+
+def test_an_order_that_is_just_one_percent_slower_is_as_good():
+    assert fastest({Order.wide_beside: 100.0, Order.wide: 101.0}) is Order.wide
+
+
+def test_a_trial_out_of_memory_gives_back_what_it_took(tmp_path, monkeypatch):
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    Call().of(choices(Clock(), tmp_path))
+    assert not freed
+    Call(rows=1).of(choices(Clock(lacks_memory=True), tmp_path))
+    assert freed == [True]
+
+
+def test_the_file_is_made_with_its_folders_and_is_read_by_people(tmp_path):
+    file = ChoiceFile(tmp_path / "made" / "for it", MACHINE)
+    file.add("z", MeasuredOrder(Order.wide, {Order.wide_beside: 2.0, Order.wide: 1.0}), BOTH)
+    file.add("a", MeasuredOrder(Order.wide, {}), BOTH)
+    assert file.path.read_text() == (
+        '{\n "machine": {\n  "capability": "12.3",\n  "device": "Loom 9000/X",\n  "kernels": "0badcafe",\n'
+        '  "torch": "2.99.0+cu1",\n  "triton": "9.9"\n },\n "shapes": {\n'
+        '  "a": {\n   "microseconds": {},\n   "order": "wide"\n  },\n'
+        '  "z": {\n   "microseconds": {\n    "wide": 1.0,\n    "wide, beside": 2.0\n   },\n'
+        '   "order": "wide"\n  }\n }\n}'
+    )
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_write_that_fails_leaves_nothing_half_done(error, gone, tmp_path, monkeypatch):
+    def fail(partial, path):
+        if gone:
+            partial.unlink()
+        raise error
+
+    monkeypatch.setattr("weftune.ops.lora.choice_file.os.replace", fail)
+    file = ChoiceFile(tmp_path, MACHINE)
+    ends = pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext()
+    with ends:
+        file.add("a", MeasuredOrder(Order.wide, {}), BOTH)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_of_a_gpu_is_that_of_its_name_its_versions_and_the_kernels(tmp_path, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path))
+    card = SimpleNamespace(name="Loom 9000", major=9, minor=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    sources = sorted((ROOT / "weftune" / "ops").rglob("*.py"))
+    kernels = f"{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
+    machine = Machine("Loom 9000", "9.1", torch.__version__, triton.__version__, kernels)
+    assert file_for(torch.device("cuda", 3)) == ChoiceFile(tmp_path / "routes", machine)
+
+
+def test_a_made_up_site_has_the_shape_that_is_asked_for():
+    call = Call(rows=100, slots=16, drops=True, residual=True)
+    site = made_up_site(call.shape, CPU)
+    assert len(site.entries) == 8
+    assert {(one.scale, one.dropout) for seated in site.entries for one in seated} == {(1.0, 0.1)}
+    assert site.group.columns == ((0, 32), (32, 48))
+    assert (site.group.rank, site.group.drops) == (16, True)
+    assert (site.dy_TN.shape, site.weight_NK.shape) == ((128, 48), (48, 64))
+    assert site.residual_TN.shape == (128, 48)
+    assert site.rows.token_index_T.tolist() == list(range(128))
+    owners = [slot for start, stop, slot in site.rows.tiles_G3.tolist() for _ in range(start, stop)]
+    assert owners == [row // 16 for row in range(128)]
+    plain = made_up_site(Call(slots=3, rows=100).shape, CPU)
+    assert plain.residual_TN is None
+    assert {(one.scale, one.dropout) for seated in plain.entries for one in seated} == {(1.0, 0.0)}
+    assert len(plain.entries) == 3
+
+
+def test_a_step_of_a_trial_is_a_forward_and_a_backward_of_training(monkeypatch):
+    site, seen = made_up_site(Call(rows=100, features=640, residual=True).shape, CPU), []
+    monkeypatch.setattr(choice_trial, "forward", lambda *given: seen.append(given) or ("y", "s"))
+    monkeypatch.setattr(choice_trial, "backward", lambda *given, **named: seen.append((*given, named)))
+    site.step(Order.wide_beside)
+    forward, backward = seen
+    assert forward[:4] == (site.x_TK, site.weight_NK, None, site.residual_TN)
+    weave = forward[4]
+    assert (weave.group, weave.rows, weave.training, weave.order) == (
+        *(site.group, site.rows),
+        *(True, Order.wide_beside),
+    )
+    assert weave.tiling == tiling(site.rows, site.group, 640, torch.float32)
+    assert backward == (site.dy_TN, site.x_TK, site.weight_NK, "s", weave, {"wants_dx": True})
+
+
+class Steps:
+    """Stands for a site: notes its steps, and fails at some of them."""
+
+    def __init__(self, seconds=0.0, fails=()):
+        self.taken, self.seconds, self.fails, self.now = [], seconds, fails, 0.0
+
+    def step(self, order):
+        self.taken.append(order)
+        self.now += self.seconds
+        if order in self.fails:
+            from triton.errors import TritonError
+
+            raise TritonError("more shared memory than there is")
+
+
+def test_an_order_that_triton_cannot_compile_does_not_run():
+    pytest.importorskip("triton")
+    site = Steps(fails=(Order.fused,))
+    assert [choice_trial._runs(site, order) for order in (Order.wide, Order.fused)] == [True, False]
+    assert site.taken == [Order.wide, Order.fused]
+
+
+def test_a_round_times_every_order_behind_a_head_start_with_a_cold_cache(monkeypatch):
+    scratch, log = torch.ones(4, dtype=torch.int8), []
+
+    class Site(Steps):
+        def step(self, order):
+            scratch.fill_(1)
+            super().step(order)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = site.now
+            log.append("warm" if scratch.any() else "cold")
+
+        def elapsed_time(self, other):
+            assert log[-1] == "waited"
+            return 1000.0 * (other.at - self.at)
+
+    site = Site(seconds=0.25)
+    stream = SimpleNamespace(synchronize=lambda: log.append("waited"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("slept"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    assert choice_trial._round(site, BOTH, scratch) == dict.fromkeys(BOTH, 250_000.0)
+    assert site.taken == list(BOTH)
+    assert log == ["slept", "cold", "warm", "cold", "warm", "waited"]
+
+
+def rounds_of(first, monkeypatch, fails=()):
+    """(rounds that counted, the result) of a trial whose first round takes so many microseconds."""
+    site, sizes, grads = Steps(fails=fails), [], []
+    times = iter([first, *(float(number) for number in range(1, 20))])
+
+    def made(shape, device):
+        grads.append(torch.is_grad_enabled())
+        return site
+
+    def one_round(asked, orders, scratch):
+        assert asked is site
+        sizes.append(scratch.nbytes)
+        taken = next(times)
+        return dict.fromkeys(orders, taken / 2)
+
+    monkeypatch.setattr(choice_trial, "made_up_site", made)
+    monkeypatch.setattr(choice_trial, "_round", one_round)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1000)
+    )
+    found = choice_trial.time_orders(Call().shape, BOTH, device=CPU)
+    assert set(sizes) <= {2000}
+    assert grads == [False]
+    return len(sizes) - 1, found
+
+
+@pytest.mark.parametrize(
+    ("first", "rounds"), [(1.0, 9), (6_000.0, 9), (10_000.0, 6), (10_000.1, 5), (20_000.1, 3), (1e6, 3)]
+)
+def test_a_trial_has_as_many_rounds_as_its_budget_allows_and_takes_the_middle_one(first, rounds, monkeypatch):
+    pytest.importorskip("triton")
+    counted, found = rounds_of(first, monkeypatch)
+    assert counted == rounds
+    assert found == dict.fromkeys(BOTH, (rounds + 1) / 4)
+
+
+def test_a_trial_leaves_out_what_does_not_run(monkeypatch):
+    pytest.importorskip("triton")
+    assert rounds_of(1e6, monkeypatch, fails=(Order.wide,)) == (3, {Order.wide_beside: 1.0})
+    assert rounds_of(1e6, monkeypatch, fails=BOTH) == (-1, {})

@@ -1,8 +1,11 @@
 """The frozen product with the adapters in it, in Triton's interpreter, against plain torch."""
 
+from itertools import product
+
 import pytest
 import torch
 
+from tests.cases import slow_but
 from tests.ops.lora.woven import Case, Job, close, healthy_after, run, truth, values, woven
 from weftune.ops import dropout
 from weftune.ops.lora.weave import Order, contestants, orders_for
@@ -32,8 +35,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "drop"),
+    slow_but(product(CASES, (0.0, 0.1)), [*((name, 0.1) for name in CASES), ("bias and residual", 0.0)]),
+)
 def test_values_and_gradients_equal_plain_autograd_over_one_job_after_another(name, drop):
     case = CASES[name].dropping(drop)
     close(run(case, order=Order.fused), truth(case))
@@ -77,8 +82,16 @@ def test_an_input_that_needs_no_gradient_gets_none_and_the_adapters_get_theirs()
     close(got, {name: value for name, value in want.items() if name != "dx"})
 
 
-@pytest.mark.parametrize("order", [Order.fused, Order.fused_beside])
-@pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
+POISONS = ("x", "a", "b", "dy", "padding")
+
+
+@pytest.mark.parametrize(
+    ("poison", "order"),
+    slow_but(
+        product(POISONS, (Order.fused, Order.fused_beside)),
+        [*((poison, Order.fused) for poison in POISONS), ("dy", Order.fused_beside)],
+    ),
+)
 def test_a_nan_stays_with_its_owner_though_all_share_a_block_of_rows(poison, order):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(128, 8))
     healthy_after(case.dropping(0.1), poison, order)

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.cases import slow_but
 from tests.ops.lora.woven import Case, Job, close, healthy_after, run, truth, values, woven
 from weftune.ops import dropout
 from weftune.ops.lora.tiled import forward
@@ -43,13 +45,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "drop"),
+    slow_but(product(CASES, (0.0, 0.1)), [*((name, 0.1) for name in CASES), ("bias and residual", 0.0)]),
+)
 def test_values_and_gradients_equal_plain_autograd_over_one_job_after_another(name, drop):
     case = CASES[name].dropping(drop)
     close(run(case), truth(case))
 
 
+@pytest.mark.slow
 def test_sixty_four_adapters_keep_apart():
     jobs = [Job(1 + index % 3, rank=1 + index % 9, dropout=0.1) for index in range(64)]
     case = Case(jobs, features=32, widths=(32,), gap=0)
@@ -61,9 +66,17 @@ def test_sixty_four_adapters_keep_apart():
     close(got, want)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("order", [Order.wide, Order.wide_beside])
+@pytest.mark.parametrize(
+    ("order", "residual", "bias"),
+    slow_but(
+        product((Order.wide, Order.wide_beside), (False, True), (False, True)),
+        [
+            (Order.wide, True, False),
+            (Order.wide_beside, False, True),
+            (Order.wide_beside, True, True),
+        ],
+    ),
+)
 def test_the_order_of_the_frozen_product_does_not_matter(bias, residual, order):
     case = Case([Job(20, rank=4), Job(9, rank=8)], widths=(24, 8), bias=bias, residual=residual)
     close(run(case, order=order), truth(case))
@@ -140,19 +153,33 @@ def test_two_runs_give_the_same_bits():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+POISONS = ("x", "a", "b", "dy", "padding")
+IN_PIECES, IN_ONE = (32, 0.1, Order.wide), (1024, 0.0, Order.wide)
+BESIDE = (32, 0.1, Order.wide_beside)
+
+
 @pytest.mark.parametrize(
-    ("piece", "drop", "order"), [(32, 0.1, Order.wide), (1024, 0.0, Order.wide), (32, 0.1, Order.wide_beside)]
+    ("poison", "piece", "drop", "order"),
+    slow_but(
+        ((poison, *how) for poison, how in product(POISONS, (IN_PIECES, IN_ONE, BESIDE))),
+        [
+            *((poison, *IN_PIECES) for poison in POISONS),
+            ("padding", *IN_ONE),
+            ("dy", *BESIDE),
+            ("x", *BESIDE),
+        ],
+    ),
 )
-@pytest.mark.parametrize("poison", ["x", "a", "b", "dy", "padding"])
 def test_a_nan_stays_with_its_owner(poison, piece, drop, order):
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], widths=(24, 8), piece=piece)
     healthy_after(case.dropping(drop), poison, order)
 
 
-def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(tmp_path):
+@pytest.mark.parametrize("orders", slow_but(["few", "every"], ["few"]))
+def test_kernels_compile_without_a_gpu_and_use_the_tensor_cores(orders, tmp_path):
     """In a process of its own, since Triton is either an interpreter or a compiler."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    asked = [sys.executable, "-m", "tests.ops.lora.tiled_compiled"]
+    asked = [sys.executable, "-m", "tests.ops.lora.tiled_compiled", orders]
     root = Path(__file__).parents[3]
     done = subprocess.run(asked, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

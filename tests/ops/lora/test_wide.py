@@ -4,10 +4,12 @@
 """
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
 
+from tests.cases import slow_but
 from tests.ops.lora.woven import Case, Job, close, healthy_after, kept_of_a_young_adapter, run, truth
 from weftune.ops.lora import wide
 from weftune.ops.lora.weave import Order
@@ -25,9 +27,16 @@ PARTS = Case(
 )
 
 
-@pytest.mark.parametrize("order", WIDE)
-@pytest.mark.parametrize("case", [PARTS, Case([Job(9, rank=3)], features=37, widths=(71, 7))])
-@pytest.mark.parametrize("blocks", [1, 2])
+ODD = Case([Job(9, rank=3)], features=37, widths=(71, 7))
+
+
+@pytest.mark.parametrize(
+    ("case", "order", "blocks"),
+    slow_but(
+        product((PARTS, ODD), WIDE, (1, 2)),
+        [(PARTS, Order.wide, 2), (PARTS, Order.wide_beside, 1), (ODD, Order.wide, 1)],
+    ),
+)
 def test_a_product_in_spans_equals_plain_autograd_and_only_one_is_held(case, order, blocks, monkeypatch):
     case, made, product = case.dropping(0.1), [], wide.in_float32
     limit = 4 * 32 * blocks * case.rows
@@ -45,7 +54,7 @@ def test_a_product_in_spans_equals_plain_autograd_and_only_one_is_held(case, ord
     assert len(made) > 2
 
 
-@pytest.mark.parametrize("poison", ["x", "b", "dy", "padding"])
+@pytest.mark.parametrize("poison", slow_but(["x", "b", "dy", "padding"], ["b", "dy"]))
 def test_a_nan_stays_with_its_owner_in_every_span(poison, monkeypatch):
     monkeypatch.setattr(wide, "SPAN_BYTES", 1)
     case = Case([Job(20, rank=4), Job(40, rank=8), Job(9, rank=2)], features=70, widths=(40, 8))

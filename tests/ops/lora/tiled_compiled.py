@@ -1,14 +1,16 @@
 """Compile the kernels of the tiled route, as its launchers call them, for a GPU that need not be there.
 
-    python -m tests.ops.lora.tiled_compiled
+    python -m tests.ops.lora.tiled_compiled [few | every]
 
-prints one JSON object: {kernel: {"shared": bytes of shared memory, "ptx": the words of interest in its PTX,
-"spilled": bytes of registers that went to memory, "serialized": whether its tensor cores wait needlessly}}.
+compiles every kernel once, or with every kind of blocks, and prints one JSON object: {kernel: {"shared":
+bytes of shared memory, "ptx": the words of interest in its PTX, "spilled": bytes of registers in memory,
+"serialized": whether its tensor cores wait needlessly}}.
 """
 
 import json
 import re
 import subprocess
+import sys
 from dataclasses import replace
 
 import torch
@@ -71,7 +73,7 @@ def assembled(ptx):
     return {"spilled": spilled, "serialized": "are serialized" in said}
 
 
-def main():
+def main(every):
     found = {}
     for module in (site, site_gradients, product):
         for name in KERNELS:
@@ -85,9 +87,10 @@ def main():
         weave = Weave(group, rows, True, replace(chosen, one_read=one_read))
         _, s = forward(made.x, made.weight, None, None, weave)
         backward(made.dy, made.x, made.weight, s, weave, wants_dx=one_read)
-    for rank, drops in ((128, False), (256, True)):
+    for rank, drops in ((128, False), (256, True)) if every else ():
         laden(Order.wide, rank, drops)
-    for rank, columns, drops in ((16, 128, True), (32, 256, True), (64, 256, False)):
+    fused = ((16, 128, True), (32, 256, True), (64, 256, False))
+    for rank, columns, drops in fused if every else fused[:1]:
         laden(Order.fused, rank, drops, columns)
     print(json.dumps(found))
 
@@ -112,4 +115,4 @@ def laden(order, rank, drops, columns=128):
 
 
 if __name__ == "__main__":
-    main()
+    main(every=sys.argv[1:] != ["few"])

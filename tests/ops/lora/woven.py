@@ -307,9 +307,20 @@ def kept_of_a_young_adapter(case: Case, order: Order) -> dict[str, float]:
     return kept
 
 
+_KNOWN: dict[tuple[str, Order | None], dict[str, Tensor]] = {}
+
+
+def _clean(case: Case, order: Order | None) -> dict[str, Tensor]:
+    """The run without poison, once for all poisons of a case."""
+    known = (repr(case), order)
+    if known not in _KNOWN:
+        _KNOWN[known] = run(case, order=order)
+    return _KNOWN[known]
+
+
 def healthy_after(case: Case, poison: str, order: Order | None = None) -> None:
     """What is not of slot 1 (or, where padding is poisoned, all that is not padding) has the bits it had."""
-    clean, sick = run(case, order=order), run(case.poisoned(poison, slot=1), order=order)
+    clean, sick = _clean(case, order), run(case.poisoned(poison, slot=1), order=order)
     hurt = case.padding_rows if poison == "padding" else case.rows_of(1)
     healthy = torch.ones(case.rows, dtype=torch.bool)
     healthy[hurt] = False

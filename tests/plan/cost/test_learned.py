@@ -86,6 +86,10 @@ def test_a_resumed_run_plans_by_what_was_recorded() -> None:
     again.resume(run.recorded())
     assert again.memory == run.memory
     assert (again.version, again.windows) == (run.version, run.windows)
+    assert again.row_seconds == run.row_seconds == pytest.approx(outcome(one).row_seconds())
+    older = learned()
+    older.resume({key: value for key, value in run.recorded().items() if key != "row_seconds"})
+    assert older.row_seconds is None, "a run that was begun before has not recorded its pace"
     for wrong in (None, {}, {"version": 1, "windows": 1, "memory": {}}, {"memory": 3}):
         with pytest.raises(ValueError, match="no record of a run's models"):
             learned().resume(wrong)

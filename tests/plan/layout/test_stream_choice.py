@@ -32,7 +32,7 @@ from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, hungriest
-from weftune.plan.layout.ring import PIECE, PIECES, ROUNDS
+from weftune.plan.layout.ring import PIECE, PIECES, TRAVEL_ROUNDS
 from weftune.plan.layout.search import plain_drafts
 from weftune.plan.layout.stream_choice import WAYS, StreamWay, capacities, choose_stream
 from weftune.plan.window.window import plan_window
@@ -152,7 +152,7 @@ def test_the_last_stage_makes_nothing_again_and_adapters_that_travel_come_before
     # The first stages' gradients leave while others compute, the last one's when all is done. Of the Steps
     # only the first stage's is waited for: gradient, master and moments; and all of them once a window.
     left, came = 250 * 4 / 1e3, 250 * 16 / 1e3
-    bare = 4 * came / ROUNDS
+    bare = 4 * came / TRAVEL_ROUNDS
     assert travel.seconds(everything) == pytest.approx(stay.seconds(everything) + left + came + bare)
     # A link that takes 80 s for what a layer's Step needs, and layers that take 50: the last stage's two come
     # when the two before have been passed for a while.

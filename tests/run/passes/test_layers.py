@@ -18,8 +18,8 @@ from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
-from weftune.run.stream.executor import StreamExecutor
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -171,7 +171,7 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
     base = stream_model(model, spec, bench.CPU, cut)
     before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
     jobs = jobs_for(base.whole)
-    executor = StreamExecutor(base, Route.tiled)
+    executor = streamed_executor(base, Route.tiled)
     assert executor.fused
     assert [parameter.data_ptr() for parameter in base.whole.model.parameters()] == before
     for job in jobs:

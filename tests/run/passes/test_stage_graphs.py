@@ -6,20 +6,23 @@ import pytest
 import torch
 
 from tests import bench
+from tests.adapters.toys import GateSpec, toys  # noqa: F401 (a fixture)
 from tests.families import config, randomised
 from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.adapters import banks
 from weftune.adapters.banks import Banks
+from weftune.adapters.kind import Member
+from weftune.adapters.registry import kind_named
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import streamed_executor
 from weftune.run.events import Stepped
 from weftune.run.passes.rows import lay
 from weftune.run.passes.stage_graphs import MOST_KEYS, GraphVisit, StageGraphs, Way
-from weftune.run.stream.executor import StreamExecutor
 from weftune.run.training.state import new_training
 from weftune.trainer.job import lay_out
 
@@ -27,9 +30,9 @@ STAGES = 3
 LENGTH = 7
 ADAPTER = {"rank": 4, "dropout": 0.1, "targets": ["v_proj"]}
 ROUND = [
-    *(GraphVisit(Way.forth, stage) for stage in range(STAGES - 1)),
+    *(GraphVisit(Way.forward, stage) for stage in range(STAGES - 1)),
     GraphVisit(Way.turn, STAGES - 1),
-    *(GraphVisit(Way.back, stage) for stage in reversed(range(STAGES - 1))),
+    *(GraphVisit(Way.backward, stage) for stage in reversed(range(STAGES - 1))),
 ]
 """The visits of a microbatch."""
 
@@ -87,7 +90,7 @@ class Company:
         self.base = streamed(a_layer_each())
         whole = self.base.whole
         self.banks = Banks(whole.sites(), whole.shape.sites, next(whole.model.parameters()))
-        self.graphs = StageGraphs(self.base, self.banks, pool)
+        self.graphs = StageGraphs(whole, self.base.stages, self.banks, pool)
         self.graphs.reserve(4 * LENGTH)
         self.join("a", 4)
 
@@ -96,10 +99,10 @@ class Company:
         made = aboard.training(self.base.whole, job)
         self.banks.attach(made.member, made.layout, made.state.weights, made.state.gradient)
 
-    def laid(self, length=LENGTH):
-        job = ready(self.base.whole, "a", length, batch_size=1)
+    def laid(self, length=LENGTH, name="a"):
+        job = ready(self.base.whole, name, length, batch_size=1)
         [plan] = aboard.program([job], 1, length).microbatches
-        return lay(lay_out(plan, False, {"a": job}), plan.rows, bench.CPU)
+        return lay(lay_out(plan, False, {name: job}), plan.rows, bench.CPU)
 
     def round(self, *microbatches):
         """Whether each visit is made by a graph."""
@@ -140,6 +143,24 @@ def test_a_job_that_joins_with_no_larger_rank_is_served_by_what_was_captured():
     assert not any(company.round(company.laid()))
     assert all(company.round(company.laid()))
     assert company.graphs.captures == 2 * captures
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_kind_without_kernels_is_passed_plainly_and_others_are_served_by_what_was_captured():
+    company = Company(Repeating())
+    for _ in range(2):
+        company.round(company.laid())
+    captures = company.graphs.captures
+    spec = GateSpec(("v_proj",))
+    adapter = kind_named("gate").layout(spec, company.base.whole.shape.sites)
+    company.banks.attach(
+        Member("gate", spec, 0), adapter, torch.ones(adapter.size), torch.zeros(adapter.size)
+    )
+    for _ in range(3):
+        mixed = company.round(company.laid(), company.laid(name="gate"))
+        assert mixed == [True, False] * len(ROUND)
+    assert company.graphs.captures == captures
+    assert company.graphs.serve(ROUND[0], company.laid(name="gate")).settled
 
 
 def test_all_graphs_share_two_buffers_of_a_microbatch():
@@ -233,7 +254,7 @@ def test_of_too_many_keys_the_one_met_longest_ago_is_forgotten():
 
 def trained(cut, pool):
     """What is told of a job in two rounds of two microbatches, and its master; and the executor."""
-    executor = StreamExecutor(streamed(cut), Route.tiled, pool=pool)
+    executor = streamed_executor(streamed(cut), Route.tiled, pool=pool)
     base = executor.base
     job = ready(base, "a", steps=2, batch_size=2, adapter=ADAPTER)
     member = aboard.Member(job.name, job.spec.adapter, job.spec.seed)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests import bench
 from tests.run.models import LAYERS, deep
-from tests.run.stream.test_executor import (
+from tests.run.test_streamed import (
     CAPACITY,
     CUTS,
     compare,
@@ -22,15 +22,17 @@ from tests.run.stream.test_executor import (
     travelling,
     windows,
 )
-from tests.run.workers.test_stage_executor import make_jobs, whole_base
+from tests.run.workers.test_agreed import make_jobs, whole_base
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.plan.program.layout import one_device
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory
-from weftune.run.executor import Executor
-from weftune.run.stream.activations import KeptInputs, OffloadedInputs, Visitor, rows_at_once
-from weftune.run.stream.weights import Waited
+from weftune.run.executor import rows_at_once
+from weftune.run.measure.waited import Waited
+from weftune.run.passes.rows import Visitor
+from weftune.run.stream.activations import KeptActivations, OffloadedActivations
 
 ROUND = 200
 """Rows; no round of the jobs here has more."""
@@ -63,13 +65,13 @@ def aboard(cut, make=make_jobs):
 
 def on_the_device(executor):
     """Notes how many rows of inputs are there whenever one is read."""
-    seen, read = [], executor.inputs.read
+    seen, read = [], executor.activations.read
 
     def noted(by):
-        seen.append(executor.inputs.rows_here)
+        seen.append(executor.activations.rows_here)
         return read(by)
 
-    executor.inputs.read = noted
+    executor.activations.read = noted
     return seen
 
 
@@ -82,7 +84,7 @@ def test_only_a_round_and_a_microbatch_of_inputs_are_on_the_device_at_once(cut):
         program = plan_window([job.course(0, 2, False) for job in jobs], chosen, CAPACITY)
         run(executor, program, jobs)
         seen[chosen.offloads] = max(rows)
-        assert executor.inputs.rows_here == 0
+        assert executor.activations.rows_here == 0
     whole = rows_at_once(program)
     largest = max(one.rows for one in program.microbatches)
     assert len(program.microbatches) >= 4
@@ -102,7 +104,7 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
             if passes == 3:
                 executor.kill("b")
 
-        hook = executor.streamed.stages[2].model.base_model.register_forward_pre_hook(kill)
+        hook = executor.stages[2].model.base_model.register_forward_pre_hook(kill)
         others = [job for job in jobs if job.name != "b"]
         courses = [job.course(0, 2, True) for job in jobs]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
@@ -110,7 +112,7 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
         courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in others]
         run(executor, plan_window(courses, cut, CAPACITY), jobs)
         assert passes > 3
-        assert executor.inputs.rows_here == 0
+        assert executor.activations.rows_here == 0
         assert executor.aboard["b"].progress.step == 0
         masters.append({job.name: executor.aboard[job.name].master.clone() for job in others})
     for name, master in masters[0].items():
@@ -119,7 +121,7 @@ def test_a_job_killed_in_the_middle_of_a_round_leaves_the_others_the_same_bits()
 
 def test_microbatches_whose_jobs_are_all_dead_take_no_room():
     base = whole_base("llama", torch.float32)
-    whole = Executor(base)
+    whole = resident_executor(base)
     capacity = 22
     take_aboard(whole, make_jobs(base))
     executor, jobs = aboard(LAYER_EACH)
@@ -146,11 +148,11 @@ def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_
         if passes == 2:
             raise torch.OutOfMemoryError("no more")
 
-    hook = executor.streamed.stages[short_stage].model.base_model.register_forward_pre_hook(short)
+    hook = executor.stages[short_stage].model.base_model.register_forward_pre_hook(short)
     with pytest.raises(OutOfMemory):
         run(executor, program, jobs)
     hook.remove()
-    assert executor.inputs.rows_here == 0
+    assert executor.activations.rows_here == 0
     assert {one.progress.step for one in executor.aboard.values()} == {0}
     _, masters = windows(executor, jobs, lambda courses: plan_window(courses, LAYER_EACH, CAPACITY))
     _, wanted = resident("llama", torch.float32)
@@ -163,10 +165,10 @@ def test_room_on_the_host_is_the_plans_and_grows_only_for_a_larger_round():
     for cut, grows in ((LAYER_EACH, False), (small, True)):
         executor, jobs = aboard(cut)
         program = plan_window([job.course(0, 2, False) for job in jobs], cut, CAPACITY)
-        assert executor.inputs.reserved_rows == cut.offloaded_rows
+        assert executor.activations.reserved_rows == cut.offloaded_rows
         run(executor, program, jobs)
         assert 1 < rows_at_once(program) < ROUND
-        assert executor.inputs.reserved_rows == (rows_at_once(program) if grows else ROUND)
+        assert executor.activations.reserved_rows == (rows_at_once(program) if grows else ROUND)
 
 
 def test_what_comes_back_is_told_among_what_came_from_the_host():
@@ -175,7 +177,7 @@ def test_what_comes_back_is_told_among_what_came_from_the_host():
         executor, jobs = aboard(cut)
         program = plan_window([job.course(0, 1, False) for job in jobs], cut, CAPACITY)
         run(executor, program, jobs)
-        copied[cut.offloads] = executor.streamer.waited.copied_bytes
+        copied[cut.offloads] = executor.weights.waited.copied_bytes
     rows = sum(one.rows for one in program.microbatches)
     assert copied[True] - copied[False] == (LAYERS - 2) * rows * executor.base.shape.hidden * 4
 
@@ -188,7 +190,7 @@ def keeper(stages, rows):
     base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut)
     assert stages <= LAYERS
     chosen = replace(cut, stages=cut.stages[:stages], offloaded_rows=rows)
-    return OffloadedInputs(replace(base, part=chosen.on(0)), Waited)
+    return OffloadedActivations(replace(base, part=chosen.on(0)), Waited)
 
 
 def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_backward():
@@ -237,7 +239,7 @@ def there_and_back(inputs, given, last):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(3, LAYERS), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 3))
 def test_every_visit_reads_what_it_was_given_round_after_round(stages, rows, rounds):
-    offloaded, kept = keeper(stages, sum(rows)), KeptInputs()
+    offloaded, kept = keeper(stages, sum(rows)), KeptActivations(range(stages))
     for _ in range(rounds):
         offloaded.reserve(sum(rows))
         given = {stage: [torch.randn(count, offloaded.width) for count in rows] for stage in range(1, stages)}

@@ -10,12 +10,12 @@ import torch
 
 from tests import bench
 from tests.run.models import deep
-from tests.run.stream.test_executor import CUTS
+from tests.run.test_streamed import CUTS
 from weftune.base.host.streamed import load_streamed
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
 from weftune.run.stream import weights as module
-from weftune.run.stream.weights import Streamer
+from weftune.run.stream.weights import StreamedWeights
 
 
 class NotedEvent:
@@ -81,7 +81,7 @@ class Held:
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-    """A streamer over mapped files with a reader, its stages held back; what came beside is noted."""
+    """Weights over mapped files with a reader, its stages held back; what came beside is noted."""
     for name, made in {
         "Event": NotedEvent,
         "Stream": NotedStream,
@@ -95,54 +95,55 @@ def queue(tmp_path, monkeypatch):
     copied, beside = [], []
     for stage, source in base.sources.items():
         base.sources[stage] = Held(source, stage, copied)
-    streamer = Streamer(base, beside.append, lambda stage: None)
-    streamer._queue = module._ReadQueue(streamer)
-    yield streamer, copied, beside
+    weights = StreamedWeights(base)
+    weights.accompany(beside.append, lambda stage: None)
+    weights._queue = module._GpuQueue(weights, module._Read(weights))
+    yield weights, copied, beside
     for source in base.sources.values():
         source.go.set()
-    streamer._queue._reader.shutdown()
+    weights._queue._bytes._reader.shutdown()
 
 
 def test_a_load_returns_at_once_and_a_use_waits_for_all_of_the_stage(queue):
-    streamer, copied, beside = queue
-    streamer.load(0)
-    streamer.load(1)
+    weights, copied, beside = queue
+    weights.load(0)
+    weights.load(1)
     assert (copied, beside) == ([], [0, 1])
-    release = threading.Timer(0.1, streamer.base.sources[0].go.set)
+    release = threading.Timer(0.1, weights.base.sources[0].go.set)
     release.start()
-    streamer.use(0)
+    weights.use(0)
     assert copied == [0]
-    weight = streamer.base.whole.model.base_model.layers[0].self_attn.q_proj.weight
+    weight = weights.base.whole.model.base_model.layers[0].self_attn.q_proj.weight
     assert bool(weight.any())
-    streamer.base.sources[1].go.set()
-    streamer.use(1)
+    weights.base.sources[1].go.set()
+    weights.use(1)
     assert copied == [0, 1]
 
 
 def test_stages_come_in_the_order_of_their_loads(queue):
-    streamer, copied, _ = queue
-    streamer.load(0)
-    streamer.load(1)
-    streamer.base.sources[1].go.set()
+    weights, copied, _ = queue
+    weights.load(0)
+    weights.load(1)
+    weights.base.sources[1].go.set()
     assert copied == []
-    streamer.base.sources[0].go.set()
-    streamer.use(1)
+    weights.base.sources[0].go.set()
+    weights.use(1)
     assert copied == [0, 1]
 
 
 def test_a_stage_is_copied_when_its_slot_is_free_and_used_when_it_has_come(queue):
-    streamer, _, _ = queue
-    pages = streamer._queue._pages
-    for source in streamer.base.sources.values():
+    weights, _, _ = queue
+    pages = weights._queue._bytes._pages
+    for source in weights.base.sources.values():
         source.go.set()
-    streamer.load(0)
-    streamer.load(1)
-    streamer.use(0)
-    streamer.use(1)
-    streamer.evict(0)
-    left = streamer._queue._out.asked[-1]
-    streamer.load(2)
-    streamer.use(2)
+    weights.load(0)
+    weights.load(1)
+    weights.use(0)
+    weights.use(1)
+    weights.evict(0)
+    left = weights._queue._out.asked[-1]
+    weights.load(2)
+    weights.use(2)
     assert left[0] == "record"
     asked = pages.asked[-3:]
     assert asked[:2] == [("wait", left[1]), ("copy", 2)]
@@ -151,15 +152,15 @@ def test_a_stage_is_copied_when_its_slot_is_free_and_used_when_it_has_come(queue
     # The arithmetic waits for the stage, and for what came beside it, which waited for the slot, too.
     waited, beside = current().asked[-2:]
     assert waited == ("wait", there[1])
-    assert beside[1].stream is streamer._queue._in
-    assert ("wait", left[1]) in streamer._queue._in.asked
+    assert beside[1].stream is weights._queue._in
+    assert ("wait", left[1]) in weights._queue._in.asked
 
 
 def test_a_file_that_fails_is_told_where_the_stage_is_used(queue, tmp_path):
-    streamer, copied, _ = queue
+    weights, copied, _ = queue
     os.truncate(tmp_path / "model.safetensors", 1000)
-    streamer.load(0)
-    streamer.base.sources[0].go.set()
+    weights.load(0)
+    weights.base.sources[0].go.set()
     with pytest.raises(BaseModelError, match=r"model\.safetensors has changed"):
-        streamer.use(0)
+        weights.use(0)
     assert copied == []

@@ -5,7 +5,7 @@ import torch
 
 from tests.run import aboard
 from tests.run.models import deep
-from tests.run.workers.test_stage_executor import whole_base
+from tests.run.workers.test_agreed import whole_base
 from weftune.adapters.kind import Member
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import cut_base

@@ -1,5 +1,6 @@
 """A send that failed is told, and a window ends only when all that was sent in it has settled."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -30,9 +31,10 @@ NOTHING = Program(1, (), (), ((), ()), stages=(0, 1))
 def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
     heard = []
     worker = SimpleNamespace(
-        executor=SimpleNamespace(run=lambda *_: iter(()), report="report"),
+        executor=SimpleNamespace(run=lambda *_, **__: iter(())),
+        agreed=SimpleNamespace(report="report"),
         transport=SimpleNamespace(settle=lambda: heard.append("settled")),
-        orders=SimpleNamespace(answer=heard.append),
+        orders=SimpleNamespace(answer=heard.append, overdue=threading.Event()),
         base=SimpleNamespace(device=bench.CPU),
     )
     Worker._run(worker, RunProgram(NOTHING, {}))
@@ -45,14 +47,14 @@ def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_w
     def lost():
         raise PeerLost("rank 1 is gone")
 
-    def wait():
+    def wait(_):
         raise AssertionError("nobody would ever answer")
 
     pipeline = SimpleNamespace(
         replicas=1,
-        staff=SimpleNamespace(ranks=[1], command=lambda *_: None, wait=wait),
+        staff=SimpleNamespace(ranks=[1], command=lambda *_: None, heard=wait),
         _through={},
-        _stage=SimpleNamespace(run=lambda *_: iter(())),
+        _own=SimpleNamespace(run=lambda *_, **__: iter(())),
         _transport=SimpleNamespace(settle=lost),
     )
     with pytest.raises(PeerLost, match="rank 1 is gone"):

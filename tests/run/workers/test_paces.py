@@ -6,8 +6,8 @@ from tests.plan.works import work
 from weftune.plan.cost.time import Line
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.orders import one_forward_one_backward
+from weftune.run.workers.agreed import TimedAction, WorkerReport
 from weftune.run.workers.paces import BACKWARD_GUESS, MeasuredPace, Paces, line_through
-from weftune.run.workers.stage_executor import RankReport, TimedAction
 
 
 def test_a_line_is_found_and_never_goes_below_zero():
@@ -29,7 +29,7 @@ def test_until_every_stage_was_measured_its_layers_are_the_guess():
 def test_a_windows_times_predict_the_next_like_it():
     program = one_forward_one_backward(work(1, 1, 1), 2)
     reports = [
-        RankReport(
+        WorkerReport(
             times=[
                 TimedAction(Forward(0, stage), 0.0, 1.0),
                 TimedAction(Backward(0, stage), 0.0, 2.0),
@@ -46,7 +46,7 @@ def test_a_windows_times_predict_the_next_like_it():
 def test_ranks_of_one_stage_in_different_replicas_teach_the_same_pace():
     program = one_forward_one_backward(work(1, 1, 1), 2)
     reports = [
-        RankReport(
+        WorkerReport(
             times=[
                 TimedAction(Forward(0, rank % 2), 0.0, 1.0 + rank),
                 TimedAction(Backward(0, rank % 2), 0.0, 2.0),
@@ -68,7 +68,7 @@ def test_passes_are_remembered_as_multiples_of_their_line_in_the_order_in_which_
         TimedAction(Backward(1, 0), 5.0, 8.0),
     ]
     paces = Paces([1])
-    paces.learn(program, [RankReport(times=passes)])
+    paces.learn(program, [WorkerReport(times=passes)])
     assert paces.stages()[0].spread == pytest.approx([0.5, 0.5, 1.5, 1.5])
 
 
@@ -76,7 +76,7 @@ def test_what_is_promised_counts_that_ranks_wait_for_one_anothers_slow_passes():
     program = one_forward_one_backward(work(4, 4, 1), 2)
     paces = Paces([1, 1])
     reports = [
-        RankReport(
+        WorkerReport(
             times=[
                 TimedAction(kind(number, rank), 10.0 * number + back, 10.0 * number + back + taken)
                 for number in range(16)

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from tests import bench
 from tests.run import aboard
 from tests.run.ranks import run_ranks
-from tests.run.workers.test_stage_executor import CAPACITY, CUTS, PACE, cut, make_jobs, whole_base
+from tests.run.workers.test_agreed import CAPACITY, CUTS, PACE, cut, make_jobs, on_worker, whole_base
 from weftune.plan.program.program import Forward, Send
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
+from weftune.run.parts import delivered
 from weftune.run.workers.groups import lay_wires
 from weftune.run.workers.mailbox import Inbox
-from weftune.run.workers.stage_executor import StageExecutor
 from weftune.run.workers.transport import Transport
 from weftune.trainer.job import lay_out
 
@@ -26,8 +26,7 @@ def timed_window(wires, delay):
     """Of a window whose links take `delay` per message: its seconds, its microbatches, and how long each Send
     kept this rank from computing."""
     base = cut("llama", torch.float32, wires.place, CUTS[2])
-    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
-    executor = StageExecutor(base, transport, wires.place.rank)
+    executor, agreed, transport = on_worker(base, wires, CUTS[2], delay)
     jobs = make_jobs(whole_base("llama", torch.float32))
     for job in jobs:
         executor.attach(aboard.training(base, job))
@@ -36,9 +35,10 @@ def timed_window(wires, delay):
     program = plan_pipeline([job.course(0, 5, False) for job in jobs], rules)
     by_name = {job.name: job for job in jobs}
     filled = [(number, plan) for number, plan in enumerate(program.microbatches) if plan.segments]
-    list(executor.run(program, {number: lay_out(plan, False, by_name) for number, plan in filled}))
+    laid = {number: lay_out(plan, False, by_name) for number, plan in filled}
+    list(executor.run(program, delivered(program, laid)))
     transport.settle()
-    times = executor.report.times
+    times = agreed.report.times
     passes = sum(isinstance(one.action, Forward) for one in times)
     sending = [one.stop - one.start for one in times if isinstance(one.action, Send)]
     return times[-1].stop - times[0].start, passes, sorted(sending)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from weftune.core.shapes import JobShape
@@ -18,6 +19,11 @@ from weftune.plan.cost.time import CostModel, PassTime, Sizes, StateTime
 from weftune.plan.program.program import Program
 
 _FIT = {"state": float, "activations": float, "slack": float, "error": int}
+
+EVALUATION_PART = 1 / 3
+"""What a row that is evaluated takes of one that is trained: a forward, and no backward of twice that."""
+RECENT = 20
+"""Windows whose pace is remembered."""
 
 Company = Mapping[str, JobShape]
 """Everybody aboard."""
@@ -56,6 +62,11 @@ class Outcome:
         taken = sum(one.seconds for one in self.passes) + sum(one.seconds for one in states)
         return WindowTime(len(self.passes) + sum(one.jobs for one in states), self.seconds - taken)
 
+    def row_seconds(self) -> float | None:
+        """For each row that was trained; None where no pass was made."""
+        rows = sum(one.tokens * (1.0 if one.training else EVALUATION_PART) for one in self.passes)
+        return self.seconds / rows if rows else None
+
 
 @dataclass(slots=True)
 class Learned:
@@ -70,7 +81,11 @@ class Learned:
     """Refitted after every window, as is `fitted`."""
     fitted: MemoryModel = field(init=False)
     start: MemoryFit = field(init=False)
+    row_seconds: float | None = None
+    """That the length of windows is planned by; None before the first version."""
     times: Times = field(default_factory=Times)
+    row_times: list[float] = field(default_factory=list)
+    """Seconds a row in the last windows."""
     peaks: list[Peak] = field(default_factory=list)
     _before: object = None
 
@@ -79,13 +94,21 @@ class Learned:
 
     def recorded(self) -> dict[str, Any]:
         """What a resumed run plans by."""
-        return {"version": self.version, "windows": self.windows, "memory": asdict(self.memory.fit)}
+        return {
+            "version": self.version,
+            "windows": self.windows,
+            "memory": asdict(self.memory.fit),
+            "row_seconds": self.row_seconds,
+        }
 
     def resume(self, record: Mapping[str, Any]) -> None:
         """Go on from what was recorded; ValueError for anything else."""
         try:
             fit = MemoryFit(**{name: type_(record["memory"][name]) for name, type_ in _FIT.items()})
             self.version, self.windows = int(record["version"]), int(record["windows"])
+            # Runs that were begun before windows had a length in seconds have not recorded any.
+            seconds = record.get("row_seconds")
+            self.row_seconds = None if seconds is None else float(seconds)
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no record of a run's models: {error}") from None
         self.memory = replace(self.memory, fit=fit)
@@ -122,6 +145,8 @@ class Learned:
             need = window_need(self.memory, list(company.values()), program)
             self.peaks.append(Peak(need, outcome.peak_bytes))
         self.fitted = replace(self.memory, fit=fit_memory(self.peaks, self.start))
+        if (seconds := outcome.row_seconds()) is not None:
+            self.row_times = [*self.row_times, seconds][-RECENT:]
         self.windows += 1
 
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:
@@ -140,6 +165,8 @@ class Learned:
         fit = replace(self.fitted.fit, slack=self.start.slack)
         # Replays of captured passes take memory that no counter shows, so fused layers never count for less.
         self.memory = replace(self.memory, fit=safer(fit, self.start) if self.memory.fused else fit)
+        if self.row_times:
+            self.row_seconds = median(self.row_times)
         self.version += 1
         return True
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-ROUNDS = 10
+SWEEPS = 10
 """For each column: it enters once or twice, where rounding does not send it in and out."""
 ENOUGH = 1e-12
 
@@ -30,7 +30,7 @@ def by_active_set(matrix: Array, wanted: Array) -> Array:
     sizes = np.linalg.norm(matrix, axis=0)
     columns = matrix / np.where(sizes > 0, sizes, 1.0)
     found, inside = np.zeros(len(sizes)), np.zeros(len(sizes), dtype=bool)
-    for _ in range(ROUNDS * len(sizes)):
+    for _ in range(SWEEPS * len(sizes)):
         gain = np.where(inside, 0.0, columns.T @ (wanted - columns @ found))
         if gain.max() <= ENOUGH * np.linalg.norm(wanted):
             break

@@ -16,7 +16,7 @@ from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.estimate import GPU_LAUNCH, base_layers
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.layout.recurrence import StageRound, compute_seconds, slotted_seconds
-from weftune.plan.layout.ring import ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
+from weftune.plan.layout.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weftune.plan.program.layout import (
     BUFFERED,
     Layout,
@@ -265,7 +265,7 @@ class StreamCase:
             return math.inf
         rounds = self.rounds(draft.sizes)
         hidden = slotted_seconds(rounds, draft.resident, draft.slots, self.bandwidth)
-        return hidden + self.bare_seconds / ROUNDS
+        return hidden + self.bare_seconds / TRAVEL_ROUNDS
 
     def arithmetic_seconds(self, sizes: Sequence[int]) -> float:
         """Of a round in such stages, were everything there."""

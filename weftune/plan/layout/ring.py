@@ -14,7 +14,7 @@ PIECE = 1 << 22
 """Parameters that a buffer holds at the most."""
 PIECES = 3
 """Buffers: while one is stepped another fills, and a third goes back."""
-ROUNDS = 8
+TRAVEL_ROUNDS = 8
 """Of a window where adapters travel: behind its last one nothing hides the Steps, so it is a long one."""
 MARGIN = 128
 """Parameters by which a job's part may grow, since it is cut at multiples of what is stepped at a time."""

@@ -156,5 +156,11 @@ class OnWorker:
         return LayerRange(found.start, found.stop, self.layout.layers)
 
     @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Of its own stages those whose inputs wait in host memory, if any do: the first stage of all has
+        none, and those of the last one here are wanted first on the way back."""
+        return tuple(number for number in self.own[:-1] if number > 0) if self.layout.offloads else ()
+
+    @property
     def held_inputs(self) -> HeldInputs:
         return held_inputs(len(self.own), self.layout.offloads)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from weftune.plan.pack.segments import rung
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.program import Program
+from weftune.plan.program.program import Forward, Program
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
 from weftune.plan.window.rounds import Course, plan_rounds
@@ -45,4 +46,17 @@ def plan_window(
     rules = PipelineRules(
         capacity, pacing.paces, pacing.order, recompute, spare=pacing.spare, replicas=layout.replicas
     )
-    return plan_pipeline(courses, rules)
+    program = plan_pipeline(courses, rules)
+    return _on_ladder(program, capacity) if ladder else program
+
+
+def _on_ladder(program: Program, capacity: int) -> Program:
+    """The same with each microbatch that is trained padded to a rung."""
+    trained = {action.microbatch for action, _ in program.compute() if isinstance(action, Forward)}
+    return replace(
+        program,
+        microbatches=tuple(
+            replace(plan, rung=min(rung(plan.tokens), capacity)) if number in trained else plan
+            for number, plan in enumerate(program.microbatches)
+        ),
+    )

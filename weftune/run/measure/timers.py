@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -40,6 +41,47 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From one moment to another."""
+
+    start: Moment
+    stop: Moment
+
+    def seconds(self) -> float:
+        """Waits until the device has come to its end."""
+        if isinstance(self.start, float) and isinstance(self.stop, float):
+            return self.stop - self.start
+        assert not isinstance(self.start, float), "both moments are of one clock"
+        assert not isinstance(self.stop, float), "both moments are of one clock"
+        self.stop.synchronize()
+        return self.start.elapsed_time(self.stop) / 1000
+
+
+class ActionTimer:
+    """When actions ran on a device, one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clock = Clock(device)
+        self._began = self._clock.mark()
+
+    def begin_window(self) -> None:
+        """Moments are told by a clock that is set anew: on a GPU it drifts."""
+        self._clock = Clock(self._device)
+
+    def start(self) -> None:
+        """Also in the middle of an action: what it has waited for others so far is not counted."""
+        self._began = self._clock.mark()
+
+    def stop(self) -> Span:
+        return Span(self._began, self._clock.mark())
+
+    def told(self, span: Span) -> tuple[float, float]:
+        """Both ends, in seconds of the machine's clock; only within the window."""
+        return self._clock.seconds(span.start), self._clock.seconds(span.stop)
 
 
 class Stopwatch:

@@ -27,17 +27,16 @@ class Pool(Protocol):
 
 
 @contextmanager
-def captured(
-    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, others: str = "global"
-) -> Iterator[None]:
-    """What is asked for within; `others` is torch's word for what other threads may ask for meanwhile.
+def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is asked for within. Meanwhile other threads may ask their own streams for copies: of stages that
+    are read out of their files, or of what goes to another worker.
 
     Python collects no garbage: with it graphs or page-locked memory could go, and that ends a capture.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=others):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
     finally:
         if collects:
@@ -59,8 +58,7 @@ class GraphPool:
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self._device)
-        # Meanwhile another thread may read stages out of their files, and ask its own streams for them.
-        with captured(graph, self._handle, stream, others="thread_local"):
+        with captured(graph, self._handle, stream):
             work()
         self.held_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return graph.replay

@@ -1,15 +1,17 @@
-"""CUDA graphs of whole passes: one launch instead of thousands.
+"""CUDA graphs of passes whose forward is kept: one launch instead of thousands.
 
-A graph is captured for a key: rows, bucket of the longest sample and of the number of samples (or both as
-they are where all samples are equally long), limits of the banks, what is recomputed. Who is aboard and whose
-rows are where is content of tensors that it reads, so jobs come and go without another capture. All graphs
-share one memory pool: one pass is open at a time.
+A graph is captured for a stage, a key and an instance. The key: rows, bucket of the longest sample and of the
+number of samples (or both as they are where all samples are equally long), limits of the banks, what is
+recomputed. Who is aboard and whose rows are where is content of tensors that it reads, so jobs come and go
+without another capture. Every microbatch in flight has an instance of its own: what its forward made lies in
+that instance's memory pool until its backward.
 
 Shapes: T rows, D hidden width.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,47 +20,112 @@ from torch import Tensor
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
+from weftune.plan.program.program import Program
+from weftune.plan.program.recompute import NOTHING
 from weftune.run.passes.graph_inputs import Feed, Key, key_of
 from weftune.run.passes.graph_pool import captured
-from weftune.run.passes.layers import Layers
-from weftune.run.passes.rows import LaidMicrobatch
+from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
+from weftune.run.passes.rows import LaidMicrobatch, RowsHere, Visitor
 
 MOST_GRAPHS = 128
 """When so many are kept, the one that was used longest ago is dropped."""
 
 
-class Graphs:
-    def __init__(self, base: Base, banks: Banks, layers: Layers) -> None:
-        self.base = base
-        self.banks = banks
-        self.layers = layers
-        self.captures = 0
-        self._seen: set[Key] = set()
-        self._graphs: dict[Key, Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a graph is captured for."""
 
-    def serve(self, laid: LaidMicrobatch) -> Graph | None:
-        """The graph for a microbatch; None the first time its key is met, which compiles its kernels, and
-        where a kind is in it that has no kernels to capture."""
-        if not self.banks.capturable(laid.microbatch):
-            return None
-        key = key_of(laid, self.banks, self.layers.recompute)
-        if key in self._graphs:
-            self._graphs[key] = self._graphs.pop(key)
-            return self._graphs[key]
-        if key not in self._seen:
-            self._seen.add(key)
-            return None
-        if len(self._graphs) >= MOST_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
-        self._graphs[key] = Graph(self.base, self.banks, key, self._pool)
-        self.captures += 1
-        return self._graphs[key]
+    key: Key
+    stage: int
+    instance: int
 
-    def clear(self) -> None:
-        """Give up all graphs and their memory; they are captured again when they are needed."""
+
+class CapturedPasses:
+    """Passes whose forward is kept, captured the second time that their key is met: the first runs plainly,
+    which compiles its kernels."""
+
+    def __init__(self, plain: PlainPasses) -> None:
+        self._plain = plain
+        self._banks = plain.adapted.banks
+        self._captures = 0
+        self._recompute = NOTHING
+        self._seen: set[tuple[Key, int]] = set()
+        self._graphs: dict[_Place, Graph] = {}
+        self._pools: list[Any] = []
+        """One for each instance."""
+        self._open: dict[Visitor, _Place] = {}
+
+    @property
+    def captures(self) -> int:
+        return self._captures
+
+    @property
+    def refused(self) -> int:
+        return 0
+
+    def begin_window(self, program: Program) -> None:
+        self._plain.begin_window(program)
+        self._recompute = program.recompute
+
+    def begin_round(self) -> None:
+        pass
+
+    def forward(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
+        assert keep, "a forward that is recomputed is captured otherwise"
+        if not self._banks.capturable(rows.laid.microbatch):
+            return self._plain.forward(visitor, rows, given_TD, keep)
+        before = self._captures
+        place = self._place(visitor.stage, rows.laid)
+        if place is None:
+            return MadeForward(self._plain.forward(visitor, rows, given_TD, keep).h_TD, settled=False)
+        self._open[visitor] = place
+        return MadeForward(self._graphs[place].forward(rows.laid, given_TD), self._captures == before)
+
+    def backward(
+        self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
+    ) -> MadeBackward:
+        place = self._open.pop(visitor, None)
+        if place is None:
+            return self._plain.backward(visitor, rows, given_TD, dh_TD)
+        return MadeBackward(self._graphs[place].backward(dh_TD))
+
+    def evaluate(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
+        return self._plain.evaluate(visitor, rows, given_TD)
+
+    def abandon(self) -> None:
+        self._plain.abandon()
+        self._open.clear()
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools.clear()
+
+    def _place(self, stage: int, laid: LaidMicrobatch) -> _Place | None:
+        """Where a graph for the microbatch is; None the first time its key is met."""
+        key = key_of(laid, self._banks, self._recompute)
+        place = _Place(key, stage, self._free_instance())
+        if place in self._graphs:
+            self._graphs[place] = self._graphs.pop(place)
+            return place
+        if (key, stage) not in self._seen:
+            self._seen.add((key, stage))
+            return None
+        self._drop_oldest()
+        base = self._plain.stages[stage]
+        self._graphs[place] = Graph(base, self._banks, key, self._pools[place.instance])
+        self._captures += 1
+        return place
+
+    def _free_instance(self) -> int:
+        """The first of which no pass is open."""
+        taken = {place.instance for place in self._open.values()}
+        instance = next(number for number in range(len(taken) + 1) if number not in taken)
+        while len(self._pools) <= instance:
+            self._pools.append(torch.cuda.graph_pool_handle())
+        return instance
+
+    def _drop_oldest(self) -> None:
+        if len(self._graphs) >= MOST_GRAPHS:
+            busy = set(self._open.values())
+            del self._graphs[next(place for place in self._graphs if place not in busy)]
 
 
 class Graph:
@@ -67,20 +134,38 @@ class Graph:
     def __init__(self, base: Base, banks: Banks, key: Key, pool: Any) -> None:
         self._feed = feed = Feed(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        shape = (0 if base.first else key.rows, base.shape.hidden)
+        self._given_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
+        self._hands_on, self._takes = not base.last, not base.first
+        """Whether a stage after reads what it makes, and whether one before made what it is given."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bound(feed.microbatch, Route.tiled, True, feed.rows):
             with captured(self._forward, pool, stream):
-                h_TD = base.hidden(feed.microbatch, feed.pack)
+                given_TD = self._given_TD.detach().requires_grad_() if self._takes else None
+                h_TD = base.hidden(feed.microbatch, feed.pack, given_TD)
+            self._returns = h_TD.requires_grad
+            """Not at a first stage on which nobody has an adapter."""
             self._dh_TD = torch.empty_like(h_TD)
-            with captured(self._backward, pool, stream):
-                h_TD.backward(self._dh_TD)
+            if self._returns:
+                with captured(self._backward, pool, stream):
+                    h_TD.backward(self._dh_TD)
+                    if given_TD is not None:
+                        assert given_TD.grad is not None
+                        self._given_TD.copy_(given_TD.grad)
         self._h_TD = h_TD.detach()
 
-    def forward(self, laid: LaidMicrobatch) -> Tensor:
+    def forward(self, laid: LaidMicrobatch, given_TD: Tensor | None) -> Tensor:
+        """Hidden states. The last ones are there until `backward`; others are a copy, which may be sent while
+        the graph is replayed for somebody else."""
         self._feed.fill(laid)
+        if given_TD is not None:
+            self._given_TD.copy_(given_TD)
         self._forward.replay()
-        return self._h_TD
+        return self._h_TD.clone() if self._hands_on else self._h_TD
 
-    def backward(self, dh_TD: Tensor) -> None:
+    def backward(self, dh_TD: Tensor) -> Tensor | None:
+        """The gradient of what was given, if anything was."""
         self._dh_TD.copy_(dh_TD)
-        self._backward.replay()
+        if self._returns:
+            self._backward.replay()
+        return self._given_TD.clone() if self._takes else None

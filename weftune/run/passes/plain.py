@@ -1,14 +1,15 @@
-"""Microbatches through the base and back: plainly, or by replaying a captured CUDA graph.
+"""Microbatches through the stages of a base and back, launched kernel by kernel.
 
-A pass ends at the last hidden states. What comes after them (head, losses) sees a leaf, and hands its
-gradient back.
+A pass over the last stage ends at the last hidden states. What comes after them (head, losses) sees a leaf,
+and hands its gradient back.
 
 Shapes: T rows, D hidden width.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,57 +17,92 @@ from torch import Tensor
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
-from weftune.run.passes.graphs import Graph, Graphs
-from weftune.run.passes.rows import LaidMicrobatch, Membership, deal
+from weftune.plan.program.program import Program
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.rows import LaidMicrobatch, Membership, RowsHere, Visitor, deal
 
 
-class _Open(Protocol):
-    """A pass between its forward and its backward."""
+@dataclass(frozen=True, slots=True)
+class MadeForward:
+    h_TD: Tensor
+    settled: bool = True
+    """Whether later passes like it will be made so, too, and nothing was set up for this one."""
 
-    def backward(self, dh_TD: Tensor) -> None: ...
+
+@dataclass(frozen=True, slots=True)
+class MadeBackward:
+    dgiven_TD: Tensor | None
+    """What goes back to the stage before; None at the first one."""
+    settled: bool = True
 
 
-class Passes:
-    def __init__(self, base: Base, banks: Banks, graphs: Graphs | None) -> None:
-        self.base = base
-        self.banks = banks
-        self.graphs = graphs
-        self._open: _Open | None = None
+class PlainPasses:
+    """Where a forward is kept, its pass stays open until its backward; else it is recomputed from its
+    input."""
 
-    def forward(self, laid: LaidMicrobatch, route: Route) -> Tensor:
-        """The last hidden states, as a leaf that wants a gradient; `backward` must come before the next."""
-        assert self._open is None, "a pass is still open"
-        if route is Route.tiled and self.graphs is not None and (graph := self.graphs.serve(laid)):
-            h_TD = graph.forward(laid)
-            self._open = graph
-        else:
-            plain = Plain(self.base, self.banks, laid, route)
-            h_TD = plain.forward()
-            self._open = plain
-        return h_TD.detach().requires_grad_()
-
-    def backward(self, dh_TD: Tensor) -> None:
-        """Add the gradients of everybody aboard to their totals."""
-        assert self._open is not None, "no pass is open"
-        self._open.backward(dh_TD)
-        self._open = None
+    def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
+        self.adapted, self.stages = adapted, stages
+        self._open: dict[Visitor, Plain] = {}
 
     @property
-    def replays(self) -> bool:
-        """Whether the open pass is a captured one."""
-        return isinstance(self._open, Graph)
+    def captures(self) -> int | None:
+        """How many CUDA graphs were captured so far; None where passes are not captured."""
+        return None
 
-    def abandon(self) -> None:
-        self._open = None
+    @property
+    def refused(self) -> int:
+        """Sizes of microbatches whose passes should be captured, but for lack of memory are not."""
+        return 0
+
+    def begin_window(self, program: Program) -> None:
+        if self.adapted.layers is not None:
+            self.adapted.layers.recompute = program.recompute
+
+    def begin_round(self) -> None:
+        """Microbatches begin to come while none is under way."""
+
+    def forward(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
+        """One stage's forward of a microbatch; if it is to be kept, `backward` must follow."""
+        assert visitor not in self._open, "a pass is still open"
+        passed = self._pass(visitor, rows, given_TD)
+        if not keep:
+            return MadeForward(passed.forward_only())
+        self._open[visitor] = passed
+        return MadeForward(passed.forward())
+
+    def backward(
+        self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
+    ) -> MadeBackward:
+        """Add the gradients of everybody aboard to their totals. What was not kept is recomputed."""
+        passed = self._open.pop(visitor, None)
+        if passed is None:
+            passed = self._pass(visitor, rows, given_TD)
+            passed.forward()
+        passed.backward(dh_TD)
+        return MadeBackward(None if given_TD is None else passed.dgiven_TD)
 
     @torch.no_grad()
-    def look(self, laid: LaidMicrobatch, route: Route) -> Tensor:
-        """The last hidden states without dropout and without a way back."""
-        return Plain(self.base, self.banks, laid, route).forward(training=False)
+    def evaluate(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
+        """Hidden states without dropout and without a way back."""
+        return self._pass(visitor, rows, given_TD).forward(training=False)
+
+    def holds(self, visitor: Visitor) -> bool:
+        """Whether the forward of this visit was kept here."""
+        return visitor in self._open
+
+    def abandon(self) -> None:
+        """What is under way ends unfinished; memory that only makes passes faster is given up."""
+        self._open.clear()
+
+    def _pass(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None) -> Plain:
+        given = None if given_TD is None else given_TD.detach()
+        adapted = self.adapted
+        base = self.stages[visitor.stage]
+        return Plain(base, adapted.banks, rows.laid, adapted.route, given, rows.dealt(adapted))
 
 
 class Plain:
-    """One microbatch through the base, or through a stage of it that is given what the stage before made."""
+    """One microbatch through a base, or through a stage of it that is given what the stage before made."""
 
     def __init__(
         self,
@@ -85,10 +121,6 @@ class Plain:
         self._h_TD: Tensor | None = None
         self._dealt = dealt or deal(base, banks, laid, route)
 
-    def anew(self) -> Plain:
-        """The same pass, before it was made."""
-        return Plain(self.base, self.banks, self.laid, self.route, self._given_TD, self._dealt)
-
     def forward(self, training: bool = True) -> Tensor:
         if training and self._given_TD is not None:
             self._given_TD.requires_grad_()
@@ -97,14 +129,9 @@ class Plain:
         return self._h_TD
 
     @torch.no_grad()
-    def forth(self) -> Tensor:
+    def forward_only(self) -> Tensor:
         """A forward of which nothing but the result is kept."""
         return self.forward()
-
-    def back(self, dh_TD: Tensor) -> None:
-        """The forward made again, and the backward."""
-        self.forward()
-        self.backward(dh_TD)
 
     def backward(self, dh_TD: Tensor) -> None:
         assert self._h_TD is not None

@@ -19,6 +19,7 @@ from weftune.base.model import Base
 from weftune.core.batch import IGNORED, Microbatch, to_device
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
+from weftune.run.passes.adapted import AdaptedBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +83,25 @@ def deal(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) -> Member
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
         rows.fill(banks.seats(laid.microbatch), laid.token_index)
     return Membership(rows, pack(laid.microbatch.sample_lengths, base.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """A microbatch at a stage."""
+
+    microbatch: int
+    stage: int
+
+
+@dataclass(slots=True)
+class RowsHere:
+    """A microbatch as the passes of all stages here read it."""
+
+    laid: LaidMicrobatch
+    _dealt: Membership | None = None
+
+    def dealt(self, adapted: AdaptedBase) -> Membership:
+        """Made when it is first asked for: captured passes of a whole base deal rows out by themselves."""
+        if self._dealt is None:
+            self._dealt = deal(adapted.base, adapted.banks, self.laid, adapted.route)
+        return self._dealt

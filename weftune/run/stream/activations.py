@@ -1,52 +1,56 @@
-"""What the stages of a streamed base were given, from their forward to their backward: kept on the device, or
-offloaded to host memory and brought back in time.
+"""What stages were given, from their forward to their backward: kept on the device, or offloaded to host
+memory and brought back in time.
 
 Shapes: G stages whose inputs wait, R rows of a round, T rows of a microbatch, D hidden width.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 from weftune.base.host.pinned import host_vectors
 from weftune.base.host.streamed import StreamedBase
-from weftune.plan.program.layout import offloaded_inputs
-from weftune.plan.program.program import Backward, Forward, Program
-from weftune.run.stream.weights import Waited
+from weftune.plan.program.program import What
+from weftune.run.measure.waited import Waited
+from weftune.run.passes.rows import Visitor
 
 CHUNK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Visitor:
-    """A microbatch at a stage."""
+class KeptActivations:
+    """What stages here are given stays on the device from their forward to their backward. What goes to a
+    stage of another worker waits here until it is sent."""
 
-    microbatch: int
-    stage: int
-
-
-class KeptInputs:
-    """On the device all the time."""
-
-    def __init__(self) -> None:
+    def __init__(self, own: Collection[int]) -> None:
+        """`own` are the stages here."""
+        self._own = frozenset(own)
         self._here: dict[Visitor, Tensor] = {}
+        self._gradients: dict[Visitor, Tensor] = {}
+        self._outgoing: dict[tuple[Visitor, What], Tensor] = {}
 
     @property
     def rows_here(self) -> int:
         """On the device, of all stages."""
         return sum(len(given_TD) for given_TD in self._here.values())
 
+    @property
+    def empty(self) -> bool:
+        return not (self._here or self._gradients or self._outgoing)
+
     def reserve(self, rows: int) -> None:
         """Have room for rounds of so many rows; nothing is in flight."""
 
-    def give(self, to: Visitor, given_TD: Tensor) -> None:
-        """The stage before has made it."""
-        self._here[to] = given_TD
+    def give(self, to: Visitor, given_TD: Tensor, returns: bool = True) -> None:
+        """The stage before has made it; whether the microbatch comes back."""
+        if to.stage in self._own:
+            self._here[to] = given_TD
+        else:
+            self._outgoing[to, "activation"] = given_TD
 
     def read(self, by: Visitor) -> Tensor:
         """From here on the arithmetic may read it."""
@@ -56,36 +60,60 @@ class KeptInputs:
         """The stage has made its forward; its backward is still to come."""
 
     def bring(self, to: Visitor) -> None:
-        """The microbatch's next visit, on its way back, is this one."""
+        """The microbatch's next visit here, on its way back, is this one."""
 
     def drop(self, by: Visitor) -> None:
-        """The stage has made its backward."""
+        """The stage has made its backward, or the microbatch does not come back."""
         del self._here[by]
 
+    def give_gradient(self, to: Visitor, dh_TD: Tensor) -> None:
+        """The stage after hands it back."""
+        if to.stage in self._own:
+            self._gradients[to] = dh_TD
+        else:
+            self._outgoing[to, "gradient"] = dh_TD
+
+    def take_gradient(self, by: Visitor) -> Tensor:
+        return self._gradients.pop(by)
+
+    def take_outgoing(self, to: Visitor, what: What) -> Tensor | None:
+        """What is to be sent; None where it was never made."""
+        return self._outgoing.pop((to, what), None)
+
     def forget(self) -> None:
-        """A round ends unfinished."""
+        """A round ends unfinished. What was made for others is still sent to them."""
         self._here.clear()
+        self._gradients.clear()
 
 
-class OffloadedInputs(KeptInputs):
-    """On the device only around the visits that read them.
+class OffloadedActivations:
+    """Inputs are on the device only around the visits that read them.
 
     An input leaves as soon as it is made, so that the copy has a whole visit's time, and is given up when its
     stage has made its forward. It is asked for again when its microbatch goes back through the stage behind,
-    a visit ahead of its use. The last stage turns round at once: its inputs are kept.
+    a visit ahead of its use. The last stage of all turns round at once: its inputs are kept.
     """
 
     def __init__(self, base: StreamedBase, waited: Callable[[], Waited]) -> None:
-        super().__init__()
-        whole = base.whole
-        self._last = len(base.part.stages) - 1
-        self.width = whole.shape.hidden
-        self._dtype, self._device = whole.dtype, whole.device
+        whole, part = base.whole, base.part
+        self._kept = KeptActivations(part.own)
+        self._offloaded = part.offloaded
+        self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = _GpuCopies(self._device, waited) if whole.device.type == "cuda" else _Copies(waited)
+        self._away: set[Visitor] = set()
+        """Inputs that have left, or are about to, and come back."""
         self._rows: dict[int, slice] = {}
         """Microbatch → its rows on the host, the same for every stage."""
         self._host_GRD = torch.empty(0)
-        self._make_room(base.part.layout.offloaded_rows)
+        self._make_room(part.layout.offloaded_rows)
+
+    @property
+    def rows_here(self) -> int:
+        return self._kept.rows_here
+
+    @property
+    def empty(self) -> bool:
+        return self._kept.empty and not self._rows
 
     @property
     def reserved_rows(self) -> int:
@@ -101,14 +129,14 @@ class OffloadedInputs(KeptInputs):
         """In place of what there was: both need not find room at once."""
         self._copies.finish()
         self._host_GRD = torch.empty(0)
-        stages = offloaded_inputs(self._last + 1)
-        shape = (stages, rows, self.width)
-        [room] = host_vectors([(stages * rows * self.width, self._dtype)], self._device)
+        shape = (len(self._offloaded), rows, self.width)
+        [room] = host_vectors([(math.prod(shape), self._dtype)], self._device)
         self._host_GRD = room.view(shape)
 
-    def give(self, to: Visitor, given_TD: Tensor) -> None:
-        super().give(to, given_TD)
-        if to.stage < self._last:
+    def give(self, to: Visitor, given_TD: Tensor, returns: bool = True) -> None:
+        self._kept.give(to, given_TD)
+        if returns and to.stage in self._offloaded:
+            self._away.add(to)
             self._take_rows(to.microbatch, len(given_TD))
             self._copies.leave(to, given_TD, self._place_TD(to))
 
@@ -119,28 +147,41 @@ class OffloadedInputs(KeptInputs):
             self._rows[microbatch] = slice(start, start + count)
 
     def _place_TD(self, of: Visitor) -> Tensor:
-        """On the host; the first stage has no input."""
-        return self._host_GRD[of.stage - 1, self._rows[of.microbatch]]
+        """On the host."""
+        return self._host_GRD[self._offloaded.index(of.stage), self._rows[of.microbatch]]
 
     def read(self, by: Visitor) -> Tensor:
         self._copies.await_coming(by)
-        return super().read(by)
+        return self._kept.read(by)
 
     def passed(self, by: Visitor) -> None:
-        self._copies.await_gone(by)
-        del self._here[by]
+        if by in self._away:
+            self._copies.await_gone(by)
+            self._kept.drop(by)
 
     def bring(self, to: Visitor) -> None:
-        self._here[to] = self._copies.come(to, self._place_TD(to))
+        if to in self._away:
+            self._away.remove(to)
+            self._kept.give(to, self._copies.come(to, self._place_TD(to)))
 
     def drop(self, by: Visitor) -> None:
-        super().drop(by)
-        if by.stage == 1:
-            del self._rows[by.microbatch]
+        self._kept.drop(by)
+        if self._offloaded and by.stage == self._offloaded[0]:
+            self._rows.pop(by.microbatch, None)
+
+    def give_gradient(self, to: Visitor, dh_TD: Tensor) -> None:
+        self._kept.give_gradient(to, dh_TD)
+
+    def take_gradient(self, by: Visitor) -> Tensor:
+        return self._kept.take_gradient(by)
+
+    def take_outgoing(self, to: Visitor, what: What) -> Tensor | None:
+        return self._kept.take_outgoing(to, what)
 
     def forget(self) -> None:
         self._copies.finish()
-        super().forget()
+        self._kept.forget()
+        self._away.clear()
         self._rows.clear()
 
 
@@ -172,7 +213,7 @@ class _Copies:
         """Nothing that is asked for from here on overtakes a copy."""
 
 
-class _GpuCopies(_Copies):
+class _GpuCopies:
     """Streams of their own: in the queue of the Loads an input would wait for stages that are needed only
     after it, and in that of the Evicts it would hold up a slot. Beside a stage an input is small.
 
@@ -181,7 +222,7 @@ class _GpuCopies(_Copies):
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], Waited]) -> None:
-        super().__init__(waited)
+        self._waited = waited
         self._device = device
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._gone: dict[Visitor, torch.cuda.Event] = {}
@@ -229,28 +270,3 @@ def _marked() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def stage_inputs(base: StreamedBase, waited: Callable[[], Waited]) -> KeptInputs:
-    """As the cut says."""
-    offloads = base.part.layout.offloads and offloaded_inputs(len(base.part.stages)) > 0
-    return OffloadedInputs(base, waited) if offloads else KeptInputs()
-
-
-def rows_at_once(program: Program) -> int:
-    """The most rows that are between their first Forward and their last Backward."""
-    rows = most = 0
-    for action in program.actions:
-        match action:
-            case Forward(number, 0):
-                rows += program.microbatches[number].rows
-            case Backward(number, 0):
-                rows -= program.microbatches[number].rows
-        most = max(most, rows)
-    return most
-
-
-def most_rows(program: Program) -> int:
-    """Of one microbatch that is trained."""
-    numbers = (action.microbatch for action in program.actions if isinstance(action, Forward))
-    return max((program.microbatches[number].rows for number in numbers), default=0)

@@ -185,13 +185,14 @@ class TravelSteps:
             torch.cuda.current_stream().wait_event(self._sent)
             self._sent = None
 
-    def begin(self, begun: TravelBegun, due: Sequence[Due], gone: Callable[[], Gone]) -> None:
-        """Close the open batches: their Steps are to be made. Their gradients have been sent to the host;
-        `gone` tells when they, and all else that the device was asked for until then, will be there."""
+    def begin(self, begun: TravelBegun, due: Sequence[Due], norm_J: Tensor, gone: Callable[[], Gone]) -> None:
+        """Close the open batches: their Steps are to be made, with gradients of these norms. The gradients
+        have been sent to the host; `gone` tells when they, and all else that the device was asked for until
+        then, will be there."""
         trainings = [one.training for one in due]
         tokens = tuple(open_tokens(training) for training in trainings)
         sums_J2 = open_sums(trainings)
-        norm_J = self.travel.gradient_norms([training.job for training in trainings]).to(sums_J2.device)
+        norm_J = norm_J.to(sums_J2.device)
         updates = tuple(training.update() for training in trainings)
         factor_J = factors(trainings, sums_J2, norm_J)
         by_kernels = kernels_run(self.travel.device, trainings[0].master.dtype)

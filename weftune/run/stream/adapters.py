@@ -2,7 +2,7 @@
 
 On the device a job has, for every place that a stage can be in, room for the stage's part of its weights and
 of its gradient. The weights come with the stage, the gradient leaves when the stage does or a Step wants it;
-masters and moments come only for their Steps (`travel_steps.py`).
+masters and moments come only for their Steps (`adapter_steps.py`).
 
 Shapes: J jobs.
 """
@@ -96,8 +96,8 @@ class Travel:
         self._squares: dict[str, list[Tensor]] = {}
         """Job → sums of squares of the parts of its gradient that have left the device."""
         self._in: dict[Place, int] = {ENDS: OUTSIDE}
-        for number, stage in enumerate(part.stages):
-            if stage.resident:
+        for number in part.own:
+            if part.stages[number].resident:
                 self._in["stage", number] = number
 
     def board(self, training: Training) -> Traveller:

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from weftune.base.host.streamed import StreamedBase
+from weftune.run.measure.waited import Waited
 
 NOTHING_THERE = 0xFF
 """What a pretended device's place is filled with when its stage has gone: NaN in every format, so that a use
@@ -23,34 +24,6 @@ of it shows."""
 
 Beside = Callable[[int], None]
 """What else is to be done for a stage, on the same queue."""
-
-
-@dataclass(slots=True)
-class Waited:
-    """How long the arithmetic waited for the host: for stages to come, and for what Steps need."""
-
-    seconds: float = 0.0
-    copied_bytes: int = 0
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    """On a GPU: when the device was ready for something, and when it was there."""
-
-    def note(self, ready: torch.cuda.Event, there: torch.cuda.Event) -> None:
-        """Such a wait is to come; those that are over are counted, so that a long run gathers no marks."""
-        while self.marks and all(mark.query() for mark in self.marks[0]):
-            self._count(*self.marks.pop(0))
-        self.marks.append((ready, there))
-
-    def total(self) -> float:
-        """Waits for the device."""
-        for ready, there in self.marks:
-            there.synchronize()
-            ready.synchronize()
-            self._count(ready, there)
-        self.marks.clear()
-        return self.seconds
-
-    def _count(self, ready: torch.cuda.Event, there: torch.cuda.Event) -> None:
-        self.seconds += max(0.0, ready.elapsed_time(there) / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +40,41 @@ class Gone:
             event.synchronize()
 
 
-class Streamer:
-    def __init__(self, base: StreamedBase, coming: Beside, going: Beside) -> None:
+class ResidentWeights:
+    """All stages here stay: there is nothing to bring."""
+
+    def __init__(self) -> None:
+        self.waited = Waited()
+
+    def settle(self) -> None:
+        """Have there what a window begins with."""
+
+    def load(self, stage: int) -> None:
+        raise AssertionError(f"stage {stage} stays, and is not brought")
+
+    def evict(self, stage: int) -> None:
+        raise AssertionError(f"stage {stage} stays, and does not go")
+
+    def use(self, stage: int) -> bool:
+        """From here on the device may read the stage; whether it may have to wait for it."""
+        return False
+
+
+class StreamedWeights:
+    """Stages come to their places and go; those that stay are always there."""
+
+    def __init__(self, base: StreamedBase) -> None:
         self.base = base
         self.there: set[int] = set()
         """Streamed stages that were brought and not given up."""
         self.waited = Waited()
-        self._coming, self._going = coming, going
+        self._coming: Beside = lambda stage: None
+        self._going: Beside = lambda stage: None
         self._queue = _queue(self)
+
+    def accompany(self, coming: Beside, going: Beside) -> None:
+        """What else is to be done for a stage that comes or goes, on the queue of its bytes."""
+        self._coming, self._going = coming, going
 
     def load(self, stage: int) -> None:
         assert stage not in self.there, f"stage {stage} is there already"
@@ -89,11 +89,12 @@ class Streamer:
         self.there.remove(stage)
         self._queue.evict(stage, self.base.part.slot(stage))
 
-    def use(self, stage: int) -> None:
-        """From here on the device may read the stage."""
+    def use(self, stage: int) -> bool:
+        """From here on the device may read the stage; whether it may have to wait for it."""
         if not self.base.part.stages[stage].resident:
             assert stage in self.there, f"stage {stage} is used but was not brought"
             self._queue.use(stage)
+        return True
 
     def gone(self) -> Gone:
         """What has been sent to the host until now. Every pass before a Step is behind the device then."""
@@ -127,10 +128,6 @@ class Streamer:
         for stage in sorted(waiting - self.there):
             self.load(stage)
 
-    def copy(self, stage: int) -> None:
-        self.fetch(stage)
-        self.come(stage)
-
     def fetch(self, stage: int) -> None:
         """A stage's own bytes."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
@@ -146,16 +143,17 @@ class Streamer:
 class _HostQueue:
     """On a pretended device every copy is made at once, and waited for."""
 
-    def __init__(self, streamer: Streamer) -> None:
-        self._streamer = streamer
+    def __init__(self, weights: StreamedWeights) -> None:
+        self._weights = weights
 
     def load(self, stage: int, slot: int) -> None:
-        with self._streamer.waiting():
-            self._streamer.copy(stage)
+        with self._weights.waiting():
+            self._weights.fetch(stage)
+            self._weights.come(stage)
 
     def evict(self, stage: int, slot: int) -> None:
-        self._streamer.leave(stage)
-        self._streamer.base.slot(stage).fill_(NOTHING_THERE)
+        self._weights.leave(stage)
+        self._weights.base.slot(stage).fill_(NOTHING_THERE)
 
     def use(self, stage: int) -> None:
         pass
@@ -173,50 +171,48 @@ class _HostQueue:
 class _GpuQueue:
     """Streams for what comes and what goes, and events between them and the arithmetic's."""
 
-    def __init__(self, streamer: Streamer) -> None:
-        device = streamer.base.whole.device
-        self._streamer = streamer
+    def __init__(self, weights: StreamedWeights, stage_bytes: _Copied | _Read) -> None:
+        device = weights.base.whole.device
+        self._weights, self._bytes = weights, stage_bytes
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, torch.cuda.Event] = {}
         """Slot → when nobody needs any longer what is in it."""
-        self._there: dict[int, torch.cuda.Event] = {}
-        """Stage → when all of it has come; until it is first used."""
+        self._beside: dict[int, torch.cuda.Event] = {}
+        """Stage → when the adapters have come with it, until it is first used."""
         self._came: dict[int, torch.cuda.Event] = {}
-        """Stage → when it last came, with the adapters' weights that came beside it."""
+        """Stage → when the adapters last came with it."""
         self._writable: dict[int, torch.cuda.Event] = {}
         """Stage → when nobody writes or reads any longer what it finds of adapters in its slot."""
         self._stepped: torch.cuda.Event | None = None
         """When the last pass before the last Step was made."""
 
     def load(self, stage: int, slot: int) -> None:
-        free = self._freed(slot)
+        # If nobody has left it yet, room for adapters there may just be being made.
+        free = self._free.pop(slot, None) or torch.cuda.current_stream().record_event()
         self._in.wait_event(free)
         with torch.cuda.stream(self._in):
-            self._streamer.copy(stage)
-            self._came[stage] = self._there[stage] = torch.cuda.Event(enable_timing=True)
-            self._there[stage].record()
+            self._bytes.ask(stage, free)
+            self._weights.come(stage)
+            self._came[stage] = self._beside[stage] = _marked()
         # Weights whose Step has been asked for do not come beside it.
         self._writable[stage] = free
-
-    def _freed(self, slot: int) -> torch.cuda.Event:
-        # If nobody has left it yet, room for adapters there may just be being made.
-        return self._free.pop(slot, None) or torch.cuda.current_stream().record_event()
 
     def evict(self, stage: int, slot: int) -> None:
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
-            self._streamer.leave(stage)
+            self._weights.leave(stage)
             self._free[slot] = torch.cuda.Event()
             self._free[slot].record()
 
     def use(self, stage: int) -> None:
-        there = self._there.pop(stage, None)
-        if there is None:
+        beside = self._beside.pop(stage, None)
+        if beside is None:
             return
-        ready = torch.cuda.Event(enable_timing=True)
-        ready.record()
-        torch.cuda.current_stream().wait_event(there)
-        self._streamer.waited.note(ready, there)
+        ready = _marked()
+        there = self._bytes.there(stage)
+        for came in dict.fromkeys((there or beside, beside)):
+            torch.cuda.current_stream().wait_event(came)
+        self._weights.waited.note(ready, there or beside)
 
     def settle(self) -> None:
         """A job that came aboard since a slot was left may still be given its room there."""
@@ -236,57 +232,57 @@ class _GpuQueue:
         return Gone(tuple(event for event in events if event is not None))
 
 
-@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A stage's bytes are copied in the stream that they are asked for in."""
+
+    def __init__(self, weights: StreamedWeights) -> None:
+        self._weights = weights
+
+    def ask(self, stage: int, free: torch.cuda.Event) -> None:
+        """Have the bytes come once their place is free."""
+        self._weights.fetch(stage)
+
+    def there(self, stage: int) -> torch.cuda.Event | None:
+        """When they have come; None: with what was asked for behind them."""
+        return None
+
+
 class _Read:
-    """A stage on its way out of its files, and the adapters that come with it."""
-
-    there: Future[torch.cuda.Event]
-    """Known once all of the stage has been asked for: when it will have come."""
-    beside: torch.cuda.Event
-
-
-class _ReadQueue(_GpuQueue):
     """A thread reads stages out of their files and sends them on, in a stream of its own, so that nothing the
     main thread asks for stands behind a stage that is still being read, or before one."""
 
-    def __init__(self, streamer: Streamer) -> None:
-        super().__init__(streamer)
-        self._pages = torch.cuda.Stream(streamer.base.whole.device)
+    def __init__(self, weights: StreamedWeights) -> None:
+        self._weights = weights
+        self._pages = torch.cuda.Stream(weights.base.whole.device)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, Future[torch.cuda.Event]] = {}
+        """Stage → known once all of it has been asked for: when it will have come."""
 
-    def load(self, stage: int, slot: int) -> None:
-        free = self._freed(slot)
-        self._in.wait_event(free)
-        with torch.cuda.stream(self._in):
-            self._streamer.come(stage)
-            self._came[stage] = beside = self._in.record_event()
-        self._writable[stage] = free
-        self._reads[stage] = _Read(self._reader.submit(self._read, stage, free), beside)
+    def ask(self, stage: int, free: torch.cuda.Event) -> None:
+        self._reads[stage] = self._reader.submit(self._read, stage, free)
+
+    def there(self, stage: int) -> torch.cuda.Event | None:
+        return self._reads.pop(stage).result()
 
     def _read(self, stage: int, free: torch.cuda.Event) -> torch.cuda.Event:
         self._pages.wait_event(free)
         with torch.cuda.stream(self._pages):
-            self._streamer.fetch(stage)
+            self._weights.fetch(stage)
             return self._pages.record_event(torch.cuda.Event(enable_timing=True))
 
-    def use(self, stage: int) -> None:
-        read = self._reads.pop(stage, None)
-        if read is None:
-            return
-        ready = torch.cuda.Event(enable_timing=True)
-        ready.record()
-        there = read.there.result()
-        for came in (there, read.beside):
-            torch.cuda.current_stream().wait_event(came)
-        self._streamer.waited.note(ready, there)
+
+def _marked() -> torch.cuda.Event:
+    """When the current stream comes here."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 _Queue = _HostQueue | _GpuQueue
 
 
-def _queue(streamer: Streamer) -> _Queue:
-    if streamer.base.whole.device.type != "cuda":
-        return _HostQueue(streamer)
-    read = any(source.blocks for source in streamer.base.sources.values())
-    return _ReadQueue(streamer) if read else _GpuQueue(streamer)
+def _queue(weights: StreamedWeights) -> _Queue:
+    if weights.base.whole.device.type != "cuda":
+        return _HostQueue(weights)
+    read = any(source.blocks for source in weights.base.sources.values())
+    return _GpuQueue(weights, _Read(weights) if read else _Copied(weights))

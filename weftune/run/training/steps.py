@@ -41,12 +41,20 @@ Outcome = StepOutcome | NoStep
 
 
 class Underway(Protocol):
-    """Steps that are being made; who asks what came of them waits for them."""
+    """Steps that are being made."""
 
     @property
     def due(self) -> Sequence[Due]: ...
 
-    def outcomes(self) -> list[Outcome]: ...
+    @property
+    def made(self) -> bool:
+        """Whether they were made when they were asked for, so that what came of them is known."""
+
+    def outcomes(self) -> Sequence[Outcome]:
+        """What came of them; waits for them."""
+
+    def seconds(self) -> float:
+        """What they took of the device's time, once their outcomes are known."""
 
 
 @dataclass(frozen=True, slots=True)

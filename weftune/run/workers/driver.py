@@ -20,24 +20,27 @@ from weftune.adapters.vector import VectorLayout
 from weftune.base.host.streamed import StreamedBase
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
+from weftune.core.interrupt import Leaving
 from weftune.errors import UserError
 from weftune.ops.adamw import AdamState
 from weftune.plan.cost.time import PassTime, work_of
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Backward, Compute, Evaluate, Forward, Program
-from weftune.run.events import Evaluated, Event, Failed, Passed
-from weftune.run.executor import Fetch
+from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed
 from weftune.run.measure.memory import limit_bytes
+from weftune.run.parts import Fetch, delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.slices import Slice, drop_partial, finish, write_slice
 from weftune.run.training.state import Progress, Training
-from weftune.run.workers.loaded import base_of, executor_of, load_part
+from weftune.run.workers.agreed import PartEvaluation, WorkerReport
+from weftune.run.workers.loaded import base_of, load_part, worker_executor
 from weftune.run.workers.messages import (
     Answer,
     Attach,
     Begin,
     Begun,
     Detach,
+    EndEarly,
     HandedOver,
     KeepBest,
     Refused,
@@ -48,8 +51,10 @@ from weftune.run.workers.messages import (
     Through,
 )
 from weftune.run.workers.paces import Paces
-from weftune.run.workers.stage_executor import LookSums, RankReport
 from weftune.run.workers.transport import Transport
+
+EVERY = 0.5
+"""Seconds between two looks at whether somebody wants to stop, while the other workers end their windows."""
 
 
 @dataclass(slots=True)
@@ -78,12 +83,12 @@ class Driver:
         self.stages, self.replicas = wires.place.stages, wires.place.replicas
         self.layout = layout
         self.paces = Paces([stage.count for stage in layout.stages])
-        self.reports: list[RankReport] = []
+        self.reports: list[WorkerReport] = []
         """Of the last window, rank by rank."""
         self.peaks: list[int] = []
         """The most bytes that each of the other ranks has ever taken."""
         self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
-        self._stage = executor_of(loaded, self._transport, wires.place.rank)
+        self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, wires.place.rank)
         self._checkpoints = checkpoints
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._early: dict[tuple[str, int], dict[int, Saved]] = {}
@@ -92,42 +97,44 @@ class Driver:
         """Rank → its word that its list of this window is through."""
         self._awaited: set[tuple[str, int]] = set()
         """Evaluations of this window whose outcome is not known yet."""
+        self._left = False
+        """Whether this window ends early."""
 
     # -- as an executor ----------------------------------------------------------------------------------
 
     @property
     def aboard(self) -> dict[str, Training]:
         """The first stage's slice of every job; its progress is the job's."""
-        return self._stage.aboard
+        return self._own.aboard
 
     @property
     def home(self) -> torch.device:
-        return self._stage.home
+        return self._own.home
 
     @property
     def fused(self) -> bool:
-        return self._stage.fused
+        return self._own.fused
 
     @property
     def captures(self) -> int | None:
-        """Passes of a pipeline are not captured: several are in flight at once."""
-        return None
+        """How many CUDA graphs this worker has captured so far; None where passes are not captured."""
+        return self._own.captures
 
     def unweave(self) -> None:
-        self._stage.unweave()
+        self._own.unweave()
         self._transport.close()
 
     def attach(self, training: Training) -> None:
         """Take a job aboard on every rank; `training` is the first stage's slice, as it goes on."""
         checkpoints = self._checkpoints(training.job)
         drop_partial(checkpoints)
-        self._stage.attach(training)
+        self._own.attach(training)
         resumes = checkpoint.newest_progress(checkpoints) is not None
         self.staff.command_all(Attach(training.member, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
         """The whole job, put together from the slices of all ranks."""
-        own = self._stage.detach(job)
+        own = self._own.detach(job)
         self.staff.command_all(Detach(job))
         best = None if own.best is None else own.best.cpu()
         parts = [HandedOver(job, own.layout, own.master.cpu(), best)]
@@ -143,7 +150,7 @@ class Driver:
 
     def kill(self, job: str) -> None:
         """The job makes no step from here on; the others hear of it with the word on its next one."""
-        self._stage.kill(job)
+        self._own.kill(job)
 
     def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
         best = self.aboard[job].note_evaluation(loss, keep_best, min_delta)
@@ -151,7 +158,9 @@ class Driver:
             self.staff.command_all(KeepBest(job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        """Run a window on all ranks. A window that has begun is finished, whatever `stop` says."""
+        """Run a window on all ranks. One that has begun is finished, whatever `stop` says, unless that is not
+        soon: then nobody computes more of it, and unfinished global batches are dropped."""
+        self._left, leaving = False, Leaving(stop)
         looks = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
         held_out = {action.microbatch for action, _ in looks}
         self._awaited = {(segment.job, segment.step) for _, plan in looks for segment in plan.segments}
@@ -167,15 +176,26 @@ class Driver:
         ]
         for rank in self.staff.ranks:
             self.staff.command(rank, RunProgram(program, shares[program.replica(rank)]))
-        for event in self._stage.run(program, shares[0]):
+        for event in self._own.run(
+            program, delivered(program, shares[0]), overdue=lambda: self._leaves(leaving)
+        ):
             yield event
             while (heard := self.staff.heard()) is not None:
                 yield from self._hear(*heard)
             yield from self._finish_saves()
         self._transport.settle()
         while len(self._through) < len(self.staff.ranks):
-            yield from self._hear(*self.staff.wait())
+            if (heard := self.staff.heard(EVERY)) is not None:
+                yield from self._hear(*heard)
+            self._leaves(leaving)
         yield from self._end_window(program)
+
+    def _leaves(self, leaving: Leaving) -> bool:
+        """Whether the window ends early; all workers hear of it at once."""
+        if leaving.overdue() and not self._left:
+            self._left = True
+            self.staff.command_all(EndEarly())
+        return self._left
 
     def _hear(self, rank: int, answer: Answer) -> Iterator[Event]:
         if isinstance(answer, Through):
@@ -186,15 +206,20 @@ class Driver:
 
     def _end_window(self, program: Program) -> Iterator[Event]:
         ordered = [self._through[rank] for rank in sorted(self._through)]
-        self.reports = [self._stage.report, *(one.report for one in ordered)]
+        self.reports = [self._agreed.report, *(one.report for one in ordered)]
         self.peaks = [one.peak_bytes for one in ordered]
-        self.paces.learn(program, self.reports)
-        yield from self._passed(program)
+        short = [report.shortage for report in self.reports if report.shortage]
         yield from self._late_failures()
-        yield from self._evaluations([look for report in self.reports for look in report.looks])
+        if not short:
+            self.paces.learn(program, self.reports)
+            yield from self._passed(program)
+            yield from self._evaluations([one for report in self.reports for one in report.evaluations])
         self._awaited.clear()
         yield from self._finish_saves()
         self._early.clear()
+        if short and not self._left:
+            # Steps that were made are made everywhere; of all else nothing was kept.
+            raise OutOfMemory("; ".join(short))
 
     def _passed(self, program: Program) -> Iterator[Passed]:
         """Every microbatch's pass over the base, with its share of the ranks' time."""
@@ -214,17 +239,17 @@ class Driver:
         """Jobs that broke on another rank after the word on their step was given."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
-                if job not in self._stage.dead:
+                if job not in self._own.dead:
                     self.kill(job)
                     yield Failed(job, reason)
 
-    def _evaluations(self, looks: Sequence[LookSums]) -> Iterator[Event]:
-        sums: dict[tuple[str, int], LookSums] = {}
+    def _evaluations(self, looks: Sequence[PartEvaluation]) -> Iterator[Event]:
+        sums: dict[tuple[str, int], PartEvaluation] = {}
         for look in looks:
             key = look.job, look.step
             sums[key] = sums[key] + look if key in sums else look
         for one in sums.values():
-            if one.job in self._stage.dead:
+            if one.job in self._own.dead:
                 continue
             if math.isfinite(one.loss):
                 yield Evaluated(one.job, one.step, one.loss / one.tokens, one.tokens, one.hits / one.tokens)
@@ -284,7 +309,7 @@ class Driver:
         if len(pending.slices) < self.stages:
             return
         del self._pending[key]
-        if job in self._stage.dead:
+        if job in self._own.dead:
             return
         training = self.aboard[job]
         # An evaluation of this very step may have been noted since.
@@ -319,7 +344,7 @@ def open_pipeline(
     return Driver(staff, loaded, layout, checkpoints, delay)
 
 
-def shares(reports: Sequence[RankReport], kinds: type | UnionType) -> dict[int, float]:
+def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
     """Microbatch → what its passes of these kinds took, divided by the number of ranks."""
     seconds: dict[int, float] = {}
     for report in reports:

@@ -10,8 +10,12 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.plan.program.layout import OnWorker
-from weftune.run.workers.stage_executor import StageExecutor
-from weftune.run.workers.streamed_executor import RankExecutor
+from weftune.run.assemble import resident_executor, streamed_executor
+from weftune.run.executor import Executor
+from weftune.run.measure.timers import ActionTimer
+from weftune.run.parts import AdapterState
+from weftune.run.training.roster import Roster
+from weftune.run.workers.agreed import Agreed
 from weftune.run.workers.transport import Transport
 
 
@@ -27,7 +31,16 @@ def base_of(loaded: Base | StreamedBase) -> Base:
     return loaded.whole if isinstance(loaded, StreamedBase) else loaded
 
 
-def executor_of(loaded: Base | StreamedBase, transport: Transport, rank: int) -> StageExecutor:
+def worker_executor(
+    loaded: Base | StreamedBase, part: OnWorker, transport: Transport, worker: int
+) -> tuple[Executor, Agreed]:
+    """What runs the list of the worker of this number, and its side of the agreement with the others."""
+    sides: list[Agreed] = []
+
+    def agrees(roster: Roster, adapters: AdapterState, timer: ActionTimer) -> Agreed:
+        sides.append(Agreed(roster, adapters, timer, transport, worker))
+        return sides[0]
+
     if isinstance(loaded, StreamedBase):
-        return RankExecutor(loaded, transport, rank)
-    return StageExecutor(loaded, transport, rank)
+        return streamed_executor(loaded, worker=worker, agrees=agrees), sides[0]
+    return resident_executor(loaded, part=part, worker=worker, agrees=agrees), sides[0]

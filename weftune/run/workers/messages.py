@@ -25,10 +25,10 @@ from weftune.plan.program.layout import OnWorker
 from weftune.plan.program.program import Program
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.slices import Slice
+from weftune.run.workers.agreed import WorkerReport
 from weftune.run.workers.codec import Forged, decode, encode, records_in
 from weftune.run.workers.groups import Wires, secret
 from weftune.run.workers.mailbox import PeerLost
-from weftune.run.workers.stage_executor import RankReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,11 @@ class RunProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class EndEarly:
+    """Compute nothing more of the Program that runs. It is heard at once, whatever is being obeyed."""
+
+
+@dataclass(frozen=True, slots=True)
 class KeepBest:
     """Of all evaluations so far this job's last was the best: keep its weights."""
 
@@ -84,7 +89,7 @@ class End:
     pass
 
 
-Command = Begin | Attach | RunProgram | KeepBest | SaveSlice | Detach | End
+Command = Begin | Attach | RunProgram | EndEarly | KeepBest | SaveSlice | Detach | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class Saved:
 class Through:
     """A window's list is through."""
 
-    report: RankReport
+    report: WorkerReport
     peak_bytes: int
 
 
@@ -133,15 +138,37 @@ Answer = Begun | Saved | Through | HandedOver | Refused | Ended
 
 
 class Orders:
-    """The worker's side: commands in, answers out."""
+    """The worker's side: commands in, answers out. A thread hears commands, for one cannot wait."""
 
     def __init__(self, wires: Wires) -> None:
         rank = wires.place.rank
         self._commands, self._reports = wires.commands[rank], wires.reports[rank]
+        self._heard: queue.Queue[Command | PeerLost | Forged] = queue.Queue()
+        self.overdue = threading.Event()
+        """Whether the Program that runs is to end early."""
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def take(self) -> Command:
-        command: Command = receive_message(self._commands, 0)
+        command = self._heard.get()
+        if isinstance(command, PeerLost | Forged):
+            raise command
         return command
+
+    def _listen(self) -> None:
+        command: Command | PeerLost | Forged | None = None
+        while not isinstance(command, End | PeerLost | Forged):
+            try:
+                command = receive_message(self._commands, 0)
+            except (PeerLost, Forged) as mistrusted:
+                command = mistrusted
+            assert command is not None
+            if isinstance(command, EndEarly):
+                self.overdue.set()
+                continue
+            if isinstance(command, RunProgram):
+                # The one before is through on all workers.
+                self.overdue.clear()
+            self._heard.put(command)
 
     def answer(self, answer: Answer) -> None:
         send_message(answer, self._reports, 0)
@@ -175,10 +202,10 @@ class Staff:
         for listener in self._listeners:
             listener.join()
 
-    def heard(self) -> tuple[int, Answer] | None:
-        """The next answer if there is one; never waits."""
+    def heard(self, seconds: float = 0.0) -> tuple[int, Answer] | None:
+        """The next answer if there is one, or comes so soon."""
         try:
-            return self._checked(*self._heard.get_nowait())
+            return self._checked(*self._heard.get(seconds > 0, seconds or None))
         except queue.Empty:
             return None
 

@@ -14,7 +14,7 @@ from weftune.plan.program.program import Backward, Evaluate, Forward, Program, S
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import LoadPace, StagePace, timeline_foreseen
 from weftune.plan.window.varied import timelines_varied
-from weftune.run.workers.stage_executor import RankReport, TimedAction
+from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 REMEMBERED = 200
 BACKWARD_GUESS = 1.5
@@ -66,7 +66,7 @@ class Paces:
     def measured(self) -> bool:
         return all(stage.forwards and stage.backwards for stage in self._stages)
 
-    def learn(self, program: Program, reports: Sequence[RankReport]) -> None:
+    def learn(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """`reports` come rank by rank, replica after replica. A Step is of all stages of its rank."""
         for rank, report in enumerate(reports):
             homes = program.homes(program.replica(rank))

@@ -23,7 +23,7 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.plan.program.timeline import Event, Lane, Timeline
-from weftune.run.workers.stage_executor import RankReport
+from weftune.run.workers.agreed import WorkerReport
 
 KEPT = 200_000
 """Actions; of a longer run the last are kept."""
@@ -34,7 +34,7 @@ class Trace:
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._ranks = 0
 
-    def add(self, program: Program, reports: Sequence[RankReport]) -> None:
+    def add(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """The window that has just run."""
         self._ranks = max(self._ranks, len(reports))
         for rank, report in enumerate(reports):
@@ -60,7 +60,7 @@ class Trace:
         path.write_text(json.dumps({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}))
 
 
-def timeline_of(reports: Sequence[RankReport]) -> Timeline:
+def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
     """What was measured, in the simulator's own terms: a rank is busy in its passes and its Steps."""
     passes = [
         Event(rank, Lane.compute, one.action, one.start, one.stop)

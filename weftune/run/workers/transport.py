@@ -50,7 +50,7 @@ class Transport:
         self, lanes: Lanes, width: int, dtype: torch.dtype, device: torch.device, delay: float = 0.0
     ) -> None:
         """With a `delay` every message takes so many seconds more: a slow link, for tests and benchmarks."""
-        self._width = width
+        self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
         self._activation_in = _inbox(lanes.activation_in, dtype, device)
         self._gradient_in = _inbox(lanes.gradient_in, dtype, device)
@@ -86,6 +86,10 @@ class Transport:
         outbox = self._activation_out if action.what == "activation" else self._gradient_out
         assert outbox is not None, f"{action}: there is no neighbour on that side"
         outbox.send(tensor_TD)
+
+    def zeros(self, rows: int) -> Tensor:
+        """In the place of hidden states or gradients that were never made."""
+        return torch.zeros(rows, self._width, dtype=self._dtype, device=self._device)
 
     def sums_from_next(self) -> Tensor:
         """What the next batch that is told of came to on all stages after."""

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from weftune.errors import UserError
+from weftune.run.events import SaveDue
 from weftune.run.measure.memory import limit_bytes, peak_bytes
+from weftune.run.parts import delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.slices import write_slice
 from weftune.run.training.state import new_training
 from weftune.run.workers.groups import Wires
-from weftune.run.workers.loaded import base_of, executor_of, load_part
+from weftune.run.workers.loaded import base_of, load_part, worker_executor
 from weftune.run.workers.messages import (
     Attach,
     Begin,
@@ -61,7 +63,7 @@ class Worker:
         self.base = base_of(loaded)
         width, dtype = self.base.shape.hidden, self.base.dtype
         self.transport = Transport(wires.lanes, width, dtype, device, begin.delay)
-        self.executor = executor_of(loaded, self.transport, self.place.rank)
+        self.executor, self.agreed = worker_executor(loaded, begin.part, self.transport, self.place.rank)
         self._checkpoints: dict[str, Path] = {}
 
     def obey(self) -> None:
@@ -88,8 +90,9 @@ class Worker:
     def _attach(self, attach: Attach) -> None:
         base, job = self.base, attach.member.job
         sites = base.shape.sites
+        home = self.executor.home
         training = new_training(
-            attach.member, attach.recipe, sites, base.dtype, base.device, base.whole_sites
+            attach.member, attach.recipe, sites, base.dtype, home, base.whole_sites, drawn_on=base.device
         )
         if attach.resumes:
             found = checkpoint.restore(attach.checkpoints, training)
@@ -98,11 +101,12 @@ class Worker:
         self._checkpoints[job] = attach.checkpoints
 
     def _run(self, run: RunProgram) -> None:
-        for event in self.executor.run(run.program, run.microbatches):
-            # Of a rank's events only these are its own business; the first rank hears of steps by itself.
+        fetch = delivered(run.program, run.microbatches)
+        for event in self.executor.run(run.program, fetch, overdue=self.orders.overdue.is_set):
+            assert isinstance(event, SaveDue), f"{event} is the first worker's business"
             self._save(event.job)
         self.transport.settle()
-        self.orders.answer(Through(self.executor.report, peak_bytes(self.base.device)))
+        self.orders.answer(Through(self.agreed.report, peak_bytes(self.base.device)))
 
     def _save(self, job: str) -> None:
         training = self.executor.aboard[job]

@@ -15,9 +15,11 @@ from weftune.base.spec import BaseSpec
 from weftune.base.stages import cut_base
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.time import Line
+from weftune.plan.program.layout import in_stages
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, StagePace, plan_pipeline
 from weftune.run.events import Failed, Stepped
-from weftune.run.workers.stage_executor import StageExecutor
+from weftune.run.parts import delivered
+from weftune.run.workers.loaded import worker_executor
 from weftune.run.workers.transport import Transport
 from weftune.trainer.job import lay_out
 
@@ -48,11 +50,20 @@ def whole_base(family, dtype):
     return Base.from_model(deep(family, dtype), BaseSpec(model=f"tiny/{family}"), bench.CPU)
 
 
+def ranges(cuts):
+    return [LayerRange(start, stop, cuts[-1]) for start, stop in pairwise(cuts)]
+
+
 def cut(family, dtype, place, cuts):
-    start, stop = list(pairwise(cuts))[place.stage]
-    return cut_base(
-        deep(family, dtype), BaseSpec(model=f"tiny/{family}"), bench.CPU, LayerRange(start, stop, cuts[-1])
-    )
+    held = ranges(cuts)[place.stage]
+    return cut_base(deep(family, dtype), BaseSpec(model=f"tiny/{family}"), bench.CPU, held)
+
+
+def on_worker(base, wires, cuts, delay=0.0):
+    """What runs this worker's list, its side of the agreement, and what they are connected by."""
+    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
+    part = in_stages(ranges(cuts), wires.place.replicas).on(wires.place.stage)
+    return *worker_executor(base, part, transport, wires.place.rank), transport
 
 
 def pipeline_program(jobs, place, order, rounds=5):
@@ -67,8 +78,7 @@ def as_rank(wires, family, dtype, cuts, order, poison, cancelled=None):
     """
     jobs = make_jobs(whole_base(family, dtype))
     base = cut(family, dtype, wires.place, cuts)
-    transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
-    executor = StageExecutor(base, transport, wires.place.rank)
+    executor, _, transport = on_worker(base, wires, cuts)
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
@@ -79,7 +89,7 @@ def as_rank(wires, family, dtype, cuts, order, poison, cancelled=None):
         n: lay_out(plan, False, by_name) for n, plan in enumerate(program.microbatches) if plan.segments
     }
     events = []
-    for event in executor.run(program, microbatches):
+    for event in executor.run(program, delivered(program, microbatches)):
         events.append(event)
         if isinstance(event, Stepped) and event.job == cancelled:
             executor.kill(cancelled)

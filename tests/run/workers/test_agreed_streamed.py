@@ -12,7 +12,7 @@ from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
 from tests.run.ranks import run_ranks
-from tests.run.workers.test_stage_executor import (
+from tests.run.workers.test_agreed import (
     CAPACITY,
     assert_equal,
     losses_of,
@@ -24,11 +24,13 @@ from weftune.base.host.streamed_worker import stream_rank
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.plan.program.program import Evaluate, Forward
+from weftune.plan.program.program import Evaluate
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import streamed_executor
 from weftune.run.events import Evaluated, Failed, SaveDue, Stepped
-from weftune.run.workers.streamed_executor import RankExecutor
-from weftune.run.workers.transport import Lanes, Transport
+from weftune.run.parts import delivered
+from weftune.run.workers.loaded import worker_executor
+from weftune.run.workers.transport import Transport
 from weftune.trainer.job import lay_out
 
 ONE_EACH = tuple(StageLayers(n, n + 1) for n in range(LAYERS))
@@ -74,7 +76,7 @@ def as_rank(wires, family, dtype, cut, make, poison=None, cancelled=None):
     streamed = stream_rank(deep(family, dtype), spec, bench.CPU, cut.on(wires.place.rank))
     base = streamed.whole
     transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
-    executor = RankExecutor(streamed, transport, wires.place.rank)
+    executor, agreed = worker_executor(streamed, streamed.part, transport, wires.place.rank)
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
@@ -90,16 +92,16 @@ def as_rank(wires, family, dtype, cut, make, poison=None, cancelled=None):
         microbatches = {
             n: lay_out(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)
         }
-        for event in executor.run(program, microbatches):
+        for event in executor.run(program, delivered(program, microbatches)):
             events.append(event)
             if isinstance(event, Stepped) and event.job == cancelled:
                 executor.kill(cancelled)
-        looks += executor.report.looks
+        looks += agreed.report.evaluations
         transport.settle()
-    assert executor.streamer.there == set(executor.part.waiting)
+    assert executor.weights.there == set(executor.part.waiting)
     if len(executor.part.streamed) > executor.part.slots:
         all_of_it = sum(source.size for source in streamed.sources.values())
-        assert executor.streamer.waited.copied_bytes > 2 * all_of_it
+        assert executor.weights.waited.copied_bytes > 2 * all_of_it
     steps = {name: training.progress.step for name, training in executor.aboard.items()}
     return events, looks, views(executor.aboard), steps
 
@@ -121,10 +123,7 @@ def of(answers, place):
 def test_layers_are_fused_though_those_between_are_on_another_rank(rank):
     cut = CUTS["two ranks, a slot each"].on(rank)
     streamed = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), bench.CPU, cut)
-    transport = Transport(
-        Lanes(*[None] * 7, words_out=()), streamed.whole.shape.hidden, torch.float32, bench.CPU
-    )
-    executor = RankExecutor(streamed, transport, rank, Route.tiled)
+    executor = streamed_executor(streamed, Route.tiled, worker=rank)
     assert executor.layers.paths == [f"model.layers.{at}" for at in range(rank, LAYERS, 2)]
     executor.unweave()
 
@@ -207,14 +206,12 @@ def test_stages_of_other_ranks_are_nowhere_and_those_that_stay_have_no_copy_in_h
 def test_a_stage_that_has_left_its_rank_cannot_be_used():
     cut = CUTS["two ranks, a slot each"]
     base = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(1))
-    nobody = Lanes(*[None] * 7, words_out=())
-    hidden = base.whole.shape.hidden
-    executor = RankExecutor(base, Transport(nobody, hidden, torch.float32, bench.CPU), 1)
-    executor.streamer.settle()
-    assert executor.streamer.there == {1}
+    executor = streamed_executor(base, worker=1)
+    executor.weights.settle()
+    assert executor.weights.there == {1}
     weight = base.whole.model.base_model.layers[1].self_attn.q_proj.weight
     assert bool(weight.isfinite().all())
-    executor.streamer.evict(1)
+    executor.weights.evict(1)
     assert bool(weight.isnan().all())
     with pytest.raises(AssertionError, match="stage 1 is used but was not brought"):
-        list(executor._act(Forward(0, 1)))
+        executor.weights.use(1)

@@ -6,7 +6,7 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
-from tests.run.workers.test_stage_executor import PACE, make_jobs, whole_base
+from tests.run.workers.test_agreed import PACE, make_jobs, whole_base
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.errors import PlanError
@@ -14,9 +14,8 @@ from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import Load
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.plan.window.window import plan_window
+from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.events import Evaluated, Failed, OutOfMemory, Stepped
-from weftune.run.executor import Executor
-from weftune.run.stream.executor import StreamExecutor
 from weftune.run.training.state import new_training
 from weftune.trainer.job import lay_out
 
@@ -39,7 +38,7 @@ def travelling(cut):
 
 
 def streamed(family, dtype, cut):
-    return StreamExecutor(stream_model(deep(family, dtype), BaseSpec(model="tiny"), bench.CPU, cut))
+    return streamed_executor(stream_model(deep(family, dtype), BaseSpec(model="tiny"), bench.CPU, cut))
 
 
 def evaluated_jobs(base):
@@ -79,7 +78,7 @@ def windows(executor, jobs, plan):
 def resident(family, dtype):
     base = whole_base(family, dtype)
     jobs = evaluated_jobs(base)
-    executor = Executor(base)
+    executor = resident_executor(base)
     take_aboard(executor, jobs)
     return windows(executor, jobs, lambda courses: plan_window(courses, one_device(), CAPACITY))
 
@@ -110,20 +109,20 @@ def test_every_family_streams(family):
 
 def test_a_stage_that_has_left_cannot_be_used():
     executor = streamed("llama", torch.float32, CUTS["one slot"])
-    executor.streamer.settle()
-    assert executor.streamer.there == {0}
+    executor.weights.settle()
+    assert executor.weights.there == {0}
     layer = executor.base.model.base_model.layers[0].self_attn.q_proj.weight
     assert bool(layer.isfinite().all())
-    executor.streamer.evict(0)
+    executor.weights.evict(0)
     assert bool(layer.isnan().all())
     with pytest.raises(AssertionError, match="was not brought"):
-        executor.streamer.use(0)
+        executor.weights.use(0)
 
 
 def test_stages_that_stay_have_no_copy_in_host_memory():
     executor = streamed("llama", torch.float32, CUTS["uneven, two stay"])
-    assert set(executor.streamed.sources) == {1, 3}
-    assert executor.streamed.arena.shape[0] == 1
+    assert set(executor.weights.base.sources) == {1, 3}
+    assert executor.weights.base.arena.shape[0] == 1
 
 
 def test_a_nan_of_one_job_does_not_reach_the_others():
@@ -132,7 +131,7 @@ def test_a_nan_of_one_job_does_not_reach_the_others():
     jobs = make_jobs(executor.base)
     take_aboard(executor, jobs)
     executor.aboard["b"].state.weights.fill_(float("nan"))
-    executor.travel.bring_weights(["b"])
+    executor.adapters.travel.bring_weights(["b"])
     courses = [job.course(0, 3, False) for job in jobs]
     events = told(run(executor, plan_window(courses, cut, CAPACITY), jobs))
     assert [event.job for event in events if isinstance(event, Failed)] == ["b"]
@@ -163,7 +162,7 @@ def test_after_a_shortage_in_the_middle_of_a_round_the_next_window_finds_everyth
         if passes == 9:
             raise torch.OutOfMemoryError("no more")
 
-    hook = executor.streamed.stages[2].model.base_model.register_forward_pre_hook(short)
+    hook = executor.stages[2].model.base_model.register_forward_pre_hook(short)
     with pytest.raises(OutOfMemory):
         run(executor, program, jobs)
     hook.remove()

@@ -1,0 +1,107 @@
+"""What `weftune` does in a process where something is wrong: a slow device, too little memory, a job that is
+cancelled. Every rank runs one of these in the place of `main`; what it changes stays in its process."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tests.held import float_bytes
+
+LAYER_SECONDS = 0.05
+FINISHING = 0.2
+"""In the place of ten seconds."""
+ROOM = 60
+"""Rows that a layer of a device without memory has room for."""
+LATER = 30
+"""The layer at which there is no room at all."""
+VICTIM, OTHER = "victim", "other"
+
+
+def _before_layers(do: Callable[[Any], None]) -> None:
+    """Of the tiny OPT: `do` hears of what each is given, in whatever way the layer is run."""
+    from transformers.models.opt.modeling_opt import OPTDecoderLayer
+
+    run = OPTDecoderLayer.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **keys: Any) -> Any:
+        do(hidden_states)
+        return run(self, hidden_states, *args, **keys)
+
+    OPTDecoderLayer.forward = forward
+
+
+def _main() -> None:
+    from weftune.cli.main import main
+
+    main()
+
+
+def slow_main() -> None:
+    import weftune.core.interrupt
+
+    _before_layers(lambda given: time.sleep(LAYER_SECONDS))
+    weftune.core.interrupt.FINISHING = FINISHING
+    _main()
+
+
+def short_main(struck: Path) -> None:
+    """The last rank, or the only one, has no room for large microbatches, and once none for any; the file
+    `struck` has a letter for each time."""
+    import torch
+
+    calls = count(1)
+
+    def refuse(given: Any) -> None:
+        rows = given.numel() // given.shape[-1]
+        if rows > ROOM or next(calls) == LATER:
+            with struck.open("a") as file:
+                file.write("x")
+            raise torch.OutOfMemoryError("no room")
+
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        _before_layers(refuse)
+    _main()
+
+
+def cancelling_main(moment: tuple[str, int, str], notes: Path) -> None:
+    """The first rank cancels a job at a moment: a job, its step, and what happened. Every rank notes who is
+    aboard at the beginning of each window, what tensors take, and what the job's own take of it."""
+    from weftune.run.executor import Executor
+    from weftune.trainer.trainer import Trainer
+
+    train, run = Trainer.run, Executor.run
+
+    def note(what: Any) -> None:
+        with (notes / f"rank-{os.environ['RANK']}").open("a") as file:
+            print(json.dumps(what), file=file)
+
+    def with_cancel(self: Any) -> Any:
+        def callback(event: Any) -> None:
+            happened = [event.job, event.step, type(event).__name__]
+            note({"event": happened})
+            if happened == list(moment):
+                note({"cancelled": VICTIM})
+                self.cancel(VICTIM)
+
+        return train(self, callback)
+
+    def noted(self: Any, *args: Any, **keys: Any) -> Iterator[Any]:
+        state = [state_bytes(one) for name, one in self.aboard.items() if name == VICTIM]
+        note({"aboard": sorted(self.aboard), "held": float_bytes(), "own": sum(state)})
+        yield from run(self, *args, **keys)
+
+    Trainer.run, Executor.run = with_cancel, noted
+    _main()
+
+
+def state_bytes(training: Any) -> int:
+    """Bytes of a job's vectors."""
+    state = training.state
+    vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
+    return sum(one.numel() * one.element_size() for one in vectors)

@@ -1,0 +1,43 @@
+"""The four modes, on a model of four layers: one device, streamed, in stages, streamed by several workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.launches import Launch, fresh
+from tests.outputs import status
+from weftune.cli.main import main
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    name: str
+    ranks: int
+    gpu_memory: str = ""
+    """Of a pretended device that has no room for its part of the base and all that passes hold."""
+
+    def start(
+        self, place: Path, output: str, *more: str, runs: Callable[[], object] = main, **keys: Any
+    ) -> Launch:
+        words = ("--device", "cpu", "--gpu-memory", self.gpu_memory) if self.gpu_memory else ()
+        return Launch(place, output, self.ranks, *more, always=words, runs=runs, **keys)
+
+    def assert_it_was(self, output: Path) -> None:
+        """Whether the base was streamed where that was wanted, and only there."""
+        assert ("The base is streamed" in " ".join(status(output)["notes"])) == bool(self.gpu_memory)
+
+    def output(self, place: Path) -> Path:
+        """A new one."""
+        return place / fresh(place, self.name.replace(" ", "-"))
+
+
+MODES = [
+    Mode("one device", 1),
+    Mode("streamed", 1, "700KiB"),
+    Mode("pipeline", 2),
+    Mode("streamed workers", 2, "700KiB"),
+]
+NAMES = [mode.name for mode in MODES]

@@ -1,0 +1,111 @@
+"""One supervisor for all processes of a run: who is lost is started again with its team, and nobody else."""
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+
+import weftune.launch.supervise
+from tests.run.ranks import context
+from weftune.launch.processes import INTERRUPTED
+from weftune.launch.supervise import Member, Supervisor, Team, TeamEnd
+from weftune.run.workers.heartbeat import LOST
+
+
+def ends(code, _):
+    raise SystemExit(code)
+
+
+def waits(connection):
+    """For ever, with signs of life."""
+    while True:
+        connection.send(None)
+        time.sleep(0.05)
+
+
+def is_killed(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def says(words, connection):
+    for word in words:
+        connection.send(word)
+
+
+def stops_itself(_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Told:
+    """Runs teams whose members depend on the attempt, and keeps what was said, heard and started."""
+
+    def __init__(self, folder, *teams, **keys):
+        self.said, self.heard, self.attempts = [], [], []
+        context()
+        made = [
+            Team(members=partial(self._members, number, lists), **keys) for number, lists in enumerate(teams)
+        ]
+        self.supervisor = Supervisor(made, folder, self.said.append, self.heard.append)
+
+    def _members(self, number, lists, attempt):
+        self.attempts.append((number, attempt))
+        mains = lists[min(attempt, len(lists) - 1)]
+        return [Member(f"worker {number}.{at}", main) for at, main in enumerate(mains)]
+
+
+def test_a_team_with_a_lost_member_is_started_again_as_a_whole_and_ends_with_its_first(tmp_path):
+    told = Told(tmp_path, [[waits, is_killed], [partial(ends, 1), partial(ends, 0)]], named="all")
+    assert told.supervisor.run() == [TeamEnd(1)]
+    assert told.said == [
+        "worker 0.1 was ended by SIGKILL; starting all again from the last checkpoints (1 of 3)."
+    ]
+    assert told.attempts == [(0, 0), (0, 1)]
+    assert len((tmp_path / "ranks" / "pids").read_text().splitlines()) == 2
+
+
+def test_a_team_that_is_lost_too_often_is_given_up_and_the_others_come_to_their_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(weftune.launch.supervise, "RESTARTS", 1)
+    told = Told(tmp_path, [[is_killed]], [[partial(says, ["a", "b"])]])
+    assert told.supervisor.run() == [TeamEnd(LOST, "worker 0.0 was ended by SIGKILL"), TeamEnd(0)]
+    assert told.heard == ["a", "b"], "what it said last is heard, too"
+    assert told.said == [
+        "worker 0.0 was ended by SIGKILL; starting it again from the last checkpoints (1 of 1).",
+        "worker 0.0 was ended by SIGKILL; giving up; go on with --resume.",
+    ]
+    assert told.attempts == [(0, 0), (1, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, INTERRUPTED])
+def test_ends_of_the_first_member_that_no_other_try_would_change_are_no_losses(tmp_path, code):
+    told = Told(tmp_path, [[partial(ends, code), partial(ends, 0)]])
+    assert told.supervisor.run() == [TeamEnd(code)]
+    assert told.said == []
+
+
+@pytest.mark.timed
+def test_a_member_that_says_nothing_any_more_is_ended_and_started_again(tmp_path):
+    told = Told(tmp_path, [[stops_itself], [partial(ends, 0)]], silent_after=2.0)
+    assert told.supervisor.run() == [TeamEnd(0)]
+    assert told.said[0] == "worker 0.0 has given no sign of life for 2 seconds."
+
+
+def test_asked_to_stop_nobody_is_started_again(tmp_path):
+    """SIGTERM ends whoever is still at its imports; that is no loss."""
+    told = Told(tmp_path, [[waits, waits]])
+
+    def press():
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ranks" / "pids").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    finger = threading.Thread(target=press)
+    finger.start()
+    ended = told.supervisor.run()
+    finger.join()
+    assert [one.code for one in ended] == [INTERRUPTED]
+    assert told.said == []
+    assert told.attempts == [(0, 0)]

@@ -1,0 +1,125 @@
+"""Every legal combination of an executor's parts trains jobs to the same adapters. Captured passes have the
+others' place on a GPU: tests/test_stream_graphs_gpu.py and tests/test_stage_graphs_gpu.py."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests import bench
+from tests.run import aboard
+from tests.run.models import LAYERS, deep
+from tests.run.ranks import run_ranks
+from tests.run.test_streamed import evaluated_jobs, resident, take_aboard, windows
+from tests.run.workers.test_agreed import CAPACITY, assert_equal, losses_of, views, whole_base
+from weftune.base.host.streamed import stream_model
+from weftune.base.host.streamed_worker import stream_rank
+from weftune.base.spec import BaseSpec
+from weftune.plan.program.layout import Layout, StageLayers
+from weftune.plan.program.program import Evaluate
+from weftune.plan.window.window import plan_window
+from weftune.run.alone import Alone
+from weftune.run.assemble import streamed_executor
+from weftune.run.parts import delivered
+from weftune.run.passes.plain import PlainPasses
+from weftune.run.resident_adapters import ResidentAdapters
+from weftune.run.stream.activations import KeptActivations, OffloadedActivations
+from weftune.run.stream.travelling_adapters import TravellingAdapters
+from weftune.run.stream.weights import ResidentWeights, StreamedWeights
+from weftune.run.workers.agreed import Agreed
+from weftune.run.workers.loaded import worker_executor
+from weftune.run.workers.transport import Transport
+from weftune.trainer.job import lay_out
+
+ROWS = 256
+WAYS = list(product((False, True), (False, True)))
+"""Whether adapters travel, and whether inputs are offloaded."""
+
+
+def layout(travels, offloads, slots=(2,)):
+    stages = tuple(StageLayers(n, n + 1, resident=n == 1) for n in range(LAYERS))
+    return Layout(stages, slots, travels=travels, offloaded_rows=ROWS if offloads else 0)
+
+
+def kinds(executor):
+    parts = executor.weights, executor.activations, executor.passes, executor.adapters, executor.agreement
+    return tuple(type(part) for part in parts)
+
+
+def expected_kinds(travels, offloads, agreement):
+    return (
+        StreamedWeights,
+        OffloadedActivations if offloads else KeptActivations,
+        PlainPasses,
+        TravellingAdapters if travels else ResidentAdapters,
+        agreement,
+    )
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return resident("llama", torch.float32)
+
+
+@pytest.mark.parametrize(("travels", "offloads"), WAYS)
+def test_one_worker_whose_stages_take_turns(travels, offloads, wanted):
+    cut = layout(travels, offloads)
+    executor = streamed_executor(
+        stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut)
+    )
+    assert kinds(executor) == expected_kinds(travels, offloads, Alone)
+    jobs = evaluated_jobs(executor.base)
+    take_aboard(executor, jobs)
+    events, masters = windows(executor, jobs, lambda courses: plan_window(courses, cut, CAPACITY))
+    assert sorted(events, key=str) == sorted(wanted[0], key=str)
+    assert all(torch.equal(masters[name], master) for name, master in wanted[1].items())
+
+
+def test_one_worker_whose_base_stays():
+    executor = aboard.executor(whole_base("llama", torch.float32), [])
+    assert kinds(executor) == (ResidentWeights, KeptActivations, PlainPasses, ResidentAdapters, Alone)
+
+
+def as_worker(wires):
+    """Of each way: the kinds of parts, what happened, this worker's slices, and what it evaluated."""
+    found = []
+    for travels, offloads in WAYS:
+        cut = layout(travels, offloads, (1, 1))
+        part = cut.on(wires.place.rank)
+        streamed = stream_rank(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, part)
+        base = streamed.whole
+        transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
+        executor, agreed = worker_executor(streamed, part, transport, wires.place.rank)
+        jobs = evaluated_jobs(whole_base("llama", torch.float64))
+        take_aboard(executor, jobs)
+        by_name = {job.name: job for job in jobs}
+        events, evaluations, begins = [], [], True
+        for _ in range(4):
+            courses = [job.course(executor.aboard[job.name].progress.step, 2, begins) for job in jobs]
+            program, begins = plan_window(courses, cut, CAPACITY), False
+            looks = {one.microbatch for one, _ in program.compute() if isinstance(one, Evaluate)}
+            laid = {n: lay_out(plan, n in looks, by_name) for n, plan in enumerate(program.microbatches)}
+            events += executor.run(program, delivered(program, laid))
+            evaluations += agreed.report.evaluations
+            transport.settle()
+            assert executor.activations.empty
+        found.append((kinds(executor), events, views(executor.aboard), evaluations))
+    return found
+
+
+def test_workers_whose_stages_take_turns():
+    base = whole_base("llama", torch.float64)
+    jobs = evaluated_jobs(base)
+    made = aboard.executor(base, jobs)
+    events = list(aboard.events(made, aboard.program(jobs, 6, CAPACITY, begins=True), jobs))
+    starts = views({job.name: aboard.training(base, job) for job in jobs})
+    first, second = run_ranks(2, as_worker, ring=True)
+    for (travels, offloads), mine, theirs in zip(WAYS, first, second, strict=True):
+        # The first has stages 0 and 2: the one has no input, that of the other is wanted first.
+        assert mine[0] == expected_kinds(travels, False, Agreed)
+        assert theirs[0] == expected_kinds(travels, offloads, Agreed)
+        weights = mine[2] | theirs[2]
+        assert_equal(
+            (losses_of(mine[1]), weights), (losses_of(events), views(made.aboard), starts), 1e-9, 1e-8
+        )
+        assert {(one.job, one.step) for one in mine[3] + theirs[3]} == {("d", 0), ("d", 2), ("d", 4)}

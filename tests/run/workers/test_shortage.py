@@ -1,0 +1,104 @@
+"""A worker without room computes nothing more in a window; all come to its end, and Steps that were made are
+made everywhere."""
+
+import pytest
+import torch
+
+from tests import bench
+from tests.run import aboard
+from tests.run.models import LAYERS, deep
+from tests.run.ranks import run_ranks
+from tests.run.workers.test_agreed import (
+    CAPACITY,
+    CUTS,
+    PACE,
+    STEPS,
+    alone,
+    assert_equal,
+    cut,
+    losses_of,
+    make_jobs,
+    on_worker,
+    ranges,
+    views,
+    whole_base,
+)
+from weftune.base.host.streamed_worker import stream_rank
+from weftune.base.spec import BaseSpec
+from weftune.plan.program.layout import Layout, StageLayers, in_stages
+from weftune.plan.window.window import Pacing, plan_window
+from weftune.run.parts import delivered
+from weftune.run.workers.loaded import worker_executor
+from weftune.run.workers.transport import Transport
+from weftune.trainer.job import lay_out
+
+PIPELINE = in_stages(ranges(CUTS[2]))
+STREAMED = Layout(tuple(StageLayers(n, n + 1) for n in range(LAYERS)), (1, 1))
+REPLICAS = in_stages(ranges([0, LAYERS]), replicas=2)
+
+
+def opened(wires, layout):
+    """This worker's executor, its side of the agreement, and what it is connected by."""
+    if layout.pipelined:
+        cuts = [0, *(stage.stop for stage in layout.stages)]
+        return on_worker(cut("llama", torch.float64, wires.place, cuts), wires, cuts)
+    part = layout.on(wires.place.rank)
+    streamed = stream_rank(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, part)
+    transport = Transport(wires.lanes, streamed.whole.shape.hidden, torch.float64, bench.CPU)
+    return *worker_executor(streamed, part, transport, wires.place.rank), transport
+
+
+def as_worker(wires, layout, short, at):
+    """Train all jobs to their ends; the worker `short` has no memory for its pass number `at`."""
+    executor, agreed, transport = opened(wires, layout)
+    jobs = make_jobs(whole_base("llama", torch.float64))
+    for job in jobs:
+        executor.attach(aboard.training(executor.base, job))
+    passes = 0
+
+    def strike(*_):
+        nonlocal passes
+        passes += 1
+        if wires.place.rank == short and passes == at:
+            raise torch.OutOfMemoryError("no more")
+
+    executor.base.model.base_model.register_forward_pre_hook(strike)
+    pacing = Pacing((PACE,) * len(layout.stages)) if layout.pipelined else None
+    by_name = {job.name: job for job in jobs}
+    events, shortages, steps = [], [], []
+    for _ in range(6):
+        courses = [job.course(executor.aboard[job.name].progress.step, 2, False) for job in jobs]
+        program = plan_window(courses, layout, CAPACITY, pacing=pacing)
+        laid = {
+            action.microbatch: lay_out(plan, False, by_name)
+            for action, plan in program.compute_in(wires.place.replica)
+        }
+        events += executor.run(program, delivered(program, laid))
+        transport.settle()
+        shortages.append(agreed.report.shortage)
+        steps.append({name: one.progress.step for name, one in executor.aboard.items()})
+        assert executor.activations.empty
+        assert all(one.open is None and not one.gradient.any() for one in executor.aboard.values())
+    return events, views(executor.aboard), shortages, steps
+
+
+@pytest.mark.parametrize(
+    ("layout", "short", "at"),
+    [
+        (PIPELINE, 0, 1),
+        (PIPELINE, 1, 4),
+        (PIPELINE, 0, 9),
+        (STREAMED, 1, 1),
+        (STREAMED, 0, 11),
+        (REPLICAS, 1, 2),
+    ],
+)
+def test_the_window_ends_short_everywhere_and_jobs_end_as_if_nothing_had_been(layout, short, at):
+    answers = run_ranks(2, as_worker, layout, short, at, replicas=layout.replicas, ring=not layout.pipelined)
+    for worker, (_, _, shortages, _) in enumerate(answers):
+        told = [sentence for sentence in shortages if sentence]
+        assert told == ([f"worker {short}: no more"] if worker == short else [])
+    assert answers[0][3] == answers[1][3], "workers disagree on which Steps were made"
+    assert answers[0][3][-1] == STEPS
+    weights = {key: value for _, slices, *_ in answers for key, value in slices.items()}
+    assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64), 1e-9, 1e-8)

@@ -1,0 +1,84 @@
+"""Captured passes of stages in a pipeline: microbatches in flight have an instance of their own each."""
+
+import pytest
+import torch
+
+from tests import bench
+from tests.run import aboard
+from tests.test_gpu import ready
+from weftune.base.spec import BaseSpec
+from weftune.base.stages import load_stage
+from weftune.core.shapes import LayerRange
+from weftune.plan.program.layout import one_device
+from weftune.plan.window.window import plan_window
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.graphs import CapturedPasses
+from weftune.run.passes.plain import PlainPasses
+from weftune.run.passes.rows import RowsHere, Visitor, lay
+from weftune.run.resident_adapters import ResidentAdapters
+from weftune.run.training.roster import Roster
+from weftune.trainer.job import lay_out
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not bench.STORIES.exists(), reason="stories15M is not here"),
+]
+
+LAYERS = 6
+IN_FLIGHT = 3
+
+
+def went_round(captured):
+    """What three rounds of three microbatches in flight come to: last hidden states, gradients, captures."""
+    spec = BaseSpec(model=str(bench.STORIES), dtype="bfloat16")
+    device = torch.device("cuda", 0)
+    held = LayerRange(0, 3, LAYERS), LayerRange(3, LAYERS, LAYERS)
+    stages = [AdaptedBase(load_stage(spec, device, one)) for one in held]
+    passes, rosters = [], []
+    for number, adapted in enumerate(stages):
+        plain = PlainPasses(adapted, {number: adapted.base})
+        assert adapted.capturable
+        passes.append(CapturedPasses(plain) if captured else plain)
+        rosters.append(Roster())
+        adapters = ResidentAdapters(adapted, rosters[-1])
+        for index in range(2):
+            adapters.attach(aboard.training(adapted.base, ready(stages[0].base, f"job{index}", index)))
+    jobs = [ready(stages[0].base, f"job{index}", index) for index in range(2)]
+    by_name = {job.name: job for job in jobs}
+    courses = [job.course(0, 3, False) for job in jobs]
+    plans = plan_window(courses, one_device(), 256, ladder=True).microbatches[:IN_FLIGHT]
+    rows = [RowsHere(lay(lay_out(plan, False, by_name), plan.rows, device)) for plan in plans]
+    found = []
+    stream = stages[0].stream
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            between, last = [], []
+            for number, here in enumerate(rows):
+                between.append(passes[0].forward(Visitor(number, 0), here, None, True).h_TD)
+            for number, here in enumerate(rows):
+                made = passes[1].forward(Visitor(number, 1), here, between[number], True)
+                last.append(made.h_TD.clone())
+            for number, here in enumerate(rows):
+                dh_TD = torch.ones_like(last[number]) * (number + 1)
+                back = passes[1].backward(Visitor(number, 1), here, between[number], dh_TD)
+                passes[0].backward(Visitor(number, 0), here, None, back.dgiven_TD)
+            found += last
+        gradients = [one.gradient.clone() for roster in rosters for one in roster.trainings.values()]
+    torch.cuda.synchronize()
+    captures = [one.captures for one in passes]
+    for one, adapted in zip(passes, stages, strict=True):
+        one.abandon()
+        adapted.unweave()
+    return found, gradients, captures
+
+
+def test_microbatches_in_flight_have_the_very_bits_of_plain_passes():
+    plain, gradients, none = went_round(captured=False)
+    found, others, captures = went_round(captured=True)
+    assert none == [None, None]
+    assert captures[0] >= IN_FLIGHT
+    assert captures[1] >= IN_FLIGHT
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, plain, strict=True))
+    assert all(bool(gradient.any()) for gradient in gradients)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(others, gradients, strict=True))

@@ -1,0 +1,179 @@
+"""One worker that has the whole base decides by itself which Steps are made, and reports all that happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weftune.core.batch import Segment
+from weftune.plan.cost.time import PassTime, StateTime, work_of
+from weftune.plan.program.program import Action, Evaluate, MicrobatchPlan, Program, Recv, Reduce, Send, Step
+from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
+from weftune.run.measure.timers import Span
+from weftune.run.measure.waited import Waited
+from weftune.run.parts import AdapterState, TimedPass
+from weftune.run.training.evaluation import Evaluations, EvaluationSums
+from weftune.run.training.roster import Roster
+from weftune.run.training.steps import Due, NoStep, Underway
+
+NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Steps of which nobody has heard yet, and the passes before them."""
+
+    underway: Underway
+    settled: bool
+    timed: list[TimedPass]
+
+
+class Alone:
+    def __init__(self, roster: Roster, adapters: AdapterState, runs_behind: bool) -> None:
+        """`runs_behind`: the device does its work after it was asked for, so that nobody asks it at once how
+        long it took."""
+        self._roster, self._adapters, self._runs_behind = roster, adapters, runs_behind
+        self._program = NOTHING_TO_DO
+        self._evaluations = Evaluations(NOTHING_TO_DO)
+        self._timed: list[TimedPass] = []
+        """Passes since the last Steps, not reported yet."""
+        self._asked: _Asked | None = None
+        self._made: set[str] = set()
+        """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
+
+    @property
+    def shortage(self) -> str:
+        return ""
+
+    def begin_window(self, program: Program) -> None:
+        self._program = program
+        self._evaluations = Evaluations(program)
+
+    def end_window(self, waited: Waited) -> None:
+        pass
+
+    def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
+        """Without the dead: nobody else counts on their rows."""
+        return plan.without(self._roster.dead)
+
+    def receive(self, action: Recv) -> Tensor:
+        raise AssertionError(f"there is no other worker for {action}")
+
+    def send(self, action: Send, tensor_TD: Tensor | None) -> None:
+        raise AssertionError(f"there is no other worker for {action}")
+
+    def reduce(self, action: Reduce) -> None:
+        raise AssertionError(f"there is no other worker for {action}")
+
+    # -- passes ------------------------------------------------------------------------------------------
+
+    def ran(self, action: Action, span: Span, passed: TimedPass | None) -> Iterator[Event]:
+        if passed is None:
+            return
+        passed.settled &= self._again("evaluation" if isinstance(action, Evaluate) else "pass")
+        self._timed.append(passed)
+        # An evaluation has waited for the device.
+        if not self._runs_behind or isinstance(action, Evaluate):
+            yield from self._report_passes(self._timed)
+            self._timed = []
+
+    def _again(self, kind: str) -> bool:
+        """Whether something of this kind has been made before."""
+        before = kind in self._made
+        self._made.add(kind)
+        return before
+
+    def _report_passes(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
+        """The device must have done them."""
+        for timed in passes:
+            time = PassTime(
+                work=work_of(timed.plan, self._roster.sizes()),
+                forward=sum(span.seconds() for span in timed.forward),
+                backward=sum(span.seconds() for span in timed.backward),
+                training=timed.training,
+                settled=timed.settled,
+            )
+            yield Passed(timed.plan, time)
+
+    # -- evaluation --------------------------------------------------------------------------------------
+
+    def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
+        if self._adapters.heard_before(stage):
+            yield from self.settle()
+        if stage + 1 == len(self._program.stages):
+            self._evaluations.begin(plan)
+
+    def evaluated(self, segments: Sequence[Segment], sums: Sequence[EvaluationSums]) -> Iterator[Event]:
+        for segment, more in zip(segments, sums, strict=True):
+            if segment.job not in self._roster.dead:
+                yield from self._add(segment, more)
+
+    def _add(self, segment: Segment, more: EvaluationSums) -> Iterator[Event]:
+        key = (segment.job, segment.step)
+        found = self._evaluations.add(key, more)
+        if not math.isfinite(more.loss):
+            self._adapters.kill(segment.job)
+            yield Failed(segment.job, f"its evaluation loss at step {segment.step} is {more.loss}")
+        elif self._evaluations.left[key] == 0:
+            mean, accuracy = found.loss / found.tokens, found.hits / found.tokens
+            yield Evaluated(segment.job, segment.step, mean, found.tokens, accuracy)
+
+    # -- Steps -------------------------------------------------------------------------------------------
+
+    def step(self, steps: Sequence[Step]) -> Iterator[Event]:
+        """Consecutive Steps are made together."""
+        if self._adapters.heard_first:
+            yield from self.settle()
+        alive = [step for step in steps if step.job not in self._roster.dead]
+        due = [
+            Due(self._roster.trainings[step.job], self._program.batch(step.job, step.step).supervised)
+            for step in alive
+        ]
+        if not due:
+            return
+        underway = self._adapters.step(due)
+        if self._asked is None:
+            self._asked = _Asked(underway, self._again("step"), [])
+        self._asked.timed += self._timed
+        self._timed = []
+        if underway.made:
+            yield from self.settle()
+
+    def save(self, job: str, step: int) -> Iterator[Event]:
+        yield from self.settle()
+        if job not in self._roster.dead:
+            yield SaveDue(job, step)
+
+    def settle(self) -> Iterator[Event]:
+        if (asked := self._asked) is None:
+            return
+        # If that finds no memory, they are still asked for.
+        outcomes = asked.underway.outcomes()
+        self._asked = None
+        yield from self._report_passes(asked.timed)
+        due = asked.underway.due
+        if asked.settled:
+            parameters = sum(one.training.layout.size for one in due)
+            yield StepsMade(StateTime(len(due), parameters, asked.underway.seconds()))
+        for one, outcome in zip(due, outcomes, strict=True):
+            job = one.training.job
+            if job in self._roster.dead:
+                continue
+            if isinstance(outcome, NoStep):
+                self._adapters.kill(job)
+                yield Failed(job, outcome.reason)
+            else:
+                yield Stepped(job, one.training.progress.step, outcome)
+
+    def ends_early(self) -> bool:
+        """Nothing of unfinished global batches is kept."""
+        self._timed = []
+        self._adapters.abandon()
+        return True
+
+    def fall_short(self, why: str) -> None:
+        self.ends_early()
+        raise OutOfMemory(why)

@@ -1,0 +1,121 @@
+"""Which parts an executor is composed of, as its worker's layout says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weftune.base.host.streamed import StreamedBase, stage_view
+from weftune.base.model import Base
+from weftune.ops.adamw import update
+from weftune.ops.lora.routes import Route
+from weftune.plan.program.layout import OnWorker, one_device
+from weftune.run.alone import Alone
+from weftune.run.executor import Executor, Parts
+from weftune.run.measure.memory import release
+from weftune.run.measure.timers import ActionTimer
+from weftune.run.parts import AdapterState, Agreement, Passes
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.graph_pool import GraphPool, Pool
+from weftune.run.passes.graphs import CapturedPasses
+from weftune.run.passes.plain import PlainPasses
+from weftune.run.passes.scorer import Scorer
+from weftune.run.passes.stage_graphs import CapturedVisits
+from weftune.run.resident_adapters import ResidentAdapters
+from weftune.run.stream.activations import KeptActivations, OffloadedActivations
+from weftune.run.stream.adapter_steps import Make
+from weftune.run.stream.travelling_adapters import TravellingAdapters
+from weftune.run.stream.weights import ResidentWeights, StreamedWeights
+from weftune.run.training.roster import Roster
+
+Agrees = Callable[[Roster, AdapterState, ActionTimer], Agreement]
+"""Makes a worker's side of an agreement with others."""
+
+
+def resident_executor(
+    base: Base,
+    route: Route | None = None,
+    graphs: bool = True,
+    part: OnWorker | None = None,
+    worker: int = 0,
+    agrees: Agrees | None = None,
+) -> Executor:
+    """For a base that stays on its device, or the one stage of it that is this worker's; passes are captured
+    where they can be, if `graphs`."""
+    part = part or one_device(base.shape.layers).on(0)
+    adapted = AdaptedBase(base, route)
+    stages = {part.own[0]: base}
+    plain = PlainPasses(adapted, stages)
+    roster, timer = Roster(), ActionTimer(base.device)
+    adapters = ResidentAdapters(adapted, roster)
+    parts = Parts(
+        weights=ResidentWeights(),
+        activations=KeptActivations(part.own),
+        passes=CapturedPasses(plain) if graphs and adapted.capturable else plain,
+        adapters=adapters,
+        agreement=_agreement(adapted, roster, adapters, timer, agrees),
+        scorer=_scorer(base),
+        timer=timer,
+    )
+    return Executor(adapted, part, stages, roster, parts, worker)
+
+
+def streamed_executor(
+    streamed: StreamedBase,
+    route: Route | None = None,
+    graphs: bool = True,
+    worker: int = 0,
+    agrees: Agrees | None = None,
+    make: Make = update,
+    pool: Pool | None = None,
+) -> Executor:
+    """For stages that take turns on a device. `make` makes the updates of adapters that travel. Passes are
+    captured where they can be, if `graphs`; with a `pool`, in it."""
+    base, part = streamed.whole, streamed.part
+    adapted = AdaptedBase(base, route)
+    streamed.refuse_copies()
+    # Loading and weaving leave holes behind; what stays must not settle in them.
+    release(base.device)
+    stages = {stage: stage_view(base, part.held(stage)) for stage in part.own}
+    roster, timer = Roster(), ActionTimer(base.device)
+    weights = StreamedWeights(streamed)
+    adapters: AdapterState
+    if part.layout.travels:
+        adapters = TravellingAdapters(adapted, roster, weights, make)
+    else:
+        adapters = ResidentAdapters(adapted, roster)
+    parts = Parts(
+        weights=weights,
+        activations=(
+            OffloadedActivations(streamed, lambda: weights.waited)
+            if part.offloaded
+            else KeptActivations(part.own)
+        ),
+        passes=_visits(PlainPasses(adapted, stages), graphs, pool),
+        adapters=adapters,
+        agreement=_agreement(adapted, roster, adapters, timer, agrees),
+        scorer=_scorer(base),
+        timer=timer,
+    )
+    return Executor(adapted, part, stages, roster, parts, worker)
+
+
+def _visits(plain: PlainPasses, graphs: bool, pool: Pool | None) -> Passes:
+    if pool is None and graphs and plain.adapted.capturable:
+        pool = GraphPool(plain.adapted.base.device)
+    return plain if pool is None else CapturedVisits(plain, pool)
+
+
+def _agreement(
+    adapted: AdaptedBase,
+    roster: Roster,
+    adapters: AdapterState,
+    timer: ActionTimer,
+    agrees: Agrees | None,
+) -> Agreement:
+    if agrees is not None:
+        return agrees(roster, adapters, timer)
+    return Alone(roster, adapters, runs_behind=adapted.stream is not None)
+
+
+def _scorer(base: Base) -> Scorer:
+    return Scorer(base.head() if base.last else None)

@@ -1,0 +1,131 @@
+"""Adapters that live on the device, with their masters and moments, and are stepped there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from weftune.ops.triton.at_hand import kernels_run
+from weftune.run.measure.timers import Stopwatch
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.training.roster import Roster
+from weftune.run.training.state import Training
+from weftune.run.training.steps import (
+    Due,
+    NoStep,
+    Outcome,
+    StepsBegun,
+    Sums,
+    Underway,
+    batch_sums,
+    begin_steps,
+    close_batch,
+    make_updates,
+    take_steps,
+)
+
+
+class ResidentAdapters:
+    def __init__(self, adapted: AdaptedBase, roster: Roster) -> None:
+        self._adapted, self._roster = adapted, roster
+        self.home = adapted.base.device
+        """Where the state of whoever comes aboard is kept."""
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    def attach(self, training: Training) -> None:
+        with self._adapted.on_stream():
+            state = training.state
+            self._adapted.banks.attach(training.member, training.layout, state.weights, state.gradient)
+        self._roster.trainings[training.job] = training
+
+    def detach(self, job: str) -> Training:
+        with self._adapted.on_stream():
+            self._adapted.banks.detach(job)
+        self._roster.dead.discard(job)
+        return self._roster.trainings.pop(job)
+
+    def kill(self, job: str) -> None:
+        """From here on the job's rows and actions are skipped."""
+        self._roster.dead.add(job)
+        with self._adapted.on_stream():
+            self._adapted.banks.zero(job)
+            self._roster.trainings[job].forget_open_batch()
+
+    def abandon(self) -> None:
+        """Open batches end unfinished."""
+        self._roster.forget_open_batches()
+
+    # -- passes ------------------------------------------------------------------------------------------
+
+    def use(self, stage: int, jobs: Collection[str], returning: bool) -> None:
+        """From here on the device may read the weights of these jobs in that stage; `returning`: for a
+        backward."""
+
+    def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
+        """A pass over the stage has been asked for: prepare what the next ones need."""
+
+    def note_backward(self, stage: int, jobs: Collection[str]) -> None:
+        """Gradients of these jobs were added to in that stage."""
+
+    def leave(self, stage: int) -> None:
+        """The stage is about to go."""
+
+    # -- Steps -------------------------------------------------------------------------------------------
+
+    @property
+    def heard_first(self) -> bool:
+        """Whether what came of Steps must be known before others are asked for."""
+        return True
+
+    def heard_before(self, stage: int) -> bool:
+        """Whether it must be known before an evaluation goes through the stage."""
+        return True
+
+    def step(self, due: Sequence[Due]) -> Underway:
+        """Ask for Steps, each decided by what its own batch came to. Where kernels make them, the device is
+        only asked for them: while it is at them the host goes on to the next pass."""
+        watch = Stopwatch(self.home)
+        master = due[0].training.master
+        by_kernels = kernels_run(master.device, master.dtype)
+        begun = begin_steps(due) if by_kernels else _Taken(tuple(due), take_steps(due))
+        watch.mark()
+        return _Steps(begun, watch, made=not by_kernels)
+
+    def sums(self, training: Training) -> Sums:
+        """What the open batch of a job came to here; waits for the device."""
+        return batch_sums([training])[0]
+
+    def make(self, due: Due, sums: Sums) -> Outcome:
+        """Make a Step of a batch that came to these sums, on which all workers have agreed."""
+        update = due.training.update(sums.norm)
+        (reason,) = make_updates([update])
+        return NoStep(reason) if reason else close_batch(due, sums, update.learning_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Steps that were made on the host."""
+
+    due: tuple[Due, ...]
+    found: list[Outcome]
+
+    def outcomes(self) -> list[Outcome]:
+        return self.found
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    begun: StepsBegun | _Taken
+    watch: Stopwatch
+    made: bool
+
+    @property
+    def due(self) -> Sequence[Due]:
+        return self.begun.due
+
+    def outcomes(self) -> list[Outcome]:
+        return self.begun.outcomes()
+
+    def seconds(self) -> float:
+        return sum(self.watch.laps())

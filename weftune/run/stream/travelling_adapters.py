@@ -1,0 +1,223 @@
+"""Adapters that live in host memory: their weights come with the stages, their gradients leave with them, and
+Steps are made piece by piece before the passes that need them.
+
+Shapes: J jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+
+from weftune.ops.adamw import update
+from weftune.run.measure.timers import Stopwatch
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.stream.adapter_steps import Make, TravelBegun, TravelSteps
+from weftune.run.stream.adapters import Travel
+from weftune.run.stream.weights import StreamedWeights
+from weftune.run.training.roster import Roster
+from weftune.run.training.state import Training
+from weftune.run.training.steps import Due, NoStep, Outcome, Sums, Underway, open_sums
+
+
+class TravellingAdapters:
+    def __init__(
+        self, adapted: AdaptedBase, roster: Roster, weights: StreamedWeights, make: Make = update
+    ) -> None:
+        """`make` makes the updates."""
+        self._adapted, self._roster, self._weights = adapted, roster, weights
+        base = adapted.base
+        self._part = weights.base.part
+        self.travel = Travel(self._part, base.device, base.dtype)
+        self.steps = TravelSteps(self.travel, make)
+        self.home = torch.device("cpu")
+        self._returning: int | None = None
+        """The stage that a round was last at on its way back, while it is in its place."""
+        self._underway: _Travelling | None = None
+        weights.accompany(self._come, self._go)
+
+    # -- jobs --------------------------------------------------------------------------------------------
+
+    def attach(self, training: Training) -> None:
+        with self._adapted.on_stream():
+            traveller = self.travel.board(training)
+            self.steps.fit(training.job)
+            state = training.state
+            self._adapted.banks.attach(
+                training.member, training.layout, state.weights, state.gradient, *traveller.parameters()
+            )
+        self._roster.trainings[training.job] = training
+
+    def detach(self, job: str) -> Training:
+        self._make_all()
+        with self._adapted.on_stream():
+            self._adapted.banks.detach(job)
+        self._roster.dead.discard(job)
+        training = self._roster.trainings.pop(job)
+        self.travel.leave(job)
+        return training
+
+    def kill(self, job: str) -> None:
+        self._make_all()
+        self._roster.dead.add(job)
+        with self._adapted.on_stream():
+            self._adapted.banks.zero(job)
+            self._roster.trainings[job].forget_open_batch()
+            self.travel.forget([job])
+            self.travel.bring_weights([job])
+
+    def abandon(self) -> None:
+        self._roster.forget_open_batches()
+        self._returning = None
+        self.steps.wait_sent()
+        self.travel.forget(self._roster.trainings)
+
+    # -- passes ------------------------------------------------------------------------------------------
+
+    def use(self, stage: int, jobs: Collection[str], returning: bool) -> None:
+        """What is left of these jobs' Steps there is made first."""
+        if self._underway is not None:
+            self._underway.begun.used |= not self._underway.begun.jobs.isdisjoint(jobs)
+        left = self.steps.left(stage, jobs)
+        if left or self.steps.asked(stage, jobs):
+            with self._waiting():
+                self.steps.ask(left, self._weights.writable(stage))
+                self.steps.use(self.steps.asked(stage, jobs))
+        if returning:
+            self._return(stage)
+        else:
+            self._returning = None
+
+    def _return(self, stage: int) -> None:
+        """A round has come to this stage on its way back. The one behind it is through: if it stays, so that
+        no Evict sends its gradients, they leave now; else they would all be waited for at the Step."""
+        if self._returning is not None and self._returning != stage:
+            self.steps.send(self._returning)
+        self._returning = stage
+
+    def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
+        """What is left of Steps of this stage and of the next here comes while this one is at work: those of
+        everybody, since no pass has read there since, and these jobs' own first. The next stage has to wait
+        if it is not in its place yet."""
+        everybody = dict.fromkeys((*jobs, *self._roster.trainings))
+        at = self._part.own.index(stage)
+        for one in self._part.own[at : at + 2]:
+            left = self.steps.left(one, everybody)
+            if left and self.travel.there(one):
+                # If the host is not ahead, the device is idle meanwhile.
+                with self._waiting():
+                    self.steps.ask(left, self._weights.writable(one))
+
+    def note_backward(self, stage: int, jobs: Collection[str]) -> None:
+        self.travel.note_backward(stage, jobs)
+
+    def leave(self, stage: int) -> None:
+        self.travel.measure(stage)
+        self._returning = None
+
+    def _come(self, stage: int) -> None:
+        """Beside a stage."""
+        self.steps.wait_here(stage)
+        self.travel.come(stage, self.steps.unfinished)
+
+    def _go(self, stage: int) -> None:
+        self.travel.go(stage)
+
+    # -- Steps -------------------------------------------------------------------------------------------
+
+    @property
+    def heard_first(self) -> bool:
+        """Only of jobs that have been in a pass since: what came of those is known by then."""
+        return self._underway is not None and self._underway.begun.used
+
+    def heard_before(self, stage: int) -> bool:
+        """An evaluation need not wait for all Steps; but whom a Step has failed has no loss."""
+        return stage + 1 == len(self._part.stages)
+
+    def step(self, due: Sequence[Due]) -> Underway:
+        """Steps are only noted: what a pass of the next round needs of them is made before it, beside the
+        stage before. Those that nobody has heard of yet are heard of together."""
+        if self._underway is None:
+            self._underway = _Travelling(self, TravelBegun(self.steps))
+        jobs = [one.training.job for one in due]
+        with self._waiting():
+            self._take_gradients(jobs)
+        self.steps.begin(self._underway.begun, due, self.travel.gradient_norms(jobs), self._weights.gone)
+        return self._underway
+
+    def sums(self, training: Training) -> Sums:
+        self._take_gradients([training.job])
+        norm = float(self.travel.gradient_norms([training.job]))
+        loss, hits = open_sums([training])[0].tolist()
+        return Sums(loss=loss, norm=norm, hits=hits)
+
+    def make(self, due: Due, sums: Sums) -> Outcome:
+        begun = TravelBegun(self.steps)
+        self.steps.begin(begun, [due], torch.tensor([sums.norm], dtype=torch.float64), self._weights.gone)
+        self._make_all()
+        (outcome,) = begun.outcomes()
+        if isinstance(outcome, NoStep):
+            return outcome
+        return replace(outcome, loss=sums.loss, token_accuracy=sums.hits / due.supervised)
+
+    def _take_gradients(self, jobs: Sequence[str]) -> None:
+        self.steps.wait_sent()
+        self.travel.take_gradients(jobs)
+
+    def finish(self) -> None:
+        """Make what is left of the Steps that were asked for."""
+        if self.steps.all_left():
+            with self._waiting():
+                self._make_all()
+        else:
+            # Made beside the round's forward: the host hears of them while the device goes back, and is a
+            # backward ahead of it when the next round begins.
+            self.steps.wait()
+        self._underway = None
+
+    def _make_all(self) -> None:
+        """What is left of Steps; all of it is on the host then."""
+        with self._adapted.on_stream():
+            for stage, pairs in groupby(self.steps.all_left(), key=itemgetter(1)):
+                self.steps.ask(list(pairs), self._weights.writable(stage))
+        self.steps.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """For Steps: the arithmetic has nothing else to do meanwhile."""
+        watch = Stopwatch(self._adapted.base.device)
+        with self._weights.waiting():
+            yield
+        watch.mark()
+        if self._underway is not None:
+            self._underway.waits.append(watch)
+
+
+@dataclass(slots=True)
+class _Travelling:
+    """Steps whose outcomes will be read together."""
+
+    adapters: TravellingAdapters
+    begun: TravelBegun
+    waits: list[Stopwatch] = field(default_factory=list)
+    """What they kept the arithmetic waiting."""
+
+    @property
+    def due(self) -> Sequence[Due]:
+        return self.begun.due
+
+    @property
+    def made(self) -> bool:
+        return False
+
+    def outcomes(self) -> list[Outcome]:
+        self.adapters.finish()
+        return self.begun.outcomes()
+
+    def seconds(self) -> float:
+        return sum(lap for watch in self.waits for lap in watch.laps())

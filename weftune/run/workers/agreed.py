@@ -1,0 +1,286 @@
+"""Workers that have a base together agree on every Step: what a batch came to is added up towards the first
+worker, which decides; the others take its word.
+
+A worker whose device has no room, or that is to end soon, computes nothing more in a window, but says and
+sends whatever the others wait for: zeros, and of every batch that it has not finished, that it is abandoned.
+So all of them come to the window's end, and a Step is made by all or by none.
+
+Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weftune.core.batch import Segment
+from weftune.plan.program.program import (
+    Action,
+    GlobalBatch,
+    MicrobatchPlan,
+    Program,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+)
+from weftune.run.events import Event, Failed, SaveDue, Stepped
+from weftune.run.measure.timers import ActionTimer, Span
+from weftune.run.measure.waited import Waited
+from weftune.run.parts import AdapterState, TimedPass
+from weftune.run.training.evaluation import EvaluationSums
+from weftune.run.training.roster import Roster
+from weftune.run.training.steps import Due, NoStep, Sums, batch_totals, why_no_step
+from weftune.run.workers.replicas import BEHIND
+from weftune.run.workers.transport import Transport
+
+DEAD = math.nan
+"""Of a job that makes no Step from here on: its sums, and the word on its Step."""
+ABANDONED = -math.inf
+"""Of a batch that a worker could not finish: its loss, and the word on its Step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action, and when it ran on its worker's device, in seconds of the machine's clock. A Reduce or a
+    Step begins when it has what it waits for."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartEvaluation:
+    """What some of the held-out samples of one job came to after `step`."""
+
+    job: str
+    step: int
+    loss: float
+    hits: int
+    tokens: int
+
+    def __add__(self, other: PartEvaluation) -> PartEvaluation:
+        loss, hits, tokens = self.loss + other.loss, self.hits + other.hits, self.tokens + other.tokens
+        return PartEvaluation(self.job, self.step, loss, hits, tokens)
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What only one worker knows when its list of a window is through."""
+
+    evaluations: list[PartEvaluation] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Jobs that broke here after the first worker had given its word, with the reason."""
+    times: list[TimedAction] = field(default_factory=list)
+    shortage: str = ""
+    """Why it could not compute all of the window, if it could not."""
+    copied_bytes: int = 0
+    """That came from the host since the worker began, where stages take turns."""
+    waited: float = 0.0
+    """Seconds that its device waited for them."""
+
+
+class Agreed:
+    """One worker's side."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        adapters: AdapterState,
+        timer: ActionTimer,
+        transport: Transport,
+        worker: int,
+    ) -> None:
+        self.report = WorkerReport()
+        self._roster, self._adapters, self._timer = roster, adapters, timer
+        self._transport, self._worker = transport, worker
+        self._program: Program | None = None
+        self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
+        self._ran: list[tuple[Action, Span]] = []
+        self._sums: dict[int, Tensor] = {}
+        """What batches came to here and beyond, on the first worker until it decides."""
+        self._beyond: dict[int, Tensor] = {}
+        """What batches came to on the stages after, where these ended in another order: replicas may."""
+        self._words: dict[int, float] = {}
+
+    @property
+    def shortage(self) -> str:
+        return self.report.shortage
+
+    def begin_window(self, program: Program) -> None:
+        self._program = program
+        self._batches = {(one.job, one.step): (at, one) for at, one in enumerate(program.batches)}
+        self._ran = []
+        self.report = WorkerReport()
+        self._transport.expect(program, self._worker, self._roster.sizes())
+
+    def end_window(self, waited: Waited) -> None:
+        self.report.copied_bytes, self.report.waited = waited.copied_bytes, waited.total()
+        told = [(action, *self._timer.told(span)) for action, span in self._ran]
+        self.report.times = [TimedAction(*one) for one in told]
+        if self.shortage or self._roster.inside_a_step():
+            self._adapters.abandon()
+        assert not self._beyond, "sums came for which there is no Reduce"
+        assert not self._words, "a word was given that no Step took"
+
+    def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
+        """All of it: the other workers count on its rows, and those of the dead weigh nothing."""
+        return plan
+
+    def receive(self, action: Recv) -> Tensor:
+        return self._transport.receive(action)
+
+    def send(self, action: Send, tensor_TD: Tensor | None) -> None:
+        if tensor_TD is None:
+            assert self.shortage, f"{action}: it was never made"
+            assert self._program is not None
+            tensor_TD = self._transport.zeros(self._program.microbatches[action.microbatch].rows)
+        self._transport.send(action, tensor_TD)
+
+    def ran(self, action: Action, span: Span, passed: TimedPass | None) -> Iterator[Event]:
+        self._ran.append((action, span))
+        return iter(())
+
+    def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
+        return iter(())
+
+    def evaluated(self, segments: Sequence[Segment], sums: Sequence[EvaluationSums]) -> Iterator[Event]:
+        """Put together by the first worker at the window's end."""
+        for segment, more in zip(segments, sums, strict=True):
+            told = PartEvaluation(segment.job, segment.step, more.loss, more.hits, more.tokens)
+            self.report.evaluations.append(told)
+        return iter(())
+
+    def settle(self) -> Iterator[Event]:
+        return iter(())
+
+    def fall_short(self, why: str) -> None:
+        self.report.shortage = f"worker {self._worker}: {why}"
+
+    def ends_early(self) -> bool:
+        self.report.shortage = self.report.shortage or f"worker {self._worker}: the run is to end"
+        return False
+
+    def save(self, job: str, step: int) -> Iterator[Event]:
+        """A Step that was abandoned is not saved."""
+        if job not in self._roster.dead and self._roster.trainings[job].progress.step == step:
+            yield SaveDue(job, step)
+
+    # -- what a batch came to ----------------------------------------------------------------------------
+
+    def reduce(self, action: Reduce) -> None:
+        if action.what == "gradient":
+            self._hand_out(action.job, action.step)
+        else:
+            self._add_up(action.job, action.step)
+
+    def _hand_out(self, job: str, step: int) -> None:
+        """Tell the other replicas what this one's share of a batch came to on this stage."""
+        training = self._roster.trainings[job]
+        gradient_N = training.gradient
+        if job in self._roster.dead or self.shortage:
+            nothing = ABANDONED if self.shortage else DEAD
+            message_N = gradient_N.new_full((len(gradient_N) + BEHIND,), nothing)
+        else:
+            message_N = torch.cat([gradient_N, batch_totals(training)])
+        self._transport.exchange.hand_out((job, step), message_N)
+
+    def _add_shares(self, job: str, step: int) -> None:
+        """Put the sums over all replicas in the place of this one's."""
+        total_N = self._transport.exchange.sum((job, step), self._worker)
+        self._timer.start()
+        if job not in self._roster.dead:
+            tokens = self._batches[job, step][1].tokens
+            self._roster.trainings[job].take_batch(total_N[:-BEHIND], total_N[-2], total_N[-1], tokens)
+
+    def _add_up(self, job: str, step: int) -> None:
+        """Add this worker's part of what the batch came to, and hand it on towards the first worker."""
+        program = self._program
+        assert program is not None
+        if program.replicas > 1:
+            self._add_shares(job, step)
+        if program.replica(self._worker) > 0:
+            return
+        at, _ = self._batches[job, step]
+        sums = self._own_sums(job)
+        if self._worker + 1 < program.width:
+            sums += self._sums_beyond(at)
+        self._timer.start()
+        if self._worker == 0:
+            self._sums[at] = sums
+        else:
+            self._transport.sums_to_before(torch.cat([sums.new_tensor([at]), sums]))
+
+    def _own_sums(self, job: str) -> Tensor:
+        """Loss, hits and the squared norm of the gradient."""
+        if job in self._roster.dead:
+            return torch.full((3,), DEAD, dtype=torch.float64)
+        if self.shortage:
+            return torch.tensor([ABANDONED, 0.0, 0.0], dtype=torch.float64)
+        own = self._adapters.sums(self._roster.trainings[job])
+        return torch.tensor([own.loss, own.hits, own.norm**2], dtype=torch.float64)
+
+    def _sums_beyond(self, at: int) -> Tensor:
+        while at not in self._beyond:
+            number, *sums = self._transport.sums_from_next().tolist()
+            self._beyond[int(number)] = torch.tensor(sums, dtype=torch.float64)
+        return self._beyond.pop(at)
+
+    # -- the word on a Step ------------------------------------------------------------------------------
+
+    def step(self, steps: Sequence[Step]) -> Iterator[Event]:
+        for action in steps:
+            self._timer.start()
+            if self._worker == 0:
+                yield from self._decide(action.job, action.step)
+            else:
+                self._obey(action.job, action.step)
+            self._ran.append((action, self._timer.stop()))
+
+    def _decide(self, job: str, step: int) -> Iterator[Event]:
+        """On the first worker: give the word, then make the step or let the job die."""
+        at, batch = self._batches[job, step]
+        loss, hits, squares = self._sums.pop(at).tolist()
+        if job in self._roster.dead:
+            self._give_word(at, DEAD)
+            return
+        if loss == ABANDONED:
+            self._give_word(at, ABANDONED)
+            return
+        training = self._roster.trainings[job]
+        sums = Sums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, hits=hits)
+        reason = why_no_step(training, sums)
+        self._give_word(at, DEAD if reason else sums.norm)
+        outcome = NoStep(reason) if reason else self._adapters.make(Due(training, batch.supervised), sums)
+        if isinstance(outcome, NoStep):
+            self._adapters.kill(job)
+            yield Failed(job, outcome.reason)
+        else:
+            yield Stepped(job, training.progress.step, outcome)
+
+    def _obey(self, job: str, step: int) -> None:
+        """On every other worker: make the step as the first one's word has it."""
+        at, batch = self._batches[job, step]
+        while at not in self._words:
+            number, norm = self._transport.word_from_before().tolist()
+            self._words[int(number)] = norm
+        norm = self._words.pop(at)
+        self._timer.start()
+        if job in self._roster.dead or norm == ABANDONED:
+            return
+        if math.isnan(norm):
+            self._adapters.kill(job)
+            return
+        due = Due(self._roster.trainings[job], batch.supervised)
+        outcome = self._adapters.make(due, Sums(loss=0.0, norm=norm, hits=0.0))
+        if isinstance(outcome, NoStep):
+            self.report.failures[job] = outcome.reason
+            self._adapters.kill(job)
+
+    def _give_word(self, at: int, norm: float) -> None:
+        self._transport.word_on(torch.tensor([at, norm], dtype=torch.float64))
