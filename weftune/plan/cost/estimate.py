@@ -118,9 +118,8 @@ def layer_bytes(shape: ModelShape) -> int:
 def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: int) -> BaseLayer:
     weights = sum(_weights(site) for site in sites)
     # Two products of the width of all heads, half of each masked; that width is close to the hidden one.
-    return BaseLayer(
-        "layer", 2 * weights, 2 * shape.hidden, weights * shape.bytes_per_value, kept, handed, sites
-    )
+    held = round(weights * shape.weight_bytes_per_value)
+    return BaseLayer("layer", 2 * weights, 2 * shape.hidden, held, kept, handed, sites)
 
 
 def _weights(site: SiteShape) -> int:

@@ -239,7 +239,7 @@ class StreamCase:
     @cached_property
     def layer_seconds(self) -> float:
         """The forward of a round through one layer."""
-        values = self.layer_bytes / self.shape.bytes_per_value
+        values = self.layer_bytes / self.shape.weight_bytes_per_value
         arithmetic = 2 * values * self.round_tokens / self.device.flops
         return max(arithmetic + self._passes * self.device.launch, self._passes * self.device.asking)
 
