@@ -103,9 +103,9 @@ def options(mode: str, base_bytes: int) -> list[str]:
 
 def measured(folder: Path, seed: int, mode: str, words: list[str], steps: int) -> Row:
     output, plan = folder / f"out-{seed}", folder / f"plan-{seed}.json"
-    common = [str(folder / f"jobs-{seed}.yaml"), *words, "--max-steps", str(steps)]
+    common = [str(folder / f"jobs-{seed}.yaml"), *words, "--max-steps", str(steps), "--device", "cpu"]
     weftune(folder, "plan", *common, "--json", str(plan))
-    weftune(folder, "train", *common, "--device", "cpu", "--output", str(output))
+    weftune(folder, "train", *common, "--output", str(output))
     told = json.loads(plan.read_text())["first_window"]
     said = json.loads((output / "promise.json").read_text())
     window = json.loads((output / "windows.jsonl").read_text().splitlines()[0])

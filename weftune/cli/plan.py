@@ -40,6 +40,7 @@ def plan(
         str | None, typer.Option(help="What the run may take of each GPU, as `weftune train` is told.")
     ] = None,
     memory: Annotated[str | None, typer.Option(help="What the run may take, such as 8GiB.")] = None,
+    device: Annotated[str | None, typer.Option(help="On this machine: cuda or cpu; else the best.")] = None,
     pipeline: Annotated[
         str | None,
         typer.Option(metavar="N|auto", help="In so many stages, as `weftune train` is told."),
@@ -56,12 +57,13 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
 ) -> None:
     """Say what `weftune train` would do with the jobs: layout, memory, times. No weights are loaded."""
-    from weftune.cli.early import read_early, refuse_rows
+    from weftune.cli.early import read_early, refuse_device, refuse_rows
     from weftune.cli.options import bytes_of
     from weftune.cli.train import refuse_beside_gpu_memory, stages_of
 
     if gantt is not None:
         refuse_picture(gantt)
+    refuse_device(device)
     limit = None if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
     if gpu_memory is not None:
         refuse_beside_gpu_memory(gpu_memory, pipeline, None, replicas)
@@ -76,7 +78,7 @@ def plan(
         ablated=ablate,
     )
     refuse_rows(read_early(jobs).jobs, named=True)
-    found = read_cluster(cluster, limit)
+    found = read_cluster(cluster, limit, on_cpu=device == "cpu")
 
     from rich.console import Console
 
@@ -354,20 +356,20 @@ def described(base: BaseSpec, gpu: bool) -> ModelShape:
     return model_shape(read_config(base), base.model, bytes_per_value(base, gpu))
 
 
-def read_cluster(text: str, limit: int | None = None) -> Cluster:
+def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> Cluster:
     """`limit` is for GPUs: what else a run may take of a CPU's memory does not depend on it."""
     from weftune.plan.cost.cluster import limited
 
-    cluster = _cluster(text)
+    cluster = _cluster(text, on_cpu)
     return limited(cluster, limit) if limit is not None and cluster.devices[0].is_gpu else cluster
 
 
-def _cluster(text: str) -> Cluster:
+def _cluster(text: str, on_cpu: bool) -> Cluster:
     from weftune.errors import Mistake, PlanError
-    from weftune.plan.cost.cluster import cluster_from, parse_cluster, this_machine
+    from weftune.plan.cost.cluster import cluster_from, parse_cluster, this_cpu, this_machine
 
     if text == "auto":
-        return this_machine()
+        return this_cpu() if on_cpu else this_machine()
     if not text.lower().endswith((".yaml", ".yml")):
         return parse_cluster(text)
     import yaml

@@ -185,6 +185,10 @@ def this_machine() -> Cluster:
     found = _smi()
     if found:
         return make_cluster([_smi_device(line) for line in found.splitlines() if line.strip()], None)
+    return this_cpu()
+
+
+def this_cpu() -> Cluster:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return make_cluster([Device("CPU", memory, cores * CORE_PEAK, CPU_BANDWIDTH)], None)
