@@ -23,7 +23,7 @@ from weftune.bench.llama import SIZES, Size
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.bench.timing import BenchPlace, fresh, here
-from weftune.trainer.engine import MOST_TOKENS
+from weftune.trainer.machine import most_tokens
 from weftune.trainer.trainer import Options, train
 
 RANKS = (8, 16, 4, 32)
@@ -61,7 +61,7 @@ Run = tuple[float, dict[str, list[float]]]
 
 def compare(folder: Path, place: BenchPlace, stages: int) -> dict[str, Run]:
     device = place.device.type
-    most = MOST_TOKENS[device]
+    most = most_tokens(torch.device(device))
     found = {}
     for name, capacity in (("alone", most), ("alone, other microbatches", most // 4)):
         began = time.perf_counter()

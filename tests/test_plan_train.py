@@ -19,8 +19,7 @@ from weftune.cli.options import bytes_of
 from weftune.errors import PlanError
 from weftune.jobs.spec.read import read_run
 from weftune.plan.cost import cluster
-from weftune.plan.layout.stream_choice import StreamChoice
-from weftune.trainer.streamed import StreamedLoop
+from weftune.plan.layout.choose import Choice
 from weftune.trainer.trainer import trainer_for
 
 ALL = [job["name"] for job in FOUR_JOBS]
@@ -60,7 +59,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    choice: StreamChoice | None
+    choice: Choice | None
     aboard: list[str]
     notes: list[str]
 
@@ -90,15 +89,15 @@ def train(place, output, memory) -> Trained:
         loop = trainer.loop
         assert loop is not None
         if not found:
-            choice = loop.choice if isinstance(loop, StreamedLoop) else None
+            choice = loop.choice if loop.choice.streamed else None
             found.append(Trained(choice, list(loop.executor.aboard), heard.notes))
 
     trainer.run(look)
     return found[0]
 
 
-def cut_numbers(choice: StreamChoice) -> dict:
-    cut = choice.cut
+def cut_numbers(choice: Choice) -> dict:
+    cut = choice.layout
     return {
         "stages": [{"layers": one.stop - one.start, "resident": one.resident} for one in cut.stages],
         "slots": cut.slots[0],
@@ -129,8 +128,8 @@ def test_the_plan_has_the_cut_the_jobs_the_bytes_and_the_seconds_of_the_run(
     assert {key: numbers[key] for key in cut_numbers(choice)} == cut_numbers(choice)
     assert numbers["aboard"] == run.aboard == aboard
     assert list(numbers["waiting"]) == [name for name in ALL if name not in aboard]
-    assert (numbers["device_bytes"], numbers["host_bytes"]) == (choice.device_bytes, choice.host_bytes)
-    assert numbers["forecast"]["step_seconds"] == numbers["round_seconds"] == choice.step_seconds
+    assert (numbers["device_bytes"], numbers["host_bytes"]) == (choice.bytes, choice.host_bytes)
+    assert numbers["forecast"]["step_seconds"] == numbers["round_seconds"] == choice.seconds
     assert f"The base is {choice.why}." in run.notes
     assert f"The base is {choice.why}." in plan.told
 
@@ -153,8 +152,8 @@ def test_what_the_run_refuses_the_plan_refuses_with_the_same_sentence(place, pla
 def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     place, planned, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("weftune.trainer.streamed.host_budget", lambda: 20_480)
-    monkeypatch.setattr("weftune.cli.plan_single.host_budget", lambda: 20_480)
+    monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda: 20_480)
+    monkeypatch.setattr("weftune.cli.plan_machine.host_budget", lambda: 20_480)
     plan, run = planned("700KiB"), train(place, tmp_path / "out", "700KiB")
     assert run.choice is not None
     assert run.choice.mapped

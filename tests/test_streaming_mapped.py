@@ -1,6 +1,7 @@
 """A host too small for the layers that the device does not hold: they stay in their files, and it is said."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from tests.run.models import deep
 from weftune import JobSpec, Options
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError, HostTooSmall
-from weftune.trainer.streamed import streaming
+from weftune.plan.layout.choose import Machine, choose
+from weftune.trainer.machine import from_files
 
 GPU = 480 << 10
 """Too little for a base of 282 KiB, two adapters and their passes."""
@@ -52,7 +54,7 @@ def notes(output):
 @pytest.fixture
 def small_host(monkeypatch):
     """No test can take the machine's memory away."""
-    monkeypatch.setattr("weftune.trainer.streamed.host_budget", lambda: HOST)
+    monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda: HOST)
 
 
 def test_they_train_to_the_same_and_it_is_said(folder, tmp_path, small_host):
@@ -112,16 +114,29 @@ def test_a_file_that_changes_under_way_ends_the_run_with_a_sentence_and_nothing_
     assert_same_results(tmp_path / "mapped", tmp_path / "whole")
 
 
-def test_fewer_jobs_at_once_are_better_than_weights_in_files(monkeypatch):
+def test_fewer_jobs_at_once_are_better_than_weights_in_files():
     """The host holds the layers and the state of one job, but not of two; no file is looked at."""
     jobs = [job(name, trainable=400_000, longest=8) for name in "ab"]
-    monkeypatch.setattr("weftune.trainer.streamed.host_budget", lambda: 13_000_000)
     nowhere = BaseSpec(model="/nowhere/at/all", dtype="float32")
-    found = streaming(nowhere, base(8), jobs, bench.CPU, 4_000_000, 64)
-    assert found is not None
-    assert not found.choice.mapped
-    assert found.choice.cut.travels
-    assert found.choice.host_bytes <= 13_000_000
-    monkeypatch.setattr("weftune.trainer.streamed.host_budget", lambda: 8_000_000)
+
+    def found(host):
+        return choose(
+            base(8),
+            jobs,
+            Machine(
+                on_gpu=False,
+                budget=1 << 40,
+                stream_budget=4_000_000,
+                host_budget=host,
+                capacity=64,
+                files=partial(from_files, nowhere, bench.CPU),
+            ),
+        )
+
+    choice = found(13_000_000)
+    assert choice.streamed
+    assert not choice.mapped
+    assert choice.layout.travels
+    assert choice.host_bytes <= 13_000_000
     with pytest.raises(HostTooSmall, match="There is no folder /nowhere/at/all"):
-        streaming(nowhere, base(8), jobs, bench.CPU, 4_000_000, 64)
+        found(8_000_000)

@@ -10,7 +10,7 @@ from tests.launch.mains import slow_main
 from tests.launch.modes import MODES, NAMES
 from tests.launches import deep_folder
 from tests.outputs import assert_same_results, assert_whole, lines, status
-from weftune.trainer.pipelined import PIPELINE_ROUNDS
+from weftune.plan.layout.choose import PIPELINE_ROUNDS
 
 pytestmark = pytest.mark.timed
 PATIENCE = 8.0

@@ -194,11 +194,11 @@ def _chosen(asked: TrainAsked) -> StageCount:
 
     from weftune.base.load import device_named, inspect
     from weftune.jobs.spec.read import read_run
+    from weftune.plan.cost.memory import SPARE
     from weftune.plan.layout.stage_count import choose_stages
     from weftune.report.steady import steady_output
     from weftune.run.measure.devices import devices_here
-    from weftune.trainer.engine import costs_here
-    from weftune.trainer.pipelined import SPARE
+    from weftune.trainer.machine import costs_here
 
     device = device_named(asked.device)
     budget = bytes_of(asked.memory) if asked.memory else None

@@ -34,6 +34,7 @@ from weftune.plan.cost.profile import find_profile
 from weftune.plan.cost.profile_cost import cost_of
 from weftune.plan.cost.time import CostModel
 from weftune.plan.layout.split import DeviceShare, JobWork, job_seconds, share_jobs, sheet_cost, too_large
+from weftune.plan.window.length import speed_by_sheet
 from weftune.report.terminal import JobRow
 from weftune.report.words import duration_text, plural
 from weftune.run.measure.devices import devices_here
@@ -41,12 +42,11 @@ from weftune.run.profile import key_here
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.heartbeat import LOST
-from weftune.trainer.engine import MOST_TOKENS
 from weftune.trainer.job import Ready
 from weftune.trainer.journal import View
+from weftune.trainer.machine import most_tokens
 from weftune.trainer.results import CHECKPOINTS
 from weftune.trainer.trainer import Options, Result, Trainer, trainer_for
-from weftune.trainer.window_length import speed_by_sheet
 
 SILENT_AFTER = 30.0
 """Seconds without a sign of life after which a share counts as lost: long, for nobody waits for it, and what
@@ -197,17 +197,21 @@ def _supervised(members: Sequence[Member], output: Path, view: View) -> tuple[li
             told.add(message)
             view.note(message)
 
-    teams = [Team(members=lambda _, one=one: [one], silent_after=SILENT_AFTER) for one in members]
+    teams = [Team(members=partial(_only, one), silent_after=SILENT_AFTER) for one in members]
     ended = Supervisor(teams, output, view.note, hear).run()
     lost = {share: one.loss for share, one in enumerate(ended) if one.code == LOST}
     return ended, troubles | {share: f"{loss}; go on with --resume" for share, loss in lost.items()}
+
+
+def _only(member: Member, _attempt: int) -> list[Member]:
+    return [member]
 
 
 def divide(
     ready: Sequence[Ready], cost: CostModel, hosts: Hosts, output: Path, fits: frozenset[str]
 ) -> list[DeviceShare]:
     """As many shares as have jobs. Whoever fits nowhere takes no time: its share will only say so."""
-    capacity = hosts.options.capacity or MOST_TOKENS.get(hosts.device.type, 1024)
+    capacity = hosts.options.capacity or most_tokens(hosts.device)
     seconds = {}
     for job in ready:
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()

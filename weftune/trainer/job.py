@@ -7,24 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from weftune.adapters.registry import kind_named
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.collate import Part, collate
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, prepare
-from weftune.data.samples import Samples
 from weftune.errors import AdapterError, DataError, Mistake
+from weftune.jobs.courses import Curriculum, curriculum, longest_sample
 from weftune.jobs.spec.spec import JobSpec, in_steps
-from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample
+from weftune.plan.program.program import MicrobatchPlan
 from weftune.plan.window.rounds import Course
 from weftune.run.training.schedule import Recipe
-
-DEFAULT_SAVE_EVERY = 0.1
-LEAST_SAVE_EVERY = 25
-"""Between two checkpoints of a job that does not say: a share of the run, but not fewer steps than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +37,11 @@ class Ready:
 
     def course(self, step: int, rounds: int, begins: bool) -> Course:
         """The job's part of a window that starts after `step`."""
-        last = min(step + rounds, self.recipe.steps)
-        return Course(
-            job=self.name,
-            step=step,
-            batches=tuple(self._batch(number) for number in range(step + 1, last + 1)),
-            evaluation=self._held_out(),
-            evaluate_at=self.evaluate_at,
-            save_at=self.save_at,
-            begins=begins,
-        )
+        return self.curriculum.course(step, rounds, begins)
 
-    def _batch(self, step: int) -> GlobalBatch:
-        chosen = self.order.batch(step)
-        return GlobalBatch(
-            self.name, step, _placed(self.data.train, chosen), int(self.data.train.supervised[chosen].sum())
-        )
-
-    def _held_out(self) -> tuple[PlacedSample, ...]:
-        held_out = self.data.evaluation
-        return () if held_out is None else _placed(held_out, np.arange(len(held_out)))
+    @property
+    def curriculum(self) -> Curriculum:
+        return Curriculum(self.name, self.data, self.order, self.recipe.steps, self.evaluate_at, self.save_at)
 
 
 def make_ready(
@@ -84,14 +63,12 @@ def make_ready(
         data = prepare(spec.data, spec.eval, tokenizer, cache, context=shape.context, progress=progress)
     except DataError as error:
         raise DataError(_named(spec.name, mistake) for mistake in error.mistakes) from None
-    order = SampleOrder(len(data.train), spec.batch_size, spec.seed, data.train.weights)
-    steps = spec.total_steps(order.steps_per_epoch)
-    steps = steps if max_steps is None else min(steps, max_steps)
-    lengths = [samples.lengths.max() for samples in (data.train, data.evaluation) if samples is not None]
+    planned = curriculum(spec, data, max_steps)
+    steps = planned.steps
     return Ready(
         spec=spec,
         data=data,
-        order=order,
+        order=planned.order,
         recipe=Recipe(
             steps=steps,
             learning_rate=spec.learning_rate,
@@ -108,11 +85,11 @@ def make_ready(
             priority=spec.priority,
             order=place,
             trainable=kind.layout(spec.adapter, shape.sites).size,
-            longest=int(max(lengths)),
+            longest=longest_sample(data),
             batch_tokens=data.train.largest_batch(spec.batch_size),
         ),
-        evaluate_at=_every(spec.eval.every if spec.eval else None, steps),
-        save_at=_saves(spec, steps),
+        evaluate_at=planned.evaluate_at,
+        save_at=planned.save_at,
     )
 
 
@@ -128,30 +105,6 @@ def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> 
             for placed in segment.samples
         ]
     return collate(parts)
-
-
-def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
-    lengths = samples.lengths[chosen].tolist()
-    offsets = np.cumsum([0, *lengths[:-1]]).tolist()
-    supervised = samples.supervised[chosen].tolist()
-    return tuple(
-        PlacedSample(*item) for item in zip(chosen.tolist(), lengths, offsets, supervised, strict=True)
-    )
-
-
-def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
-    """The steps after which a job is saved: not after the last, where its adapter is written, and at its
-    start only where that is another's adapter, which may be gone when the job is to go on."""
-    every = spec.save_every or max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
-    first = {0} if spec.adapter.init_from is not None else set()
-    return _every(every, steps) - {0, steps} | first
-
-
-def _every(every: float | None, steps: int) -> frozenset[int]:
-    """Step 0, every so many steps, and the last."""
-    if every is None:
-        return frozenset({0, steps})
-    return frozenset({*range(0, steps, max(1, in_steps(every, steps))), steps})
 
 
 def _named(job: str, mistake: Mistake) -> Mistake:

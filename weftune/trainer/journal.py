@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from weftune.core.files import json_text, replace_file
 from weftune.errors import OutputError
-from weftune.jobs.store.folder import LEARNED
+from weftune.jobs.store.folder import LEARNED, PROMISE
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Outcome, Promise
@@ -125,6 +125,12 @@ class Journal:
         self._peak = max(self._peak, window.outcome.peak_bytes)
         self.store.measure(seconds, seconds + self._saved, self._peak)
         self._aside(self.store.write_status)
+
+    def promise(self, numbers: Mapping[str, Any]) -> None:
+        """What the first window of this process is to be like, written before it runs."""
+        if self._windows == 0:
+            content = json_text(numbers, indent=1).encode()
+            self._aside(lambda: replace_file(self.store.records / PROMISE, content))
 
     def learned(self) -> Any:
         """What `keep_learned` was last given in this output; None if there is nothing that can be read."""

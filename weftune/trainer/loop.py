@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.kind import Member
-from weftune.base.model import Base
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
@@ -20,29 +19,22 @@ from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Company, Learned, Outcome, Promise, sizes_of
-from weftune.plan.cost.memory import MemoryModel, longest
-from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.time import CostModel, PassTime, StateTime
-from weftune.plan.program.layout import one_device
+from weftune.plan.cost.memory import longest
+from weftune.plan.cost.time import PassTime, StateTime
+from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
-from weftune.plan.window.rounds import Course
+from weftune.plan.window.length import WindowPace, shortened
 from weftune.plan.window.window import plan_window
 from weftune.report.words import plural
-from weftune.run.assemble import resident_executor
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
-from weftune.run.executor import Executor
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Training, new_training
-from weftune.run.workers.driver import Driver
+from weftune.trainer.engine import Engine
 from weftune.trainer.job import Ready, lay_out
 from weftune.trainer.journal import Journal, Window
 from weftune.trainer.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
-from weftune.trainer.window_length import WindowPace, first_pace, shortened
-
-WINDOW_ROUNDS = 4
-"""Global batches of each job in a window on one device, where they are quick."""
 
 Callback = Callable[[Stepped | Evaluated], None]
 
@@ -94,29 +86,19 @@ def lost_sentence(name: str, found: checkpoint.Survey) -> str:
 
 
 class Loop:
-    def __init__(
-        self,
-        base: Base,
-        tokenizer: Any,
-        store: Store,
-        memory: MemoryModel,
-        most: int,
-        journal: Journal,
-        cost: CostModel | None = None,
-        executor: Executor | Driver | None = None,
-    ) -> None:
-        self.base = base
+    def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
+        self.engine = engine
+        self.executor, self.choice, self.base = engine.executor, engine.choice, engine.base
         self.tokenizer = tokenizer
         self.store = store
         self.journal = journal
-        self.most = most
+        self.most = engine.choice.capacity
         """The token capacity is never above this, unless a sample is longer."""
-        self.executor: Executor | Driver = executor or resident_executor(base)
-        self.rounds = WINDOW_ROUNDS
         self.learned = Learned(
-            known=cost or arithmetic(base.shape), memory=replace(memory, fused=self.executor.fused)
+            known=engine.known, memory=replace(engine.choice.memory, fused=self.executor.fused)
         )
-        self.first_pace = first_pace(self.learned.known, memory.shape, self.base.device.type == "cuda", most)
+        self.seconds = 0.0
+        """Of all windows."""
         with suppress(ValueError):
             self.learned.resume(journal.learned())
         self.jobs: dict[str, Ready] = {}
@@ -204,6 +186,13 @@ class Loop:
 
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
         """Train until every job has ended, or until `stop` asks for an end; then all is saved and waits."""
+        try:
+            self._run(stop, callback)
+        finally:
+            for watcher in self.engine.watchers:
+                watcher.close(self.store.output, self.seconds, self.journal.note)
+
+    def _run(self, stop: Callable[[], bool], callback: Callback | None) -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="planner") as planner:
             ahead: Ahead | None = None
             while not stop():
@@ -212,7 +201,7 @@ class Loop:
                     break
                 program = self._program(ahead)
                 ahead = self._plan_ahead(planner, program)
-                self._execute(program, stop, callback)
+                self._watched(program, stop, callback)
                 self._retire()
         if stop():
             self._suspend()
@@ -246,19 +235,17 @@ class Loop:
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
     def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
-        rounds = self.rounds
+        rounds, layout = self.choice.rounds, self.choice.layout
         courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
-        return self._window(shortened(courses, room.pace), room)
-
-    def _window(self, courses: Sequence[Course], room: Room) -> Program:
+        courses = shortened(courses, room.pace)
         ladder = self.executor.captures is not None
-        return plan_window(courses, one_device(), room.capacity, ladder, room.recompute)
+        return plan_window(courses, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
 
     def _promise(self, program: Program, company: Company) -> Promise:
-        return self.learned.promise(program, company)
+        return self.learned.promise(program, company, self.engine.price(sizes_of(company)))
 
     def _peak_bytes(self) -> int:
-        return peak_bytes(self.base.device)
+        return max([peak_bytes(self.base.device), *self.engine.other_peaks()])
 
     def _plan_ahead(self, planner: ThreadPoolExecutor, program: Program) -> Ahead:
         cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
@@ -276,14 +263,25 @@ class Loop:
 
     def _pace(self) -> WindowPace:
         recorded = self.learned.row_seconds
-        return self.first_pace if recorded is None else WindowPace(recorded)
+        return self.choice.first_pace if recorded is None else WindowPace(recorded)
 
     def _shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
 
+    def _watched(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
+        for watcher in self.engine.watchers:
+            watcher.begin(program)
+        began = time.monotonic()
+        self._execute(program, stop, callback)
+        self.seconds += time.monotonic() - began
+        for watcher in self.engine.watchers:
+            watcher.end(program)
+
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
         company = {name: self.jobs[name].shape for name in self.executor.aboard}
         promise = self._promise(program, company)
+        taken = self.learned.memory.taken
+        self.journal.promise(promise_numbers(self.choice.layout, program, company, promise, taken))
         self._timed = TimedWindow()
         own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
         if not own_peak:

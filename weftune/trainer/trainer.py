@@ -36,10 +36,11 @@ from weftune.report.terminal import JobRow, LiveView
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
-from weftune.trainer.engine import Engine, Setup, open_engine
+from weftune.trainer.engine import Engine, open_engine
 from weftune.trainer.job import Ready, make_ready
 from weftune.trainer.journal import Journal, View
 from weftune.trainer.loop import Callback, Loop, lost_sentence
+from weftune.trainer.machine import Setup
 from weftune.trainer.results import (
     CHECKPOINTS,
     JOB_FILE,
@@ -155,10 +156,11 @@ class Trainer:
         with ExitStack() as stack:
             store = stack.enter_context(self._open())
             ready = self.unfinished(store, shape)
+            shapes = [job.shape for job in ready]
+            engine = open_engine(self._setup(device, shape), shapes, self._tell(store)) if ready else None
+            # Not before: while a base is loaded, which may take minutes, a signal has nothing to wait for.
             stop = stack.enter_context(interrupts(self._announce_stop))
-            if ready:
-                shapes = [job.shape for job in ready]
-                engine = open_engine(self._setup(device, shape), shapes, self._tell(store))
+            if engine is not None:
                 base = engine.base
                 store.describe(self.spec.model, str(base.device), str(base.dtype).removeprefix("torch."))
                 self.take_over(store, ready)
@@ -359,7 +361,7 @@ class Trainer:
             store.retry_job(job.name, retry.sentence())
 
     def _loop(self, engine: Engine, store: Store, journal: Journal) -> Loop:
-        return engine.loop(self.tokenizer, store, journal)
+        return Loop(engine, self.tokenizer, store, journal)
 
     def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
         """Metrics beyond a job's newest checkpoint will be written again."""

@@ -14,8 +14,8 @@ DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt")
 """Names that Windows keeps for itself, whatever follows the first dot."""
 
 OURS = {
-    "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "shares.json", "report.html", "ranks",
-    "tensorboard", "wandb", "mlruns",
+    "metrics.jsonl", "windows.jsonl", "status.json", "learned.json", "promise.json", "shares.json",
+    "report.html", "ranks", "tensorboard", "wandb", "mlruns",
 }  # fmt: skip
 """What Weftune writes beside the jobs' folders."""
 

@@ -17,6 +17,8 @@ from weftune.jobs.store.status import RunStatus, from_json, to_json
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 LEARNED = "learned.json"
 """The models that plans are made by, as the run has learned them."""
+PROMISE = "promise.json"
+"""What a run said of its first window before it began: layout, who is aboard, seconds, bytes."""
 RANKS = "ranks"
 """The folder of the logs of other processes than the one that prints, which begin before the run does."""
 

@@ -68,8 +68,11 @@ def fit_kinds(
 
 def cost_of(profile: Profile, shape: ModelShape) -> CostModel:
     """The time model of the whole base, before a run has measured anything."""
-    found = directions(profile, shape)
-    return found.whole(shape.layers, source_of(profile), fit_rate(Rate(), profile.steps))
+    return directions(profile, shape).whole(shape.layers, source_of(profile), step_rate(profile))
+
+
+def step_rate(profile: Profile) -> Rate:
+    return fit_rate(Rate(), profile.steps)
 
 
 def source_of(profile: Profile) -> str:

@@ -64,6 +64,15 @@ class StagePace:
     """What passes took in multiples of what the lines say, in the order in which they ran."""
 
 
+BACKWARD_GUESS = 1.5
+"""A backward over a forward, until one was measured."""
+
+
+def guessed_pace(layers: int) -> StagePace:
+    """Of a stage of so many layers, before anything was measured: proportions only."""
+    return StagePace(Line(0.0, float(layers)), Line(0.0, BACKWARD_GUESS * layers))
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineRules:
     """What the planner of a pipeline's windows is told beside the courses."""
@@ -127,8 +136,12 @@ def timeline_foreseen(
     return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
 
 
-def timeline_priced(program: Program, prices: Prices, loads: LoadPace | None = None) -> Timeline:
+def timeline_priced(
+    program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
+) -> Timeline:
+    """Where no `link` between devices is given, what is sent takes no time."""
     cluster = free_cluster(len(program.devices))
+    cluster = cluster if link is None else replace(cluster, link=link)
     if loads is not None:
         prices = replace(prices, weight_bytes=loads.stage_bytes)
         host = Link(loads.bandwidth)

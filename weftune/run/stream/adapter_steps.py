@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weftune.ops.adamw import AdamState, Update, update
 from weftune.ops.triton.at_hand import kernels_run
-from weftune.plan.layout.ring import PIECE, PIECES
+from weftune.plan.cost.ring import PIECE, PIECES
 from weftune.run.stream.adapters import OUTSIDE, Pair, StagePart, Travel
 from weftune.run.stream.buffers import Buffer, PieceLanes, bring, copy, give_back
 from weftune.run.stream.weights import Gone

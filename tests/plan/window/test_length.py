@@ -9,8 +9,8 @@ from tests.plan.costs import SHAPE, TRUTH
 from weftune import JobSpec
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.program.program import GlobalBatch, PlacedSample
+from weftune.plan.window.length import WINDOW_SECONDS, WindowPace, first_pace, shortened
 from weftune.plan.window.rounds import Course
-from weftune.trainer.window_length import WINDOW_SECONDS, WindowPace, first_pace, shortened
 
 
 def course(job, *lengths, evaluated=0):

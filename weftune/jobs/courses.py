@@ -1,0 +1,91 @@
+"""A job's part of a window, from its samples and its spec: which global batches, when it evaluates and saves.
+
+Without torch, so that `weftune plan` makes the courses that a run will make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weftune.data.order import SampleOrder
+from weftune.data.prepare import Prepared
+from weftune.data.samples import Samples
+from weftune.jobs.spec.spec import JobSpec, in_steps
+from weftune.plan.program.program import GlobalBatch, PlacedSample
+from weftune.plan.window.rounds import Course
+
+DEFAULT_SAVE_EVERY = 0.1
+LEAST_SAVE_EVERY = 25
+"""Between two checkpoints of a job that does not say: a share of the run, but not fewer steps than these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """All that a job will train on."""
+
+    job: str
+    data: Prepared
+    order: SampleOrder
+    steps: int
+    evaluate_at: frozenset[int]
+    save_at: frozenset[int]
+
+    def course(self, step: int, rounds: int, begins: bool) -> Course:
+        """The job's part of a window that starts after `step`."""
+        last = min(step + rounds, self.steps)
+        return Course(
+            job=self.job,
+            step=step,
+            batches=tuple(self._batch(number) for number in range(step + 1, last + 1)),
+            evaluation=self._held_out(),
+            evaluate_at=self.evaluate_at,
+            save_at=self.save_at,
+            begins=begins,
+        )
+
+    def _batch(self, step: int) -> GlobalBatch:
+        chosen, train = self.order.batch(step), self.data.train
+        return GlobalBatch(self.job, step, _placed(train, chosen), int(train.supervised[chosen].sum()))
+
+    def _held_out(self) -> tuple[PlacedSample, ...]:
+        held_out = self.data.evaluation
+        return () if held_out is None else _placed(held_out, np.arange(len(held_out)))
+
+
+def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> Curriculum:
+    order = SampleOrder(len(data.train), spec.batch_size, spec.seed, data.train.weights)
+    steps = spec.total_steps(order.steps_per_epoch)
+    steps = steps if max_steps is None else min(steps, max_steps)
+    every = _every(spec.eval.every if spec.eval else None, steps)
+    return Curriculum(spec.name, data, order, steps, every, _saves(spec, steps))
+
+
+def longest_sample(data: Prepared) -> int:
+    """Tokens, held-out samples counted."""
+    return int(max(some.lengths.max() for some in (data.train, data.evaluation) if some is not None))
+
+
+def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
+    lengths = samples.lengths[chosen].tolist()
+    offsets = np.cumsum([0, *lengths[:-1]]).tolist()
+    supervised = samples.supervised[chosen].tolist()
+    return tuple(
+        PlacedSample(*item) for item in zip(chosen.tolist(), lengths, offsets, supervised, strict=True)
+    )
+
+
+def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
+    """The steps after which a job is saved: not after the last, where its adapter is written, and at its
+    start only where that is another's adapter, which may be gone when the job is to go on."""
+    every = spec.save_every or max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
+    first = {0} if spec.adapter.init_from is not None else set()
+    return _every(every, steps) - {0, steps} | first
+
+
+def _every(every: float | None, steps: int) -> frozenset[int]:
+    """Step 0, every so many steps, and the last."""
+    if every is None:
+        return frozenset({0, steps})
+    return frozenset({*range(0, steps, max(1, in_steps(every, steps))), steps})

@@ -1,0 +1,367 @@
+"""How to run: the layout of the base on the devices, the token capacity, and why. The only place that decides
+it: `weftune train` asks for the machine at hand, `weftune plan` for that one or another.
+
+A base lies whole on one device if it fits there, else it is streamed from host memory; several workers hold
+a stage each, or stream the base together where a stage does not fit one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from weftune.core.shapes import JobShape, LayerRange, ModelShape
+from weftune.errors import HostTooSmall, PlanError
+from weftune.plan.cost.estimate import layer_bytes
+from weftune.plan.cost.memory import MemoryModel, gib
+from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.profile import Profile
+from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
+from weftune.plan.cost.ring import TRAVEL_ROUNDS
+from weftune.plan.cost.time import CostModel, Sizes
+from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
+from weftune.plan.layout.foresee import StageTimes, recomputing
+from weftune.plan.layout.need import StreamDevice
+from weftune.plan.layout.one_device import choose_company, fits_whole, in_files, pretended_place
+from weftune.plan.layout.worker_choice import RanksChoice, choose_ranks
+from weftune.plan.program.layout import Layout, in_stages, one_device
+from weftune.plan.program.program import Program
+from weftune.plan.window.length import WindowPace, first_pace
+from weftune.plan.window.pipeline import LoadPace
+
+WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
+"""Global batches of each job in a window: several workers fill and drain once a window, so theirs is long."""
+PROCESS_BYTES = 512 << 20
+"""What a process that trains on a CPU holds before anything is loaded, where nobody has measured it."""
+MOST_TOKENS = {False: 1024, True: 8192}
+"""The token capacity that a CPU and a GPU get where memory allows more."""
+
+
+def _no_link(_budget: int, _host: int) -> StreamDevice:
+    raise AssertionError("nobody has said how fast this device is")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a run finds: its workers with their devices, which are all alike, and the host behind them."""
+
+    on_gpu: bool
+    budget: int
+    """Bytes that the run may take of each worker's device, where the worker's part of the base stays."""
+    taken: int = 0
+    """What each worker's process holds there before anything is loaded."""
+    stream_budget: int | None = None
+    """The same for a base that comes and goes; None: it may not."""
+    host_budget: int = 0
+    """Bytes that the run may take of the host's memory, of all hosts together."""
+    capacity: int | None = None
+    """At most so many tokens in a microbatch; None: as many as suit the device."""
+    workers: int = 1
+    """Of one replica."""
+    replicas: int = 1
+    profile: Profile | None = None
+    """What stages are cut by, and what a single worker's times are taken from."""
+    worker_profile: Profile | None = None
+    """The same with as many threads as one of several workers has."""
+    gpu: Callable[[int, int], StreamDevice] = _no_link
+    """A GPU with these budgets, its own and the host's, as measured or by its data sheet: asked for only
+    where a base has to be streamed."""
+    files: Callable[[StreamDevice, HostTooSmall], StreamDevice] = lambda place, _short: in_files(place)
+    """The same device for weights that stay in their files; raises where they cannot."""
+
+    @property
+    def most(self) -> int:
+        return self.capacity or MOST_TOKENS[self.on_gpu]
+
+    def place(self, budget: int) -> StreamDevice:
+        """A device of which a streamed run may take so much; without a GPU one is pretended."""
+        return (self.gpu if self.on_gpu else pretended_place)(budget, self.host_budget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    shape: ModelShape
+    """Of all of the base."""
+    layout: Layout
+    capacity: int
+    """No microbatch has more tokens, unless one sample does."""
+    memory: MemoryModel
+    """By which jobs come aboard and windows get their capacity."""
+    company: tuple[JobShape, ...]
+    """The jobs that it was made for: those that can be aboard together."""
+    seconds: float | None = None
+    """Of a round of theirs, one global batch of each, where the layout was searched for."""
+    bytes: int
+    """On the fullest device at the peak, with full microbatches; the process is counted."""
+    host_bytes: int = 0
+    """Of all workers."""
+    unhidden: float = 0.0
+    """The share of a round in which devices wait for the host."""
+    why: str
+    """The rest of a sentence that begins with `The base is`."""
+    note: str = ""
+    """What a run says of it; nothing where all of the base stays on one device."""
+    mapped: bool = False
+    """Whether streamed weights stay in their files and are read from there in every round."""
+    place: StreamDevice | None = None
+    """The device that a base is streamed to."""
+    rounds: int
+    """Global batches of each job in a window."""
+    cost: CostModel | None = None
+    """What one worker's passes take by its profile; None without a profile, or with several workers."""
+    times: StageTimes | None = None
+    """What each stage's passes take, where several workers have a profile."""
+    loads: LoadPace | None = None
+    """What stages take on their way from the host to several workers."""
+
+    @property
+    def streamed(self) -> bool:
+        return self.place is not None
+
+    @property
+    def captured(self) -> bool:
+        """Whether passes keep to few sizes, since they are captured: on GPUs, of fused layers."""
+        return self.memory.fused
+
+    @property
+    def first_pace(self) -> WindowPace:
+        """What a round is predicted to take before a run has recorded anything."""
+        if self.seconds is not None:
+            return WindowPace(round_seconds=self.seconds)
+        cost = self.cost or arithmetic(self.shape)
+        # As if stages worked one after another.
+        return first_pace(cost, self.shape, on_gpu=self.memory.fused, max_tokens=self.capacity)
+
+    def seconds_of(self, program: Program, sizes: Sizes) -> float | None:
+        """What a window will take by the profile; None where there is none."""
+        if self.times is not None:
+            return self.times.timeline(program, self.layout, sizes, self.loads).makespan
+        return None if self.cost is None else self.cost.program_seconds(program, sizes)
+
+
+def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
+    """How these jobs run on this machine. PlanError says what does not fit, where nothing is made of it by
+    letting jobs wait."""
+    assert jobs, "there is nothing to train"
+    choose_one = _by_workers if machine.workers * machine.replicas > 1 else _by_one
+    return choose_one(shape, jobs, machine)
+
+
+def _by_one(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
+    return _streamed(shape, jobs, machine) or _whole(shape, jobs, machine)
+
+
+def _by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
+    return _streamed_by_workers(shape, jobs, machine) or _in_stages(shape, jobs, machine)
+
+
+# -- one device -----------------------------------------------------------------------------------------
+
+
+def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
+    memory, cost = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu), None
+    if machine.profile is not None:
+        memory = replace(memory, fit=memory_of(machine.profile, memory))
+        cost = cost_of(machine.profile, shape)
+    company = fitting(jobs, memory)
+    return Choice(
+        shape=shape,
+        layout=one_device(shape.layers),
+        capacity=machine.most,
+        memory=memory,
+        company=company,
+        bytes=full_bytes(memory, company, machine.most),
+        why=f"whole on one device, which has {gib(machine.budget)} for a run",
+        rounds=WINDOW_ROUNDS,
+        cost=cost,
+    )
+
+
+def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
+    """None where the base may not be streamed, or need not be: on a GPU if every job can train alone without,
+    on a pretended one if as many as can be aboard do."""
+    budget = machine.stream_budget
+    if budget is None or (machine.on_gpu and fits_whole(shape, jobs, budget)):
+        return None
+    place = machine.place(budget)
+    try:
+        found = choose_company(shape, jobs, place, machine.most)
+    except HostTooSmall as short:
+        place = machine.files(place, short)
+        found = choose_company(shape, jobs, place, machine.most)
+    choice = found.choice
+    if choice.whole:
+        return None
+    beside = _beside(machine, choice.host_bytes)
+    profile = machine.profile
+    return Choice(
+        shape=shape,
+        layout=choice.cut,
+        capacity=choice.capacity,
+        memory=_streamed_memory(shape, machine, choice.cut, beside, place),
+        company=found.company,
+        seconds=choice.step_seconds,
+        bytes=choice.device_bytes,
+        host_bytes=choice.host_bytes,
+        unhidden=choice.unhidden,
+        why=choice.why,
+        note=f"The base is {choice.why}.",
+        mapped=choice.mapped,
+        place=place,
+        rounds=TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS,
+        cost=None if profile is None else _streamed_cost(shape, profile, choice.cut, choice.unhidden),
+    )
+
+
+def _streamed_cost(shape: ModelShape, profile: Profile, layout: Layout, unhidden: float) -> CostModel:
+    """All of a pass, what is recomputed of it, and the waits that the search foresees."""
+    recomputed = shape.layers - layout.stages[-1].count
+    forward = directions(profile, shape).forward
+    cost = recomputing(cost_of(profile, shape), forward, recomputed, shape.layers)
+    return cost.times(1 / (1 - unhidden))
+
+
+def _streamed_memory(
+    shape: ModelShape, machine: Machine, layout: Layout, beside: int, place: StreamDevice
+) -> MemoryModel:
+    budget = place.budget + beside
+    return MemoryModel(shape, budget, beside, machine.on_gpu, layout=layout, slack=place.slack)
+
+
+def _beside(machine: Machine, host_bytes: int) -> int:
+    """A pretended device is a part of the host, and measured with the process and what lies in its memory."""
+    return 0 if machine.on_gpu else machine.taken + host_bytes
+
+
+# -- several workers -------------------------------------------------------------------------------------
+
+
+def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
+    """A stage for every worker; a replica that is one worker holds all of the base."""
+    held, note = _layers(shape, machine)
+    layout = in_stages(held, machine.replicas)
+    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, layout=layout)
+    company = fitting(jobs, memory)
+    counts = " + ".join(str(one.stop - one.start) for one in held)
+    times = _stage_times(shape, machine)
+    return Choice(
+        shape=shape,
+        layout=layout,
+        capacity=machine.most,
+        memory=memory,
+        company=company,
+        bytes=full_bytes(memory, company, machine.most),
+        why=f"cut into {len(held)} stages of {counts} layers" if len(held) > 1 else "whole on each replica",
+        note=note,
+        rounds=PIPELINE_ROUNDS,
+        times=times,
+    )
+
+
+def _layers(shape: ModelShape, machine: Machine) -> tuple[tuple[LayerRange, ...], str]:
+    """Of every stage; and the sentence that says by which times they are alike."""
+    if machine.workers == 1:
+        return (LayerRange(0, shape.layers, shape.layers),), ""
+    if machine.profile is None:
+        return cut_layers(shape, machine.workers), ""
+    costs = measured_costs(machine.profile, shape, typical_work(shape, machine.most))
+    held = cut_layers(shape, machine.workers, costs)
+    counts = " + ".join(str(one.stop - one.start) for one in held)
+    return held, f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
+
+
+def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
+    """None where the base may not be streamed, or a part of it fits every worker with any one of the jobs."""
+    budget = machine.stream_budget
+    if budget is None or machine.workers == 1:
+        return None
+    need = _parted_bytes(shape, jobs, machine, budget)
+    if need <= budget:
+        return None
+    place, ordered = machine.place(budget), in_order(jobs)
+
+    def attempt(count: int) -> RanksChoice:
+        company, later = ordered[:count], ordered[count:]
+        return choose_ranks(shape, company, later, place, machine.workers, machine.most, need)
+
+    count, choice = _for_most(attempt, len(jobs))
+    beside = _beside(machine, choice.host_bytes)
+    memory = _streamed_memory(shape, machine, choice.cut, beside, place)
+    layer = layer_bytes(shape)
+    loads = LoadPace(tuple(stage.count * layer for stage in choice.cut.stages), place.bandwidth)
+    return Choice(
+        shape=shape,
+        layout=choice.cut,
+        capacity=choice.capacity,
+        memory=memory,
+        company=tuple(ordered[:count]),
+        seconds=choice.step_seconds,
+        bytes=choice.device_bytes,
+        host_bytes=choice.host_bytes,
+        unhidden=choice.unhidden,
+        why=choice.why,
+        note=f"The base is {choice.why}.",
+        place=place,
+        rounds=PIPELINE_ROUNDS,
+        times=_stage_times(shape, machine),
+        loads=loads,
+    )
+
+
+def _parted_bytes(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, budget: int) -> int:
+    """What a worker needs whose part of the base stays; a pretended device has nothing but that on it."""
+    layout = in_stages(cut_layers(shape, machine.workers))
+    slack = None if machine.on_gpu else 0
+    memory = MemoryModel(shape, budget, fused=machine.on_gpu, layout=layout, slack=slack)
+    return max(memory.least_bytes([job]) for job in jobs)
+
+
+def _for_most(attempt: Callable[[int], RanksChoice], count: int) -> tuple[int, RanksChoice]:
+    """For as many jobs as can be, by halving; if not one fits, the sentence that says why."""
+    found: RanksChoice | None = None
+    why_not: PlanError | None = None
+    fits, too_many = 0, count + 1
+    while too_many - fits > 1:
+        tried = count if too_many > count else (fits + too_many) // 2
+        try:
+            fits, found = tried, attempt(tried)
+        except PlanError as error:
+            too_many, why_not = tried, error
+    if found is None:
+        assert why_not is not None
+        raise why_not
+    return fits, found
+
+
+def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
+    profile = machine.worker_profile
+    if profile is None:
+        return None
+    return StageTimes(shape.layers, directions(profile, shape), step_rate(profile))
+
+
+# -- who is aboard ---------------------------------------------------------------------------------------
+
+
+def in_order(jobs: Sequence[JobShape]) -> list[JobShape]:
+    """As they would come aboard."""
+    return sorted(jobs, key=lambda job: (-job.priority, job.order))
+
+
+def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
+    """Those that are aboard from the start, by the scheduler's rule: in order, and nobody overtakes but one
+    who is behind a job that fits nowhere."""
+    company: list[JobShape] = []
+    for job in in_order(jobs):
+        if memory.why_not([job]) is not None:
+            continue
+        if memory.why_not([*company, job]) is not None:
+            break
+        company.append(job)
+    return tuple(company)
+
+
+def full_bytes(memory: MemoryModel, company: Sequence[JobShape], most: int) -> int:
+    """With microbatches as large as memory allows."""
+    recompute = memory.recompute(company, most)
+    return memory.peak_bytes(company, memory.capacity(company, most, recompute), recompute)

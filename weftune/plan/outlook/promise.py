@@ -1,0 +1,97 @@
+"""What a run will do first: its layout, who is aboard, and what the first window takes.
+
+`weftune plan` writes it with its other numbers and `weftune train` beside its records before it begins: both
+from the same choice and the same planner, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.learned import Company, Learned, Promise, sizes_of
+from weftune.plan.cost.memory import SPARE
+from weftune.plan.cost.prior import arithmetic
+from weftune.plan.layout.choose import Choice
+from weftune.plan.program.layout import Layout
+from weftune.plan.program.program import Program
+from weftune.plan.window.length import shortened
+from weftune.plan.window.pipeline import PipelineOrder, guessed_pace
+from weftune.plan.window.rounds import Course
+from weftune.plan.window.window import Pacing, plan_window
+
+
+def promise_numbers(
+    layout: Layout, program: Program, company: Company, promise: Promise, taken: int
+) -> dict[str, Any]:
+    """As JSON. `taken` bytes are not the run's own: what processes hold before anything is loaded."""
+    return {
+        "layout": {
+            "stages": [
+                {"layers": stage.count, "worker": home, "resident": stage.resident}
+                for stage, home in zip(layout.stages, layout.homes, strict=True)
+            ],
+            "slots": list(layout.slots),
+            "replicas": layout.replicas,
+            "adapters_travel": layout.travels,
+            "inputs_offloaded": layout.offloads,
+        },
+        "capacity": program.capacity,
+        "recomputed_layers": program.recompute.layers,
+        "aboard": list(company),
+        "global_batches": len(program.batches),
+        "microbatches": len(program.microbatches),
+        "seconds": promise.seconds,
+        "bytes": promise.peak_bytes - taken,
+        "process_bytes": taken,
+        "source": promise.source,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FirstWindow:
+    program: Program
+    promise: Promise
+    company: Company
+    choice: Choice
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        taken = self.choice.memory.taken
+        return promise_numbers(self.choice.layout, self.program, self.company, self.promise, taken)
+
+
+def first_window(
+    choice: Choice,
+    aboard: Sequence[JobShape],
+    course: Callable[[str, int], Course],
+    order: PipelineOrder | None = None,
+) -> FirstWindow:
+    """The window that a run begins with. `course` makes a job's part of it, of so many rounds; a pipeline
+    runs in another `order` than its own only for comparison."""
+    memory, company = choice.memory, {job.name: job for job in aboard}
+    recompute = memory.recompute(aboard, choice.capacity)
+    capacity = memory.capacity(aboard, choice.capacity, recompute)
+    courses = shortened([course(name, choice.rounds) for name in company], choice.first_pace)
+    program = plan_window(
+        courses, choice.layout, capacity, choice.captured, recompute, _pacing(choice.layout, order)
+    )
+    learned = Learned(known=choice.cost or arithmetic(choice.shape), memory=memory)
+    return FirstWindow(program, learned.promise(program, company, _price(choice, company)), company, choice)
+
+
+def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
+    """As a pipeline is paced before anything was measured."""
+    if not layout.pipelined:
+        return None
+    return Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), order, SPARE)
+
+
+def _price(choice: Choice, company: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
+    """Several workers are simulated."""
+    if choice.layout.workers * choice.layout.replicas == 1:
+        return None
+    return partial(choice.seconds_of, sizes=sizes_of(company))

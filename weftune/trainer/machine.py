@@ -1,0 +1,156 @@
+"""What the planner is told of the machine at hand: its devices, its memory, its link and its profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from weftune.base.host.streamed import weights_in_files
+from weftune.base.load import base_dtype
+from weftune.base.model import Base
+from weftune.base.spec import BaseSpec
+from weftune.core.shapes import ModelShape
+from weftune.errors import BaseModelError, HostTooSmall, UserError
+from weftune.plan.cost.profile import Profile, find_profile, read_profile
+from weftune.plan.layout.choose import MOST_TOKENS, Machine
+from weftune.plan.layout.cut import PartCosts, measured_costs, typical_work
+from weftune.plan.layout.need import StreamDevice
+from weftune.plan.layout.one_device import gpu_place, in_files
+from weftune.run.measure.link import measure_files, measure_link
+from weftune.run.measure.memory import CPU_SHARE, budget_bytes, taken_bytes
+from weftune.run.profile import key_here
+from weftune.run.workers.groups import WorkerPlace, own_gpus
+from weftune.run.workers.messages import Staff
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a run was asked to run on."""
+
+    spec: BaseSpec
+    base: Base | None
+    """Where it is in memory already."""
+    device: torch.device
+    shape: ModelShape
+    staff: Staff | None
+    memory: int | None
+    gpu_memory: int | None
+    capacity: int | None
+    profile: Path | None
+    checkpoints: Callable[[str], Path]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def budget(self) -> int:
+        return self.gpu_memory or self.memory or budget_bytes(self.device)
+
+    @property
+    def place(self) -> WorkerPlace:
+        return self.staff.wires.place if self.staff else WorkerPlace(0, 1)
+
+    @property
+    def sharing(self) -> int:
+        """Workers on one device."""
+        return 1 if own_gpus(self.place, self.device) else self.place.local_ranks
+
+
+def machine_here(setup: Setup) -> Machine:
+    """This process with its device, or with the other workers' like it."""
+    if setup.base is not None and setup.gpu_memory is not None and setup.staff is None:
+        raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
+    place, device = setup.place, setup.device
+    profile = _profile(setup)
+    return Machine(
+        on_gpu=setup.on_gpu,
+        budget=_resident_budget(setup) // setup.sharing,
+        taken=taken_bytes(device),
+        stream_budget=_stream_budget(setup),
+        # Workers of other machines have memory of their own.
+        host_budget=host_budget() * place.ranks // place.local_ranks,
+        capacity=setup.capacity,
+        workers=place.stages,
+        replicas=place.replicas,
+        profile=profile,
+        worker_profile=profile if place.ranks == 1 else _worker_profile(setup),
+        gpu=partial(measured_gpu, setup.spec, device),
+        files=partial(from_files, setup.spec, device),
+    )
+
+
+def _resident_budget(setup: Setup) -> int:
+    """On a CPU a small GPU is pretended only for a base that is streamed."""
+    return setup.budget if setup.on_gpu else setup.memory or budget_bytes(setup.device)
+
+
+def _stream_budget(setup: Setup) -> int | None:
+    """One GPU streams whenever the base does not fit; a CPU only where it is to pretend to be a small one;
+    several workers only where it was asked for, since they are wired for it when they meet."""
+    if setup.staff is None:
+        return None if setup.base is not None else setup.budget if setup.on_gpu else setup.gpu_memory
+    if not setup.place.ring or setup.gpu_memory is None:
+        return None
+    # Every worker pretends a device of its own.
+    return setup.gpu_memory // (setup.sharing if setup.on_gpu else 1)
+
+
+def _profile(setup: Setup) -> Profile | None:
+    key, path = key_here(setup.shape, setup.device), setup.profile
+    profile = find_profile(key) if path is None else read_profile(path, key)
+    if profile is None and path is not None:
+        raise UserError(
+            f"{path} is no profile of {setup.spec.model} on this device; weftune doctor --profile makes one"
+        )
+    return profile
+
+
+def _worker_profile(setup: Setup) -> Profile | None:
+    """With as many threads as each of the workers on this machine has."""
+    key = key_here(setup.shape, setup.device)
+    if not setup.on_gpu:
+        key = replace(key, threads=torch.get_num_threads())
+    return find_profile(key)
+
+
+def most_tokens(device: torch.device) -> int:
+    """The token capacity that a device gets where memory allows more."""
+    return MOST_TOKENS[device.type == "cuda"]
+
+
+def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
+    """What a run on this device will cut stages by, if the cache has a profile of it."""
+    profile = find_profile(key_here(shape, device))
+    return measured_costs(profile, shape, typical_work(shape, most_tokens(device))) if profile else None
+
+
+def host_budget() -> int:
+    """Bytes of the host's memory that a run may take."""
+    return int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -> StreamDevice:
+    """With its link and its products as they are now."""
+    link = measure_link(device, base_dtype(spec, device))
+    return gpu_place(budget, host, link.bandwidth, link.flops, link.both_ways)
+
+
+def from_files(
+    spec: BaseSpec, device: torch.device, place: StreamDevice, short: HostTooSmall
+) -> StreamDevice:
+    """The same place for a base whose weights stay in their files; if they cannot, both reasons."""
+    try:
+        weights = weights_in_files(spec, device)
+    except BaseModelError as error:
+        raise HostTooSmall([*short.mistakes, *error.mistakes]) from None
+    if device.type != "cuda":
+        return in_files(place)
+    files = measure_files(weights.files)
+    both_ways = None if place.both_ways is None else min(place.both_ways, files)
+    return replace(in_files(place), bandwidth=min(place.bandwidth, files), both_ways=both_ways)
