@@ -60,6 +60,8 @@ class GateSpec:
     targets: tuple[str, ...] = ("proj",)
     kind: str = "gate"
     scales_bias: bool = False
+    u_rate: float = 1.0
+    """u learns at so many times the job's rate."""
 
 
 class Gate(ToyKind):
@@ -71,7 +73,7 @@ class Gate(ToyKind):
             if self.adapts(spec, site.name):
                 shapes.append(ParameterShape(site.name, "g_in", (site.in_features,)))
                 shapes.append(ParameterShape(site.name, "g_out", (site.out_features,)))
-                shapes.append(ParameterShape(site.name, "u", (site.out_features,)))
+                shapes.append(ParameterShape(site.name, "u", (site.out_features,), spec.u_rate))
         return VectorLayout(tuple(shapes))
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> PlainBank:

@@ -15,7 +15,7 @@ from tests.base.packs import packed
 from tests.run import aboard
 from weftune.adapters.kind import Member
 from weftune.core.batch import IGNORED, Microbatch, Segment
-from weftune.objectives.objective import BatchFacts, Needs, SampleScores
+from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import one_device
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample
@@ -39,7 +39,7 @@ class OwnWords:
         weights = torch.tensor(scores.counts, dtype=torch.float64)
         return -(scores.sums() * weights).sum() / batch.supervised
 
-    def evaluated(self, scores: SampleScores) -> tuple[Tensor, int]:
+    def evaluated(self, scores: SampleScores) -> HeldOutSums:
         raise NotImplementedError
 
     def mean(self, references: object) -> Tensor:

@@ -38,10 +38,13 @@ class Aboard:
             self.weights[job] = torch.randn(size, generator=generator, dtype=torch.float64) * 0.2
             attach(self.banks, self.base, job, SPEC, self.weights[job])
 
-    def refer(self, laid) -> None:
-        with torch.no_grad(), self.banks.bound(laid.microbatch, Route.segmented, training=False):
-            h_TD = self.base.hidden(laid.microbatch)
-        self.scorer.refer(h_TD, laid)
+    @torch.no_grad()
+    def hidden(self, laid):
+        with self.banks.bound(laid.microbatch, Route.segmented, training=False):
+            return self.base.hidden(laid.microbatch)
+
+    def refer(self, laid, held_out=False) -> None:
+        self.scorer.refer(self.hidden(laid), laid, held_out)
 
     def train(self, laid, supervised, samples) -> list[float]:
         with self.banks.bound(laid.microbatch, Route.segmented, training=True):
@@ -138,6 +141,28 @@ def test_a_scalar_head_learns_with_its_adapter():
     (torch.stack(values) - lengths).pow(2).mean().backward()
     close(aboard.gradient("job"), flat.grad)
     close(total_D, w.grad)
+
+
+def test_held_out_pairs_are_evaluated_against_their_own_references_and_counted_as_pairs():
+    aboard = Aboard()
+    aboard.scorer.objectives["job"] = Preference()
+    pairs, plain = global_batch((7, 5, 6, 9), 6), global_batch((8,), 7)
+    for adapter in (None, "other"):
+        aboard.refer(microbatch([("job", pairs)], adapter), held_out=True)
+        # Samples of the batch that is trained at the same step have the same offsets.
+        aboard.refer(microbatch([("job", global_batch((7, 5, 6, 9), 8))], adapter))
+    laid = microbatch([("job", pairs), ("sft", plain)])
+    found, others = aboard.scorer.evaluate(aboard.hidden(laid), laid)
+    with torch.no_grad():
+        sums = (plain_sums(one, pairs) for one in (tiny("llama"), aboard.plain("other")[0]))
+        bare, other = sums
+        margin = plain_sums(aboard.plain("job")[0], pairs) - 0.75 * bare - 0.25 * other
+        gap = margin[0::2] - margin[1::2]
+        nll = -plain_sums(aboard.plain("sft")[0], plain).sum()
+    assert found.loss == pytest.approx(-logsigmoid(0.3 * gap).sum().item(), rel=EXACT)
+    assert (found.hits, found.tokens) == (int((gap > 0).sum()), 2)
+    assert others.loss == pytest.approx(nll.item(), rel=EXACT)
+    assert others.tokens == supervised(plain)
 
 
 def test_references_are_kept_until_a_later_step_is_trained():

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from tests.base.packs import CPU
 from weftune.core.batch import IGNORED, OWN, Microbatch, Segment
-from weftune.objectives.objective import BatchFacts, Needs, SampleScores
+from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
 from weftune.run.passes.rows import LaidMicrobatch, lay
 
 
@@ -69,13 +69,17 @@ class Preference:
         assert batch.samples is not None
         return self._total(scores) / (batch.samples // 2)
 
-    def evaluated(self, scores: SampleScores) -> tuple[Tensor, int]:
-        return self._total(scores), len(scores.counts) // 2
+    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+        wins = self._gaps(scores) > 0
+        return HeldOutSums(self._total(scores), len(wins), wins.sum())
 
     def _total(self, scores: SampleScores) -> Tensor:
+        return -logsigmoid(0.3 * self._gaps(scores)).sum()
+
+    def _gaps(self, scores: SampleScores) -> Tensor:
         bare, other = (scores.sums(scores.references[who]) for who in (None, "other"))
         margin_B = scores.sums() - 0.75 * bare - 0.25 * other
-        return -logsigmoid(0.3 * (margin_B[0::2] - margin_B[1::2])).sum()
+        return margin_B[0::2] - margin_B[1::2]
 
 
 class AboveTheMean:
@@ -89,8 +93,8 @@ class AboveTheMean:
         gain_B = scores.sums() - scores.sums(scores.references[None])
         return (gain_B - batch.mean).sigmoid().sum() / batch.samples
 
-    def evaluated(self, scores: SampleScores) -> tuple[Tensor, int]:
-        return scores.sums().sum(), len(scores.counts)
+    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+        raise NotImplementedError
 
     def mean(self, references: Sequence[dict[str | None, Tensor]]) -> Tensor:
         return torch.stack([one[OWN].sum() - one[None].sum() for one in references]).mean()
@@ -106,7 +110,7 @@ class Value:
         assert scores.values_B is not None
         return (scores.values_B - torch.tensor(scores.counts)).pow(2).sum() / batch.samples
 
-    def evaluated(self, scores: SampleScores) -> tuple[Tensor, int]:
+    def evaluated(self, scores: SampleScores) -> HeldOutSums:
         raise NotImplementedError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weftune.core.shapes import ModelShape, SiteShape
-from weftune.core.weight import HoldsWeight, held_bytes
+from weftune.core.weight import HoldsWeight, Weight, held_bytes
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -25,7 +26,8 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def site_shape(name: str, module: nn.Module) -> SiteShape:
     if isinstance(module, Conv1D):
-        return SiteShape(name, *module.weight.shape, fan_in_fan_out=True)
+        inputs, outputs = module.weight.shape
+        return SiteShape(name, inputs, outputs, fan_in_fan_out=True)
     assert isinstance(module, nn.Linear)
     return SiteShape(name, module.in_features, module.out_features)
 
@@ -47,20 +49,22 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
 
 def values(model: PreTrainedModel) -> int:
     """How many values the parameters are; of a weight that is no matrix, those that it stands for."""
-    held = [module for module in linears(model).values() if isinstance(module, HoldsWeight)]
-    as_stored = sum(parameter.numel() for module in held for parameter in module.parameters())
-    meant = sum(_weights(module) + (0 if module.bias is None else len(module.bias)) for module in held)
-    return sum(parameter.numel() for parameter in model.parameters()) - as_stored + meant
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for module in linears(model).values():
+        if isinstance(module, HoldsWeight):
+            own = sum(value.numel() for name, value in module.named_parameters() if name != "bias")
+            count += _weights(module) - own
+    return count
 
 
 def _site_bytes(modules: Collection[nn.Module]) -> float | None:
     """Bytes a value of the sites' weights; None where all are matrices of the model's own dtype."""
     if not any(isinstance(module, HoldsWeight) for module in modules):
         return None
-    stored = sum(
-        held_bytes(module.frozen_weight() if isinstance(module, HoldsWeight) else module.weight)
-        for module in modules
-    )
+    stored = 0
+    for module in modules:
+        weight = module.frozen_weight() if isinstance(module, HoldsWeight) else module.weight
+        stored += held_bytes(cast(Weight, weight))
     return stored / sum(map(_weights, modules))
 
 

@@ -65,14 +65,25 @@ class BatchFacts:
     """Of `Objective.mean`, where it is needed."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOutSums:
+    """Over a segment of held-out samples; what is reported are loss and hits by the count."""
+
+    loss: Tensor
+    count: int
+    """Of tokens, samples or pairs: whatever the loss is summed over."""
+    hits: Tensor | None = None
+    """How many of them are as they should be; None: the tokens that are the likeliest."""
+
+
 class Objective(Protocol):
     needs: Needs
 
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         """A segment's share of its job's loss: the shares of a global batch add up to it."""
 
-    def evaluated(self, scores: SampleScores) -> tuple[Tensor, int]:
-        """Over held-out samples: a sum, and of how many things; what is reported is their quotient."""
+    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+        """Of held-out samples."""
 
     def mean(self, references: Sequence[Mapping[str | None, Tensor]]) -> Tensor:
         """Of what was scored for a whole global batch, sample by sample; asked for where it is needed."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from weftune.objectives.objective import BatchFacts, Needs, SampleScores
+from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
 
 
 class SupervisedFineTuning:
@@ -15,8 +15,8 @@ class SupervisedFineTuning:
     def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
         return -scores.logprobs_S.sum() / batch.supervised
 
-    def evaluated(self, scores: SampleScores) -> tuple[Tensor, int]:
-        return -scores.logprobs_S.sum(), len(scores.logprobs_S)
+    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+        return HeldOutSums(-scores.logprobs_S.sum(), len(scores.logprobs_S))
 
     def mean(self, references: Sequence[Mapping[str | None, Tensor]]) -> Tensor:
         raise AssertionError("supervised fine-tuning needs no mean")

@@ -94,7 +94,7 @@ class LoraBank:
         blocks = tuple(
             self._block(seat, site, segment, bound)
             for segment in bound.microbatch.segments
-            if (seat := self._seats.get(segment.through)) is not None and site in seat.weights
+            if (seat := self._seats.get(segment.through or "")) is not None and site in seat.weights
         )
         if not blocks:
             return SiteParts()

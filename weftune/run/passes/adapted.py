@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
-from torch import nn
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
@@ -28,9 +26,7 @@ class AdaptedBase:
             like = next(base.model.parameters())
             groups = self.layers.groups if self.layers else ()
             embedding = base.model.get_input_embeddings()
-            self.banks = Banks(
-                base.sites(), base.shape.sites, like, groups, base.whole_sites, cast(nn.Module, embedding)
-            )
+            self.banks = Banks(base.sites(), base.shape.sites, like, groups, base.whole_sites, embedding)
             if self.layers is not None:
                 self.layers.fuse(self.banks)
 

@@ -71,8 +71,9 @@ class Scorer:
         self.objectives: dict[str, Objective] = {}
         """Job → objective, where it is another than supervised fine-tuning."""
         self.scalar_heads: dict[str, ScalarHead] = {}
-        self._references: defaultdict[tuple[str, int], _References] = defaultdict(dict)
-        """Job and step → what its samples were scored without gradients, until a later step is trained."""
+        self._references: defaultdict[tuple[str, int, bool], _References] = defaultdict(dict)
+        """Job, step and whether they are held out → what its samples were scored without gradients, until a
+        later step is trained."""
 
     def score(
         self,
@@ -95,20 +96,22 @@ class Scorer:
     def evaluate(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[EvaluationSums]:
         """Sums over the held-out rows of each segment."""
         found = list(self._scored(h_TD, laid))
-        sums = [self._objective(one).evaluated(self._samples(one, h_TD)) for one in found]
-        losses = torch.stack([loss for loss, _ in sums]).tolist()
-        counts = torch.stack([one.hits_S.sum() for one in found]).tolist()
+        sums = [self._objective(one).evaluated(self._samples(one, h_TD, held_out=True)) for one in found]
+        hits = [
+            one.hits_S.sum() if own.hits is None else own.hits for one, own in zip(found, sums, strict=True)
+        ]
+        losses, counts = torch.stack([own.loss for own in sums]).tolist(), torch.stack(hits).tolist()
         return [
-            EvaluationSums(loss, count, number)
-            for loss, count, (_, number) in zip(losses, counts, sums, strict=True)
+            EvaluationSums(loss, count, own.count)
+            for loss, count, own in zip(losses, counts, sums, strict=True)
         ]
 
     @torch.no_grad()
-    def refer(self, h_TD: Tensor, laid: LaidMicrobatch) -> None:
+    def refer(self, h_TD: Tensor, laid: LaidMicrobatch, held_out: bool = False) -> None:
         """Keep what the samples of a microbatch were scored, by whichever adapter, for the losses of their
-        global batches."""
+        global batches or for the evaluation of that step."""
         for one in self._scored(h_TD, laid):
-            kept = self._references[one.segment.job, one.segment.step]
+            kept = self._references[one.segment.job, one.segment.step, held_out]
             parts = one.logprobs_S.split([sample.supervised for sample in one.samples])
             for sample, part_S in zip(one.samples, parts, strict=True):
                 kept.setdefault(sample.offset, {})[one.segment.adapter] = part_S
@@ -120,7 +123,7 @@ class Scorer:
     def _objective(self, one: _Scored) -> Objective:
         return self.objectives.get(one.segment.job, SFT)
 
-    def _samples(self, one: _Scored, h_TD: Tensor) -> SampleScores:
+    def _samples(self, one: _Scored, h_TD: Tensor, held_out: bool = False) -> SampleScores:
         """What the segment's objective sees of its samples."""
         job = one.segment.job
         if job not in self.objectives:
@@ -132,25 +135,25 @@ class Scorer:
             logprobs_S=one.logprobs_S,
             counts=tuple(sample.supervised for sample in one.samples),
             offsets=tuple(sample.offset for sample in one.samples),
-            references={adapter: self._referred(one, adapter) for adapter in needs.references},
+            references={adapter: self._referred(one, adapter, held_out) for adapter in needs.references},
             values_B=None if head is None else head.values(h_TD[last]),
         )
 
-    def _referred(self, one: _Scored, adapter: str | None) -> Tensor:
-        kept = self._references[one.segment.job, one.segment.step]
+    def _referred(self, one: _Scored, adapter: str | None, held_out: bool) -> Tensor:
+        kept = self._references[one.segment.job, one.segment.step, held_out]
         return torch.cat([kept[sample.offset][adapter] for sample in one.samples])
 
     def _mean(self, segment: Segment) -> Tensor | None:
         objective = self.objectives.get(segment.job, SFT)
         if not objective.needs.batch_mean:
             return None
-        kept = self._references[segment.job, segment.step]
+        kept = self._references[segment.job, segment.step, False]
         return objective.mean([kept[offset] for offset in sorted(kept)])
 
     def _forget_before(self, segment: Segment) -> None:
-        for job, step in [*self._references]:
-            if job == segment.job and step < segment.step:
-                del self._references[job, step]
+        for key in [*self._references]:
+            if key[0] == segment.job and key[1] < segment.step:
+                del self._references[key]
 
     def _scored(self, h_TD: Tensor, laid: LaidMicrobatch) -> Iterator[_Scored]:
         """Log-probabilities of the supervised targets, and which were the likeliest, segment by segment."""
@@ -159,8 +162,8 @@ class Scorer:
         targets_S = laid.microbatch.targets_T.index_select(0, laid.rows_S)
         logprobs_S, hits_S = target_logprobs(h_SD, targets_S, self._head)
         parts = logprobs_S.tensor_split(laid.sections), hits_S.tensor_split(laid.sections)
-        for segment, *of_segment in zip(laid.microbatch.segments, *parts, strict=True):
-            yield _Scored(segment, *of_segment, self._samples_of(segment, laid))
+        for segment, own_S, own_hits_S in zip(laid.microbatch.segments, *parts, strict=True):
+            yield _Scored(segment, own_S, own_hits_S, self._samples_of(segment, laid))
 
     def _samples_of(self, segment: Segment, laid: LaidMicrobatch) -> tuple[_Sample, ...]:
         """Whoever asks for them; of supervised fine-tuning, nobody does."""
