@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import bench, oracle
+from tests.cases import slow_but
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
 from weftune import JobSpec
 from weftune.errors import SpecError, UserError
@@ -167,7 +168,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", slow_but(MOMENTS, ["waiting", "evaluation", "paused"]))
 def test_cancelled_in_any_state_a_job_ends_within_two_steps_and_its_memory_returns(
     base, tmp_path, moment, monkeypatch
 ):
