@@ -136,6 +136,7 @@ def test_wherever_memory_runs_short_no_step_evaluation_or_save_is_lost(tmp_path,
     assert_same_results(tmp_path / "out", want)
 
 
+@pytest.mark.slow
 def test_a_process_that_really_has_no_memory_left_goes_on_in_halves(tmp_path, forks):
     """1024 tokens of this deep, narrow model take 0.75 GiB and 512 half of it; 0.5 GiB are there."""
     jobs = [{"name": name, "steps": 1, "batch_size": 23, "adapter": {"rank": 2}} for name in ("a", "b")]
