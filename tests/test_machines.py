@@ -35,6 +35,7 @@ def wait_until(true, seconds, place):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_two_machines_train_to_the_adapters_of_one_process(place, machines):
     agents = machines.torchrun(place, "train", "jobs.yaml", "--output", "two")
     assert [agent.wait(120) for agent in agents] == [0, 0], logs(place)

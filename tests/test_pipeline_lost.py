@@ -7,6 +7,7 @@ import time
 import pytest
 
 import weftune.launch.supervise
+from tests.cases import slow_but
 from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines
 from weftune.run.workers.heartbeat import LOST
@@ -38,7 +39,7 @@ def strike(place, ranks, rank, number, at):
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", slow_but(range(4), [0, 2]))
 def test_kill_9_of_each_rank_in_turn_ends_in_the_same_adapters(place, rank, capfd):
     seconds = strike(place, 4, rank, signal.SIGKILL, at=8 + 6 * rank)
     assert seconds < NOTICED
@@ -49,7 +50,7 @@ def test_kill_9_of_each_rank_in_turn_ends_in_the_same_adapters(place, rank, capf
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", slow_but([0, 1], [0]))
 def test_a_rank_that_hangs_is_noticed_in_ten_seconds(place, rank, capfd):
     seconds = strike(place, 2, rank, signal.SIGSTOP, at=14)
     assert seconds < NOTICED

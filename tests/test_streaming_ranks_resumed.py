@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from tests.cases import slow_but
 from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole
 from tests.test_streaming_ranks import SMALL, notes, pretended
@@ -45,7 +46,7 @@ def test_interrupted_alone_it_goes_on_over_ranks_to_the_same_curve(place, forks)
     assert_same_results(output, place / "undisturbed")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", slow_but([0, 1], [1]))
 def test_kill_9_of_a_rank_ends_in_the_same_adapters(place, rank, capfd):
     output = place / fresh(place, "killed")
     run = stream(place, "killed")

@@ -102,12 +102,9 @@ def test_a_kernel_that_is_not_swept_is_refused(
     assert "dq is none of y, dx, ds_db, down, dA" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "option"),
-    [
-        ("down", None),
-        pytest.param("ds_db", "columns 256 rows 64 warps 8 stages 2 piece 1024", marks=pytest.mark.slow),
-    ],
+    ("kernel", "option"), [("down", None), ("ds_db", "columns 256 rows 64 warps 8 stages 2 piece 1024")]
 )
 def test_a_sweep_tries_every_option_of_the_kernel_that_was_asked_for(
     kernel: str, option: str | None, case: SiteCase, monkeypatch: pytest.MonkeyPatch

@@ -49,6 +49,7 @@ def test_without_a_gpu_there_is_one_sentence_and_exit_code_2() -> None:
     assert "no CUDA device" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_checkout_a_toy_runs_through_and_ends_with_a_table_that_names_the_strongest(
     tmp_path: Path,
 ) -> None:
