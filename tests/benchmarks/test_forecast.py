@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 
 from benchmarks import cpu_forecast, gpu_forecast
+from tests.cases import slow_but
 
 
-@pytest.mark.parametrize("script", [cpu_forecast, gpu_forecast])
+@pytest.mark.parametrize("script", slow_but([cpu_forecast, gpu_forecast], [cpu_forecast]))
 def test_predicted_stands_beside_measured_and_the_bar_is_judged(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def test_an_order_is_the_sum_of_its_launches_where_all_were_measured() -> None:
     assert found == dict.fromkeys(measured, Timed(2.0, 1.0))
 
 
+@pytest.mark.slow
 def test_the_report_has_measured_and_floor_of_every_launch(
     case: SiteCase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from weftune.plan.window.pipeline import PipelineOrder
 from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 
+@pytest.mark.slow
 def test_the_toy_measures_every_case_on_every_worker(monkeypatch, capsys, tmp_path):
     cases = Case(1, 2, PipelineOrder.alternating), Case(2, 2)
     monkeypatch.setattr(pipeline_bubbles, "CASES", cases)

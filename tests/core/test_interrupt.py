@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import weftune.core.interrupt
+import weftune.trainer.trainer
 from tests import bench
 from tests.outputs import (
     FOUR_JOBS,
@@ -197,6 +198,17 @@ def test_the_handlers_of_before_are_put_back_and_a_second_signal_interrupts():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_while_the_base_is_loaded_the_first_signal_ends_the_run_at_once(tmp_path, monkeypatch):
+    def load(*_):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("a base can take minutes to load")
+
+    monkeypatch.setattr(weftune.trainer.trainer, "open_engine", load)
+    trainer = bench.trainer(bench.base(), tmp_path / "out", rich_jobs())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
 
 
 def test_outside_the_main_thread_nobody_asks_to_stop():

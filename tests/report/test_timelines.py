@@ -9,8 +9,8 @@ import pytest
 
 from tests.plan.outlooks import ground, outlines
 from tests.report.example import write_example
-from weftune.plan.outlook.outlook import outlook
 from weftune.plan.program.timeline import Lane
+from weftune.plan.studies.simulated import outlook
 from weftune.report import timelines as module
 from weftune.report.page import write_report
 from weftune.report.timelines import (

@@ -194,7 +194,7 @@ def _chosen(asked: TrainAsked) -> StageCount:
 
     from weftune.base.load import device_named, inspect
     from weftune.jobs.spec.read import read_run
-    from weftune.plan.layout.choose import SPARE
+    from weftune.plan.cost.memory import SPARE
     from weftune.plan.layout.stage_count import choose_stages
     from weftune.report.steady import steady_output
     from weftune.run.measure.devices import devices_here

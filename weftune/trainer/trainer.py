@@ -156,10 +156,11 @@ class Trainer:
         with ExitStack() as stack:
             store = stack.enter_context(self._open())
             ready = self.unfinished(store, shape)
+            shapes = [job.shape for job in ready]
+            engine = open_engine(self._setup(device, shape), shapes, self._tell(store)) if ready else None
+            # Not before: while a base is loaded, which may take minutes, a signal has nothing to wait for.
             stop = stack.enter_context(interrupts(self._announce_stop))
-            if ready:
-                shapes = [job.shape for job in ready]
-                engine = open_engine(self._setup(device, shape), shapes, self._tell(store))
+            if engine is not None:
                 base = engine.base
                 store.describe(self.spec.model, str(base.device), str(base.dtype).removeprefix("torch."))
                 self.take_over(store, ready)

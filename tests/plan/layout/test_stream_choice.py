@@ -31,8 +31,8 @@ from tests.plan.stream_cases import (
 from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
+from weftune.plan.cost.ring import PIECE, PIECES, TRAVEL_ROUNDS
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, hungriest
-from weftune.plan.layout.ring import PIECE, PIECES, TRAVEL_ROUNDS
 from weftune.plan.layout.search import plain_drafts
 from weftune.plan.layout.stream_choice import WAYS, StreamWay, capacities, choose_stream
 from weftune.plan.window.window import plan_window

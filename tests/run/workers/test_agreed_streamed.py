@@ -4,11 +4,14 @@ Places that stages have left hold NaN, so that a use of one that has gone shows.
 """
 
 import math
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
@@ -106,6 +109,7 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
     return events, looks, views(executor.aboard), steps
 
 
+@cache
 def alone(family, dtype, make, names="abcd"):
     base = whole_base(family, dtype)
     jobs = [job for job in make(base) if job.name in names]
@@ -128,9 +132,19 @@ def test_layers_are_fused_though_those_between_are_on_another_worker(worker):
     executor.unweave()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(cut, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_but(
+        product(CUTS, (torch.float32, torch.float64)),
+        [
+            ("two workers, a slot for everything on one of them", torch.float32),
+            ("three workers, the first ends", torch.float64),
+            ("two workers, one resident on each", torch.float32),
+        ],
+    ),
+)
+def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(name, dtype):
+    cut = CUTS[name]
     answers = run_workers(cut.workers, as_worker, "llama", dtype, cut, even_jobs, ring=True)
     events, weights, _ = alone("llama", dtype, even_jobs)
     mine = {job: [line[:2] for line in lines] for job, lines in losses_of(answers[0][0]).items()}
@@ -162,7 +176,10 @@ def test_clipping_takes_the_norm_over_all_workers():
     assert_equal((losses, of(answers, 2)), (losses_of(events), weights, starts), 1e-9, 1e-8)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2"])
+FAMILIES = ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2"]
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["gemma3", "gpt2"]))
 def test_every_family_streams_over_workers(family):
     cut = CUTS["an odd number of stages"]
     answers = run_workers(2, as_worker, family, torch.float64, cut, make_jobs, ring=True)

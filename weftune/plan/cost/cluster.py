@@ -17,6 +17,8 @@ from weftune.plan.program.prices import Link, PricedCluster, PricedDevice
 GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
 """Sixteen lanes of the fourth generation, as copies reach it."""
+USABLE = {True: 0.92, False: 0.85}
+"""Of a GPU's memory and of a CPU's: the rest is for the allocator and for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return self.name != "CPU"
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a run may take of it."""
+        return int(self.memory_bytes * USABLE[self.is_gpu]) if self.limit is None else self.limit
 
 
 @dataclass(frozen=True, slots=True)

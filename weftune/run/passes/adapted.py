@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
+from torch import nn
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
@@ -25,7 +27,10 @@ class AdaptedBase:
             self.layers = Layers(base) if self.route is Route.tiled else None
             like = next(base.model.parameters())
             groups = self.layers.groups if self.layers else ()
-            self.banks = Banks(base.sites(), base.shape.sites, like, groups)
+            embedding = base.model.get_input_embeddings()
+            self.banks = Banks(
+                base.sites(), base.shape.sites, like, groups, base.whole_sites, cast(nn.Module, embedding)
+            )
             if self.layers is not None:
                 self.layers.fuse(self.banks)
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.works import work
-from weftune.plan.outlook.ordering import least_seconds
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, Prices, free_cluster
 from weftune.plan.program.simulate import simulate
+from weftune.plan.studies.ordering import least_seconds
 from weftune.plan.window.orders import alternating_passes, assemble, gpipe_passes, multi_job_passes
 
 TIMES = st.floats(0.1, 5.0)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from weftune.errors import Mistake, PlanError
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import gib
-from weftune.plan.outlook.candidates import Candidate
-from weftune.plan.outlook.fit import Ground, Placement, why_not
-from weftune.plan.outlook.forecast import Forecast, ForecastRun
-from weftune.plan.outlook.places import CapacityPlace, descend, places
-from weftune.plan.outlook.rivals import rivals
-from weftune.plan.outlook.scheme import Scheme
-from weftune.plan.outlook.search import Search, Tried, fastest, polished
+from weftune.plan.outlook.forecast import Forecast
+from weftune.plan.studies.candidates import Candidate
+from weftune.plan.studies.fit import Ground, Placement, why_not
+from weftune.plan.studies.forecast import ForecastRun
+from weftune.plan.studies.places import CapacityPlace, descend, places
+from weftune.plan.studies.rivals import rivals
+from weftune.plan.studies.scheme import Scheme
+from weftune.plan.studies.search import Search, Tried, fastest, polished
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from weftune.plan.cost.estimate import (
     square_seconds,
 )
 from weftune.plan.cost.time import Line
-from weftune.plan.outlook.fit import Ground, Placement
-from weftune.plan.outlook.priced import made_again
-from weftune.plan.outlook.scheme import Groups
 from weftune.plan.pack.group import JobLengths, group
 from weftune.plan.studies.bucket import arrange
+from weftune.plan.studies.fit import Ground, Placement
 from weftune.plan.studies.fuse import Fusion, fuse
+from weftune.plan.studies.priced import made_again
+from weftune.plan.studies.scheme import Groups
 from weftune.plan.studies.stage import GroupLoad, PipelineCost, Stage, StagePass, one_adapter
 
 ADAPTER_SHARE = 0.5

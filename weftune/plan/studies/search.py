@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.candidates import Candidate, alone, candidates
-from weftune.plan.outlook.forecast import ForecastRun, run_passes
-from weftune.plan.outlook.ordering import least_seconds, passes_in
-from weftune.plan.outlook.places import ALIKE, CapacityPlace
-from weftune.plan.outlook.priced import PricedWork, lay, slowest_first
-from weftune.plan.outlook.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder
+from weftune.plan.studies.candidates import Candidate, alone, candidates
+from weftune.plan.studies.forecast import ForecastRun, run_passes
+from weftune.plan.studies.ordering import least_seconds, passes_in
+from weftune.plan.studies.places import ALIKE, CapacityPlace
+from weftune.plan.studies.priced import PricedWork, lay, slowest_first
+from weftune.plan.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder
 from weftune.plan.window.orders import Passes
 
 PIPELINE_ORDERS = (SchemeOrder.alternating, SchemeOrder.multi_job, SchemeOrder.template)

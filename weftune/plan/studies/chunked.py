@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from weftune.plan.cost.estimate import JobOutline, RowCounts
-from weftune.plan.outlook.fit import Ground, Placement
-from weftune.plan.outlook.forecast import Forecast, forecast_of
-from weftune.plan.outlook.priced import stage_rates
-from weftune.plan.outlook.scheme import Groups
+from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.program.prices import Prices
 from weftune.plan.program.program import (
     Backward,
@@ -27,6 +24,10 @@ from weftune.plan.program.program import (
 )
 from weftune.plan.program.simulate import simulate
 from weftune.plan.studies.chunk import ChunkPiece, align
+from weftune.plan.studies.fit import Ground, Placement
+from weftune.plan.studies.forecast import forecast_of
+from weftune.plan.studies.priced import stage_rates
+from weftune.plan.studies.scheme import Groups
 from weftune.plan.window.orders import Passes, Work, alternating_passes, assemble
 
 

@@ -18,11 +18,11 @@ from weftune.plan.cost.estimate import (
 )
 from weftune.plan.cost.layers import StageCost
 from weftune.plan.cost.time import Line
-from weftune.plan.outlook.fit import Ground, Placement
-from weftune.plan.outlook.scheme import Groups, Scheme
 from weftune.plan.pack.merge import BatchSample, Merged, MergeRules, merge
 from weftune.plan.program.prices import PassPrice, Prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
+from weftune.plan.studies.fit import Ground, Placement
+from weftune.plan.studies.scheme import Groups, Scheme
 from weftune.plan.window.orders import Work
 
 

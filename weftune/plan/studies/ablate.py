@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from weftune.errors import PlanError
-from weftune.plan.outlook.candidates import alone, candidates, left_out
-from weftune.plan.outlook.chunked import chunked_forecast
-from weftune.plan.outlook.fit import Placement, lay_out
-from weftune.plan.outlook.forecast import Forecast, run_scheme
-from weftune.plan.outlook.outlook import Outlook
-from weftune.plan.outlook.priced import lay, slowest_first
-from weftune.plan.outlook.scheme import GREEDY, Scheme, SchemeOrder
-from weftune.plan.outlook.search import PIPELINE_ORDERS
-from weftune.plan.outlook.sharded import make_shards, sharded_forecast
+from weftune.plan.outlook.forecast import Ablation, Forecast
+from weftune.plan.studies.candidates import alone, candidates, left_out
+from weftune.plan.studies.chunked import chunked_forecast
+from weftune.plan.studies.fit import Placement, lay_out
+from weftune.plan.studies.forecast import run_scheme
+from weftune.plan.studies.priced import lay, slowest_first
+from weftune.plan.studies.scheme import GREEDY, Scheme, SchemeOrder
+from weftune.plan.studies.search import PIPELINE_ORDERS
+from weftune.plan.studies.sharded import make_shards, sharded_forecast
+from weftune.plan.studies.simulated import Outlook
 
 CHUNKS = (64, 128, 256, 512, 1024)
 MOST_CHUNKS = 8
 """In a full microbatch: smaller ones cost more passes than they save waits."""
 SHARDS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Ablation:
-    mechanism: str
-    instead: str
-    forecast: Forecast
-    cost: float
-    """How much longer a window takes so, as a share; below 0 it would be shorter."""
-    added: bool = False
-    """Whether this is a mechanism that the default path leaves out."""
 
 
 def ablate(found: Outlook) -> tuple[Ablation, ...]:

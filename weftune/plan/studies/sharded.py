@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from weftune.plan.cost.cluster import Cluster, Device
 from weftune.plan.cost.estimate import JobOutline, Speed
-from weftune.plan.outlook.fit import Ground, Placement, lay_out, make_ground
-from weftune.plan.outlook.forecast import Forecast, ForecastRun, run_passes
-from weftune.plan.outlook.ordering import passes_in
-from weftune.plan.outlook.priced import PricedWork, lay
-from weftune.plan.outlook.scheme import Scheme
+from weftune.plan.outlook.forecast import Forecast
 from weftune.plan.program.prices import Link, PassPrice
+from weftune.plan.studies.fit import Ground, Placement, lay_out, make_ground
+from weftune.plan.studies.forecast import ForecastRun, run_passes
+from weftune.plan.studies.ordering import passes_in
 from weftune.plan.studies.overlap import Graph, Operator, OperatorKind, overlap
+from weftune.plan.studies.priced import PricedWork, lay
+from weftune.plan.studies.scheme import Scheme
 
 COLLECTIVES = 2
 """Of a layer in one pass: after attention and after the feed-forward part."""

@@ -19,13 +19,9 @@ from weftune.plan.cost.estimate import (
 )
 from weftune.plan.cost.layers import LayerCost, StageCost, stage_cost
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryModel, gib, longest
+from weftune.plan.layout.choose import MOST_TOKENS
 from weftune.plan.layout.partition import StageLimit, balance, stage_bytes
 from weftune.plan.program.recompute import NOTHING, Recompute
-
-MOST_GPU, MOST_CPU = 8192, 1024
-"""The token capacity that a device gets where memory allows more."""
-SHARES = {True: 0.92, False: 0.85}
-"""Of a GPU's memory and of a CPU's: the rest is for the allocator and for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ class Ground:
 
     @property
     def most(self) -> int:
-        return MOST_GPU if self.is_gpu else MOST_CPU
+        return MOST_TOKENS[self.is_gpu]
 
     @property
     def is_gpu(self) -> bool:
@@ -62,10 +58,7 @@ class Ground:
     @property
     def budgets(self) -> tuple[int, ...]:
         """Bytes that the run may take of each device."""
-        return tuple(
-            int(device.memory_bytes * SHARES[device.is_gpu]) if device.limit is None else device.limit
-            for device in self.cluster.devices
-        )
+        return tuple(device.budget for device in self.cluster.devices)
 
     def costs(self, jobs: Sequence[JobOutline], rows: RowCounts) -> tuple[LayerCost, ...]:
         """Of a microbatch, on the first device."""

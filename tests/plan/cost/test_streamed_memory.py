@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.plan.stream_cases import NEVER, base, every_draft, gpu
 from weftune.core.shapes import JobShape
+from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.layout.need import StreamCase
-from weftune.plan.layout.streamed_memory import StreamedMemory
 from weftune.plan.program.layout import Layout
 
 LAYERS = 5
@@ -29,8 +29,8 @@ COMPANIES = st.lists(
 CAPACITIES = st.integers(60, 200)
 
 
-def memory(cut: Layout, budget: int = NEVER, fused: bool = False) -> StreamedMemory:
-    return StreamedMemory(base(LAYERS), budget, fused=fused, cut=cut, slack=5000)
+def memory(cut: Layout, budget: int = NEVER, fused: bool = False) -> MemoryModel:
+    return MemoryModel(base(LAYERS), budget, fused=fused, layout=cut, slack=5000)
 
 
 @settings(max_examples=150, deadline=None)

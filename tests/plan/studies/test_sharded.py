@@ -8,10 +8,10 @@ import pytest
 
 from tests.plan.outlooks import SHAPE, outlines
 from weftune.plan.cost.cluster import parse_cluster
-from weftune.plan.outlook.fit import Ground, make_ground
-from weftune.plan.outlook.scheme import Scheme
-from weftune.plan.outlook.sharded import make_shards, sharded_forecast
 from weftune.plan.program.prices import Link
+from weftune.plan.studies.fit import Ground, make_ground
+from weftune.plan.studies.scheme import Scheme
+from weftune.plan.studies.sharded import make_shards, sharded_forecast
 
 JOBS = outlines(4)
 SCHEME = Scheme("weftune", (tuple(job.name for job in JOBS),))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from weftune.errors import PlanError
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.fit import Ground, Placement, frugal, ground_capacities, lay_out
+from weftune.plan.studies.fit import Ground, Placement, frugal, ground_capacities, lay_out
 
 T = TypeVar("T")
 ALIKE = 1e-3

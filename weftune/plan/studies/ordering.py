@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weftune.plan.cost.memory import ON_THE_WAY
-from weftune.plan.outlook.fit import Placement
-from weftune.plan.outlook.priced import PricedWork
-from weftune.plan.outlook.scheme import SchemeOrder
 from weftune.plan.program.prices import Link, Prices
 from weftune.plan.program.program import Action, Backward, Forward
+from weftune.plan.studies.fit import Placement
+from weftune.plan.studies.priced import PricedWork
+from weftune.plan.studies.scheme import SchemeOrder
 from weftune.plan.window.orders import Passes, alternating_passes, gpipe_passes, multi_job_passes
 from weftune.plan.window.template import eager_passes
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.candidates import alone
-from weftune.plan.outlook.forecast import Forecast, in_turn, run_passes
-from weftune.plan.outlook.ordering import least_seconds, passes_in
-from weftune.plan.outlook.places import CapacityPlace, descend
-from weftune.plan.outlook.priced import PricedWork, lay
-from weftune.plan.outlook.scheme import GREEDY, Scheme, SchemeOrder
+from weftune.plan.outlook.forecast import Forecast, in_turn
 from weftune.plan.program.recompute import Recompute
+from weftune.plan.studies.candidates import alone
+from weftune.plan.studies.forecast import run_passes
+from weftune.plan.studies.ordering import least_seconds, passes_in
+from weftune.plan.studies.places import CapacityPlace, descend
+from weftune.plan.studies.priced import PricedWork, lay
+from weftune.plan.studies.scheme import GREEDY, Scheme, SchemeOrder
 from weftune.plan.window.orders import Passes
 
 

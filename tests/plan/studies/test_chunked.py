@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.outlooks import ground, outline
-from weftune.plan.outlook.chunked import chunked, chunked_forecast
-from weftune.plan.outlook.fit import lay_out
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Backward, IllegalProgram
+from weftune.plan.studies.chunked import chunked, chunked_forecast
+from weftune.plan.studies.fit import lay_out
 
 PIPE = ground("2xH100")
 
