@@ -1,4 +1,4 @@
-"""Real processes for a pipeline's ranks, forked from a server that has imported torch once."""
+"""Real processes for a pipeline's workers, forked from a server that has imported torch once."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ def context() -> Any:
     return made
 
 
-def run_ranks(
-    ranks: int, target: Callable[..., Any], *arguments: Any, replicas: int = 1, ring: bool = False
+def run_workers(
+    workers: int, target: Callable[..., Any], *arguments: Any, replicas: int = 1, ring: bool = False
 ) -> list[Any]:
-    """What `target(wires, *arguments)` returns on every rank; `ranks` are those of all replicas."""
+    """What `target(wires, *arguments)` returns on every worker; `workers` are those of all replicas."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     made = context()
     started = []
-    for rank in range(ranks):
+    for worker in range(workers):
         mine, theirs = made.Pipe(duplex=False)
         environment = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
+            "RANK": str(worker),
+            "WORLD_SIZE": str(workers),
+            "LOCAL_RANK": str(worker),
+            "LOCAL_WORLD_SIZE": str(workers),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
             "WEFTUNE_CACHE": os.environ.get("WEFTUNE_CACHE", ""),
         }
-        process = made.Process(target=_be_rank, args=(environment, theirs, replicas, ring, target, arguments))
+        process = made.Process(
+            target=_be_worker, args=(environment, theirs, replicas, ring, target, arguments)
+        )
         process.start()
         theirs.close()
         started.append((process, mine))
@@ -58,7 +60,7 @@ def run_ranks(
 
 
 class Broken(str):
-    """The traceback of a rank that failed."""
+    """The traceback of a worker that failed."""
 
     __slots__ = ()
 
@@ -68,10 +70,10 @@ def _answer(connection: Connection) -> Any:
     try:
         return pickle.loads(connection.recv_bytes())
     except EOFError:
-        return Broken("a rank died without a word")
+        return Broken("a worker died without a word")
 
 
-def _be_rank(
+def _be_worker(
     environment: dict[str, str],
     connection: Connection,
     replicas: int,

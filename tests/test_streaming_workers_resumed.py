@@ -1,4 +1,4 @@
-"""A run that is streamed over ranks and interrupted, or loses one of them, ends as if nothing had been."""
+"""A run that is streamed over workers and interrupted, or loses one of them, ends as if nothing had been."""
 
 import signal
 
@@ -7,7 +7,7 @@ import pytest
 from tests.cases import slow_but
 from tests.launches import Launch, deep_folder, fresh
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole
-from tests.test_streaming_ranks import SMALL, notes, pretended
+from tests.test_streaming_workers import SMALL, notes, pretended
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def stream(place, output, *more):
     return Launch(place, output, 2, *more, always=pretended(SMALL[2]))
 
 
-def test_interrupted_while_streaming_over_ranks_it_goes_on_alone_to_the_same_curve(place, forks):
+def test_interrupted_while_streaming_over_workers_it_goes_on_alone_to_the_same_curve(place, forks):
     output = place / fresh(place, "shrunk")
     run = stream(place, "shrunk")
     run.wait_for_lines(12)
@@ -33,7 +33,7 @@ def test_interrupted_while_streaming_over_ranks_it_goes_on_alone_to_the_same_cur
 
 
 @pytest.mark.slow
-def test_interrupted_alone_it_goes_on_over_ranks_to_the_same_curve(place, forks):
+def test_interrupted_alone_it_goes_on_over_workers_to_the_same_curve(place, forks):
     output = place / fresh(place, "grown")
     forks.start("train", "jobs.yaml", "--output", "grown", cwd=place)
     metrics = output / "metrics.jsonl"
@@ -46,16 +46,16 @@ def test_interrupted_alone_it_goes_on_over_ranks_to_the_same_curve(place, forks)
     assert_same_results(output, place / "undisturbed")
 
 
-@pytest.mark.parametrize("rank", slow_but([0, 1], [1]))
-def test_kill_9_of_a_rank_ends_in_the_same_adapters(place, rank, capfd):
+@pytest.mark.parametrize("worker", slow_but([0, 1], [1]))
+def test_kill_9_of_a_worker_ends_in_the_same_adapters(place, worker, capfd):
     output = place / fresh(place, "killed")
     run = stream(place, "killed")
-    run.wait_for_lines(10 + 8 * rank)
+    run.wait_for_lines(10 + 8 * worker)
     before = run.pids()
-    run.signal(rank, signal.SIGKILL)
+    run.signal(worker, signal.SIGKILL)
     run.wait_until(lambda: run.pids() != before)
     assert run.wait() == 0
     assert "starting all ranks again from the last checkpoints (1 of 3)" in capfd.readouterr().err
-    assert "came from the host to 2 ranks" in notes(output), "only a run that comes to its end says so"
+    assert "came from the host to 2 workers" in notes(output), "only a run that comes to its end says so"
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
