@@ -8,23 +8,15 @@ import warnings
 import torch
 
 
-def tensor_bytes() -> int:
-    """Of all tensors that anybody holds."""
-    return _bytes(_tensors())
-
-
-def float_bytes() -> int:
-    """The same without rows of data, which differ from window to window."""
-    return _bytes([one for one in _tensors() if one.is_floating_point()])
-
-
-def _tensors() -> list[torch.Tensor]:
+def storage_bytes() -> list[int]:
+    """Of every tensor that anybody holds; those that share their memory count once."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        found = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return list({one.data_ptr(): one.nbytes() for one in found}.values())
 
 
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    return sum(storages.values())
+def tensor_bytes() -> int:
+    """All of them together."""
+    return sum(storage_bytes())

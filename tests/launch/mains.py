@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.held import float_bytes
+from tests.held import storage_bytes
 
 LAYER_SECONDS = 0.05
 FINISHING = 0.2
@@ -71,11 +71,11 @@ def short_main(struck: Path) -> None:
 
 def cancelling_main(moment: tuple[str, int, str], notes: Path) -> None:
     """The first worker cancels a job at a moment: a job, its step, and what happened. Every worker notes who
-    is aboard at the beginning of each window, what tensors take, and what the job's own take of it."""
+    is aboard at the beginning of each window, and how many tensors are as large as the job's own."""
     from weftune.run.executor import Executor
     from weftune.trainer.trainer import Trainer
 
-    train, run = Trainer.run, Executor.run
+    train, run, sizes = Trainer.run, Executor.run, set[int]()
 
     def note(what: Any) -> None:
         with (notes / f"worker-{os.environ['RANK']}").open("a") as file:
@@ -92,16 +92,10 @@ def cancelling_main(moment: tuple[str, int, str], notes: Path) -> None:
         return train(self, callback)
 
     def noted(self: Any, *args: Any, **keys: Any) -> Iterator[Any]:
-        state = [state_bytes(one) for name, one in self.aboard.items() if name == VICTIM]
-        note({"aboard": sorted(self.aboard), "held": float_bytes(), "own": sum(state)})
+        if VICTIM in self.aboard:
+            sizes.add(self.aboard[VICTIM].master.untyped_storage().nbytes())
+        note({"aboard": sorted(self.aboard), "own": sum(size in sizes for size in storage_bytes())})
         yield from run(self, *args, **keys)
 
     Trainer.run, Executor.run = with_cancel, noted
     _main()
-
-
-def state_bytes(training: Any) -> int:
-    """Bytes of a job's vectors."""
-    state = training.state
-    vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
-    return sum(one.numel() * one.element_size() for one in vectors)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.launches import Launch, fresh
 from tests.outputs import status
 from weftune.cli.main import main
@@ -36,8 +38,13 @@ class Mode:
 
 MODES = [
     Mode("one device", 1),
-    Mode("streamed", 1, "700KiB"),
+    Mode("streamed", 1, "960KiB"),
     Mode("pipeline", 2),
-    Mode("streamed workers", 2, "700KiB"),
+    Mode("streamed workers", 2, "870KiB"),
 ]
-NAMES = [mode.name for mode in MODES]
+
+
+def modes(*slow: str) -> list[Any]:
+    """Parameters of a test; those of these names are shown by other tests, and run where there is time."""
+    marks = [pytest.mark.slow if mode.name in slow else () for mode in MODES]
+    return [pytest.param(mode, marks=mark, id=mode.name) for mode, mark in zip(MODES, marks, strict=True)]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.launch.mains import slow_main
-from tests.launch.modes import MODES, NAMES
+from tests.launch.modes import modes
 from tests.launches import deep_folder
 from tests.outputs import assert_same_results, assert_whole, lines, status
 from weftune.plan.layout.choose import PIPELINE_ROUNDS
@@ -28,7 +28,7 @@ def place(tmp_path_factory, forks):
     return folder
 
 
-@pytest.mark.parametrize("mode", MODES, ids=NAMES)
+@pytest.mark.parametrize("mode", modes())
 def test_sigterm_in_a_long_window_saves_and_ends_soon_and_resume_ends_in_the_same_losses(place, mode):
     output = mode.output(place)
     run = mode.start(place, output.name, runs=slow_main)

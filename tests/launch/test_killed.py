@@ -1,0 +1,52 @@
+"""kill -9 of any worker at any moment, in every mode: it is started again and ends where the undisturbed run
+ended. On one device without a supervisor: `tests/test_killed.py`."""
+
+import random
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.launch.modes import MODES
+from tests.launches import deep_folder
+from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole
+from weftune.launch.supervise import RESTARTS
+
+SEED = 20240607
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forks):
+    folder = deep_folder(tmp_path_factory.mktemp("killed"), FOUR_JOBS)
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    return folder
+
+
+def cases():
+    """A few kills of a streamed run; those of ranks are in `test_pipeline_lost` and
+    `test_streaming_ranks_resumed`. As many as FAULTS asks for of every mode where there is time."""
+    for mode in MODES:
+        if mode.name == "streamed":
+            yield pytest.param(mode, 2, id="streamed, 2")
+        yield pytest.param(mode, 100, marks=pytest.mark.slow, id=f"{mode.name}, 100")
+
+
+@pytest.mark.parametrize(("mode", "times"), cases())
+def test_killed_at_random_moments_a_run_ends_in_the_same_adapters(place, mode, times):
+    rng, kills = random.Random(SEED), 0
+    print(f"seed {SEED}")
+    while kills < times:
+        output = mode.output(place)
+        run = mode.start(place, output.name)
+        run.wait_until(lambda run=run: (run.output / "ranks" / "pids").exists())
+        for _ in range(min(RESTARTS, times - kills)):
+            time.sleep(rng.uniform(0.0, 1.5))
+            if run.code is None:
+                with suppress(ProcessLookupError):
+                    run.signal(rng.randrange(mode.ranks), signal.SIGKILL)
+                    kills += 1
+        assert run.wait() == 0
+        mode.assert_it_was(output)
+        assert_whole(output)
+        assert_same_results(output, place / "undisturbed")
