@@ -18,7 +18,7 @@ ENOUGH = 4
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A case: what each rank takes for a microbatch, the shares of the steady time in which it waits, and
+    """A case: what each worker takes for a microbatch, the shares of the steady time in which it waits, and
     what the whole windows came to."""
 
     name: str
@@ -30,24 +30,24 @@ class Found:
     even: tuple[float, ...]
     """As predicted if every pass took what its stage takes on average."""
     spread: tuple[float, ...]
-    """By how much the passes of each rank differ from that: a standard deviation, as a share."""
+    """By how much the passes of each worker differ from that: a standard deviation, as a share."""
     tokens_per_second: float
     predicted_seconds: float
     seconds: float
 
     @property
     def bubbles(self) -> float:
-        """Of all ranks together."""
+        """Of all workers together."""
         return mean(self.measured)
 
     @property
     def off(self) -> float:
-        """Measured over foreseen, for all ranks together."""
+        """Measured over foreseen, for all workers together."""
         return self.bubbles - mean(self.predicted)
 
     @property
-    def rank_off(self) -> float:
-        """How far the rank is that is furthest from what was foreseen of it."""
+    def worker_off(self) -> float:
+        """How far the worker is that is furthest from what was foreseen of it."""
         return max(abs(one - other) for one, other in zip(self.measured, self.predicted, strict=True))
 
 
@@ -70,22 +70,20 @@ class Bar:
 
 
 def bars(found: Sequence[Found]) -> list[Bar]:
-    """A pipeline's bubbles are those of all its ranks; beside them, what its worst rank comes to."""
+    """A pipeline's bubbles are those of all its workers; beside them, what its worst worker comes to."""
     filled = [one for one in found if one.jobs >= ENOUGH]
     off = max(found, key=lambda one: abs(one.off))
-    rank_off = max(found, key=lambda one: one.rank_off)
+    furthest = max(found, key=lambda one: one.worker_off)
     kept = [
-        Bar("Points between measured and predicted, all ranks together", POINTS, abs(off.off), off.name),
-        Bar("Points between measured and predicted, any rank", POINTS, rank_off.rank_off, rank_off.name),
+        Bar("Points between measured and predicted, all workers together", POINTS, abs(off.off), off.name),
+        Bar("Points between measured and predicted, any worker", POINTS, furthest.worker_off, furthest.name),
     ]
     if filled:
         idle = max(filled, key=lambda one: one.bubbles)
-        rank_idle = max(filled, key=lambda one: max(one.measured))
+        idlest = max(filled, key=lambda one: max(one.measured))
         kept += [
-            Bar(f"Percent idle from {ENOUGH} jobs on, all ranks together", IDLE, idle.bubbles, idle.name),
-            Bar(
-                f"Percent idle from {ENOUGH} jobs on, any rank", IDLE, max(rank_idle.measured), rank_idle.name
-            ),
+            Bar(f"Percent idle from {ENOUGH} jobs on, all workers together", IDLE, idle.bubbles, idle.name),
+            Bar(f"Percent idle from {ENOUGH} jobs on, any worker", IDLE, max(idlest.measured), idlest.name),
         ]
     return kept
 
@@ -101,16 +99,16 @@ def told(found: Sequence[Found]) -> str:
 
 
 def table(found: Sequence[Found]) -> str:
-    """Every case over its ranks."""
-    titles = ["case", "rank", "ms a microbatch", "± %", "bubbles", "predicted", "if even"]
+    """Every case over its workers."""
+    titles = ["case", "worker", "ms a microbatch", "± %", "bubbles", "predicted", "if even"]
     titles += ["tokens/s", "seconds", "predicted"]
     rows = []
     for one in found:
         whole = [f"{one.tokens_per_second:.0f}", f"{one.seconds:.2f}", f"{one.predicted_seconds:.2f}"]
         columns = (one.passes, one.spread, one.measured, one.predicted, one.even)
         rows.append([one.name, "all", *_numbers([mean(column) for column in columns]), *whole])
-        for rank, numbers in enumerate(zip(*columns, strict=True)):
-            rows.append(["", str(rank), *_numbers(numbers), "", "", ""])
+        for worker, numbers in enumerate(zip(*columns, strict=True)):
+            rows.append(["", str(worker), *_numbers(numbers), "", "", ""])
     return aligned(titles, rows)
 
 

@@ -19,12 +19,12 @@ from statistics import mean, pstdev
 
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.layout.partition import StageLimit, balance
-from weftune.plan.outlook.scheme import SEARCHED
 from weftune.plan.pack.group import JobLengths, group
 from weftune.plan.pack.merge import BatchSample, MergeRules, merge
 from weftune.plan.program.prices import Prices, free_cluster, stage_prices
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, Program, SegmentPlan
 from weftune.plan.program.simulate import simulate
+from weftune.plan.studies.scheme import SEARCHED
 from weftune.plan.window.orders import Work, multi_job, one_forward_one_backward
 
 LIKE = ((470, 0.60), (850, 0.45), (1600, 0.55))

@@ -36,7 +36,7 @@ from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import Company
 from weftune.plan.cost.memory import MemoryModel
-from weftune.plan.layout.ring import TRAVEL_ROUNDS
+from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.run.assemble import resident_executor
 from weftune.run.measure.link import HostLink, measure_link
 from weftune.run.measure.memory import budget_bytes

@@ -1,12 +1,12 @@
-"""Bubbles of a real pipeline on CPU processes, rank by rank, beside the simulator's prediction.
+"""Bubbles of a real pipeline on CPU processes, worker by worker, beside the simulator's prediction.
 
 A random Llama is cut into stages, a process each, by the times of a profile that is measured first; what a
 microbatch then takes on each stage stands beside the bubbles, since of stages that are not alike the faster
 must wait. Every job trains batches of equally long samples, so many microbatches a batch. One job runs in
 plain 1F1B; then 1, 2, 4 and 8 jobs run as the planner orders them. The first window of each case teaches the
 planner how fast the stages are and how much their passes vary; those after it are foreseen from the windows
-before them, and measured. Beside that stands what would be foreseen if no pass varied. A rank is busy in its
-passes and its Steps and in nothing else; bubbles are those of the steady part, between filling and draining.
+before them, and measured. Beside that stands what would be foreseen if no pass varied. A worker is busy in
+its passes and its Steps only; bubbles are those of the steady part, between filling and draining.
 
     python -m benchmarks.pipeline_bubbles [--stages N] [--threads N] [--delay SECONDS] [--spare N]
         [--toy] [--json FILE]
@@ -143,7 +143,7 @@ def setting_asked(asked: argparse.Namespace) -> Setting:
 
 
 def measure(setting: Setting) -> tuple[Cut, list[Found]]:
-    """Every case in one pipeline, whose first rank is this process."""
+    """Every case in one pipeline, whose first worker is this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(setting.threads)
     try:
@@ -335,12 +335,13 @@ def fetch(plan: MicrobatchPlan, _held_out: bool) -> Microbatch:
 
 @contextmanager
 def others(setting: Setting) -> Iterator[None]:
-    """The processes of all ranks but the first, which this process becomes."""
+    """The processes of all workers but the first, which this process becomes."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
-    environments = [environment(rank, setting.stages, store.port) for rank in range(setting.stages)]
+    environments = [environment(worker, setting.stages, store.port) for worker in range(setting.stages)]
     processes = [
-        context.Process(target=be_rank, args=(one, setting.threads), daemon=True) for one in environments[1:]
+        context.Process(target=be_worker, args=(one, setting.threads), daemon=True)
+        for one in environments[1:]
     ]
     before = dict(os.environ)
     for process in processes:
@@ -357,7 +358,7 @@ def others(setting: Setting) -> Iterator[None]:
             process.kill()
 
 
-def be_rank(variables: dict[str, str], threads: int) -> None:
+def be_worker(variables: dict[str, str], threads: int) -> None:
     os.environ.update(variables)
     torch.set_num_threads(threads)
     place = place_here()

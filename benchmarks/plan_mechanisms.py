@@ -24,9 +24,9 @@ from weftune.bench.table import aligned
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.ablate import ablate
-from weftune.plan.outlook.fit import make_ground
-from weftune.plan.outlook.outlook import outlook
+from weftune.plan.studies.ablate import ablate
+from weftune.plan.studies.fit import make_ground
+from weftune.plan.studies.simulated import outlook
 
 CONFIG = {
     "model_type": "llama",

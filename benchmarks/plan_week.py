@@ -31,10 +31,10 @@ from weftune.bench.table import aligned
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import GIB, Device, make_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.fit import Ground, make_ground
-from weftune.plan.outlook.outlook import outlook
-from weftune.plan.outlook.places import places
-from weftune.plan.outlook.rivals import at_its_best, greedily_packed, one_piped_after_another
+from weftune.plan.studies.fit import Ground, make_ground
+from weftune.plan.studies.places import places
+from weftune.plan.studies.rivals import at_its_best, greedily_packed, one_piped_after_another
+from weftune.plan.studies.simulated import outlook
 
 LENGTHS = json.loads((Path(weftune.__file__).parent / "bench" / "lengths.json").read_text())
 GPUS, WIDTHS, MOST = 128, (1, 2, 4), 32

@@ -21,9 +21,9 @@ from weftune.bench.timing import BenchPlace
 from weftune.bench.weftune_side import Company
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
+from weftune.plan.cost.ring import step_bytes
 from weftune.plan.layout.need import StreamCase, StreamDevice
 from weftune.plan.layout.one_device import gpu_place, pretended_place
-from weftune.plan.layout.ring import step_bytes
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
 from weftune.plan.layout.stream_choice import WAYS, StreamChoice, StreamWay, choose_stream
 from weftune.plan.program.layout import Layout, StageLayers

@@ -3,11 +3,14 @@
 import os
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
 from tests.cases import asks_for_every_case, fewer_examples
+
+HERE = Path(__file__).parent
 
 # How long an example takes says nothing of the code on a machine that does other things, too.
 settings.register_profile("weftune", deadline=None)
@@ -35,15 +38,19 @@ _import_triton_for_its_interpreter()
 
 def pytest_ignore_collect(collection_path, config):
     """Where tests of one mark are asked for, files that do not have it are not even imported."""
-    mark = config.option.markexpr
-    if mark not in ("gpu", "smoke") or collection_path.suffix != ".py":
+    mark = config.option.markexpr.split(" and not ")[0]
+    if mark not in ("gpu", "smoke", "timed") or collection_path.suffix != ".py":
         return None
     return f"pytest.mark.{mark}" not in collection_path.read_text() or None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Random tests try a part of their examples; whole, which `make test-slow` asks for, they are slow."""
+    """Whole runs, in files beside this one, come first: a long file at the end would keep one worker waiting.
+
+    Random tests try a part of their examples; whole, which `make test-slow` asks for, they are slow.
+    """
+    items.sort(key=lambda item: item.path.parent != HERE)
     functions = set()
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):

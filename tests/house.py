@@ -44,6 +44,7 @@ class House:
         )
 
 
+@cache
 def survey() -> House:
     sources = {path: path.read_text() for path in sorted(ROOT.rglob("*.py")) if path.stat().st_size}
     modules = {module_name(path): ast.parse(text) for path, text in sources.items()}

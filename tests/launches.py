@@ -18,7 +18,7 @@ import typer
 
 from tests.outputs import jobs_folder
 from tests.run.models import deep
-from tests.run.ranks import context
+from tests.run.processes import context
 from weftune.cli.main import main
 from weftune.cli.train import train
 from weftune.launch.workers import launch
@@ -72,8 +72,8 @@ class Started:
         lines = (self.output / "ranks" / "pids").read_text().splitlines()
         return [int(line.split()[1]) for line in lines]
 
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self.pids()[rank], number)
+    def signal(self, worker: int, number: signal.Signals) -> None:
+        os.kill(self.pids()[worker], number)
 
 
 class Launch(Started):
@@ -83,18 +83,18 @@ class Launch(Started):
         self,
         folder: Path,
         output: str,
-        ranks: int,
+        workers: int,
         *more: str,
         replicas: int = 1,
         always: Sequence[str] = (),
         runs: Callable[[], object] = main,
     ) -> None:
-        """`ranks` are those of all replicas; `always` are words that are said after a loss, too; `runs` is
-        what every rank runs."""
+        """`workers` are those of all replicas; `always` are words that are said after a loss, too; `runs` is
+        what every worker runs."""
         kept = ("--replicas", str(replicas), *always)
         first, again = words(folder, output, *kept, *more), words(folder, output, *kept, "--resume")
         where = folder / output
-        super().__init__(where, lambda: launch(runs, first, again, ranks, where))
+        super().__init__(where, lambda: launch(runs, first, again, workers, where))
 
 
 class Shares(Started):

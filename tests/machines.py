@@ -62,7 +62,7 @@ class Machines:
         self._agents += found
         return found
 
-    def ranks(self) -> list[int]:
+    def workers(self) -> list[int]:
         """The processes of either machine beside its torchrun."""
         agents = {agent.pid for agent in self._agents}
         texts = [ip("netns", "pids", name) for name in self.names]

@@ -1,8 +1,11 @@
 """The house stays as it was rebuilt: few modules at the root, no circles, names that one search finds."""
 
 import ast
+from pathlib import Path
 
 from tests.house import circles, imported, survey
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_no_modules_import_one_another_in_a_circle():
@@ -37,3 +40,19 @@ def test_imports_inside_functions_count_and_those_for_annotations_do_not():
     tree = ast.parse("\n".join(lines))
     known = {"weftune.a": 0, "weftune.b": 0, "weftune.c": 0}
     assert set(imported(tree, known)) == {"weftune.a", "weftune.c"}
+
+
+def test_what_runs_and_trains_is_composed_and_inherits_from_no_class_of_ours():
+    """But for protocols, which have no code, and mistakes."""
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "weftune").rglob("*.py"))]
+    every = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    ours = {one.name for one in every if not one.name.endswith("Error")}
+    rooms = [path for room in ("run", "trainer") for path in sorted((ROOT / "weftune" / room).rglob("*.py"))]
+    inherits = {
+        f"{path.stem}.{node.name}"
+        for path in rooms
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and ours & {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+    }
+    assert inherits == set()

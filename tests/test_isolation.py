@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import bench, oracle
+from tests.cases import slow_but
 from weftune import JobSpec, Options
 from weftune.run.events import Stepped
 
@@ -56,7 +57,7 @@ def run(output, dtype, sick):
     return trainer, trainer.run(spoil)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("dtype", slow_but([torch.float64, torch.float32], [torch.float64]))
 def test_three_sick_jobs_of_eight_fail_alone(dtype, tmp_path):
     run(tmp_path / "without", dtype, sick=False)
     trainer, results = run(tmp_path / "with", dtype, sick=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import bench, oracle
+from tests.cases import slow_but
 from tests.held import tensor_bytes
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
 from weftune import JobSpec
@@ -155,7 +156,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", slow_but(MOMENTS, ["waiting", "evaluation", "paused"]))
 def test_cancelled_in_any_state_a_job_ends_within_two_steps_and_its_memory_returns(
     base, tmp_path, moment, monkeypatch
 ):

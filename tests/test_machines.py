@@ -35,6 +35,7 @@ def wait_until(true, seconds, place):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_two_machines_train_to_the_adapters_of_one_process(place, machines):
     agents = machines.torchrun(place, "train", "jobs.yaml", "--output", "two")
     assert [agent.wait(120) for agent in agents] == [0, 0], logs(place)
@@ -44,15 +45,15 @@ def test_two_machines_train_to_the_adapters_of_one_process(place, machines):
 
 @pytest.mark.slow
 def test_a_cut_network_is_noticed_in_ten_seconds_and_once_mended_nothing_is_lost(place, machines):
-    """Every rank ends by itself; torchrun starts all again when its agents can speak to each other."""
+    """Every worker ends by itself; torchrun starts all again when its agents can speak to each other."""
     agents = machines.torchrun(place, "train", "jobs.yaml", "--output", "cut")
     metrics = place / "cut" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 8, 120, place)
-    assert len(machines.ranks()) == 2
+    assert len(machines.workers()) == 2
     machines.link("down")
     began = time.monotonic()
-    wait_until(lambda: not machines.ranks(), NOTICED, place)
-    print(f"network cut: all ranks ended after {time.monotonic() - began:.1f} s")
+    wait_until(lambda: not machines.workers(), NOTICED, place)
+    print(f"network cut: all workers ended after {time.monotonic() - began:.1f} s")
     written = metrics.read_bytes()
     time.sleep(3)
     assert metrics.read_bytes() == written, "somebody still trains"
@@ -60,6 +61,6 @@ def test_a_cut_network_is_noticed_in_ten_seconds_and_once_mended_nothing_is_lost
     assert [agent.wait(180) for agent in agents] == [0, 0], logs(place)
     told = logs(place)
     assert "has given no sign of life for 7 seconds" in told
-    assert "the store that all ranks share has not answered for 7 seconds" in told
+    assert "the store that all workers share has not answered for 7 seconds" in told
     assert_whole(place / "cut")
     assert_same_results(place / "cut", place / "undisturbed")

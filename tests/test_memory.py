@@ -10,6 +10,7 @@ from transformers import OPTConfig
 
 from tests import bench
 from tests.base.folders import word_tokenizer
+from tests.cases import slow_but
 from tests.families import COMMON, randomised
 from tests.outputs import assert_same_results, assert_whole, jobs_folder, lines, status
 from weftune import JobSpec, Options
@@ -117,7 +118,7 @@ def test_a_pass_that_does_not_fit_halves_the_capacity_and_changes_no_result(tmp_
     assert len(notes) == 3
 
 
-@pytest.mark.parametrize("at", range(0, 14, 2))
+@pytest.mark.parametrize("at", slow_but(range(0, 14, 2), [0, 6, 12]))
 def test_wherever_memory_runs_short_no_step_evaluation_or_save_is_lost(tmp_path, want, at):
     """Once, at pass number `at`: in the first evaluation, inside a step, or in the last evaluation."""
     base = bench.base()
@@ -135,6 +136,7 @@ def test_wherever_memory_runs_short_no_step_evaluation_or_save_is_lost(tmp_path,
     assert_same_results(tmp_path / "out", want)
 
 
+@pytest.mark.slow
 def test_a_process_that_really_has_no_memory_left_goes_on_in_halves(tmp_path, forks):
     """1024 tokens of this deep, narrow model take 0.75 GiB and 512 half of it; 0.5 GiB are there."""
     jobs = [{"name": name, "steps": 1, "batch_size": 23, "adapter": {"rank": 2}} for name in ("a", "b")]

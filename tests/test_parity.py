@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import bench, oracle
+from tests.cases import slow_but
 from tests.families import FAMILIES, tiny
 from weftune import JobSpec, Options, Trainer
 from weftune.core.paths import cache_folder
@@ -74,7 +75,7 @@ def by_peft(family, s):
     return oracle.train_with_peft(tiny(family, torch.float64), s["config"], s["start"], batches, recipe)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["llama", "gemma3", "phi3", "opt", "gpt2"]))
 def test_two_jobs_together_equal_solo_peft_in_float64(family, tmp_path):
     settings = two_jobs(family, tmp_path)
     bench.train(
@@ -115,7 +116,7 @@ def test_the_comparison_fails_when_one_site_is_left_untrained(tmp_path):
 
 
 @pytest.mark.skipif(not bench.STORIES.exists(), reason="stories15M is not here")
-@pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", slow_but([3, STEPS], [3]))
 def test_two_jobs_together_equal_solo_peft_on_stories15m_in_float32(steps, tmp_path):
     real_model_equals_peft(
         {"model": str(bench.STORIES), "dtype": "float32"},

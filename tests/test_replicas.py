@@ -43,19 +43,19 @@ def test_losses_evaluations_and_adapters_equal_one_process(place, both):
     assert_same_results(both, place / "undisturbed")
 
 
-def test_trace_and_report_show_the_ranks_of_all_replicas(both):
+def test_trace_and_report_show_the_workers_of_all_replicas(both):
     events = json.loads((both / "trace.json").read_text())["traceEvents"]
-    ranks = [f"rank {rank}" for rank in range(4)]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ranks
-    for rank in range(4):
-        names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == rank]
+    workers = [f"worker {worker}" for worker in range(4)]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == workers
+    for worker in range(4):
+        names = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == worker]
         for start in ("Forward", "Backward", "Reduce gradient", "Reduce long", "Step"):
-            assert any(name.startswith(start) for name in names), (rank, start)
-        assert any(name.startswith("Save") for name in names) == (rank < 2), "one replica saves"
+            assert any(name.startswith(start) for name in names), (worker, start)
+        assert any(name.startswith("Save") for name in names) == (worker < 2), "one replica saves"
     found = read_timelines(both)
     assert found is not None
     for one in (found.foreseen, found.measured):
-        assert {bar.row for bar in one.bars} == set(ranks)
+        assert {bar.row for bar in one.bars} == set(workers)
 
 
 def test_the_command_line_starts_a_process_for_every_stage_of_every_replica(place, both):
@@ -71,9 +71,9 @@ def test_replicas_of_the_whole_base_equal_one_process(place):
     assert_same_results(output, place / "undisturbed")
 
 
-def interrupted(place, name, ranks, replicas, at, *more):
+def interrupted(place, name, workers, replicas, at, *more):
     """Run until so many lines are written, then stop as Ctrl-C does; how many files its checkpoints have."""
-    run = Launch(place, name, ranks, *more, replicas=replicas)
+    run = Launch(place, name, workers, *more, replicas=replicas)
     run.wait_for_lines(at)
     run.signal(0, signal.SIGINT)
     assert run.wait() == 130
@@ -104,12 +104,12 @@ def test_it_goes_on_at_any_other_number_of_replicas_and_stages(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", range(4))
-def test_kill_9_of_a_rank_of_any_replica_ends_in_the_same_adapters(place, rank, capfd):
+@pytest.mark.parametrize("worker", range(4))
+def test_kill_9_of_a_worker_of_any_replica_ends_in_the_same_adapters(place, worker, capfd):
     output = place / fresh(place, "out")
     run = Launch(place, "out", 4, replicas=2)
-    run.wait_for_lines(10 + 5 * rank)
-    run.signal(rank, signal.SIGKILL)
+    run.wait_for_lines(10 + 5 * worker)
+    run.signal(worker, signal.SIGKILL)
     assert run.wait() == 0
     assert "starting all ranks again from the last checkpoints (1 of 3)" in capfd.readouterr().err
     assert_whole(output)
@@ -117,16 +117,16 @@ def test_kill_9_of_a_rank_of_any_replica_ends_in_the_same_adapters(place, rank, 
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_same_replicas_and_says_where_ranks_cannot_be_divided(place):
-    def torchrun(ranks):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+def test_torchrun_starts_the_same_replicas_and_says_where_workers_cannot_be_divided(place):
+    def torchrun(workers):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
         command += ["-m", "weftune", "train", "jobs.yaml", "--output", "elastic", "--replicas", "2"]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
 
     refused = torchrun(3)
     assert refused.returncode != 0
-    assert "--replicas 2: 3 ranks cannot be divided into 2 equal pipelines" in refused.stderr
+    assert "--replicas 2: 3 workers cannot be divided into 2 equal pipelines" in refused.stderr
     assert not (place / "elastic").exists()
     assert torchrun(4).returncode == 0
     assert_same_results(place / "elastic", place / "undisturbed")
@@ -150,9 +150,9 @@ def test_in_float32_it_is_as_near_to_float64_as_one_process_is(tmp_path, forks):
         oracle.assert_equal_float32(runs["out"], alone, alone, runs["exact"], floor=oracle.FLIPPED)
 
 
-def test_ranks_that_cannot_be_divided_are_a_mistake_with_a_sentence():
+def test_workers_that_cannot_be_divided_are_a_mistake_with_a_sentence():
     assert with_replicas(WorkerPlace(2, 6), 3) == WorkerPlace(2, 6, replicas=3)
-    with pytest.raises(UserError, match="--replicas 4: 6 ranks cannot be divided into 4 equal pipelines"):
+    with pytest.raises(UserError, match="--replicas 4: 6 workers cannot be divided into 4 equal pipelines"):
         with_replicas(WorkerPlace(2, 6), 4)
 
 

@@ -14,7 +14,7 @@ import weftune.launch.split
 import weftune.launch.supervise
 from tests.launches import Shares, dealt, fresh, share_metrics
 from tests.outputs import FIVE_JOBS, assert_same_results, assert_whole, jobs_folder, states, status
-from tests.run.ranks import context
+from tests.run.processes import context
 from weftune.cli.train import train
 from weftune.report.read import read_run
 

@@ -20,7 +20,7 @@ from weftune.base.load import load_base, load_plain
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
 from weftune.ops.adamw import update
-from weftune.plan.layout.ring import PIECE
+from weftune.plan.cost.ring import PIECE
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts are the same pipeline, after a restart too."""
+"""Workers that torchrun starts are the same pipeline, after a restart too."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def test_torchrun_starts_the_same_pipeline_and_goes_on_after_a_restart(tmp_path, forks):
-    """A rank is killed; torchrun starts all again with the words of the first time."""
+    """A worker is killed; torchrun starts all again with the words of the first time."""
     place = deep_folder(tmp_path, FOUR_JOBS)
     assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=place) == 0
     output = place / "elastic"

@@ -16,6 +16,7 @@ from weftune.adapters.registry import kind_named
 from weftune.base.model import Base
 from weftune.core.batch import Microbatch, Segment
 from weftune.ops.lora.routes import Route
+from weftune.run.training.state import master_dtype
 
 
 def empty_banks(base: Base) -> Banks:
@@ -33,7 +34,8 @@ def weights_of(base: Base, job: str, spec: LoraSpec, seed: int = 0) -> Tensor:
 
 def attach(banks: Banks, base: Base, job: str, spec: LoraSpec, weights: Tensor) -> None:
     layout = kind_named(spec.kind).layout(spec, base.shape.sites)
-    banks.attach(Member(job, spec, seed=0), layout, weights, torch.zeros(layout.size, dtype=torch.float64))
+    gradient = torch.zeros(layout.size, dtype=master_dtype(base.dtype))
+    banks.attach(Member(job, spec, seed=0), layout, weights, gradient)
 
 
 def banks_with(base: Base, specs: Mapping[str, LoraSpec]) -> Banks:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cases import slow_but
 from weftune.bench.baselines import BaselineWork, frozen, peft_model, peft_one_by_one, peft_padded
 from weftune.bench.liger import compile_layers, missing, packed_step
 from weftune.bench.llama import SIZES, random_ids
@@ -38,6 +39,7 @@ def test_padded_batches_train_the_adapter() -> None:
     run()
 
 
+@pytest.mark.slow
 def test_two_jobs_in_processes_of_their_own_are_measured_together() -> None:
     measured = peft_at_once(TASK, None)
     assert measured.note == ""
@@ -45,6 +47,7 @@ def test_two_jobs_in_processes_of_their_own_are_measured_together() -> None:
     assert measured.seconds > 0
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_a_row_with_its_reason() -> None:
     measured = alone(_failing, TASK)
     assert measured == MeasuredStep(None, None, "ValueError: nothing works")
@@ -59,7 +62,7 @@ def test_a_machine_without_liger_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", slow_but([1, 2], [2]))
 def test_compiled_layers_compute_the_same_and_one_graph_serves_them_all(batch: int) -> None:
     torch.compiler.reset()
     task = replace(TASK, size=replace(TASK.size, layers=4), work=replace(TASK.work, batch=batch))

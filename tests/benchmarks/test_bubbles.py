@@ -1,4 +1,4 @@
-"""Bubbles that were found are held against the bars: all ranks together, and beside them any rank."""
+"""Bubbles that were found are held against the bars: all workers together, and beside them any worker."""
 
 import pytest
 
@@ -6,22 +6,22 @@ from benchmarks.bubbles import Found, bars, table, told
 
 
 def found(name, jobs, measured, predicted):
-    ranks = len(measured)
+    workers = len(measured)
     return Found(
         name=name,
         jobs=jobs,
-        passes=(0.1,) * ranks,
+        passes=(0.1,) * workers,
         measured=measured,
         predicted=predicted,
         even=predicted,
-        spread=(0.05,) * ranks,
+        spread=(0.05,) * workers,
         tokens_per_second=100.0 * jobs,
         predicted_seconds=1.0,
         seconds=1.0,
     )
 
 
-def test_one_rank_far_off_breaks_the_bar_of_any_rank_only():
+def test_one_worker_far_off_breaks_the_bar_of_any_worker_only():
     one = found("4 jobs, ours", 4, (0.10, 0.02), (0.02, 0.03))
     assert [bar.kept for bar in bars([one])] == [True, False, True, False]
     assert [bar.found for bar in bars([one])] == pytest.approx([0.035, 0.08, 0.06, 0.10])
@@ -45,16 +45,17 @@ def test_the_worst_case_is_named_with_each_bar_and_ratios_are_to_the_first():
     lines = told(cases).splitlines()
     assert "8 jobs, ours: 8.00 × the tokens per second of 1F1B job by job" in lines
     assert lines[-4] == (
-        "Points between measured and predicted, all ranks together, 5 at most: 8.0 (8 jobs, ours); not kept."
+        "Points between measured and predicted, all workers together, 5 at most: 8.0 (8 jobs, ours); "
+        "not kept."
     )
-    assert lines[-1] == "Percent idle from 4 jobs on, any rank, 8 at most: 9.0 (8 jobs, ours); not kept."
+    assert lines[-1] == "Percent idle from 4 jobs on, any worker, 8 at most: 9.0 (8 jobs, ours); not kept."
 
 
-def test_a_case_comes_as_the_mean_of_its_ranks_with_the_ranks_under_it():
-    title, mean, *ranks = table([found("4 jobs, ours", 4, (0.10, 0.02), (0.02, 0.03))]).splitlines()
-    assert title.split()[:2] == ["case", "rank"]
+def test_a_case_comes_as_the_mean_of_its_workers_with_the_workers_under_it():
+    title, mean, *workers = table([found("4 jobs, ours", 4, (0.10, 0.02), (0.02, 0.03))]).splitlines()
+    assert title.split()[:2] == ["case", "worker"]
     assert mean.split()[:9] == ["4", "jobs,", "ours", "all", "100.0", "5", "6.0%", "2.5%", "2.5%"]
-    assert [row.split() for row in ranks] == [
+    assert [row.split() for row in workers] == [
         ["0", "100.0", "5", "10.0%", "2.0%", "2.0%"],
         ["1", "100.0", "5", "2.0%", "3.0%", "3.0%"],
     ]

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import cpu_forecast, gpu_forecast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [cpu_forecast, gpu_forecast])
 def test_predicted_stands_beside_measured_and_the_bar_is_judged(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -110,6 +110,7 @@ def test_joins_and_leaves_are_made_and_counted(run: Any) -> None:
 
 
 @pytest.mark.skipif(not gpu_quality.MODEL.is_dir(), reason="stories15M is not here")
+@pytest.mark.slow
 def test_quality_in_float32_is_that_of_peft(run: Any) -> None:
     found = run(gpu_quality)
     assert len(found["apart"]) == 4

@@ -70,6 +70,7 @@ def test_an_order_is_the_sum_of_its_launches_where_all_were_measured() -> None:
     assert found == dict.fromkeys(measured, Timed(2.0, 1.0))
 
 
+@pytest.mark.slow
 def test_the_report_has_measured_and_floor_of_every_launch(
     case: SiteCase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -101,12 +102,9 @@ def test_a_kernel_that_is_not_swept_is_refused(
     assert "dq is none of y, dx, ds_db, down, dA" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "option"),
-    [
-        ("down", None),
-        pytest.param("ds_db", "columns 256 rows 64 warps 8 stages 2 piece 1024", marks=pytest.mark.slow),
-    ],
+    ("kernel", "option"), [("down", None), ("ds_db", "columns 256 rows 64 warps 8 stages 2 piece 1024")]
 )
 def test_a_sweep_tries_every_option_of_the_kernel_that_was_asked_for(
     kernel: str, option: str | None, case: SiteCase, monkeypatch: pytest.MonkeyPatch

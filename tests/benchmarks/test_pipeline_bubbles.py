@@ -1,9 +1,10 @@
-"""The benchmark of a real pipeline runs, and says for every rank what was measured and what was foreseen."""
+"""The benchmark of a real pipeline says for every worker what was measured and what was foreseen."""
 
 import json
 import sys
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,8 @@ from weftune.plan.window.pipeline import PipelineOrder
 from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 
-def test_the_toy_measures_every_case_on_every_rank(monkeypatch, capsys, tmp_path):
+@pytest.mark.slow
+def test_the_toy_measures_every_case_on_every_worker(monkeypatch, capsys, tmp_path):
     cases = Case(1, 2, PipelineOrder.alternating), Case(2, 2)
     monkeypatch.setattr(pipeline_bubbles, "CASES", cases)
     monkeypatch.setattr(sys, "argv", ["pipeline_bubbles", "--toy", "--json", str(tmp_path / "found.json")])

@@ -25,6 +25,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return toy
 
 
+@pytest.mark.slow
 def test_the_formula_holds_in_every_case_and_the_figure_has_all_bars(run: Any) -> None:
     found = run(plan_bubbles)
     assert all(row["equal"]["many"] == row["cases"] for row in found["formula"])
@@ -38,6 +39,7 @@ def test_a_streamed_base_is_foreseen(run: Any, capsys: pytest.CaptureFixture) ->
     assert "8b, 10 GiB, 1 × 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_weftune_serves_more_than_batching_and_that_more_than_separate_instances(run: Any) -> None:
     rows = run(plan_week)["rows"]
     for combination in ("uniform", "non-uniform"):

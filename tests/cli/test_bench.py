@@ -49,6 +49,7 @@ def test_without_a_gpu_there_is_one_sentence_and_exit_code_2() -> None:
     assert "no CUDA device" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_checkout_a_toy_runs_through_and_ends_with_a_table_that_names_the_strongest(
     tmp_path: Path,
 ) -> None:
@@ -67,7 +68,7 @@ def test_without_a_checkout_a_toy_runs_through_and_ends_with_a_table_that_names_
 def test_a_part_that_fails_is_named_and_the_exit_code_is_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    broken = [BenchPart("broken", "gpu_step", ("--no-such-option",))]
+    broken = [BenchPart("broken", "no_such_script")]
     monkeypatch.setattr(verb, "parts", lambda *asked: broken)
     with pytest.raises(Exception) as caught:
         verb.bench(toy=True)

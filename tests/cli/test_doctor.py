@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from typer.testing import CliRunner
 
 from weftune.cli.doctor import (
     GIB,
@@ -19,20 +18,14 @@ from weftune.cli.doctor import (
     orders_check,
     package_check,
 )
+from weftune.cli.main import app
 from weftune.ops.lora.choice_file import ChoiceFile, Machine, MeasuredOrder
 from weftune.ops.lora.weave import Order
 
 
 def test_a_machine_that_can_train_gets_exit_code_0_and_a_row_for_everything() -> None:
-    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "weftune", "doctor"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    done = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.stdout
     assert "Training can run here." in done.stdout
     for name in ("Python", "torch", "transformers", "gguf", "wandb", "CPU cores", "memory", "cache", "demo"):
         assert name in done.stdout

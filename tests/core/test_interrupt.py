@@ -14,6 +14,7 @@ import pytest
 import weftune.core.interrupt
 import weftune.trainer.trainer
 from tests import bench
+from tests.cases import slow_but
 from tests.outputs import (
     FOUR_JOBS,
     Crash,
@@ -112,11 +113,12 @@ def test_a_real_command_hears_ctrl_c_and_the_second_one_stops_it_at_once(tmp_pat
     assert states(folder / "out") == {"a": "running"}
 
 
-def test_interrupted_at_every_event_a_run_resumes_to_the_undisturbed_curve(undisturbed, tmp_path):
+@pytest.mark.parametrize("stride", slow_but([4, 9], [9]))
+def test_interrupted_at_every_event_a_run_resumes_to_the_undisturbed_curve(undisturbed, tmp_path, stride):
     """Between a step and its evaluation too: what was owed is looked at after the resumption, and once."""
     want, count = undisturbed
     model = bench.base()
-    for at in range(1, count + 1, 4):
+    for at in range(1, count + 1, stride):
         output, seen = tmp_path / str(at), 0
 
         def callback(_event, at=at):

@@ -43,7 +43,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_a_sentence_within_seconds(name: str, tmp_path: Path) -> None:
     text, expected = HOSTILE[name]

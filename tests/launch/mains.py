@@ -1,5 +1,5 @@
 """What `weftune` does in a process where something is wrong: a slow device, too little memory, a job that is
-cancelled. Every rank runs one of these in the place of `main`; what it changes stays in its process."""
+cancelled. Every worker runs one of these in the place of `main`; what it changes stays in its process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def slow_main() -> None:
 
 
 def short_main(struck: Path) -> None:
-    """The last rank, or the only one, has no room for large microbatches, and once none for any; the file
+    """The last worker, or the only one, has no room for large microbatches, and once none for any; the file
     `struck` has a letter for each time."""
     import torch
 
@@ -70,15 +70,15 @@ def short_main(struck: Path) -> None:
 
 
 def cancelling_main(moment: tuple[str, int, str], notes: Path) -> None:
-    """The first rank cancels a job at a moment: a job, its step, and what happened. Every rank notes who is
-    aboard at the beginning of each window, and how many tensors are as large as the job's own."""
+    """The first worker cancels a job at a moment: a job, its step, and what happened. Every worker notes who
+    is aboard at the beginning of each window, and how many tensors are as large as the job's own."""
     from weftune.run.executor import Executor
     from weftune.trainer.trainer import Trainer
 
     train, run, sizes = Trainer.run, Executor.run, set[int]()
 
     def note(what: Any) -> None:
-        with (notes / f"rank-{os.environ['RANK']}").open("a") as file:
+        with (notes / f"worker-{os.environ['RANK']}").open("a") as file:
             print(json.dumps(what), file=file)
 
     def with_cancel(self: Any) -> Any:

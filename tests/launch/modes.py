@@ -17,7 +17,7 @@ from weftune.cli.main import main
 @dataclass(frozen=True, slots=True)
 class Mode:
     name: str
-    ranks: int
+    workers: int
     gpu_memory: str = ""
     """Of a pretended device that has no room for its part of the base and all that passes hold."""
 
@@ -25,7 +25,7 @@ class Mode:
         self, place: Path, output: str, *more: str, runs: Callable[[], object] = main, **keys: Any
     ) -> Launch:
         words = ("--device", "cpu", "--gpu-memory", self.gpu_memory) if self.gpu_memory else ()
-        return Launch(place, output, self.ranks, *more, always=words, runs=runs, **keys)
+        return Launch(place, output, self.workers, *more, always=words, runs=runs, **keys)
 
     def assert_it_was(self, output: Path) -> None:
         """Whether the base was streamed where that was wanted, and only there."""

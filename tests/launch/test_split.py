@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from tests.cases import slow_but
 from tests.launches import Shares, dealt, fresh
 from tests.outputs import FIVE_JOBS, assert_same_results, assert_whole, jobs_folder, lines, states
 
@@ -17,7 +18,7 @@ def place(tmp_path_factory, forks):
     return folder
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", slow_but([2, 3], [2]))
 def test_losses_evaluations_and_adapters_equal_one_process(place, count, capfd):
     output = place / fresh(place, "out")
     assert Shares(place, "out", count).wait() == 0

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 import weftune.launch.supervise
-from tests.run.ranks import context
+from tests.run.processes import context
 from weftune.launch.processes import INTERRUPTED
 from weftune.launch.supervise import Member, Supervisor, Team, TeamEnd
 from weftune.run.workers.heartbeat import LOST

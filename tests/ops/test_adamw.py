@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.launches import noted
-from weftune.ops.adamw import AdamState, Update, gradient_norms, square_sums, update
+from weftune.ops.adamw import AdamState, RateRun, Update, gradient_norms, square_sums, update
 
 SIZES = [5, 4096, 10_001, 70_000]
 
@@ -128,6 +128,53 @@ def test_a_part_of_a_state_is_that_part_of_every_vector(device):
         whole = getattr(state, name)
         assert getattr(part, name).data_ptr() == whole[16:].data_ptr()
         assert len(getattr(part, name)) == 32
+
+
+RUNS = (RateRun(0, 5000, 1.0), RateRun(5000, 5003, 16.0), RateRun(5003, 10_001, 0.25))
+"""Of the third job; the last begins where no kernel may."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_learning_rates_inside_a_job_are_two_groups_of_torchs_adamw(device, dtype):
+    made = states(device, dtype)
+    theirs = [made[2].master[run.start : run.stop].clone().requires_grad_() for run in RUNS]
+    groups = [{"params": [one], "lr": 1e-2 * run.rate} for one, run in zip(theirs, RUNS, strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.1)
+    others = [state.master.clone() for state in made]
+    for step in (1, 2):
+        for state in made:
+            state.gradient.normal_(generator=torch.Generator(device).manual_seed(step))
+        for one, run in zip(theirs, RUNS, strict=True):
+            one.grad = made[2].gradient[run.start : run.stop] * 0.5
+        optimizer.step()
+        updates = [Update(state, step, 0.0, 0.0, 1.0) for state in made]
+        updates[2] = Update(made[2], step, 1e-2, 0.1, 0.5, rates=RUNS)
+        assert update(updates).tolist() == [True] * 4
+    bound = 1e-6 if dtype is torch.float32 else 1e-12
+    torch.testing.assert_close(made[2].master, torch.cat(theirs).detach(), rtol=bound, atol=bound)
+    assert torch.equal(made[2].weights, made[2].master)
+    assert not made[2].gradient.any()
+    assert all(torch.equal(made[job].master, others[job]) for job in (0, 1, 3))
+
+
+def test_a_run_that_makes_no_step_and_one_that_is_not_finite_are_told_of_their_job(device):
+    made = states(device, torch.float32)
+    before = made[2].master.clone()
+    rule = Update(made[2], 1, 1e-2, 0.0, 99.0, rates=RUNS)
+    factors = torch.tensor([1.0, -1.0], device=device)
+    assert update([Update(made[0], 1, 1e-2, 0.0, 99.0), rule], factors).tolist() == [True, True]
+    assert torch.equal(made[2].master, before)
+    made[2].master[5001] = math.nan
+    assert update([Update(made[0], 1, 1e-2, 0.0, 1.0), rule], factors.abs()).tolist() == [True, False]
+
+
+def test_pieces_of_a_job_with_two_rates_make_the_step_of_the_whole():
+    whole, parted = (states("cpu", torch.float64)[2] for _ in range(2))
+    update([Update(whole, 1, 1e-2, 0.1, 1.0, rates=RUNS)])
+    step = Update(parted, 1, 1e-2, 0.1, 1.0, rates=RUNS)
+    for start, stop in ((0, 5002), (5002, 5003), (5003, 9000), (9000, 10_001)):
+        update([step.on(parted.within(start, stop), start)])
+    torch.testing.assert_close(parted.master, whole.master, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 2.0])

@@ -8,7 +8,7 @@ from weftune.base.architecture import model_shape
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.cluster import parse_cluster
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.fit import Ground, make_ground
+from weftune.plan.studies.fit import Ground, make_ground
 
 CONFIG = {
     "model_type": "llama",

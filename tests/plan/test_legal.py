@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.outlooks import SHAPE, ground, outline
-from weftune.plan.cost.cluster import cluster_from
+from tests.plan.outlooks import ground, outline
 from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.ablate import ablate
-from weftune.plan.outlook.candidates import alone
-from weftune.plan.outlook.fit import Ground, frugal, lay_out, make_ground
-from weftune.plan.outlook.forecast import run_scheme
-from weftune.plan.outlook.outlook import outlook
-from weftune.plan.outlook.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder
-from weftune.plan.outlook.streamed import stream_outlook
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Forward, Program, Step
+from weftune.plan.studies.ablate import ablate
+from weftune.plan.studies.candidates import alone
+from weftune.plan.studies.fit import frugal, lay_out
+from weftune.plan.studies.forecast import run_scheme
+from weftune.plan.studies.scheme import GREEDY, SEARCHED, Scheme, SchemeOrder
+from weftune.plan.studies.simulated import outlook
 
 LENGTHS = st.lists(
     st.lists(st.lists(st.integers(2, 900), min_size=1, max_size=5), min_size=1, max_size=3),
@@ -29,21 +27,14 @@ LENGTHS = st.lists(
 )
 
 
-def made(jobs: list[list[list[int]]], rank: int = 16) -> list[JobOutline]:
+def made(jobs: list[list[list[int]]]) -> list[JobOutline]:
     outlined = []
     for number, batches in enumerate(jobs):
-        job = outline(f"job{number}", 10, rank=rank)
+        job = outline(f"job{number}", 10)
         lengths = tuple(map(tuple, batches))
         longest = max(map(max, lengths))
         outlined.append(replace(job, batches=lengths, shape=replace(job.shape, longest=longest)))
     return outlined
-
-
-def small_cards(roots: list[int]) -> Ground:
-    """A base of 15 GiB and 7 GiB of room on each."""
-    card = {"name": "card", "memory_gib": 8, "peak_tflops": 60, "bandwidth_gbs": 500, "count": sum(roots)}
-    values = {"devices": [card], "link": "pcie", "roots": roots, "host": {"bandwidth_gbs": 10}}
-    return make_ground(SHAPE, cluster_from(values, "cluster.yaml"))
 
 
 def trains(program: Program, jobs: list[JobOutline]) -> None:
@@ -109,15 +100,6 @@ def test_what_the_outlook_chooses_trains_each_sample_of_each_batch_once(cluster,
     found = outlook(ground(cluster), jobs)
     trains(found.run.program, jobs)
     for one in found.tried:
-        trains(one.run.program, jobs)
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.sampled_from([[1], [2], [1, 1], [1, 2]]), LENGTHS)
-def test_every_streamed_program_trains_each_sample_of_each_batch_once(roots, lengths):
-    jobs = made(lengths, rank=4)
-    found = stream_outlook(small_cards(roots), jobs)
-    for one in (*found.tried, found.unfetched):
         trains(one.run.program, jobs)
 
 

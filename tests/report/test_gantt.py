@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.outlooks import ground, outlines
-from weftune.plan.outlook.outlook import outlook
 from weftune.plan.program.timeline import Lane
+from weftune.plan.studies.simulated import outlook
 from weftune.report.gantt import gantt, gantt_page, headline, job_colours
 
 

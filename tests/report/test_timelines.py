@@ -9,8 +9,8 @@ import pytest
 
 from tests.plan.outlooks import ground, outlines
 from tests.report.example import write_example
-from weftune.plan.outlook.outlook import outlook
 from weftune.plan.program.timeline import Lane
+from weftune.plan.studies.simulated import outlook
 from weftune.report import timelines as module
 from weftune.report.page import write_report
 from weftune.report.timelines import (
@@ -54,12 +54,12 @@ def test_a_kind_that_nobody_knows_is_refused(timelines, tmp_path):
     assert read_timelines(tmp_path) is None
 
 
-def test_both_charts_have_one_scale_and_a_row_for_every_rank(timelines):
+def test_both_charts_have_one_scale_and_a_row_for_every_worker(timelines):
     charts = timeline_charts(timelines)
     assert [chart.title for chart in charts] == ["Foreseen", "Measured"]
     for chart in charts:
         assert chart.figure["layout"]["xaxis"]["range"] == [0.0, timelines.measured.seconds]
-        assert {row for trace in chart.figure["data"] for row in trace["y"]} == {"rank 0", "rank 1"}
+        assert {row for trace in chart.figure["data"] for row in trace["y"]} == {"worker 0", "worker 1"}
 
 
 def test_every_action_that_is_computed_is_a_bar(run, timelines):
@@ -67,7 +67,7 @@ def test_every_action_that_is_computed_is_a_bar(run, timelines):
     assert len(timelines.foreseen.bars) == len(computed)
 
 
-def test_a_rank_has_its_foreseen_bubbles_beside_the_measured_ones(run, timelines):
+def test_a_worker_has_its_foreseen_bubbles_beside_the_measured_ones(run, timelines):
     shares = [f"{share:.1%}" for share in run.timeline.bubbles()]
     rows = bubble_rows(timelines)
     assert [row[0] for row in rows] == ["0", "1"]

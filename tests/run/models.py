@@ -1,4 +1,4 @@
-"""Tiny models with a layer for each of four ranks."""
+"""Tiny models with a layer for each of four workers."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run.models import deep
 from tests.run.test_streamed import (
     CAPACITY,
@@ -41,16 +42,16 @@ def mapped(spec, cut):
     return executor
 
 
-@pytest.mark.parametrize(
-    ("family", "cut"),
-    [
-        ("llama", CUTS["one slot"]),
-        ("llama", travelling(CUTS["uneven, two stay"])),
-        ("gemma3", travelling(CUTS["a layer at a time"])),
-        ("opt", CUTS["two and two"]),
-        ("gpt2", CUTS["three slots"]),
-    ],
-)
+CASES = [
+    ("llama", CUTS["one slot"]),
+    ("llama", travelling(CUTS["uneven, two stay"])),
+    ("gemma3", travelling(CUTS["a layer at a time"])),
+    ("opt", CUTS["two and two"]),
+    ("gpt2", CUTS["three slots"]),
+]
+
+
+@pytest.mark.parametrize(("family", "cut"), slow_but(CASES, [CASES[1], CASES[4]]))
 def test_losses_evaluations_and_adapters_have_the_bits_of_the_resident_run(family, cut, tmp_path):
     spec = saved(tmp_path, family)
     executor, whole = mapped(spec, cut), resident_executor(load_base(spec, bench.CPU))

@@ -9,11 +9,11 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
-from tests.run.ranks import run_ranks
+from tests.run.processes import run_workers
 from tests.run.test_streamed import evaluated_jobs, resident, take_aboard, windows
 from tests.run.workers.test_agreed import CAPACITY, assert_equal, losses_of, views, whole_base
 from weftune.base.host.streamed import stream_model
-from weftune.base.host.streamed_worker import stream_rank
+from weftune.base.host.streamed_worker import stream_on_worker
 from weftune.base.spec import BaseSpec
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Evaluate
@@ -85,11 +85,11 @@ def as_worker(wires):
     found = []
     for travels, offloads in WAYS:
         cut = layout(travels, offloads, (1, 1))
-        part = cut.on(wires.place.rank)
-        streamed = stream_rank(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, part)
+        part = cut.on(wires.place.worker)
+        streamed = stream_on_worker(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, part)
         base = streamed.whole
         transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
-        executor, agreed = worker_executor(streamed, part, transport, wires.place.rank)
+        executor, agreed = worker_executor(streamed, part, transport, wires.place.worker)
         jobs = evaluated_jobs(whole_base("llama", torch.float64))
         take_aboard(executor, jobs)
         by_name = {job.name: job for job in jobs}
@@ -113,7 +113,7 @@ def test_workers_whose_stages_take_turns():
     made = aboard.executor(base, jobs)
     events = list(aboard.events(made, aboard.program(jobs, 6, CAPACITY, begins=True), jobs))
     starts = views({job.name: aboard.training(base, job) for job in jobs})
-    first, second = run_ranks(2, as_worker, ring=True)
+    first, second = run_workers(2, as_worker, ring=True)
     for (travels, offloads), mine, theirs in zip(WAYS, first, second, strict=True):
         # The first has stages 0 and 2: the one has no input, that of the other is wanted first.
         assert mine[0] == expected_kinds(travels, False, Agreed)

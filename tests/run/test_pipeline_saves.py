@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline are whole, whichever rank comes first to writing its slice."""
+"""Checkpoints of a pipeline are whole, whichever worker comes first to writing its slice."""
 
 import time
 
@@ -7,7 +7,7 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.models import deep
-from tests.run.ranks import run_ranks
+from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CAPACITY, PACE, whole_base
 from weftune.adapters.kind import Member
 from weftune.base.load import inspect
@@ -27,14 +27,14 @@ STEPS = 3
 
 
 def slow_leader(wires, folder):
-    """The first rank takes its time after every event, so that the others have long written their slices when
-    it comes to its own. What it sees of the checkpoints right after each window."""
-    if wires.place.rank > 0:
+    """The first worker takes its time after every event, so that the others have long written their slices
+    when it comes to its own. What it sees of the checkpoints right after each window."""
+    if wires.place.worker > 0:
         serve(wires, bench.CPU)
         return None
     staff = Staff(wires)
     spec = BaseSpec(model=str(folder / "model"), dtype="float64")
-    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.place.ranks))
+    layout = in_stages(cut_layers(inspect(spec, bench.CPU), wires.place.workers))
     pipeline = open_pipeline(staff, spec, bench.CPU, layout, lambda job: folder / job)
     jobs = [
         aboard.ready(whole_base("llama", torch.float64), name, seed=seed, steps=STEPS + 1, save_every=1)
@@ -48,7 +48,7 @@ def slow_leader(wires, folder):
     by_name, seen = {job.name: job for job in jobs}, []
     for step in range(STEPS):
         courses = [job.course(step, 1, step == 0) for job in jobs]
-        program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * wires.place.ranks))
+        program = plan_pipeline(courses, PipelineRules(CAPACITY, (PACE,) * wires.place.workers))
         fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
         for event in pipeline.run(program, fetch, lambda: False):
             assert not isinstance(event, Failed), event
@@ -60,7 +60,7 @@ def slow_leader(wires, folder):
     return seen
 
 
-def test_a_slice_that_another_rank_wrote_first_is_not_lost(tmp_path):
+def test_a_slice_that_another_worker_wrote_first_is_not_lost(tmp_path):
     deep("llama", torch.float64).save_pretrained(tmp_path / "model")
-    seen, *_ = run_ranks(3, slow_leader, tmp_path)
+    seen, *_ = run_workers(3, slow_leader, tmp_path)
     assert seen == [[1, 1], [2, 2], [3, 3]]

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.outlooks import ground, outline, outlines
+from tests.plan.program.test_check import course
 from weftune.errors import PlanError
-from weftune.plan.outlook.chunked import chunked
-from weftune.plan.outlook.fit import lay_out
-from weftune.plan.outlook.outlook import outlook
-from weftune.plan.outlook.streamed import stream_outlook
+from weftune.plan.program.layout import Layout, StageLayers
+from weftune.plan.studies.chunked import chunked
+from weftune.plan.studies.fit import lay_out
+from weftune.plan.studies.simulated import outlook
+from weftune.plan.window.window import plan_window
 from weftune.run.executor import refuse_what_is_not_run
 
 
@@ -22,7 +24,8 @@ def test_a_pipeline_is_refused():
 
 
 def test_streamed_stages_are_refused():
-    program = stream_outlook(ground("T4"), outlines(1)).run.program
+    stages = (StageLayers(0, 1), StageLayers(1, 2))
+    program = plan_window([course("a", [[5]])], Layout(stages, (1,)), 16)
     with pytest.raises(PlanError, match="Evict, Load"):
         refuse_what_is_not_run(program)
 

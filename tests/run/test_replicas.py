@@ -7,12 +7,12 @@ import torch
 
 from tests import bench
 from tests.run import aboard
-from tests.run.ranks import run_ranks
+from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import (
     CUTS,
     STEPS,
     alone,
-    as_rank,
+    as_worker,
     assert_equal,
     cut,
     losses_of,
@@ -28,20 +28,20 @@ from weftune.trainer.job import lay_out
 CUT = {1: [0, 4], 2: CUTS[2]}
 
 
-def train(stages, replicas, dtype=torch.float64, target=as_rank, poison=None, cancelled=None):
-    """What happened on every rank, replica by replica."""
+def train(stages, replicas, dtype=torch.float64, target=as_worker, poison=None, cancelled=None):
+    """What happened on every worker, replica by replica."""
     arguments = ("llama", dtype, CUT[stages], None, poison, cancelled)
-    answers = run_ranks(stages * replicas, target, *arguments, replicas=replicas)
+    answers = run_workers(stages * replicas, target, *arguments, replicas=replicas)
     return [answers[first : first + stages] for first in range(0, len(answers), stages)]
 
 
-def whole(ranks, without=""):
+def whole(workers, without=""):
     """Every adapter, put together from one replica's slices."""
-    return {key: value for _, slices, _ in ranks for key, value in slices.items() if key[0] != without}
+    return {key: value for _, slices, _ in workers for key, value in slices.items() if key[0] != without}
 
 
 def assert_same_bits(replicas):
-    first, *others = (whole(ranks) for ranks in replicas)
+    first, *others = (whole(workers) for workers in replicas)
     for other in others:
         assert first.keys() == other.keys()
         assert all(torch.equal(value, other[key]) for key, value in first.items())
@@ -57,8 +57,8 @@ def test_losses_and_adapters_equal_one_process_and_replicas_hold_the_same_bits(e
     found = train(stages, replicas)
     assert_equal((losses_of(found[0][0][0]), whole(found[0])), exact, 1e-9, 1e-8)
     assert_same_bits(found)
-    assert all(steps == STEPS for ranks in found for _, _, steps in ranks)
-    told = [ranks[stage][0] for ranks in found for stage in range(stages)][1:]
+    assert all(steps == STEPS for workers in found for _, _, steps in workers)
+    told = [workers[stage][0] for workers in found for stage in range(stages)][1:]
     assert not any(isinstance(event, Stepped) for events in told for event in events)
 
 
@@ -75,28 +75,28 @@ def test_two_runs_give_the_same_bits():
     assert_same_bits([*first, *second])
 
 
-def poisoned_rank(wires, family, dtype, cuts, order, poison, cancelled):
-    """As `as_rank`, with NaN in one replica only."""
+def poisoned_worker(wires, family, dtype, cuts, order, poison, cancelled):
+    """As `as_worker`, with NaN in one replica only."""
     mine = poison if wires.place.replica == 1 else None
-    return as_rank(wires, family, dtype, cuts, order, mine, cancelled)
+    return as_worker(wires, family, dtype, cuts, order, mine, cancelled)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_nan_in_one_replica_kills_its_job_in_all_at_once_and_reaches_nobody_else(stages):
-    found = train(stages, 2, target=poisoned_rank, poison="a")
+    found = train(stages, 2, target=poisoned_worker, poison="a")
     (failed,) = (event for event in found[0][0][0] if isinstance(event, Failed))
     assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
-    assert all(steps == {"a": 0, "b": 3, "c": 4} for ranks in found for _, _, steps in ranks)
+    assert all(steps == {"a": 0, "b": 3, "c": 4} for workers in found for _, _, steps in workers)
     got = losses_of(found[0][0][0]), whole(found[0], without="a")
     assert_equal(got, alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
 
 
 @pytest.mark.slow
-def test_a_job_that_the_first_rank_ends_makes_no_more_steps_in_any_replica():
+def test_a_job_that_the_first_worker_ends_makes_no_more_steps_in_any_replica():
     found = train(2, 2, cancelled="a")
     losses = losses_of(found[0][0][0])
     assert len(losses.pop("a")) == 1
-    assert all(steps == {"a": 1, "b": 3, "c": 4} for ranks in found for _, _, steps in ranks)
+    assert all(steps == {"a": 1, "b": 3, "c": 4} for workers in found for _, _, steps in workers)
     got = losses, whole(found[0], without="a")
     assert_equal(got, alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
 
@@ -118,7 +118,7 @@ def even_jobs(base):
 
 
 def timed_window(wires, delay):
-    """Seconds of a window on this rank, and how many of them it slept in passes."""
+    """Seconds of a window on this worker, and how many of them it slept in passes."""
     base = cut("llama", torch.float32, wires.place, CUT[1])
     executor, agreed, transport = on_worker(base, wires, CUT[1], delay)
     jobs = even_jobs(whole_base("llama", torch.float32))
@@ -129,7 +129,7 @@ def timed_window(wires, delay):
     by_name = {job.name: job for job in jobs}
     laid = {action.microbatch: lay_out(plan, False, by_name) for action, plan in own.items()}
     pauses = {number: PER_ROW * one.rows for number, one in laid.items()}
-    order = iter(one for one in program.devices[wires.place.rank] if isinstance(one, Forward))
+    order = iter(one for one in program.devices[wires.place.worker] if isinstance(one, Forward))
     base.model.base_model.register_forward_pre_hook(lambda *_: time.sleep(pauses[next(order).microbatch]))
     list(executor.run(program, delivered(program, laid)))
     transport.settle()
@@ -139,8 +139,8 @@ def timed_window(wires, delay):
 
 @pytest.mark.slow
 def test_two_replicas_share_the_time_and_gradients_cross_while_they_compute():
-    seconds, slept = zip(*run_ranks(2, timed_window, 0.0, replicas=2), strict=True)
-    late, _ = zip(*run_ranks(2, timed_window, LINK, replicas=2), strict=True)
+    seconds, slept = zip(*run_workers(2, timed_window, 0.0, replicas=2), strict=True)
+    late, _ = zip(*run_workers(2, timed_window, LINK, replicas=2), strict=True)
     waits = 4 * ROUNDS * LINK
     print(f"{sum(slept):.2f} s of passes in {max(seconds):.2f} s; with {LINK} s for each gradient "
           f"{max(late):.2f} s, where waiting for each would add {waits:.2f} s")  # fmt: skip

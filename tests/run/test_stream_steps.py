@@ -3,11 +3,13 @@ than it needs."""
 
 import math
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import (
@@ -126,11 +128,24 @@ def poisoned_update(updates, factor_J=None):
     return update(updates, factor_J)
 
 
-@pytest.mark.parametrize("piece", [128, ring.PIECE], ids=["many pieces", "a piece a part"])
-@pytest.mark.parametrize("cut", ALL_CUTS.values(), ids=ALL_CUTS.keys())
-def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_made(cut, piece, wanted, monkeypatch):
+MANY_PIECES = 128
+
+
+@pytest.mark.parametrize(
+    ("name", "piece"),
+    slow_but(
+        product(ALL_CUTS, (MANY_PIECES, ring.PIECE)),
+        [
+            ("a layer at a time", MANY_PIECES),
+            ("one slot", ring.PIECE),
+            ("uneven, two stay", MANY_PIECES),
+            ("in one piece", ring.PIECE),
+        ],
+    ),
+)
+def test_no_pass_reads_and_no_copy_takes_weights_whose_step_is_not_made(name, piece, wanted, monkeypatch):
     monkeypatch.setattr(adapter_steps, "PIECE", piece)
-    executor = executor_of(cut, poisoned_update)
+    executor = executor_of(ALL_CUTS[name], poisoned_update)
     poison(executor, monkeypatch)
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
@@ -434,8 +449,12 @@ def test_after_a_shortage_steps_under_way_are_made_and_reported():
     assert any(isinstance(event, Evaluated) for event in events)
 
 
-@pytest.mark.parametrize("halfway", [False, True], ids=["before the update", "behind the update"])
-@pytest.mark.parametrize("at", [0, 1, 9, 30, 31, 45, 61])
+@pytest.mark.parametrize(
+    ("at", "halfway"),
+    slow_but(
+        product((0, 1, 9, 30, 31, 45, 61), (False, True)), [(0, False), (9, True), (31, False), (61, True)]
+    ),
+)
 def test_a_shortage_in_the_middle_of_a_step_repeats_no_piece_of_it(at, halfway, monkeypatch):
     """Rounds are as they were: what comes of them has the bits of the undisturbed run."""
     monkeypatch.setattr(adapter_steps, "PIECE", 512)

@@ -8,7 +8,7 @@ from tests.bench import CPU
 from weftune.adapters.kind import Member
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.ops.adamw import AdamState, update
-from weftune.plan.layout.ring import ring_bytes
+from weftune.plan.cost.ring import ring_bytes
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.run.stream.adapter_steps import TravelBegun, TravelSteps
 from weftune.run.stream.adapters import Travel

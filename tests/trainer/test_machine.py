@@ -1,4 +1,4 @@
-"""What stages are cut by, before any rank is started."""
+"""What stages are cut by, before any worker is started."""
 
 from dataclasses import replace
 

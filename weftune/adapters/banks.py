@@ -1,32 +1,38 @@
 """All banks of a base: woven into its sites, bound to one microbatch around each pass.
 
-Each site's linear gets a forward of ours: it multiplies all rows by the frozen weight once and hands input
-and output to every kind that has somebody aboard there. Outside a bound pass it is the base's own forward.
-Sites that share their input may form a group, whose weights are stacked and multiplied at once.
+Each site's linear gets a forward of ours: it multiplies all rows by the frozen weight once, between what the
+kinds with rows there do to input and output. On the tiled route, kernels of a kind that is alone there do all
+of it at once. Outside a bound pass it is the base's own forward. Sites that share their input may form a
+group, whose weights are stacked.
 
 Shapes: T rows, K inputs, N outputs of a site or a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteBank
+from weftune.adapters.kind import ROWS, Frozen, Member, Parameters, Pass, SiteBank, SiteParts
 from weftune.adapters.registry import kind_named
-from weftune.adapters.vector import VectorLayout
-from weftune.core.batch import Microbatch
+from weftune.adapters.vector import SHARED, VectorLayout
+from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
+from weftune.core.weight import FrozenWeight, HoldsWeight, StackedWeight, Weight
+from weftune.errors import AdapterError
+from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.choice_trial import choices_on
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.site import scaled_outputs, scaled_rows
 
 SLOTS = 64
 """Jobs that the kernels' tables have room for at first; doubled when more come aboard."""
@@ -42,6 +48,12 @@ class Aboard:
     weights: Tensor
     gradient: Tensor
     totals: Parameters
+    groups: tuple[SiteGroup, ...]
+    """Where its adapter is."""
+    tiled: bool
+    """Whether its kind has kernels on the tiled route."""
+    rows_before: Tensor | None
+    """What it puts before every sample, [rows, D]."""
 
 
 @dataclass(slots=True)
@@ -66,13 +78,20 @@ class Banks:
         sites: Sequence[SiteShape],
         like: Tensor,
         groups: Sequence[Sequence[str]] = (),
+        whole_sites: Sequence[SiteShape] | None = None,
+        embedding: nn.Module | None = None,
     ) -> None:
+        """`sites` are those that are here; `whole_sites` those of the whole base, where that has more.
+        `embedding` is where rows before a sample go in; None where it is elsewhere, or nobody has any."""
         self.aboard: dict[str, Aboard] = {}
         self.slots = SLOTS
         self._like = like
         self._anchor = torch.zeros((), device=like.device, requires_grad=True)
         self._choices = choices_on(like.device)
         self._pass: Pass | None = None
+        self._whole_sites = tuple(whole_sites or sites)
+        self._constants: dict[tuple[str, Hashable], Parameters] = {}
+        """By kind and key; kept as long as anybody aboard reads them."""
         self._modules = {site.name: modules[site.name] for site in sites}
         shapes = {site.name: site for site in sites}
         grouped = {name for names in groups for name in names}
@@ -86,11 +105,16 @@ class Banks:
         for (name,) in alone:
             module = self._modules[name]
             module.forward = partial(self._weave, name, module.forward)
+        self._embedding = embedding
+        if embedding is not None:
+            embedding.forward = partial(self._embed, embedding.forward)
 
     def unweave(self) -> None:
         """Give every site its own forward back: the base is as it was."""
         for module in self._modules.values():
             module.__dict__.pop("forward", None)
+        if self._embedding is not None:
+            self._embedding.__dict__.pop("forward", None)
 
     # -- jobs --------------------------------------------------------------------------------------------
 
@@ -108,19 +132,61 @@ class Banks:
         Where those vectors are not on the device, `read` and `totals` are the parameters of them that are.
         """
         assert weights.dtype == self._like.dtype
-        slot = self._free_slot()
-        aboard = Aboard(member, layout, slot, weights, gradient, totals or layout.views(gradient))
-        self.aboard[member.job] = aboard
-        kind, views = kind_named(member.spec.kind), read or layout.views(weights)
-        for group in self._of(aboard):
+        self._refuse_shared(member, layout, travels=read is not None)
+        kind, spec, slot = kind_named(member.spec.kind), member.spec, self._free_slot()
+        places = [group for site, group in self._groups.items() if kind.adapts(spec, site)]
+        groups = tuple({id(group): group for group in places}.values())
+        for group in groups:
             if kind.name not in group.banks:
                 group.banks[kind.name] = kind.bank(group.sites, self.slots)
-            group.banks[kind.name].attach(member, slot, views, aboard.totals)
+        totals = totals or layout.views(gradient)
+        views = {**(read or layout.views(weights)), **self._constants_for(spec)}
+        before = views[SHARED, ROWS] if kind.rows_before(spec) else None
+        assert before is None or self._embedding is not None, "rows before a sample go in at the embedding"
+        self.aboard[member.job] = Aboard(
+            member=member,
+            layout=layout,
+            slot=slot,
+            weights=weights,
+            gradient=gradient,
+            totals=totals,
+            groups=groups,
+            tiled=before is None and all(group.banks[kind.name].tiled for group in groups),
+            rows_before=before,
+        )
+        for group in groups:
+            group.banks[kind.name].attach(member, slot, views, totals)
+
+    def _refuse_shared(self, member: Member, layout: VectorLayout, travels: bool) -> None:
+        """What all sites share must be where all sites are: its gradient is of all of them."""
+        if not any(parameter.site == SHARED for parameter in layout.parameters):
+            return
+        where = None
+        if len(self._whole_sites) > len(self._modules):
+            where = "where the base is divided among workers; train it on one"
+        elif travels:
+            where = "where adapters are kept in host memory; train fewer jobs at once"
+        if where:
+            raise AdapterError(
+                f"job {member.job}: a {member.spec.kind} adapter has parameters that all layers share, which "
+                f"cannot be trained {where}"
+            )
 
     def detach(self, job: str) -> None:
         aboard = self.aboard.pop(job)
-        for group in self._of(aboard):
+        for group in aboard.groups:
             group.banks[aboard.member.spec.kind].detach(job)
+        read = {_constants_of(one.member.spec) for one in self.aboard.values()}
+        self._constants = {key: found for key, found in self._constants.items() if key in read}
+
+    def _constants_for(self, spec: Any) -> Parameters:
+        """What the kind reads at all sites and nobody trains: made once for all jobs that share it."""
+        if (key := _constants_of(spec)) is None:
+            return {}
+        if key not in self._constants:
+            made = kind_named(spec.kind).constants(spec, self._whole_sites, self._like)
+            self._constants[key] = {(SHARED, name): value for name, value in made.items()}
+        return self._constants[key]
 
     def write(self, job: str, master: Tensor) -> None:
         """Let passes read the values of `master`, in the base's dtype."""
@@ -140,32 +206,42 @@ class Banks:
                     bank.resize(self.slots)
         return slot
 
-    def _of(self, aboard: Aboard) -> list[SiteGroup]:
-        sites = dict.fromkeys(parameter.site for parameter in aboard.layout.parameters)
-        return list({id(group): group for group in map(self._groups.__getitem__, sites)}.values())
-
     def _distinct(self) -> list[SiteGroup]:
         return list({id(group): group for group in self._groups.values()}.values())
 
     def limits(self) -> tuple[object, ...]:
         """What a captured pass was made for, beside its rows: room for slots, ranks, and who may drop."""
-        limits = [bank.limits() for group in self._distinct() for bank in group.banks.values()]
-        return self.slots, tuple(limits)
+        banks = (bank for group in self._distinct() for bank in group.banks.values())
+        return self.slots, tuple(bank.limits() for bank in banks if bank.tiled)
+
+    def capturable(self, microbatch: Microbatch) -> bool:
+        """Whether a captured pass serves the microbatch. It is captured without knowing for whom: kinds that
+        have no kernels which read that from tensors would be missing from it."""
+        return all(aboard.tiled for aboard in map(self._through, microbatch.segments) if aboard is not None)
+
+    def _through(self, segment: Segment) -> Aboard | None:
+        """Whose adapter the rows of a segment pass through."""
+        return None if segment.through is None else self.aboard.get(segment.through)
 
     # -- passes ------------------------------------------------------------------------------------------
 
     def _totals(self, microbatch: Microbatch) -> dict[str, Parameters]:
         """Where each job's gradients of a pass are added."""
-        found = ((segment.job, self.aboard.get(segment.job)) for segment in microbatch.segments)
-        return {job: aboard.totals for job, aboard in found if aboard is not None}
+        found = map(self._through, microbatch.segments)
+        return {aboard.member.job: aboard.totals for aboard in found if aboard is not None}
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
-        """Whose rows are where, as the tiled kernels want to know it."""
-        return [
-            Seat(segment.start, segment.stop, aboard.slot, step_key(aboard.member.seed, segment.step))
-            for segment in microbatch.segments
-            if (aboard := self.aboard.get(segment.job)) is not None
-        ]
+        """Whose rows are where, as the tiled kernels want to know it: a slot's rows stand together."""
+        seats: list[Seat] = []
+        for segment in microbatch.segments:
+            if (aboard := self._through(segment)) is None:
+                continue
+            key = step_key(aboard.member.seed, segment.step)
+            if seats and (seats[-1].slot, seats[-1].stop) == (aboard.slot, segment.start):
+                seats[-1] = replace(seats[-1], stop=segment.stop)
+            else:
+                seats.append(Seat(segment.start, segment.stop, aboard.slot, key))
+        return seats
 
     @contextmanager
     def bound(
@@ -176,7 +252,9 @@ class Banks:
         if route is Route.tiled and rows is None:
             rows = Rows.empty(microbatch.rows, self.slots, self._like.device)
             rows.fill(self.seats(microbatch), microbatch.token_index_T.cpu().numpy())
-        totals = {} if route is Route.tiled else self._totals(microbatch)
+        own = all(segment.through in (segment.job, None) for segment in microbatch.segments)
+        assert own or not training, "rows are trained through their own adapter only, or through none"
+        totals = self._totals(microbatch)
         self._pass = Pass(microbatch, route, training, self._anchor, totals, rows, self._choices)
         try:
             yield
@@ -193,37 +271,88 @@ class Banks:
             return plain(x)
         return self._linear(group, x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
+    def _embed(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+        """The embedding, with the rows that adapters put before their samples."""
+        h, bound = plain(tokens), self._pass
+        for segment in () if bound is None else bound.microbatch.segments:
+            aboard = self._through(segment)
+            if bound is not None and aboard is not None and aboard.rows_before is not None:
+                total = bound.totals[aboard.member.job][SHARED, ROWS]
+                rows_ID = accumulated(aboard.rows_before, total, bound.anchor)
+                h = _with_rows_before(h, rows_ID, bound.microbatch, segment)
+        return h
+
     def _linear(self, group: SiteGroup, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
-        bound, kinds = self._pass, list(group.banks.values())
-        if bound is not None and bound.route is Route.tiled and len(kinds) == 1:
+        bound = self._pass
+        kinds = [] if bound is None else [bank for bank in group.banks.values() if bank.present(bound)]
+        if bound is not None and bound.route is Route.tiled and len(kinds) == 1 and kinds[0].tiled:
             return kinds[0].linear(x_TK, group.frozen, residual_TN, bound)
-        parts = []
+        nobody = bound is not None and not bound.microbatch.segments
+        assert not (nobody and kinds), "what is captured for whoever comes has the kernels of one kind"
+        pieces = []
         for name, low, high in group.columns():
-            y_TN = group.frozen.part(low, high).product(x_TK)
-            if bound is not None:
-                for bank in kinds:
-                    y_TN = bank.add(name, x_TK, y_TN, bound)
-            parts.append(y_TN)
-        y_TN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return y_TN if residual_TN is None else residual_TN + y_TN
+            parts = [] if bound is None else [bank.parts(name, bound) for bank in kinds]
+            pieces.append(_site_output(group.frozen.part(low, high), x_TK, parts))
+        y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
+
+
+def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
+    """g_out ⊙ ((x ⊙ g_in)Wᵀ + what every kind adds) + b; of several kinds in at least float32."""
+    g_in = [scale for part in parts for scale in part.g_in]
+    g_out = [scale for part in parts for scale in part.g_out]
+    alone = len(parts) <= 1 and not g_in and not g_out
+    y_TN = frozen.product(x_TK) if alone else frozen.summed(scaled_rows(x_TK, g_in))
+    for part in parts:
+        if part.add is not None:
+            y_TN = part.add(x_TK, y_TN)
+    return y_TN if alone else scaled_outputs(y_TN, frozen.bias_N, g_out)
+
+
+def _with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:
+    """h with these rows at the beginning of every sample of the segment."""
+    stops = accumulate(microbatch.sample_lengths)
+    starts = [stop - length for stop, length in zip(stops, microbatch.sample_lengths, strict=True)]
+    own = [start for start in starts if segment.start <= start < segment.stop]
+    places = (torch.tensor(own)[:, None] + torch.arange(len(rows_ID))).flatten().to(h.device)
+    flat_TD = h.flatten(0, -2).index_copy(0, places, rows_ID.repeat(len(own), 1).to(h.dtype))
+    return flat_TD.view(h.shape)
+
+
+def _constants_of(spec: Any) -> tuple[str, Hashable] | None:
+    key = kind_named(spec.kind).constants_key(spec)
+    return None if key is None else (spec.kind, key)
 
 
 def _stack(modules: Sequence[nn.Module], fan_in_fan_out: bool) -> Frozen:
     """The weights of the modules as one; of several, each keeps its own as a view of the stack."""
-    weights = [cast(Tensor, module.weight) for module in modules]
     biases = [cast(Tensor | None, module.bias) for module in modules]
-    if len(modules) == 1:
-        return Frozen(weights[0].T if fan_in_fan_out else weights[0], biases[0])
-    assert not fan_in_fan_out
     has_bias = {bias is not None for bias in biases}
     assert len(has_bias) == 1, "either all sites of a group have a bias or none"
     bias_N = _laid_together(modules, "bias") if True in has_bias else None
-    return Frozen(_laid_together(modules, "weight"), bias_N)
+    if any(isinstance(module, HoldsWeight) for module in modules):
+        return Frozen(_held_together(modules), bias_N)
+    if not fan_in_fan_out:
+        return Frozen(_laid_together(modules, "weight"), bias_N)
+    (module,) = modules
+    return Frozen(cast(Tensor, module.weight).T, bias_N)
+
+
+def _held_together(modules: Sequence[nn.Module]) -> FrozenWeight:
+    """Weights that are no matrices."""
+    outputs = [cast(int, module.out_features) for module in modules]
+    weights: list[Weight] = [
+        module.frozen_weight() if isinstance(module, HoldsWeight) else cast(Tensor, module.weight)
+        for module in modules
+    ]
+    return StackedWeight.of(weights, outputs)
 
 
 def _laid_together(modules: Sequence[nn.Module], name: str) -> Tensor:
     """The modules' parameters of that name as one; where they must be moved for it, each becomes a view."""
     parts = [cast(Tensor, getattr(module, name)) for module in modules]
+    if len(parts) == 1:
+        return parts[0]
     if (lying := _side_by_side(parts)) is not None:
         return lying
     together = torch.cat(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +13,17 @@ from torch import Tensor, nn
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
+from weftune.core.weight import Weight, part_of
 from weftune.ops.lora.choice import Choices
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
+from weftune.ops.site import RowScale, frozen_product, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
-"""(site, name) → tensor, as `VectorLayout.views` gives them."""
+"""(site, name) → tensor, as `VectorLayout.views` gives them; what all sites share has the site SHARED."""
+
+ROWS = "rows"
+"""The parameter of adapters that put rows before a sample: [rows, hidden width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +39,21 @@ class Member:
 class Frozen:
     """The base's own weights at a group of sites, stacked."""
 
-    weight_NK: Tensor
+    weight: Weight
+    """[N, K]."""
     bias_N: Tensor | None
 
     def product(self, x_TK: Tensor) -> Tensor:
         """xWᵀ + b as a tensor of its own, never a view: the kinds add to it in place."""
-        return nn.functional.linear(x_TK, self.weight_NK, self.bias_N)
+        return frozen_product(x_TK, self.weight, self.bias_N)
+
+    def summed(self, x_TK: Tensor) -> Tensor:
+        """xWᵀ without the bias, in at least float32: the kinds add to it in place."""
+        return summed_product(x_TK, self.weight)
 
     def part(self, low: int, high: int) -> Frozen:
-        return Frozen(self.weight_NK[low:high], None if self.bias_N is None else self.bias_N[low:high])
+        bias_N = None if self.bias_N is None else self.bias_N[low:high]
+        return Frozen(part_of(self.weight, low, high), bias_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +66,34 @@ class Pass:
     anchor: Tensor
     """A scalar that requires a gradient and never gets one; see `ops.lora.Blocks`."""
     totals: Mapping[str, Parameters]
-    """Where the gradients of each job add up, for the routes over whole tensors."""
+    """Where the gradients of each job add up."""
     rows: Rows | None = None
     """How the rows are dealt out, for the tiled route."""
     choices: Choices | None = None
     """What was measured about its kernels on this device."""
 
 
+@dataclass(frozen=True, slots=True)
+class SiteParts:
+    """What the jobs of one kind do at one site in one pass, any of it absent:
+    y = residual + g_out ⊙ ((x ⊙ g_in)Wᵀ + what is added) + b, every job to its own rows."""
+
+    add: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(x_TK, y_TN) → y with every job's part added; x is the site's own input, y may be overwritten."""
+    g_in: tuple[RowScale, ...] = ()
+    g_out: tuple[RowScale, ...] = ()
+
+
 class SiteBank(Protocol):
     """At a group of sites that share their input, the parameters of all adapters of one kind aboard."""
 
+    tiled: bool
+    """Whether `linear` is there: kernels that read whose rows are where from `Pass.rows`, so that a captured
+    pass serves whoever comes. A bank without them is asked for its `parts` on every route."""
+
     def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
-        """Take a job aboard; `weights` is what passes read, `totals` is where its gradients add up."""
+        """Take a job aboard; `weights` is what passes read (beside what is trained, the kind's constants),
+        `totals` is where its gradients add up."""
 
     def detach(self, job: str) -> None: ...
 
@@ -76,8 +103,11 @@ class SiteBank(Protocol):
     def limits(self) -> object:
         """What kernels were launched for, beside who is aboard: equal limits, equal launches."""
 
-    def add(self, site: str, x_TK: Tensor, y_TN: Tensor, bound: Pass) -> Tensor:
-        """The output of one site with every job's part added, by a route over whole tensors."""
+    def present(self, bound: Pass) -> bool:
+        """Whether any of its jobs has rows in the pass."""
+
+    def parts(self, site: str, bound: Pass) -> SiteParts:
+        """What its jobs do at one site, over whole tensors."""
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         """The frozen product of all sites side by side with every job's part, by the tiled route."""
@@ -87,6 +117,20 @@ class Kind(Protocol):
     name: str
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout: ...
+
+    def adapts(self, spec: Any, site: str) -> bool:
+        """Whether the adapter changes what this site computes."""
+
+    def rows_before(self, spec: Any) -> int:
+        """How many rows of its own (virtual tokens) the adapter puts before every sample, in the place of
+        embeddings: those of its parameter ROWS, shared by all sites."""
+
+    def constants_key(self, spec: Any) -> Hashable | None:
+        """What the constants hang on: jobs with equal keys share them. None: there are none."""
+
+    def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
+        """Tensors that are read at all sites and never trained nor saved in a checkpoint, by name; in the
+        dtype and on the device of `like`."""
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
         """Raise AdapterError where the spec's `init_from` cannot start an adapter at these sites."""

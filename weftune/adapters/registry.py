@@ -9,11 +9,13 @@ from weftune.adapters.kind import Kind
 from weftune.adapters.lora.apply import Lora
 from weftune.errors import AdapterError, SpecError
 
+BY_NAME: dict[str, Kind] = {"lora": Lora()}
+
 
 def kind_named(name: str) -> Kind:
-    if name == "lora":
-        return Lora()
-    raise SpecError(f"adapter.kind: there is no kind {name!r}; known: lora")
+    if name in BY_NAME:
+        return BY_NAME[name]
+    raise SpecError(f"adapter.kind: there is no kind {name!r}; known: {', '.join(BY_NAME)}")
 
 
 def kind_of(folder: Path) -> Kind:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from weftune.ops.adamw import RateRun
+
+SHARED = ""
+"""In the place of a site's name: what all sites of an adapter share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,8 @@ class ParameterShape:
     site: str
     name: str
     shape: tuple[int, ...]
+    rate: float = field(default=1.0, compare=False)
+    """It learns at so many times the job's learning rate. The vector is the same whatever it is."""
 
     @property
     def size(self) -> int:
@@ -30,6 +37,18 @@ class VectorLayout:
     @cached_property
     def size(self) -> int:
         return sum(parameter.size for parameter in self.parameters)
+
+    @cached_property
+    def rates(self) -> tuple[RateRun, ...]:
+        """Neighbours that learn at the same rate, taken together; none where all learn at the job's own."""
+        runs: list[RateRun] = []
+        stop = 0
+        for parameter in self.parameters:
+            start, stop = stop, stop + parameter.size
+            if runs and runs[-1].rate == parameter.rate:
+                start = runs.pop().start
+            runs.append(RateRun(start, stop, parameter.rate))
+        return tuple(runs) if any(run.rate != 1.0 for run in runs) else ()
 
     def views(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
         """The parameters inside `flat`, by (site, name), sharing its memory."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import cast
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weftune.core.shapes import ModelShape, SiteShape
+from weftune.core.weight import HoldsWeight, Weight, held_bytes
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -21,24 +25,52 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def site_shape(name: str, module: nn.Module) -> SiteShape:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
     if isinstance(module, Conv1D):
-        return SiteShape(name, weight.shape[0], weight.shape[1], fan_in_fan_out=True)
-    return SiteShape(name, weight.shape[1], weight.shape[0])
+        inputs, outputs = module.weight.shape
+        return SiteShape(name, inputs, outputs, fan_in_fan_out=True)
+    assert isinstance(module, nn.Linear)
+    return SiteShape(name, module.in_features, module.out_features)
 
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     config = model.config
+    modules = linears(model)
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         vocabulary=model.get_output_embeddings().weight.shape[0],
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=values(model),
         bytes_per_value=dtype.itemsize,
-        sites=tuple(site_shape(name, module) for name, module in linears(model).items()),
+        sites=tuple(site_shape(name, module) for name, module in modules.items()),
         context=context(config),
+        site_bytes_per_value=_site_bytes(modules.values()),
     )
+
+
+def values(model: PreTrainedModel) -> int:
+    """How many values the parameters are; of a weight that is no matrix, those that it stands for."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for module in linears(model).values():
+        if isinstance(module, HoldsWeight):
+            own = sum(value.numel() for name, value in module.named_parameters() if name != "bias")
+            count += _weights(module) - own
+    return count
+
+
+def _site_bytes(modules: Collection[nn.Module]) -> float | None:
+    """Bytes a value of the sites' weights; None where all are matrices of the model's own dtype."""
+    if not any(isinstance(module, HoldsWeight) for module in modules):
+        return None
+    stored = 0
+    for module in modules:
+        weight = module.frozen_weight() if isinstance(module, HoldsWeight) else module.weight
+        stored += held_bytes(cast(Weight, weight))
+    return stored / sum(map(_weights, modules))
+
+
+def _weights(module: nn.Module) -> int:
+    shape = site_shape("", module)
+    return shape.in_features * shape.out_features
 
 
 def context(config: PretrainedConfig) -> int:

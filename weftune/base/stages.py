@@ -19,7 +19,7 @@ from weftune.base.families import refuse_modules
 from weftune.base.load import base_dtype, load_base, load_config, load_plain
 from weftune.base.model import Base, own_config
 from weftune.base.place import explained, place
-from weftune.base.shape import linears, model_shape, site_shape
+from weftune.base.shape import linears, model_shape, site_shape, values
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import WeightFiles, read_weights, weight_files
 from weftune.core.shapes import LayerRange, ModelShape
@@ -124,10 +124,11 @@ def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelS
         layers=layers,
         hidden=whole.hidden,
         vocabulary=whole.vocabulary,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=values(model),
         bytes_per_value=whole.bytes_per_value,
         sites=tuple(site_shape(name, module) for name, module in linears(model).items()),
         context=whole.context,
+        site_bytes_per_value=whole.site_bytes_per_value,
     )
 
 

@@ -1,11 +1,11 @@
-"""`weftune plan jobs.yaml --cluster 4xA100-80G`: what a cluster would make of the jobs."""
+"""`weftune plan jobs.yaml --cluster 4xA100-80G`: what a run of the jobs would do on a machine."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weftune.base.spec import BaseSpec
-    from weftune.cli.plan_single import Single
+    from weftune.cli.plan_jobs import Outlined
+    from weftune.cli.plan_machine import Way
     from weftune.core.shapes import JobShape, ModelShape
     from weftune.jobs.store.scheduler import Admission
     from weftune.plan.cost.cluster import Cluster
-    from weftune.plan.cost.estimate import JobOutline, Speed
-    from weftune.plan.outlook.fit import Ground
-    from weftune.plan.outlook.split import ShareOutlook
+    from weftune.plan.cost.estimate import Speed
+    from weftune.plan.layout.choose import Choice, Machine
+    from weftune.plan.outlook.forecast import Ablation, Foreseen
+    from weftune.plan.outlook.shares import ShareOutlook
     from weftune.plan.outlook.whole_run import JobTotal, WholeRun
     from weftune.plan.program.program import Program
     from weftune.plan.program.timeline import Timeline
+    from weftune.plan.window.rounds import Course
 
 
 def plan(
@@ -36,6 +39,16 @@ def plan(
     gpu_memory: Annotated[
         str | None, typer.Option(help="What the run may take of each GPU, as `weftune train` is told.")
     ] = None,
+    memory: Annotated[str | None, typer.Option(help="What the run may take, such as 8GiB.")] = None,
+    device: Annotated[str | None, typer.Option(help="On this machine: cuda or cpu; else the best.")] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(metavar="N|auto", help="In so many stages, as `weftune train` is told."),
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="So many copies of the base, or of its stages, share every batch.")
+    ] = 1,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="End every job after so many steps.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="A sentence for each decision.")] = False,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="What each mechanism is worth: one off, or one added, at a time.")
@@ -43,16 +56,29 @@ def plan(
     gantt: Annotated[Path | None, typer.Option(help="Draw the timeline: out.html or out.png.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
 ) -> None:
-    """Say what a cluster would make of the jobs: memory, stages, groups, times. No weights are loaded."""
-    from weftune.cli.early import read_early, refuse_rows
+    """Say what `weftune train` would do with the jobs: layout, memory, times. No weights are loaded."""
+    from weftune.cli.early import read_early, refuse_device, refuse_rows
     from weftune.cli.options import bytes_of
+    from weftune.cli.train import refuse_beside_gpu_memory, stages_of
 
     if gantt is not None:
         refuse_picture(gantt)
+    refuse_device(device)
     limit = None if gpu_memory is None else bytes_of(gpu_memory, "--gpu-memory")
-    asked = PlanAsked(cluster == "auto", limit, explain, ablate)
+    if gpu_memory is not None:
+        refuse_beside_gpu_memory(gpu_memory, pipeline, None, replicas)
+    asked = PlanAsked(
+        here=cluster == "auto",
+        limit=limit,
+        memory=None if memory is None else bytes_of(memory, "--memory"),
+        pipeline=None if pipeline is None else stages_of(pipeline),
+        replicas=replicas,
+        max_steps=max_steps,
+        explained=explain,
+        ablated=ablate,
+    )
     refuse_rows(read_early(jobs).jobs, named=True)
-    found = read_cluster(cluster, limit)
+    found = read_cluster(cluster, limit, on_cpu=device == "cpu")
 
     from rich.console import Console
 
@@ -64,16 +90,22 @@ def plan(
         write_json(json, answered.numbers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAsked:
     """What the command line says."""
 
     here: bool
     """Whether the cluster is this machine, which may have been measured."""
-    limit: int | None
+    limit: int | None = None
     """Bytes that the run may take of a GPU; on a CPU one is pretended then."""
-    explained: bool
-    ablated: bool
+    memory: int | None = None
+    """Bytes that the run may take in all."""
+    pipeline: int | None = None
+    """Workers; 0 for as many as the planner finds right."""
+    replicas: int = 1
+    max_steps: int | None = None
+    explained: bool = False
+    ablated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +114,27 @@ class Wanted:
 
     asked: PlanAsked
     base: BaseSpec
-    ground: Ground
-    company: Sequence[JobOutline]
-    sampled: Sequence[str]
-    totals: Mapping[str, JobTotal]
+    shape: ModelShape
+    cluster: Cluster
+    speeds: Sequence[Speed]
+    """For each device, by its data sheet or by a profile."""
+    jobs: Sequence[Outlined]
 
     @property
-    def steps(self) -> Mapping[str, int]:
-        """Of each job's whole run."""
-        return {name: total.steps for name, total in self.totals.items()}
+    def shapes(self) -> list[JobShape]:
+        return [one.shape for one in self.jobs]
 
-    def aboard(self, admission: Admission) -> list[JobOutline]:
-        return [job for job in self.company if job.name in admission.admitted]
+    @property
+    def totals(self) -> Mapping[str, JobTotal]:
+        return {one.name: one.total for one in self.jobs}
+
+    @property
+    def sampled(self) -> list[str]:
+        return [one.name for one in self.jobs if one.sampled]
+
+    def course(self, name: str, rounds: int, begins: bool = True) -> Course:
+        """A job's part of the first window, which it begins with an evaluation if it has samples for that."""
+        return next(one for one in self.jobs if one.name == name).curriculum.course(0, rounds, begins)
 
 
 def read_wanted(jobs: Path, cluster: Cluster, asked: PlanAsked) -> Wanted:
@@ -101,20 +142,12 @@ def read_wanted(jobs: Path, cluster: Cluster, asked: PlanAsked) -> Wanted:
     from weftune.base.config import read_tokenizer
     from weftune.cli.plan_jobs import outline_jobs
     from weftune.jobs.spec.read import read_run
-    from weftune.plan.outlook.fit import make_ground
 
     gpu = cluster.devices[0].is_gpu
     run = read_run(jobs, lambda base: described(base, gpu))
     shape = described(run.base, gpu)
-    outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape)
-    return Wanted(
-        asked,
-        run.base,
-        make_ground(shape, cluster, measured_speeds(shape, cluster) if asked.here else ()),
-        [one.job for one in outlined],
-        [one.job.name for one in outlined if one.sampled],
-        {one.job.name: one.total for one in outlined},
-    )
+    outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape, asked.max_steps)
+    return Wanted(asked, run.base, shape, cluster, speeds_of(cluster), outlined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,102 +165,149 @@ class Answered:
 
 
 def answer(wanted: Wanted, console: Console) -> Answered:
-    """Through one device a base is streamed as a run would do it; over several by Mobius's recurrence."""
-    from weftune.cli.plan_single import choose_single
-    from weftune.plan.outlook.streamed import must_stream
+    """What `weftune train` would choose, and what its first window comes to."""
+    from weftune.cli.plan_machine import way_of
+    from weftune.plan.layout.choose import choose
 
-    if len(wanted.ground.cluster.devices) > 1:
-        return (streamed if must_stream(wanted.ground, wanted.company) else resident)(wanted, console)
-    chosen = choose_single(wanted)
-    return resident(wanted, console) if chosen is None else single(wanted, chosen, console)
+    way = way_of(wanted)
+    if way.shares > 1:
+        return shared(wanted, way, console)
+    choice = choose(wanted.shape, wanted.shapes, way.machine)
+    if choice.streamed and way.flags and wanted.asked.limit is None:
+        assert choice.place is not None, "it is streamed"
+        way = replace(way, flags=f"{way.flags} --gpu-memory {choice.place.budget >> 20}MiB")
+    return (streamed if choice.streamed else resident)(wanted, way, choice, console)
 
 
-def resident(wanted: Wanted, console: Console) -> Answered:
-    """The base lies on the devices: whole on each where it fits, else a stage."""
-    from weftune.cli.plan_numbers import common_numbers, outlook_numbers, run_numbers, share_numbers
-    from weftune.cli.plan_show import show, show_more, show_run, show_shares
-    from weftune.plan.outlook.ablate import ablate
+def resident(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answered:
+    """The base lies on the devices."""
+    from weftune.cli.plan_machine import source_of
+    from weftune.cli.plan_numbers import common_numbers, resident_numbers, run_numbers
+    from weftune.cli.plan_show import show, show_more, show_run
     from weftune.plan.outlook.explain import explain
-    from weftune.plan.outlook.fit import why_not
-    from weftune.plan.outlook.outlook import outlook, refuse
-    from weftune.plan.outlook.split import share_outlook
     from weftune.plan.outlook.whole_run import WholeRun, at_rate, endings
 
-    refuse(wanted.ground, wanted.company)
-    admission = admitted(wanted, by_outlines(wanted, why_not))
-    found = outlook(wanted.ground, wanted.aboard(admission))
-    shared = share_outlook(wanted.ground, wanted.company, wanted.steps)
+    admission = admitted(wanted.shapes, choice)
+    found, source = foreseen(wanted, way.machine, choice, admission), source_of(wanted, way.machine, None)
     totals, rate = wanted.totals, found.forecast.tokens_per_second
     ends = endings(totals, admission.admitted, admission.waiting, at_rate(totals, rate))
-    run = WholeRun(ends, max(found.need_bytes), max(found.layout.budgets))
-    if shared is not None:
-        run = run_of_shares(shared, totals)
-    show_run(console, found.ground.cluster.name, run, totals, found.source)
-    if shared is not None:
-        show_shares(console, shared, found)
-    show(console, found, wanted.sampled)
-    ablations = ablate(found) if wanted.asked.ablated else ()
-    show_more(console, admission, explain(found) if wanted.asked.explained else (), ablations)
-    numbers = outlook_numbers(found) | share_numbers(shared) | common_numbers(found, admission, ablations)
-    numbers |= run_numbers(run, totals)
-    return Answered(numbers, lambda: Picture(found.run.program, found.run.timeline))
+    run = WholeRun(ends, found.window.promise.peak_bytes, choice.memory.budget)
+    show_run(console, wanted.cluster.name, run, totals, source)
+    show(console, found, wanted, way)
+    ablations = studied(wanted, admission) if wanted.asked.ablated else ()
+    show_more(console, admission, explain(found, source) if wanted.asked.explained else (), ablations)
+    numbers = resident_numbers(found) | {"shares": None}
+    numbers |= common_numbers(wanted, way, found.forecast, found.alternatives, source)
+    numbers |= told(admission, ablations) | run_numbers(run, totals) | {"first_window": found.window.numbers}
+    return Answered(numbers, lambda: Picture(found.program, found.timeline))
 
 
-def streamed(wanted: Wanted, console: Console) -> Answered:
-    """The base lies in the host's memory and comes to several devices in stages."""
+def streamed(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answered:
+    """The base lies in the host's memory and comes to one device or several in stages."""
+    from weftune.cli.plan_machine import source_of
     from weftune.cli.plan_numbers import common_numbers, run_numbers, stream_numbers
     from weftune.cli.plan_show import show_more, show_run, show_streams
-    from weftune.plan.outlook.streamed import (
-        ablate_streams,
-        refuse_streamed,
-        stream_outlook,
-        why_not_streamed,
-    )
-    from weftune.plan.outlook.streamed_explain import explain_streams
+    from weftune.plan.outlook.explain import explain_streams
+    from weftune.plan.outlook.promise import first_window
+    from weftune.plan.outlook.streamed import ablate_streams, round_timeline, stream_outlook
     from weftune.plan.outlook.whole_run import WholeRun, endings
 
-    refuse_streamed(wanted.ground, wanted.company)
-    admission = admitted(wanted, by_outlines(wanted, why_not_streamed))
-    found = stream_outlook(wanted.ground, wanted.aboard(admission))
-    seconds, layout = found.forecast.step_seconds, found.chosen.layout
+    admission, source = admitted(wanted.shapes, choice), source_of(wanted, way.machine, choice.place)
+    found = stream_outlook(choice)
+    window = first_window(choice, aboard(wanted, admission), wanted.course)
+    seconds = found.forecast.seconds
     ends = endings(wanted.totals, admission.admitted, admission.waiting, lambda _: seconds)
-    run = WholeRun(ends, max(layout.need_bytes), max(layout.budgets))
-    show_run(console, found.ground.cluster.name, run, wanted.totals, found.source)
-    show_streams(console, found, wanted.sampled)
+    run = WholeRun(ends, choice.bytes, found.case.device.budget)
+    show_run(console, wanted.cluster.name, run, wanted.totals, source)
+    show_streams(console, found, wanted, way)
     ablations = ablate_streams(found) if wanted.asked.ablated else ()
-    show_more(console, admission, explain_streams(found) if wanted.asked.explained else (), ablations)
-    numbers = stream_numbers(found) | common_numbers(found, admission, ablations)
-    numbers |= run_numbers(run, wanted.totals)
-    return Answered(numbers, lambda: Picture(found.run.program, found.run.timeline))
+    sentences = explain_streams(found, source) if wanted.asked.explained else ()
+    show_more(console, admission, sentences, ablations)
+    numbers = stream_numbers(found, window)
+    numbers |= common_numbers(wanted, way, found.forecast, found.alternatives, source)
+    numbers |= told(admission, ablations) | run_numbers(run, wanted.totals)
+    program = window.program
+    return Answered(numbers, lambda: Picture(program, round_timeline(found.case, choice.layout, program)))
 
 
-def single(wanted: Wanted, chosen: Single, console: Console) -> Answered:
-    """The base lies in the host's memory and comes to one device as a run would have it come."""
-    from weftune.cli.plan_numbers import common_numbers, run_numbers, single_numbers
-    from weftune.cli.plan_show import show_more, show_run, show_single
-    from weftune.plan.outlook.one_device import ablate_single, first_window, single_memory, single_outlook
-    from weftune.plan.outlook.streamed_explain import explain_single
-    from weftune.plan.outlook.whole_run import WholeRun, endings
+def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
+    """Every device holds the base and trains a share of the jobs."""
+    from weftune.cli.plan_machine import source_of
+    from weftune.cli.plan_numbers import common_numbers, resident_numbers, run_numbers, share_numbers
+    from weftune.cli.plan_show import show_more, show_run, show_shares
+    from weftune.plan.layout.choose import choose
+    from weftune.plan.outlook.explain import explain
+    from weftune.plan.outlook.shares import share_outlook
 
-    memory = single_memory(wanted.ground, chosen.company.choice, chosen.place)
-    admission = admitted(wanted, memory.why_not)
-    aboard = wanted.aboard(admission)
-    found = single_outlook(wanted.ground, aboard, chosen.company, chosen.place, chosen.source)
-    seconds = found.choice.step_seconds
-    ends = endings(wanted.totals, admission.admitted, admission.waiting, lambda _: seconds)
-    run = WholeRun(ends, found.choice.device_bytes, found.case.device.budget)
-    show_run(console, found.ground.cluster.name, run, wanted.totals, found.source)
-    show_single(console, found, wanted.sampled)
-    ablations = ablate_single(found) if wanted.asked.ablated else ()
-    show_more(console, admission, explain_single(found) if wanted.asked.explained else (), ablations)
-    numbers = single_numbers(found) | common_numbers(found, admission, ablations)
-    numbers |= run_numbers(run, wanted.totals)
+    source = source_of(wanted, way.machine, None)
+    choice = choose(wanted.shape, wanted.shapes, way.machine)
 
-    def picture() -> Picture:
-        window = first_window(found)
-        return Picture(window.program, window.timeline)
+    def alone(jobs: Sequence[JobShape]) -> Foreseen:
+        return foreseen(wanted, way.machine, choice, admitted(jobs, choice))
 
-    return Answered(numbers, picture)
+    everyone = admitted(wanted.shapes, choice)
+    found = share_outlook(wanted.shapes, job_seconds_of(wanted, way.machine), way.shares, alone)
+    run = run_of_shares(found, wanted.totals)
+    show_run(console, wanted.cluster.name, run, wanted.totals, source)
+    show_shares(console, found, wanted, way)
+    first = found.parts[0]
+    ablations = studied(wanted, everyone) if wanted.asked.ablated else ()
+    show_more(console, everyone, explain(first, source) if wanted.asked.explained else (), ablations)
+    numbers = resident_numbers(first) | share_numbers(found)
+    numbers |= common_numbers(wanted, way, first.forecast, first.alternatives, source)
+    numbers |= told(everyone, ablations) | run_numbers(run, wanted.totals)
+    numbers |= {"first_window": first.window.numbers}
+    return Answered(numbers, lambda: Picture(first.program, first.timeline))
+
+
+def foreseen(wanted: Wanted, machine: Machine, choice: Choice, admission: Admission) -> Foreseen:
+    from weftune.cli.plan_machine import times_of
+    from weftune.plan.outlook.forecast import foresee
+
+    return foresee(choice, aboard(wanted, admission), wanted.course, times_of(wanted, machine))
+
+
+def aboard(wanted: Wanted, admission: Admission) -> list[JobShape]:
+    """In the order in which they come."""
+    by_name = {job.name: job for job in wanted.shapes}
+    return [by_name[name] for name in admission.admitted]
+
+
+def admitted(jobs: Sequence[JobShape], choice: Choice) -> Admission:
+    """Who comes aboard first, by the scheduler's own rule; PlanError where nobody can."""
+    from weftune.errors import Mistake, PlanError
+    from weftune.jobs.store.scheduler import admit
+
+    found = admit(jobs, [], choice.memory.why_not)
+    if not found.admitted:
+        raise PlanError(
+            Mistake(f"job {name}", f"even alone it {why}") for name, why in found.too_large.items()
+        )
+    return found
+
+
+def told(admission: Admission, ablations: Sequence[Ablation]) -> dict[str, Any]:
+    from weftune.cli.plan_numbers import ablation_numbers
+
+    return {
+        "waiting": dict(admission.waiting),
+        "too_large": dict(admission.too_large),
+        "ablations": ablation_numbers(ablations),
+    }
+
+
+def studied(wanted: Wanted, admission: Admission) -> tuple[Ablation, ...]:
+    """What mechanisms would be worth that are simulated, whether a run uses them or not."""
+    from weftune.errors import PlanError
+    from weftune.plan.studies.ablate import ablate
+    from weftune.plan.studies.fit import make_ground
+    from weftune.plan.studies.simulated import outlook
+
+    jobs = [one.job for one in wanted.jobs if one.name in admission.admitted]
+    try:
+        return ablate(outlook(make_ground(wanted.shape, wanted.cluster, wanted.speeds), jobs, compared=False))
+    except PlanError:
+        return ()
 
 
 def run_of_shares(shared: ShareOutlook, totals: Mapping[str, JobTotal]) -> WholeRun:
@@ -236,11 +316,36 @@ def run_of_shares(shared: ShareOutlook, totals: Mapping[str, JobTotal]) -> Whole
 
     ends: dict[str, float] = {}
     for share, part in zip(shared.shares, shared.parts, strict=True):
-        aboard = [job.name for job in part.jobs]
-        waiting = [name for name in share.jobs if name not in aboard]
-        ends |= endings(totals, aboard, waiting, at_rate(totals, part.forecast.tokens_per_second))
-    needs = max(part.need_bytes[0] for part in shared.parts)
-    return WholeRun(ends, needs, max(part.layout.budgets[0] for part in shared.parts))
+        first = list(part.window.company)
+        waiting = [name for name in share.jobs if name not in first]
+        ends |= endings(totals, first, waiting, at_rate(totals, part.forecast.tokens_per_second))
+    needs = max(part.window.promise.peak_bytes for part in shared.parts)
+    return WholeRun(ends, needs, max(part.choice.memory.budget for part in shared.parts))
+
+
+def job_seconds_of(wanted: Wanted, machine: Machine) -> dict[str, float]:
+    """Of each job's whole run with every microbatch to itself: what shares are divided by."""
+    from weftune.plan.cost.profile_cost import cost_of
+    from weftune.plan.layout.split import JobWork, job_seconds, sheet_cost
+
+    shape, profile = wanted.shape, machine.profile
+    cost = cost_of(profile, shape) if profile else sheet_cost(shape, wanted.speeds[0])
+    return {
+        one.name: job_seconds(
+            JobWork(
+                shape=one.shape, steps=one.total.steps, batches=one.curriculum.course(0, 4, True).batches
+            ),
+            cost,
+            machine.most,
+        )
+        for one in wanted.jobs
+    }
+
+
+def speeds_of(cluster: Cluster) -> list[Speed]:
+    from weftune.plan.cost.estimate import sheet_speed
+
+    return [sheet_speed(device) for device in cluster.devices]
 
 
 def described(base: BaseSpec, gpu: bool) -> ModelShape:
@@ -251,20 +356,20 @@ def described(base: BaseSpec, gpu: bool) -> ModelShape:
     return model_shape(read_config(base), base.model, bytes_per_value(base, gpu))
 
 
-def read_cluster(text: str, limit: int | None = None) -> Cluster:
+def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> Cluster:
     """`limit` is for GPUs: what else a run may take of a CPU's memory does not depend on it."""
     from weftune.plan.cost.cluster import limited
 
-    cluster = _cluster(text)
+    cluster = _cluster(text, on_cpu)
     return limited(cluster, limit) if limit is not None and cluster.devices[0].is_gpu else cluster
 
 
-def _cluster(text: str) -> Cluster:
+def _cluster(text: str, on_cpu: bool) -> Cluster:
     from weftune.errors import Mistake, PlanError
-    from weftune.plan.cost.cluster import cluster_from, parse_cluster, this_machine
+    from weftune.plan.cost.cluster import cluster_from, parse_cluster, this_cpu, this_machine
 
     if text == "auto":
-        return this_machine()
+        return this_cpu() if on_cpu else this_machine()
     if not text.lower().endswith((".yaml", ".yml")):
         return parse_cluster(text)
     import yaml
@@ -276,31 +381,6 @@ def _cluster(text: str) -> Cluster:
     except yaml.YAMLError as error:
         raise PlanError(Mistake(text, f"is no YAML: {' '.join(str(error).split())}")) from None
     return cluster_from(values, text)
-
-
-def measured_speeds(shape: ModelShape, machine: Cluster) -> Sequence[Speed]:
-    """From a profile of this machine for this base, where `weftune doctor --profile` has made one."""
-    from weftune.plan.cost.cluster import gpu_here
-    from weftune.plan.cost.profile import profile_here
-    from weftune.plan.cost.profile_cost import speed_of
-
-    profile = profile_here(shape, gpu_here() if machine.devices[0].is_gpu else None)
-    return [speed_of(profile, shape)] * len(machine.devices) if profile else ()
-
-
-def admitted(wanted: Wanted, why_not: Callable[[Sequence[JobShape]], str | None]) -> Admission:
-    """Who comes aboard first, by the scheduler's own rule."""
-    from weftune.jobs.store.scheduler import admit
-
-    return admit([job.shape for job in wanted.company], [], why_not)
-
-
-def by_outlines(
-    wanted: Wanted, why_not: Callable[[Ground, Sequence[JobOutline]], str | None]
-) -> Callable[[Sequence[JobShape]], str | None]:
-    """The same question, asked of shapes."""
-    by_name = {job.name: job for job in wanted.company}
-    return lambda some: why_not(wanted.ground, [by_name[one.name] for one in some])
 
 
 def refuse_picture(file: Path) -> None:

@@ -15,6 +15,7 @@ from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, is_prepared, prepare
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
+from weftune.jobs.courses import Curriculum, curriculum, longest_sample
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import MemoryModel
@@ -34,12 +35,24 @@ LINE_FILES = (".jsonl", ".ndjson", ".csv", ".tsv")
 @dataclass(frozen=True, slots=True)
 class Outlined:
     job: JobOutline
+    curriculum: Curriculum
+    """What it trains on, as a run will have it."""
     sampled: bool
     """Whether its lengths are those of the first rows only."""
     total: JobTotal
 
+    @property
+    def name(self) -> str:
+        return self.job.name
 
-def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> list[Outlined]:
+    @property
+    def shape(self) -> JobShape:
+        return self.job.shape
+
+
+def outline_jobs(
+    jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape, max_steps: int | None = None
+) -> list[Outlined]:
     """Every job's outline, or the mistakes of all of them at once."""
     outlined: list[Outlined] = []
     mistakes: list[Mistake] = []
@@ -49,8 +62,12 @@ def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> 
     for place, job in enumerate(jobs):
         try:
             read = reader.read(job)
-            outline = _outline(job, place, read.samples, shape, rounds)
-            outlined.append(Outlined(outline, read.sampled, _total(job, outline, read, shape)))
+            if not len(read.samples.train):
+                raise DataError("it has 0 samples to train on")
+            planned = curriculum(job, read.samples, max_steps)
+            outline = _outline(job, place, planned, shape, rounds)
+            total = _total(job, outline, read, shape, max_steps)
+            outlined.append(Outlined(outline, planned, read.sampled, total))
         except DataError as error:
             mistakes += [_named(job.name, mistake) for mistake in error.mistakes]
     if mistakes:
@@ -58,33 +75,32 @@ def outline_jobs(jobs: Sequence[JobSpec], tokenizer: Any, shape: ModelShape) -> 
     return outlined
 
 
-def _outline(job: JobSpec, place: int, data: Prepared, shape: ModelShape, most: int) -> JobOutline:
-    train = data.train
-    if not len(train):
-        raise DataError("it has 0 samples to train on")
-    order = _order(job, data)
-    rounds = min(most, job.total_steps(order.steps_per_epoch))
-    held_out = 0 if data.evaluation is None else int(data.evaluation.lengths.max())
-    adapter = job.adapter
+def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, most: int) -> JobOutline:
+    train, adapter = planned.data.train, job.adapter
     sites = [site for site in shape.sites if adapter.targets_site(site.name)]
+    rounds = range(1, min(most, planned.steps) + 1)
     return JobOutline(
         shape=JobShape(
             name=job.name,
             priority=job.priority,
             order=place,
             trainable=sum(adapter.parameters_at(site) for site in sites),
-            longest=max(int(train.lengths.max()), held_out),
+            longest=longest_sample(planned.data),
             batch_tokens=train.largest_batch(job.batch_size),
         ),
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
-        batches=tuple(tuple(train.lengths[order.batch(step)].tolist()) for step in range(1, rounds + 1)),
+        batches=tuple(tuple(train.lengths[planned.order.batch(step)].tolist()) for step in rounds),
     )
 
 
-def _total(job: JobSpec, outline: JobOutline, read: _Read, shape: ModelShape) -> JobTotal:
+def _total(
+    job: JobSpec, outline: JobOutline, read: _Read, shape: ModelShape, max_steps: int | None
+) -> JobTotal:
     """Of the whole run, although only the first rows may have been read."""
     scale = read.scale
-    steps = job.total_steps(math.ceil(_order(job, read.samples).steps_per_epoch * (scale or 1.0)))
+    order = SampleOrder(len(read.samples.train), job.batch_size, job.seed, read.samples.train.weights)
+    steps = job.total_steps(math.ceil(order.steps_per_epoch * (scale or 1.0)))
+    steps = steps if max_steps is None else min(steps, max_steps)
     held_out = 0 if read.samples.evaluation is None else int(read.samples.evaluation.lengths.sum())
     return JobTotal(
         steps=steps,
@@ -100,10 +116,6 @@ def _evaluations(job: JobSpec, steps: int) -> int:
         return 0
     every = steps if job.eval.every is None else max(1, in_steps(job.eval.every, steps))
     return len(range(0, steps, every)) + 1
-
-
-def _order(job: JobSpec, data: Prepared) -> SampleOrder:
-    return SampleOrder(len(data.train), job.batch_size, job.seed, data.train.weights)
 
 
 @dataclass(frozen=True, slots=True)

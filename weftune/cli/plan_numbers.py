@@ -5,84 +5,78 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from weftune.plan.outlook.forecast import shared_groups
+
 if TYPE_CHECKING:
-    from weftune.jobs.store.scheduler import Admission
-    from weftune.plan.outlook.ablate import Ablation
-    from weftune.plan.outlook.forecast import Forecast
-    from weftune.plan.outlook.one_device import SingleOutlook
-    from weftune.plan.outlook.outlook import Outlook
-    from weftune.plan.outlook.split import ShareOutlook
+    from weftune.cli.plan import Wanted
+    from weftune.cli.plan_machine import Way
+    from weftune.plan.outlook.forecast import Ablation, Forecast, Foreseen
+    from weftune.plan.outlook.promise import FirstWindow
+    from weftune.plan.outlook.shares import ShareOutlook
     from weftune.plan.outlook.streamed import StreamOutlook
     from weftune.plan.outlook.whole_run import JobTotal, WholeRun
 
 
-def outlook_numbers(found: Outlook) -> dict[str, Any]:
-    layout = found.layout
+def resident_numbers(found: Foreseen) -> dict[str, Any]:
+    memory = found.choice.memory
     return {
         "streamed": False,
         "stages": [
-            {"layers": stage.stop - stage.start, "needs_bytes": need, "budget_bytes": budget}
-            for stage, need, budget in zip(layout.stages, found.need_bytes, layout.budgets, strict=True)
+            {"layers": stage.count, "needs_bytes": need, "budget_bytes": memory.budget}
+            for stage, need in zip(found.choice.layout.stages, stage_needs(found), strict=True)
         ],
-        "groups": found.scheme.groups,
-        "order": found.scheme.order,
+        "groups": shared_groups(found.program),
+        "order": "1F1B" if found.choice.layout.pipelined else "rounds",
+        "aboard": list(found.window.company),
+        "why": found.choice.why,
     }
 
 
-def share_numbers(found: ShareOutlook | None) -> dict[str, Any]:
-    if found is None:
-        return {"shares": None}
+def stage_needs(found: Foreseen) -> list[int]:
+    """Bytes on each device with full microbatches, every job's adapter counted on each."""
+    memory, program = found.choice.memory, found.program
+    needs = memory.worker_needs(list(found.window.company.values()), program.capacity, program.recompute)
+    return [need.total(memory.fit) for need in needs]
+
+
+def share_numbers(found: ShareOutlook) -> dict[str, Any]:
     return {
         "shares": [
             {
                 "jobs": share.jobs,
                 "predicted_seconds": share.seconds,
                 "tokens_per_second": part.forecast.tokens_per_second,
-                "needs_bytes": part.need_bytes[0],
-                "budget_bytes": part.layout.budgets[0],
+                "needs_bytes": part.window.promise.peak_bytes,
+                "budget_bytes": part.choice.memory.budget,
             }
             for share, part in zip(found.shares, found.parts, strict=True)
         ]
     }
 
 
-def stream_numbers(found: StreamOutlook) -> dict[str, Any]:
-    chosen, steps = found.chosen, found.forecast.steps
+def stream_numbers(found: StreamOutlook, window: FirstWindow) -> dict[str, Any]:
+    choice, layout = found.choice, found.choice.layout
+    homes = [{"device": home} if found.workers > 1 else {} for home in layout.homes]
     return {
         "streamed": True,
         "stages": [
-            {"layers": stage.stop - stage.start, "device": home, "resident": stays}
-            for stage, home, stays in zip(
-                chosen.streams.stages, chosen.streams.homes, chosen.streams.resident, strict=True
-            )
+            {"layers": stage.count, "resident": stage.resident} | home
+            for stage, home in zip(layout.stages, homes, strict=True)
         ],
-        "needs_bytes": chosen.layout.need_bytes,
-        "budget_bytes": chosen.layout.budgets,
-        "mapping": chosen.mapping,
-        "unhidden_seconds": chosen.unhidden / steps,
-        "uploaded_bytes": chosen.uploaded_bytes // steps,
-    }
-
-
-def single_numbers(found: SingleOutlook) -> dict[str, Any]:
-    choice = found.choice
-    return {
-        "streamed": True,
-        "stages": [
-            {"layers": stage.stop - stage.start, "resident": stage.resident} for stage in choice.cut.stages
-        ],
-        "slots": choice.cut.slots[0],
-        "adapters_travel": choice.cut.travels,
-        "inputs_offloaded": choice.cut.offloads,
+        "slots": max(layout.slots),
+        "adapters_travel": layout.travels,
+        "inputs_offloaded": layout.offloads,
         "weights_in_files": choice.mapped,
-        "aboard": [job.name for job in found.jobs],
-        "device_bytes": choice.device_bytes,
+        "aboard": list(window.company),
+        "device_bytes": choice.bytes,
+        "needs_bytes": (choice.bytes,) * found.workers,
         "budget_bytes": found.case.device.budget,
         "host_bytes": choice.host_bytes,
-        "round_seconds": choice.step_seconds,
-        "unhidden_seconds": choice.unhidden * choice.step_seconds,
+        "round_seconds": choice.seconds,
+        "unhidden_seconds": choice.unhidden * found.forecast.seconds,
         "uploaded_bytes": found.uploaded_bytes,
         "why": choice.why,
+        "first_window": window.numbers,
     }
 
 
@@ -102,27 +96,29 @@ def run_numbers(run: WholeRun, totals: Mapping[str, JobTotal]) -> dict[str, Any]
 
 
 def common_numbers(
-    found: Outlook | StreamOutlook | SingleOutlook, admission: Admission, ablations: Sequence[Ablation]
+    wanted: Wanted, way: Way, forecast: Forecast, alternatives: Sequence[Forecast], source: str
 ) -> dict[str, Any]:
     return {
-        "cluster": found.ground.cluster.name,
-        "source": found.source,
-        "capacity": found.forecast.capacity,
-        "waiting": dict(admission.waiting),
-        "too_large": dict(admission.too_large),
-        "forecast": forecast_numbers(found.forecast),
-        "alternatives": [forecast_numbers(one) for one in found.alternatives],
-        "ablations": [
-            {
-                "mechanism": row.mechanism,
-                "instead": row.instead,
-                "added": row.added,
-                "cost": row.cost,
-                "step_seconds": row.forecast.step_seconds,
-            }
-            for row in ablations
-        ],
+        "cluster": wanted.cluster.name,
+        "train": way.flags,
+        "source": source,
+        "capacity": forecast.capacity,
+        "forecast": forecast_numbers(forecast),
+        "alternatives": [forecast_numbers(one) for one in alternatives],
     }
+
+
+def ablation_numbers(rows: Sequence[Ablation]) -> list[dict[str, Any]]:
+    return [
+        {
+            "mechanism": row.mechanism,
+            "instead": row.instead,
+            "added": row.added,
+            "cost": row.cost,
+            "step_seconds": row.forecast.step_seconds,
+        }
+        for row in rows
+    ]
 
 
 def forecast_numbers(one: Forecast) -> Mapping[str, Any]:

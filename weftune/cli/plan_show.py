@@ -9,21 +9,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weftune.cli.plan_numbers import stage_needs
 from weftune.plan.cost.memory import gib
 from weftune.report.words import duration_text, plural
 
 if TYPE_CHECKING:
+    from weftune.cli.plan import Wanted
+    from weftune.cli.plan_machine import Way
     from weftune.jobs.store.scheduler import Admission
-    from weftune.plan.outlook.ablate import Ablation
-    from weftune.plan.outlook.forecast import Forecast
-    from weftune.plan.outlook.one_device import SingleOutlook
-    from weftune.plan.outlook.outlook import Outlook
-    from weftune.plan.outlook.split import ShareOutlook
+    from weftune.plan.outlook.forecast import Ablation, Forecast, Foreseen
+    from weftune.plan.outlook.shares import ShareOutlook
     from weftune.plan.outlook.streamed import StreamOutlook
     from weftune.plan.outlook.whole_run import JobTotal, WholeRun
-
-PIPELINES = ("1F1B per job", "mLoRA")
-"""Ways that say nothing new of a single device."""
 
 
 def show_run(
@@ -64,62 +61,58 @@ def span_text(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
-def show(console: Console, found: Outlook, sampled: Sequence[str]) -> None:
+def show(console: Console, found: Foreseen, wanted: Wanted, way: Way) -> None:
+    told = f" Train with {way.flags}." if way.flags and wanted.asked.pipeline is None else ""
     console.print(
-        f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: they fit, with a token capacity "
-        f"of {found.layout.capacity:,}.",
+        f"{plural(len(found.window.company), 'job')} on {wanted.cluster.name}: they fit, with a token "
+        f"capacity of {found.program.capacity:,}. The base is {found.choice.why}.{told}",
         highlight=False,
+        markup=False,
     )
-    show_sampled(console, sampled)
-    console.print(stage_table(found))
-    groups = "; ".join(" + ".join(group) for group in found.scheme.groups)
-    console.print(f"Fusion groups: {groups}", highlight=False, markup=False)
+    _show_window(console, found)
+    show_sampled(console, wanted.sampled)
+    console.print(stage_table(found, wanted))
     console.print(forecast_table(found.forecast, found.alternatives))
 
 
-def show_shares(console: Console, found: ShareOutlook, cut: Outlook) -> None:
-    """First, since it is what training prefers; the cut base is shown below for comparison."""
-    count, rate = len(found.shares), found.tokens_per_second
-    more = rate / cut.forecast.tokens_per_second
+def _show_window(console: Console, found: Foreseen) -> None:
+    """Seconds only by a profile: without one a run promises none."""
+    promise = found.window.promise
+    time = "" if promise.seconds is None else f"{duration_text(promise.seconds)} and "
+    rounds = plural(found.forecast.steps, "round")
     console.print(
-        f"The base fits each device: train with --gpus {count}, a share of the jobs on each and nothing "
-        f"exchanged. {rate:,.0f} tokens/s are predicted while all are at work, {more:.2f} times those of the "
-        f"base cut into {len(cut.layout.stages)} stages, which follows.",
+        f"The first window, {rounds}: {time}{gib(promise.peak_bytes)}, as the run will promise.",
         highlight=False,
     )
-    console.print(share_table(found))
 
 
-def show_streams(console: Console, found: StreamOutlook, sampled: Sequence[str]) -> None:
-    chosen, steps = found.chosen, found.forecast.steps
+def show_shares(console: Console, found: ShareOutlook, wanted: Wanted, way: Way) -> None:
     console.print(
-        f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: the base does not fit with a job "
-        f"aboard, so it is streamed from the host's memory in {len(chosen.streams.stages)} stages, with a "
-        f"token capacity of {found.forecast.capacity:,}. A step takes {found.forecast.step_seconds:.3g} s, "
-        f"of which {chosen.unhidden / steps:.3g} s are transfers that compute does not hide.",
+        f"The base fits each device: train with {way.flags}, a share of the jobs on each and nothing "
+        f"exchanged. {found.tokens_per_second:,.0f} tokens/s are predicted while all are at work.",
         highlight=False,
     )
-    show_sampled(console, sampled)
-    console.print(stream_table(found))
-    console.print(forecast_table(found.forecast, found.alternatives))
+    show_sampled(console, wanted.sampled)
+    console.print(share_table(found, wanted))
 
 
-def show_single(console: Console, found: SingleOutlook, sampled: Sequence[str]) -> None:
+def show_streams(console: Console, found: StreamOutlook, wanted: Wanted, way: Way) -> None:
     """The base's own sentence is the one that the run will say."""
-    choice = found.choice
+    choice, seconds = found.choice, found.forecast.seconds
     where = "read from its files" if choice.mapped else "streamed from the host's memory"
+    told = f" Train with {way.flags}." if way.flags and wanted.asked.pipeline is None else ""
     console.print(
-        f"{plural(len(found.jobs), 'job')} on {found.ground.cluster.name}: the base does not fit with a job "
+        f"{plural(len(choice.company), 'job')} on {wanted.cluster.name}: the base does not fit with a job "
         f"aboard, so it is {where}. A round, a global batch of every job with the longest samples in it, "
-        f"takes {choice.step_seconds:.3g} s; in {choice.unhidden * choice.step_seconds:.3g} s of them the "
-        f"device waits for the host: transfers that compute does not hide, or passes not yet asked for.",
+        f"takes {seconds:.3g} s; in {choice.unhidden * seconds:.3g} s of them devices wait for the host: "
+        f"transfers that compute does not hide, or passes not yet asked for.{told}",
         highlight=False,
     )
     console.print(f"The base is {choice.why}.", highlight=False, markup=False)
     if choice.mapped:
         console.print("How fast the files are is not known here: they are taken to be as fast as the link.")
-    show_sampled(console, sampled)
-    console.print(single_table(found))
+    show_sampled(console, wanted.sampled)
+    console.print(stream_table(found, wanted))
     title = "Predicted for such a round, each way with the same token capacity"
     console.print(forecast_table(found.forecast, found.alternatives, title))
 
@@ -143,64 +136,56 @@ def show_more(
         console.print(ablation_table(ablations))
 
 
-def share_table(found: ShareOutlook) -> Table:
+def share_table(found: ShareOutlook, wanted: Wanted) -> Table:
     table = Table("device", "jobs", "predicted", "tokens/s", "needs", "may take", title="Shares")
     for number, (share, part) in enumerate(zip(found.shares, found.parts, strict=True)):
         table.add_row(
-            f"{number} {part.ground.cluster.devices[0].name}",
+            f"{number} {wanted.cluster.devices[number].name}",
             ", ".join(share.jobs),
             duration_text(share.seconds),
             f"{part.forecast.tokens_per_second:,.0f}",
-            gib(part.need_bytes[0]),
-            gib(part.layout.budgets[0]),
+            gib(part.window.promise.peak_bytes),
+            gib(part.choice.memory.budget),
         )
     return table
 
 
-def stage_table(found: Outlook) -> Table:
+def stage_table(found: Foreseen, wanted: Wanted) -> Table:
     table = Table("device", "layers", "needs", "may take", title="Memory on every device")
-    layout = found.layout
-    for number, stage in enumerate(layout.stages):
+    layout, layers = found.choice.layout, wanted.shape.layers
+    needs = stage_needs(found)
+    for number, (stage, need) in enumerate(zip(layout.stages, needs, strict=True)):
+        first, last = stage.start == 0, stage.stop == layers
         table.add_row(
-            f"{number} {found.ground.cluster.devices[number].name}",
-            layers_text(stage.start, stage.stop, found.ground.shape.layers),
-            gib(found.need_bytes[number]),
-            gib(layout.budgets[number]),
+            f"{number} {_device(wanted, number)}",
+            layers_text(stage.start + (not first), stage.stop + 1 + last, layers),
+            gib(need),
+            gib(found.choice.memory.budget),
         )
     return table
 
 
-def stream_table(found: StreamOutlook) -> Table:
-    table = Table(
-        "device", "stages", "layers", "resident", "needs", "may take", title="Memory on every device"
-    )
-    streams, layout = found.chosen.streams, found.chosen.layout
-    for number, device in enumerate(found.ground.cluster.devices):
-        own = [stage for stage, home in enumerate(streams.homes) if home == number]
-        table.add_row(
-            f"{number} {device.name}",
-            str(len(own)),
-            str(sum(streams.stages[stage].stop - streams.stages[stage].start for stage in own)),
-            str(sum(streams.resident[stage] for stage in own)),
-            gib(layout.need_bytes[number]),
-            gib(layout.budgets[number]),
-        )
-    return table
-
-
-def single_table(found: SingleOutlook) -> Table:
+def stream_table(found: StreamOutlook, wanted: Wanted) -> Table:
     table = Table("device", "stages", "resident", "slots", "needs", "may take", "host needs", title="Memory")
-    cut = found.choice.cut
-    table.add_row(
-        found.ground.cluster.devices[0].name,
-        str(len(cut.stages)),
-        str(sum(stage.resident for stage in cut.stages)),
-        str(cut.slots[0]),
-        gib(found.choice.device_bytes),
-        gib(found.case.device.budget),
-        gib(found.choice.host_bytes),
-    )
+    choice, layout = found.choice, found.choice.layout
+    for worker in range(found.workers):
+        own = layout.on(worker)
+        table.add_row(
+            f"{worker} {_device(wanted, worker)}",
+            str(len(own.own)),
+            str(len(own.own) - len(own.streamed)),
+            str(own.slots),
+            gib(choice.bytes),
+            gib(found.case.device.budget),
+            gib(choice.host_bytes) if worker == 0 else "",
+        )
     return table
+
+
+def _device(wanted: Wanted, number: int) -> str:
+    """Several workers may share the last."""
+    devices = wanted.cluster.devices
+    return devices[min(number, len(devices) - 1)].name
 
 
 def layers_text(start: int, stop: int, layers: int) -> str:
@@ -217,22 +202,21 @@ def layers_text(start: int, stop: int, layers: int) -> str:
 def forecast_table(
     chosen: Forecast,
     alternatives: Sequence[Forecast],
-    title: str = "Predicted, each way with the token capacity that suits it best",
+    title: str = "Predicted for the first window, on the same devices",
 ) -> Table:
     several = chosen.devices > 1
     waits = ["bubbles"] if several else []
     table = Table("way", "step", "tokens/s", *waits, "microbatches", "capacity", "takes", title=title)
     for one in (chosen, *alternatives):
-        if several or one.name not in PIPELINES:
-            table.add_row(
-                one.name,
-                f"{one.step_seconds:.3g} s",
-                f"{one.tokens_per_second:,.0f}",
-                *([f"{one.bubbles:.1%}"] if several else []),
-                f"{one.microbatches}",
-                f"{one.capacity:,}",
-                _with_room(f"{one.seconds / chosen.seconds:.2f}×", one),
-            )
+        table.add_row(
+            one.name,
+            f"{one.step_seconds:.3g} s",
+            f"{one.tokens_per_second:,.0f}",
+            *([f"{one.bubbles:.1%}"] if several else []),
+            f"{one.microbatches}",
+            f"{one.capacity:,}",
+            _with_room(f"{one.seconds / chosen.seconds:.2f}×", one),
+        )
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,15 +28,16 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
     from weftune.base.load import device_named, inspect
     from weftune.errors import OutputError
     from weftune.plan.cost.profile import check_place, file_of, profile_folder, write_profile
+    from weftune.run.measure.memory import taken_bytes
     from weftune.run.profile import key_here
 
     spec, where, console = BaseSpec(model=base), device_named(device), Console()
-    shape = inspect(spec, where)
+    shape, taken = inspect(spec, where), taken_bytes(where)
     file = output or file_of(profile_folder(), key_here(shape, where))
     try:
         # Before the measuring, so that no minute of it is lost.
         check_place(file)
-        profile = _measured(console, spec, shape, where)
+        profile = replace(_measured(console, spec, shape, where), process_bytes=taken)
         write_profile(file, profile)
     except OSError as error:
         raise OutputError(f"{file} cannot be written: {error.strerror}; name another --output") from None

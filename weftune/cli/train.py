@@ -98,9 +98,9 @@ def train(
     if place is None:
         _train_here(asked, stages)
         return
-    place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.ranks > 1)
+    place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.workers > 1)
     if pipeline is not None and stages not in (AUTO, place.stages):
-        raise UserError(f"--pipeline {pipeline}: torchrun has started {place.ranks} ranks; leave it out")
+        raise UserError(f"--pipeline {pipeline}: torchrun has started {place.workers} ranks; leave it out")
     from weftune.run.workers.groups import attempt
 
     if attempt() > 0:
@@ -194,7 +194,7 @@ def _chosen(asked: TrainAsked) -> StageCount:
 
     from weftune.base.load import device_named, inspect
     from weftune.jobs.spec.read import read_run
-    from weftune.plan.layout.choose import SPARE
+    from weftune.plan.cost.memory import SPARE
     from weftune.plan.layout.stage_count import choose_stages
     from weftune.report.steady import steady_output
     from weftune.run.measure.devices import devices_here
@@ -339,10 +339,10 @@ def _named(place: WorkerPlace) -> str:
 def with_replicas(place: WorkerPlace, replicas: int) -> WorkerPlace:
     from weftune.errors import UserError
 
-    if place.ranks % replicas:
+    if place.workers % replicas:
         raise UserError(
-            f"--replicas {replicas}: {place.ranks} ranks cannot be divided into {replicas} equal pipelines; "
-            f"start a multiple of {replicas}"
+            f"--replicas {replicas}: {place.workers} workers cannot be divided into {replicas} equal "
+            f"pipelines; start a multiple of {replicas}"
         )
     return replace(place, replicas=replicas)
 
@@ -363,7 +363,7 @@ def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: Wo
 
     if place is not None:
         raise UserError(
-            f"--gpus {gpus}: torchrun has started {place.ranks} ranks, stages of one pipeline, and --gpus "
+            f"--gpus {gpus}: torchrun has started {place.workers} ranks, stages of one pipeline, and --gpus "
             "starts processes by itself; start weftune without torchrun, or leave --gpus out"
         )
     if replicas > 1:

@@ -14,6 +14,10 @@ IGNORED = -100
 """The label of a row that is not supervised, as torch and transformers write it."""
 
 
+OWN = ""
+"""In the place of a job's name: the adapter of the rows' own job."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Rows `start` to `stop` of a microbatch belong to `job`, in its global batch `step` (counted from 1)."""
@@ -22,6 +26,14 @@ class Segment:
     step: int
     start: int
     stop: int
+    adapter: str | None = OWN
+    """The job whose adapter the rows pass through, where they are scored by another than their own; None: the
+    base alone."""
+
+    @property
+    def through(self) -> str | None:
+        """The job whose adapter the rows pass through, or None."""
+        return self.job if self.adapter == OWN else self.adapter
 
     @property
     def rows(self) -> slice:

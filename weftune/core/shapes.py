@@ -32,13 +32,24 @@ class ModelShape:
     vocabulary: int
     parameters: int
     bytes_per_value: int
+    """In which passes and adapters compute, and the base is held unless `site_bytes_per_value` says more."""
     sites: tuple[SiteShape, ...]
     context: int
     """The longest sample that the base has positions for."""
+    site_bytes_per_value: float | None = None
+    """Of the sites' weights, where they are held in another form than passes and adapters compute in."""
+
+    @property
+    def weight_bytes_per_value(self) -> float:
+        """Of the sites' weights; adapters, activations and the ends have `bytes_per_value`."""
+        return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value
 
     @property
     def base_bytes(self) -> int:
-        return self.parameters * self.bytes_per_value
+        if self.site_bytes_per_value is None:
+            return self.parameters * self.bytes_per_value
+        inside = sum(site.in_features * site.out_features for site in self.sites)
+        return round((self.parameters - inside) * self.bytes_per_value + inside * self.weight_bytes_per_value)
 
     def site(self, name: str) -> SiteShape:
         return next(site for site in self.sites if site.name == name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,15 +28,18 @@ class Part:
     index: int
     offset: int
     """Tokens of the job's global batch that stand before this sample before packing."""
+    before: int = 0
+    """Rows that its adapter puts before it; they have no tokens, and the last predicts the first token."""
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:
     assert parts, "a microbatch holds at least one sample"
-    tokens = [part.samples.tokens(part.index) for part in parts]
+    tokens = [_behind(part.before, part.samples.tokens(part.index)) for part in parts]
     lengths = tuple(len(row) for row in tokens)
     positions = [np.arange(length) for length in lengths]
     counters = [part.offset + position for part, position in zip(parts, positions, strict=True)]
-    targets = [_targets(row, part.samples.mask(part.index)) for row, part in zip(tokens, parts, strict=True)]
+    masks = [_behind(part.before, part.samples.mask(part.index)) for part in parts]
+    targets = [_targets(row, mask) for row, mask in zip(tokens, masks, strict=True)]
     return Microbatch(
         tokens_T=_tensor(tokens),
         positions_T=_tensor(positions),
@@ -44,6 +48,11 @@ def collate(parts: Sequence[Part]) -> Microbatch:
         sample_lengths=lengths,
         segments=_segments(parts, lengths),
     )
+
+
+def _behind(rows: int, values: NDArray[Any]) -> NDArray[Any]:
+    """The values behind so many zeros."""
+    return np.pad(values, (rows, 0)) if rows else values
 
 
 def _targets(tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int64]:

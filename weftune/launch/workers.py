@@ -44,7 +44,7 @@ from weftune.run.workers.worker import serve
 @contextmanager
 def joined(place: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
     """Meet the other ranks. The first gets them as its staff; any other has obeyed when this is entered."""
-    if place.rank > 0:
+    if place.worker > 0:
         # Only the first rank hears of an interruption; the others end when it says so.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -54,7 +54,7 @@ def joined(place: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
     heartbeat.start()
     try:
         wires, found = _connected(place, device)
-        if place.rank > 0:
+        if place.worker > 0:
             serve(wires, found)
             yield None
         else:
@@ -89,8 +89,8 @@ def _connected(place: WorkerPlace, device: str | None) -> tuple[Wires, torch.dev
 
     found = device_named(device)
     if own_gpus(place, found):
-        numbers = crossed_gpus(place.local_ranks) if place.ring else range(place.local_ranks)
-        found = torch.device("cuda", numbers[place.local_rank])
+        numbers = crossed_gpus(place.local_workers) if place.ring else range(place.local_workers)
+        found = torch.device("cuda", numbers[place.local_worker])
         torch.cuda.set_device(found)
     return connect(place, found), found
 

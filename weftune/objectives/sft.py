@@ -1,13 +1,25 @@
-"""Supervised fine-tuning: the mean negative log-probability of a job's supervised tokens.
-
-Shapes: S supervised rows of a microbatch, in row order.
-"""
+"""Supervised fine-tuning: the mean negative log-probability of a job's supervised tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import Tensor
 
+from weftune.objectives.objective import BatchFacts, HeldOutSums, Needs, SampleScores
 
-def loss(logprobs_S: Tensor, supervised: int) -> Tensor:
-    """A segment's share of its job's loss; `supervised` counts the tokens of the whole global batch."""
-    return -logprobs_S.sum() / supervised
+
+class SupervisedFineTuning:
+    needs = Needs()
+
+    def loss(self, scores: SampleScores, batch: BatchFacts) -> Tensor:
+        return -scores.logprobs_S.sum() / batch.supervised
+
+    def evaluated(self, scores: SampleScores) -> HeldOutSums:
+        return HeldOutSums(-scores.logprobs_S.sum(), len(scores.logprobs_S))
+
+    def mean(self, references: Sequence[Mapping[str | None, Tensor]]) -> Tensor:
+        raise AssertionError("supervised fine-tuning needs no mean")
+
+
+SFT = SupervisedFineTuning()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ class AdamState:
     gradient: Tensor
     weights: Tensor
 
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        return self.master, self.exp_avg, self.exp_avg_sq, self.gradient, self.weights
+
+    def clone(self) -> AdamState:
+        return AdamState(*(vector.clone() for vector in self.vectors))
+
+    def copy_(self, other: AdamState) -> None:
+        for mine, theirs in zip(self.vectors, other.vectors, strict=True):
+            mine.copy_(theirs)
+
     def within(self, start: int, stop: int) -> AdamState:
         """Of the parameters from `start` to `stop`."""
         return AdamState(
@@ -42,6 +53,15 @@ class AdamState:
             gradient=self.gradient[start:stop],
             weights=self.weights[start:stop],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RateRun:
+    """Parameters `start` to `stop` of a job learn at `rate` times the job's learning rate."""
+
+    start: int
+    stop: int
+    rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +77,30 @@ class Update:
     """What the gradient is multiplied by: below 1 where it is clipped."""
     betas: tuple[float, float] = BETAS
     eps: float = EPS
+    rates: tuple[RateRun, ...] = ()
+    """All parameters in order, where not all learn at the job's own rate."""
+
+    def on(self, state: AdamState, start: int) -> Update:
+        """The same step of some of the parameters, from `start` on: those that are in `state`."""
+        stop = start + state.master.numel()
+        cut = (RateRun(max(start, run.start), min(stop, run.stop), run.rate) for run in self.rates)
+        runs = (RateRun(run.start - start, run.stop - start, run.rate) for run in cut if run.start < run.stop)
+        return replace(self, state=state, rates=tuple(runs))
+
+    def runs(self) -> list[Update]:
+        """The step as steps of parameters that learn at the same rate."""
+        if not self.rates:
+            return [self]
+        assert self.rates[-1].stop == self.state.master.numel(), "the rates are those of another vector"
+        return [
+            replace(
+                self,
+                state=self.state.within(run.start, run.stop),
+                learning_rate=self.learning_rate * run.rate,
+                rates=(),
+            )
+            for run in self.rates
+        ]
 
 
 def gradient_norms(states: Sequence[AdamState]) -> Tensor:
@@ -92,6 +136,8 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
     On a GPU the factors may stay on the device: `factor_J` stands for those of the updates, and a job whose
     factor is below 0 makes no step; only its gradient is zeroed.
     """
+    if any(one.rates for one in updates):
+        return _update_runs(updates, factor_J)
     if not kernels_at_hand(updates[0].state.gradient):
         assert factor_J is None
         return torch.stack([_update_by_torch(one) for one in updates])
@@ -109,6 +155,31 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
             WEIGHT=_triton_dtype(states[0].weights.dtype), EVEN=_even(states), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return finite_JB.all(dim=1)
+
+
+def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
+    """The same where jobs have several learning rates: each of their runs is updated as a job would be."""
+    runs = [one.runs() for one in updates]
+    counts = torch.tensor([len(each) for each in runs])
+    flat = [run for each in runs for run in each]
+    if factor_J is not None:
+        factor_J = factor_J.repeat_interleave(_to_device(counts, factor_J.device), output_size=len(flat))
+    if not kernels_at_hand(flat[0].state.gradient):
+        finite = update(flat, factor_J)
+    else:
+        # Kernels want vectors that start at 16 bytes; a run behind one of an odd size does not.
+        aligned = [
+            run if _starts_aligned(run.state) else replace(run, state=run.state.clone()) for run in flat
+        ]
+        finite = update(aligned, factor_J)
+        for run, made in zip(flat, aligned, strict=True):
+            if made is not run:
+                run.state.copy_(made.state)
+    return torch.stack([part.all() for part in finite.split(counts.tolist())])
+
+
+def _starts_aligned(state: AdamState) -> bool:
+    return all(vector.data_ptr() % 16 == 0 for vector in state.vectors)
 
 
 def _update_by_torch(one: Update) -> Tensor:
@@ -165,8 +236,7 @@ def _even(states: Sequence[AdamState]) -> bool:
 def _table(states: Sequence[AdamState]) -> Tensor:
     rows = []
     for state in states:
-        vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
-        rows.append([*map(_address, vectors), state.master.numel()])
+        rows.append([*map(_address, state.vectors), state.master.numel()])
     return _to_device(torch.tensor(rows, dtype=torch.int64), states[0].master.device)
 
 

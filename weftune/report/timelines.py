@@ -17,7 +17,7 @@ from weftune.report.gantt import COLOURS, Bar, about, bar_traces, kind_of
 TIMELINES = "timelines.json"
 MOST_BARS = 4000
 """Of a longer window the first are kept."""
-COLUMNS = ("rank", "bubbles foreseen", "measured", "in the steady part foreseen", "measured")
+COLUMNS = ("worker", "bubbles foreseen", "measured", "in the steady part foreseen", "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Drawn:
 
     seconds: float
     bubbles: tuple[float, ...]
-    """For each rank, the share of the window in which it does not compute."""
+    """For each worker, the share of the window in which it does not compute."""
     steady: tuple[float, ...]
-    """The same from when all ranks have begun until one has no Forward left."""
+    """The same from when all workers have begun until one has no Forward left."""
     bars: tuple[Bar, ...]
 
 
@@ -39,13 +39,13 @@ class Timelines:
 
 
 def drawn(timeline: Timeline, program: Program) -> Drawn:
-    """What ranks compute; what they exchange runs beside it, and is in the trace."""
+    """What workers compute; what they exchange runs beside it, and is in the trace."""
     computed = sorted(
         (one for one in timeline.events if one.lane is Lane.compute and one.stop > one.start),
         key=lambda one: one.start,
     )
     bars = [
-        Bar(rank_row(one.device), kind_of(one.action), one.start, one.stop, about(one.action, program))
+        Bar(worker_row(one.device), kind_of(one.action), one.start, one.stop, about(one.action, program))
         for one in computed[:MOST_BARS]
     ]
     return Drawn(
@@ -56,8 +56,8 @@ def drawn(timeline: Timeline, program: Program) -> Drawn:
     )
 
 
-def rank_row(rank: int) -> str:
-    return f"rank {rank}"
+def worker_row(worker: int) -> str:
+    return f"worker {worker}"
 
 
 def write_timelines(output: Path, timelines: Timelines) -> None:
@@ -106,15 +106,15 @@ def timeline_charts(timelines: Timelines) -> tuple[Chart, ...]:
     """Foreseen above, measured below, on one scale."""
     both = (timelines.foreseen, timelines.measured)
     longest = max(one.seconds for one in both)
-    ranks = len(timelines.measured.bubbles)
+    workers = len(timelines.measured.bubbles)
     return (
-        _chart("foreseen", "Foreseen", timelines.foreseen, longest, ranks),
-        _chart("measured", "Measured", timelines.measured, longest, ranks),
+        _chart("foreseen", "Foreseen", timelines.foreseen, longest, workers),
+        _chart("measured", "Measured", timelines.measured, longest, workers),
     )
 
 
-def _chart(name: str, title: str, shown: Drawn, longest: float, ranks: int) -> Chart:
-    rows = [rank_row(rank) for rank in range(ranks)]
+def _chart(name: str, title: str, shown: Drawn, longest: float, workers: int) -> Chart:
+    rows = [worker_row(worker) for worker in range(workers)]
     layout = {
         "barmode": "overlay",
         "xaxis": {"title": {"text": "seconds", "standoff": 8}, "range": [0.0, longest], "zeroline": False},
@@ -135,7 +135,7 @@ def _chart(name: str, title: str, shown: Drawn, longest: float, ranks: int) -> C
 
 
 def bubble_rows(timelines: Timelines) -> list[tuple[str, ...]]:
-    """One for each rank, under `COLUMNS`."""
+    """One for each worker, under `COLUMNS`."""
     foreseen, measured = timelines.foreseen, timelines.measured
     columns: Sequence[Sequence[float]] = (
         foreseen.bubbles,
@@ -144,6 +144,6 @@ def bubble_rows(timelines: Timelines) -> list[tuple[str, ...]]:
         measured.steady,
     )
     return [
-        (str(rank), *(f"{share:.1%}" for share in shares))
-        for rank, shares in enumerate(zip(*columns, strict=False))
+        (str(worker), *(f"{share:.1%}" for share in shares))
+        for worker, shares in enumerate(zip(*columns, strict=False))
     ]

@@ -274,7 +274,8 @@ class Executor:
         flight.timed.settled &= made.settled
         if last:
             leaf_TD = made.h_TD.detach().requires_grad_()
-            flight.scores = self.scorer.score(leaf_TD, flight.rows.laid, program.supervised)
+            counts = program.supervised, program.samples
+            flight.scores = self.scorer.score(leaf_TD, flight.rows.laid, *counts)
             return
         self.activations.give(Visitor(visitor.microbatch, visitor.stage + 1), made.h_TD)
         if visitor.stage > 0:

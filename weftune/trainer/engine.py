@@ -10,9 +10,10 @@ from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.model import Base
 from weftune.core.shapes import JobShape
+from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import CostModel, Sizes
-from weftune.plan.layout.choose import SPARE, Choice, choose
+from weftune.plan.layout.choose import Choice, choose
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import Pacing
 from weftune.run.assemble import resident_executor, streamed_executor

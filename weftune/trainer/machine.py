@@ -59,7 +59,7 @@ class Setup:
     @property
     def sharing(self) -> int:
         """Workers on one device."""
-        return 1 if own_gpus(self.place, self.device) else self.place.local_ranks
+        return 1 if own_gpus(self.place, self.device) else self.place.local_workers
 
 
 def machine_here(setup: Setup) -> Machine:
@@ -74,12 +74,12 @@ def machine_here(setup: Setup) -> Machine:
         taken=taken_bytes(device),
         stream_budget=_stream_budget(setup),
         # Workers of other machines have memory of their own.
-        host_budget=host_budget() * place.ranks // place.local_ranks,
+        host_budget=host_budget() * place.workers // place.local_workers,
         capacity=setup.capacity,
         workers=place.stages,
         replicas=place.replicas,
         profile=profile,
-        worker_profile=profile if place.ranks == 1 else _worker_profile(setup),
+        worker_profile=profile if place.workers == 1 else _worker_profile(setup),
         gpu=partial(measured_gpu, setup.spec, device),
         files=partial(from_files, setup.spec, device),
     )

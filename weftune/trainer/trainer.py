@@ -83,7 +83,7 @@ class Options:
     profile: Path | None = None
     """A file that `weftune doctor --profile` has written; None: the one in the cache, if there is any."""
     staff: Staff | None = None
-    """The other ranks, where the base is cut into stages; this process is the first of them."""
+    """The other workers, where the base is cut into stages; this process is the first of them."""
     share: int | None = None
     """Which share of the output's jobs is trained here, where other processes train the others."""
 

@@ -229,6 +229,7 @@ def test_a_job_that_no_file_names_is_pointed_at_by_its_name() -> None:
     assert run.place("a", "adapter", "rank") == "jobs[0]"
     assert run.place("b", "adapter", "targets", 1) == "job b adapter.targets[1]"
     assert "places" not in repr(run), "they would be longer than all the rest"
+    assert replace(run, places={}) == run, "where a key was written changes nothing"
 
 
 def test_changed_keys_are_named_by_their_way() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weftune.ops.dropout import kept_TK
-from weftune.ops.lora.routes import Block, Blocks, Factors, Route, add_lora
+from weftune.ops.lora.routes import Block, Blocks, Factors, Route, _zero_outside, add_lora
 
 FAST = [Route.segmented]
 WHOLE = [Route.reference, *FAST]
@@ -156,3 +156,45 @@ def test_segmented_keeps_a_nan_with_its_owner():
     assert torch.equal(da[4:], clean[3][4:])
     assert torch.equal(db[4:], clean[4][4:])
     assert not da[:4].isfinite().any()
+
+
+def test_a_block_knows_its_rows_its_rank_and_what_its_kept_values_are_scaled_by():
+    _, _, blocks = case([3, 2], [6, 1], [0.75, 0.0], gap=2)
+    one, other = blocks.blocks
+    assert (one.rows, one.rank) == (slice(2, 8), 3)
+    assert (one.factor, other.factor) == (pytest.approx(4 / 3), pytest.approx(2 / 3))
+    assert blocks.kept(other, 24) is None
+    assert blocks.kept(one, 24).shape == (6, 24)
+
+
+def test_rows_of_no_block_are_zeroed_and_the_others_left_to_be_written():
+    _, _, blocks = case([3, 2], [6, 1], gap=2)
+    values = _zero_outside(blocks, torch.full((13, 4), torch.nan))
+    written = [row for row in range(13) if values[row].isnan().all()]
+    assert written == [2, 3, 4, 5, 6, 7, 10]
+    assert not values[[row for row in range(13) if row not in written]].any()
+
+
+@pytest.mark.parametrize("route", WHOLE)
+@pytest.mark.parametrize("wants", [(True, False), (False, True), (False, False)])
+def test_only_who_needs_a_gradient_gets_one_and_the_adapters_always_do(route, wants):
+    x, y, blocks = case([3, 2], [6, 1], [0.5, 0.0], gap=2)
+    x.requires_grad_(wants[0])
+    y.requires_grad_(wants[1])
+    out = add_lora(x, y * 1.0, blocks, route)
+    out.sum().backward()
+    assert (x.grad is not None, y.grad is not None) == wants
+    assert all(one.gradient.a_rK.any() and one.gradient.b_rN.any() for one in blocks.blocks)
+
+
+def test_the_fast_route_writes_into_y_and_says_so():
+    x, y, blocks = case([3], [6])
+    inner = y * 1.0
+    version = inner._version
+    out = add_lora(x, inner, blocks, Route.segmented)
+    assert out is inner
+    assert inner._version > version
+    assert out.grad_fn.name() == "_SegmentedBackward"
+    before = y.clone()
+    assert add_lora(x, y, blocks, Route.reference) is not y
+    assert torch.equal(y, before)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from weftune.ops.lora.rows import BLOCK, Rows, Seat
+from weftune.ops.lora.rows import BLOCK, Rows, Seat, views, words
 
 
 def test_tiles_and_pieces_cover_every_row_once():
@@ -106,3 +106,32 @@ def test_a_microbatch_that_fills_the_capacity_leaves_nobodys_rows_out_and_one_be
         rows.fill([Seat(0, 2, 0, 1), Seat(2, 4, 0, 1)], np.arange(8))
     rows.fill([Seat(3, 3, 0, 7)], np.arange(0))
     assert (rows.tiles_G3[0].tolist(), rows.key_S.tolist()) == ([0, 8, -1], [7, 0])
+
+
+def test_tiles_have_64_rows_and_pieces_1024_where_nobody_says_otherwise():
+    rows = Rows.empty(2100, slots=1, device=torch.device("cpu"))
+    rows.fill([Seat(0, 2100, 0, 1)], np.arange(2100))
+    assert (rows.tile, rows.piece) == (64, 1024)
+    assert rows.pieces_Q4.tolist()[:3] == [[0, 1024, 0, 0], [1024, 2048, 0, 0], [2048, 2100, 0, 0]]
+    assert rows.tiles_G3.tolist()[:2] == [[0, 64, 0], [64, 128, 0]]
+    assert [len(one) for one in (rows.tiles_G3, rows.pieces_Q4, rows.sums_M3)] == [35, 5, 2]
+    assert [len(one) for one in (rows.runs_U3, rows.edges_V)] == [18, 18]
+    assert Rows.empty(10, slots=1, device=torch.device("cpu")).sums_M3.tolist() == [[-1, 0, 0]]
+
+
+def test_a_segment_without_rows_has_no_run_and_no_sum():
+    rows = Rows.empty(8, slots=2, device=torch.device("cpu"), tile=8, piece=8)
+    rows.fill([Seat(3, 3, 0, 7), Seat(4, 6, 1, 9)], np.arange(8))
+    assert rows.runs_U3.tolist() == [[4, 6, 1], [0, 0, -1], [0, 0, -1]]
+    assert rows.sums_M3.tolist() == [[-1, 0, 0]]
+    assert rows.pieces_Q4.tolist()[:3] == [[4, 6, 1, 1], [0, 4, -1, 0], [6, 8, -1, 0]]
+    assert rows.edges_V.tolist() == [0, 1]
+
+
+def test_every_part_of_a_buffer_begins_at_a_multiple_of_16_bytes_and_takes_no_more_than_that():
+    assert [words([(count,)]) for count in (0, 1, 3, 4, 5, 8, 9)] == [0, 4, 4, 4, 8, 8, 12]
+    shapes = [(1, 3), (5,), (2, 2), (7,)]
+    assert words(shapes) == 4 + 8 + 4 + 8
+    parts = views(torch.arange(words(shapes), dtype=torch.int32), shapes)
+    assert [tuple(part.shape) for part in parts] == shapes
+    assert [part.flatten()[0].item() for part in parts] == [0, 4, 12, 16]

@@ -67,7 +67,6 @@ def test_the_heuristic_is_near_the_exact_answer_where_both_can_be_had():
     assert max(worse) < 0.15
 
 
-@pytest.mark.timed
 def test_128_latencies_are_balanced_for_every_count_in_under_four_seconds():
     draw = random.Random(3)
     latencies = [draw.lognormvariate(0, 1) for _ in range(128)]

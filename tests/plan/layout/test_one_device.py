@@ -2,19 +2,15 @@
 
 from dataclasses import replace
 
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.outlooks import SHAPE, outline
 from tests.plan.stream_cases import DEVICES, base, gpu, job, sized
 from weftune.errors import PlanError
-from weftune.plan.cost.cluster import Device, make_cluster
 from weftune.plan.layout.need import StreamCase
-from weftune.plan.layout.one_device import choose_company, fits_whole
+from weftune.plan.layout.one_device import choose_company
 from weftune.plan.layout.stream_choice import choose_stream, fits_streamed
-from weftune.plan.outlook.fit import make_ground
-from weftune.plan.outlook.one_device import draft_of
-from weftune.plan.outlook.streamed import must_stream
+from weftune.plan.outlook.streamed import draft_of
 
 COMPANIES = st.lists(
     st.tuples(st.sampled_from([5000, 80_000, 300_000]), st.integers(1, 60), st.integers(0, 2)),
@@ -89,20 +85,3 @@ def test_a_cut_that_serves_fewer_jobs_now_and_each_of_the_others_later_is_prefer
     assert [one.name for one in found.company] == ["a", "b"]
     assert serves(found.choice)
     assert not serves(choose_company(shape, jobs, device, 64).choice)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(2, 3000), min_size=1, max_size=4),
-    st.sampled_from([4, 64, 1024]),
-    st.integers(1500, 4000),
-)
-@example([524], 16, 1885)
-@example([524], 16, 1895)
-def test_on_one_gpu_the_plan_streams_where_the_run_does(lengths, rank, hundredths):
-    """Also where the longest sample fits and twice as many tokens would not."""
-    job = outline("a", 100, rank=rank)
-    job = replace(job, batches=(tuple(lengths),), shape=replace(job.shape, longest=max(lengths)))
-    card = Device("card", 1 << 40, 60e12, 500e9, limit=(hundredths << 30) // 100)
-    ground = make_ground(SHAPE, make_cluster([card], "pcie"))
-    assert must_stream(ground, [job]) == (not fits_whole(SHAPE, [job.shape], ground.budgets[0]))

@@ -83,11 +83,10 @@ def test_more_stages_than_layers_are_refused() -> None:
         balance([LayerCost("block", 1.0, 1.0, 1)] * 2, [StageLimit(10)] * 3)
 
 
-@pytest.mark.timed
 def test_128_layers_and_8_stages_take_well_under_a_second() -> None:
     block = LayerCost("block", 1.0, 2.0, 10, kept_bytes=1)
     layers = [LayerCost("embedding", 0.1, 0.0, 30), *[block] * 126, LayerCost("head", 2.0, 2.0, 30)]
-    began = time.perf_counter()
+    began = time.process_time()
     stages = balance(layers, [StageLimit(1000, 8 - number) for number in range(8)])
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert max(stage.seconds for stage in stages) == pytest.approx(48.1)

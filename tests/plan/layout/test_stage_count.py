@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import PlanError
+from weftune.plan.cost.layers import stage_shape
 from weftune.plan.cost.memory import SLACK_BYTES
-from weftune.plan.layout.cut import PartCosts, cut_layers, stage_shape
+from weftune.plan.layout.cut import PartCosts, cut_layers
 from weftune.plan.layout.stage_count import Devices, choose_stages
 
 HIDDEN, LAYERS, VOCABULARY = 1024, 12, 1000

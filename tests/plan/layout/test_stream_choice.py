@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from operator import ge
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import assume, given, settings
@@ -31,8 +31,8 @@ from tests.plan.stream_cases import (
 from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
+from weftune.plan.cost.ring import PIECE, PIECES, TRAVEL_ROUNDS
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, hungriest
-from weftune.plan.layout.ring import PIECE, PIECES, TRAVEL_ROUNDS
 from weftune.plan.layout.search import plain_drafts
 from weftune.plan.layout.stream_choice import WAYS, StreamWay, capacities, choose_stream
 from weftune.plan.window.window import plan_window
@@ -214,7 +214,6 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
         choose_stream(base(8), company, device, 64, 100, waiting=[job("d", 3_000_000)])
 
 
-@pytest.mark.timed
 def test_a_cut_of_eighty_layers_is_found_in_seconds():
     """A 70B base on a GPU that holds most of it: every way, capacity and number of slots comes close."""
     widths = {"qo": (8192, 8192), "kv": (8192, 1024), "gu": (8192, 28672), "d": (28672, 8192)}
@@ -226,9 +225,9 @@ def test_a_cut_of_eighty_layers_is_found_in_seconds():
     shape = ModelShape(80, 8192, 128256, parameters, 2, sites, context=8192)
     company = [JobShape(str(at), 0, at, 207_000_000, 902, 902) for at in range(8)]
     device = StreamDevice(budget=138 << 30, host_budget=NEVER, bandwidth=55e9, flops=593e12, slack=2 << 30)
-    began = perf_counter()
+    began = process_time()
     choice = choose_stream(shape, company, device, 8192, 8 * 902)
-    assert perf_counter() - began < 10
+    assert process_time() - began < 10
     assert choice.unhidden < 0.01
 
 

@@ -7,16 +7,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.plan.layout.test_streamed_memory import CAPACITIES, COMPANIES
+from tests.plan.cost.test_streamed_memory import CAPACITIES, COMPANIES
 from tests.plan.program.test_check import course
 from tests.plan.stream_cases import ENDS, JOBS, LAYER, NEVER, TOKENS, base, gpu, job
 from tests.plan.window.test_streamed_workers import cuts
 from weftune.errors import HostTooSmall, PlanError
-from weftune.plan.cost.memory import longest
+from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.layout.need import StreamCase
 from weftune.plan.layout.stream_choice import capacities
 from weftune.plan.layout.worker_choice import choose_ranks
-from weftune.plan.layout.worker_memory import RanksMemory
 from weftune.plan.layout.worker_need import RanksCase
 from weftune.plan.layout.worker_search import ranks_cut
 from weftune.plan.window.window import plan_window
@@ -87,7 +86,7 @@ def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
     tokens = sum(one.batch_tokens for one in jobs)
     device = gpu(NEVER, fused=False)
     judged = case(jobs, device, chosen.workers, tokens, capacity, chosen.layers)
-    memory = RanksMemory(base(chosen.layers), NEVER, cut=chosen, device=device)
+    memory = MemoryModel(base(chosen.layers), NEVER, layout=chosen, slack=device.slack)
     assert memory.peak_bytes(jobs, capacity) == judged.device_bytes(chosen)
     room = memory.capacity(jobs, 10_000)
     assert room == 10_000
@@ -112,7 +111,7 @@ def test_who_comes_later_fits_the_same_cut_alone(jobs, later, ranks, room):
     )
     device = replace(device, budget=least + room * LAYER // 20)
     cut = choose(LAYERS, jobs, device, ranks, 256, 100, large).cut
-    memory = RanksMemory(base(LAYERS), device.budget, fused=True, cut=cut, device=device)
+    memory = MemoryModel(base(LAYERS), device.budget, fused=True, layout=cut, slack=device.slack)
     assert all(memory.why_not([one]) is None for one in large)
 
 

@@ -1,106 +1,151 @@
-"""The outlook for a base that does not fit: streamed, with the uploads that compute does not hide."""
+"""The outlook for a base that does not fit: the run's own choice, told with its own numbers."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
 
-from tests.plan.outlooks import SHAPE, ground, outline, outlines
-from weftune.errors import PlanError
-from weftune.plan.cost.cluster import Cluster, cluster_from, parse_cluster
-from weftune.plan.outlook.fit import make_ground
-from weftune.plan.outlook.streamed import ablate_streams, must_stream, stream_outlook, why_not_streamed
-from weftune.plan.outlook.streamed_explain import explain_streams
+from tests.plan.outlooks import SHAPE, outline
+from weftune.plan.layout.choose import Machine, choose
+from weftune.plan.layout.need import StreamDevice
+from weftune.plan.layout.one_device import gpu_place
+from weftune.plan.outlook.explain import explain_streams
+from weftune.plan.outlook.promise import first_window
+from weftune.plan.outlook.streamed import (
+    StreamOutlook,
+    ablate_streams,
+    draft_of,
+    round_timeline,
+    stream_outlook,
+)
 from weftune.plan.program.check import check
 from weftune.plan.program.program import Load
+from weftune.plan.studies.priced import make_batch
+from weftune.plan.window.rounds import Course
+
+GIB = 1 << 30
 
 
-def cards(roots: list[int], host: float = 8.0, memory: float = 6.0) -> Cluster:
-    """Small cards whose links to the host are slow for what they compute."""
-    card = {
-        "name": "card",
-        "count": sum(roots),
-        "memory_gib": memory,
-        "peak_tflops": 60,
-        "bandwidth_gbs": 500,
-    }
-    values = {"devices": [card], "link": "pcie", "roots": roots, "host": {"bandwidth_gbs": host}}
-    return cluster_from(values, "cluster.yaml")
+def place(gib: float, bandwidth: float = 25e9, flops: float = 40e12) -> StreamDevice:
+    return gpu_place(int(gib * GIB), 1 << 50, bandwidth, flops)
+
+
+def alike(count: int, length: int = 512, batch: int = 8, rank: int = 16):
+    """Jobs whose rounds are all as large as the largest."""
+    found = []
+    for number in range(count):
+        job = outline(f"job{number}", 100, rank=rank)
+        shape = replace(job.shape, order=number, longest=length, batch_tokens=batch * length)
+        found.append(replace(job, batches=((length,) * batch,) * 2, shape=shape))
+    return found
+
+
+def foreseen(device: StreamDevice, jobs, workers: int = 1) -> StreamOutlook:
+    machine = Machine(
+        on_gpu=True,
+        budget=device.budget,
+        stream_budget=device.budget,
+        workers=workers,
+        gpu=lambda budget, host: device,
+    )
+    return stream_outlook(choose(SHAPE, [job.shape for job in jobs], machine))
+
+
+def window(found: StreamOutlook, jobs):
+    by_name = {job.name: job for job in jobs}
+
+    def course(name, rounds):
+        batches = by_name[name].batches[:rounds]
+        made = tuple(make_batch(name, step, lengths) for step, lengths in enumerate(batches, 1))
+        return Course(name, 0, made, (), frozenset(), frozenset(), True)
+
+    return first_window(found.choice, found.choice.company, course)
+
+
+JOBS = alike(2, batch=1)
 
 
 @pytest.fixture(scope="module")
-def one_card():
-    return stream_outlook(ground("T4"), outlines(2))
+def found():
+    """Adapters and inputs stay on the device."""
+    return foreseen(place(13), JOBS)
 
 
-def test_a_base_is_streamed_only_where_it_does_not_fit():
-    assert must_stream(ground("T4"), outlines(1))
-    assert not must_stream(ground("RTX4090"), outlines(1))
+@pytest.mark.parametrize(
+    ("device", "jobs", "travels", "offloads"),
+    [
+        (place(13), alike(2, batch=1), False, False),
+        (place(13), alike(2), False, True),
+        (place(9), alike(4, batch=1, rank=256), True, False),
+        (place(7.5), alike(4, length=2000), True, True),
+    ],
+)
+def test_forecast_and_bytes_are_those_of_the_choice(device, jobs, travels, offloads):
+    found = foreseen(device, jobs)
+    choice, case = found.choice, found.case
+    draft = draft_of(choice.layout)
+    assert (choice.layout.travels, choice.layout.offloads) == (travels, offloads)
+    assert found.forecast.step_seconds == choice.seconds
+    assert found.forecast.bubbles == pytest.approx(choice.unhidden)
+    assert case.device_bytes(draft) == choice.bytes <= device.budget
+    assert case.host_bytes(draft) == choice.host_bytes
+    assert draft.cut(travels, choice.layout.offloaded_rows) == choice.layout
 
 
-def test_the_plan_fits_and_loads_every_layer_but_what_stays(one_card):
-    assert one_card.forecast.fits
-    check(one_card.run.program)
-    assert any(isinstance(one, Load) for actions in one_card.run.program.devices for one in actions)
-    cuts = one_card.chosen.streams.stages
-    assert (cuts[0].start, cuts[-1].stop) == (0, 34)
-    assert max(one_card.chosen.layout.need_bytes) <= min(one_card.chosen.layout.budgets)
-    assert one_card.chosen.uploaded_bytes < 2 * 2 * SHAPE.base_bytes
+def test_the_same_holds_for_several_workers():
+    found = foreseen(place(5), alike(2, batch=2), workers=4)
+    choice = found.choice
+    assert choice.layout.workers == 4
+    assert found.forecast.step_seconds == choice.seconds
+    assert found.forecast.bubbles == pytest.approx(choice.unhidden)
+    assert found.forecast.peaks == (choice.bytes - found.case.device.slack,) * 4
+    assert "Stage j is on device j mod 4." in "\n".join(explain_streams(found, "told here"))
 
 
-def test_no_other_cut_or_mapping_is_faster(one_card):
-    assert all(row.cost >= -1e-3 for row in ablate_streams(one_card) if row.mechanism != "prefetch")
-    assert all(one.seconds >= one_card.forecast.seconds for one in one_card.alternatives)
+def test_nothing_that_it_is_compared_with_is_faster():
+    found = foreseen(place(12, bandwidth=3e9), alike(2, length=100, batch=2))
+    assert [one.name for one in found.alternatives] == [
+        "one after another",
+        "largest stages",
+        "smallest stages",
+    ]
+    rows = ablate_streams(found)
+    assert {row.mechanism for row in rows} == {"streamed stages", "prefetch", "resident stages"}
+    assert all(row.cost > 0.05 for row in rows)
+    assert all(one.seconds > 1.05 * found.forecast.seconds for one in found.alternatives)
 
 
-def test_slow_links_leave_transfers_bare_and_fast_ones_hide_them():
-    jobs = [outline("a", 100, batch=2), outline("b", 150, batch=2)]
-    slow, fast = (
-        stream_outlook(make_ground(SHAPE, cards([1], host, 12)), jobs).chosen for host in (2.0, 2000.0)
-    )
-    assert slow.unhidden > 0.5 * slow.seconds
-    assert fast.unhidden < 0.05 * fast.seconds
+def test_the_first_window_takes_as_many_rounds_as_it_has_times_the_forecast(found):
+    """Where adapters stay, the simulator on the very Program and the recurrence of the choice agree."""
+    assert not found.choice.layout.travels
+    program = window(found, JOBS).program
+    check(program)
+    timeline = round_timeline(found.case, found.choice.layout, program)
+    assert timeline.makespan == pytest.approx(len(JOBS[0].batches) * found.choice.seconds, rel=1e-6)
 
 
-def test_on_two_root_complexes_sequential_mapping_is_never_better_than_what_is_chosen():
-    jobs = [outline("a", 200, batch=4), outline("b", 300, batch=4)]
-    found = stream_outlook(make_ground(SHAPE, cards([2, 2])), jobs)
-    same = {one.mapping: one.seconds for one in found.tried if one.cut == found.chosen.cut}
-    assert "sequential" in same
-    assert len(same) > 1
-    assert found.chosen.seconds <= same["sequential"] * (1 + 1e-3)
-    assert any(line.startswith("Mapping") for line in explain_streams(found))
+def test_what_is_uploaded_are_the_loads_of_the_window(found):
+    loaded = [action.stage for action in window(found, JOBS).program.actions if isinstance(action, Load)]
+    layers = sum(found.choice.layout.stages[stage].count for stage in loaded)
+    assert found.uploaded_bytes * len(JOBS[0].batches) == layers * found.case.layer_bytes > 0
 
 
-def test_the_explanation_names_bytes_and_bare_seconds(one_card):
-    text = "\n".join(explain_streams(one_card))
-    assert "not hidden behind compute" in text
-    assert f"Token capacity {one_card.forecast.capacity:,}" in text
+def test_all_that_the_choice_was_made_for_come_aboard_and_no_more_than_fit():
+    device, jobs = place(6), [outline(f"job{at}", 300, rank=1024) for at in range(8)]
+    jobs = [
+        replace(job, shape=replace(job.shape, order=at, batch_tokens=sum(job.batches[0])))
+        for at, job in enumerate(jobs)
+    ]
+    choice = foreseen(device, jobs).choice
+    assert 0 < len(choice.company) < len(jobs)
+    assert choice.memory.why_not(choice.company) is None
+    assert choice.memory.why_not([job.shape for job in jobs]) is not None
 
 
-def test_what_does_not_fit_even_streamed_is_named_with_its_numbers():
-    huge = outline("huge", 100, rank=20000)
-    with pytest.raises(
-        PlanError, match=r"job huge: even alone, with the base streamed, it needs [\d.]+ GiB .*avail"
-    ):
-        stream_outlook(ground("T4"), [huge])
-    many = [outline(f"job{number}", 100, rank=512) for number in range(4)]
-    sentence = why_not_streamed(ground("T4"), many) or ""
-    assert "with 3 other jobs aboard" in sentence
-    need, available = (float(number) for number in re.findall(r"([\d.]+) GiB (?:on a device|are)", sentence))
-    assert need > available
-
-
-def test_a_line_may_tell_root_complexes():
-    cluster = parse_cluster("2+2xRTX3090:pcie")
-    assert (cluster.roots, cluster.name) == ((2, 2), "2+2xRTX3090:pcie")
-    assert [device.root for device in cluster.priced().devices] == [0, 0, 1, 1]
-    assert replace(cluster, roots=(4,)).name == "4xRTX3090:pcie"
-
-
-def test_over_several_devices_it_says_what_runs_it_and_that_the_cut_will_be_another():
-    found = stream_outlook(make_ground(SHAPE, cards([2])), outlines(2))
-    said = "`weftune train --pipeline 2 --gpu-memory` chooses a cut of its own"
-    assert said in " ".join(explain_streams(found))
+def test_the_explanation_says_that_the_run_finds_the_same(found):
+    text = "\n".join(explain_streams(found, "told here"))
+    assert "`weftune train` finds the same cut for the same 2 of the jobs" in text
+    assert f"Token capacity {found.choice.capacity:,}" in text
+    assert "Adapters stay on the device. Inputs of stages stay there." in text
+    assert "Uploads: " in text

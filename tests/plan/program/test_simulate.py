@@ -1,7 +1,7 @@
 """The simulator against sums that can be done by hand."""
 
 from dataclasses import replace
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -166,13 +166,12 @@ def test_the_steady_region_leaves_out_the_filling_and_the_draining():
     assert min(timeline.bubbles()) > 0.0
 
 
-@pytest.mark.timed
 def test_eight_devices_and_two_thousand_microbatches_take_seconds():
     prices = even_prices(2000, 8)
     program = one_forward_one_backward(work(8, 25, 10), 8)
-    began = perf_counter()
+    began = process_time()
     timeline = simulate(program, prices, free_cluster(8))
-    assert perf_counter() - began < 10
+    assert process_time() - began < 10
     assert timeline.makespan == pytest.approx(2 * 2000 + 2 * 7)
 
 

@@ -139,7 +139,6 @@ def test_a_single_group_has_nothing_to_hide_behind():
     assert found.best.seconds == found.one_by_one.seconds == pytest.approx(3 * 2.2)
 
 
-@pytest.mark.timed
 def test_eight_groups_of_32_layers_are_ordered_in_under_two_seconds():
     began = time.process_time()
     overlap([layers(64) for _ in range(8)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.families import VOCABULARY, config, randomised
 from tests.interpreter import interpret
 from tests.run import aboard
@@ -89,7 +90,7 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     return losses, {job.name: executor.aboard[job.name].master for job in jobs}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", slow_but(["llama", "mistral", "qwen2"], ["qwen2"]))
 def test_fused_layers_train_as_the_plain_ones_do(family, monkeypatch):
     """Two jobs: one that drops, and one with an adapter at one site of the q,k,v group only."""
     base = one_layer(family)

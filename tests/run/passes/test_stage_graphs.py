@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from tests import bench
+from tests.adapters.toys import GateSpec, toys  # noqa: F401 (a fixture)
 from tests.families import config, randomised
 from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.adapters import banks
 from weftune.adapters.banks import Banks
+from weftune.adapters.kind import Member
+from weftune.adapters.registry import kind_named
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
@@ -96,10 +99,10 @@ class Company:
         made = aboard.training(self.base.whole, job)
         self.banks.attach(made.member, made.layout, made.state.weights, made.state.gradient)
 
-    def laid(self, length=LENGTH):
-        job = ready(self.base.whole, "a", length, batch_size=1)
+    def laid(self, length=LENGTH, name="a"):
+        job = ready(self.base.whole, name, length, batch_size=1)
         [plan] = aboard.program([job], 1, length).microbatches
-        return lay(lay_out(plan, False, {"a": job}), plan.rows, bench.CPU)
+        return lay(lay_out(plan, False, {name: job}), plan.rows, bench.CPU)
 
     def round(self, *microbatches):
         """Whether each visit is made by a graph."""
@@ -140,6 +143,24 @@ def test_a_job_that_joins_with_no_larger_rank_is_served_by_what_was_captured():
     assert not any(company.round(company.laid()))
     assert all(company.round(company.laid()))
     assert company.graphs.captures == 2 * captures
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_kind_without_kernels_is_passed_plainly_and_others_are_served_by_what_was_captured():
+    company = Company(Repeating())
+    for _ in range(2):
+        company.round(company.laid())
+    captures = company.graphs.captures
+    spec = GateSpec(("v_proj",))
+    adapter = kind_named("gate").layout(spec, company.base.whole.shape.sites)
+    company.banks.attach(
+        Member("gate", spec, 0), adapter, torch.ones(adapter.size), torch.zeros(adapter.size)
+    )
+    for _ in range(3):
+        mixed = company.round(company.laid(), company.laid(name="gate"))
+        assert mixed == [True, False] * len(ROUND)
+    assert company.graphs.captures == captures
+    assert company.graphs.serve(ROUND[0], company.laid(name="gate")).settled
 
 
 def test_all_graphs_share_two_buffers_of_a_microbatch():

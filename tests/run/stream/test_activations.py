@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import (
     CAPACITY,
@@ -45,13 +47,18 @@ def offloading(cut, rows=ROUND):
 LAYER_EACH = offloading(CUTS["a layer at a time"])
 
 
-@pytest.mark.parametrize("travels", [False, True])
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-def test_offloaded_inputs_come_back_with_the_bits_of_the_resident_run(cut, travels):
-    compare("llama", torch.float32, offloading(travelling(cut) if travels else cut))
+@pytest.mark.parametrize(
+    ("name", "travels"),
+    slow_but(
+        product(CUTS, (False, True)),
+        [("a layer at a time", True), ("one slot", False), ("uneven, two stay", True), ("all stay", False)],
+    ),
+)
+def test_offloaded_inputs_come_back_with_the_bits_of_the_resident_run(name, travels):
+    compare("llama", torch.float32, offloading(travelling(CUTS[name]) if travels else CUTS[name]))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "opt", "gpt2"])
+@pytest.mark.parametrize("family", slow_but(["gemma3", "opt", "gpt2"], ["opt"]))
 def test_what_another_family_hands_on_waits_in_host_memory_too(family):
     compare(family, torch.float64, LAYER_EACH)
 
@@ -136,7 +143,7 @@ def test_microbatches_whose_jobs_are_all_dead_take_no_room():
         assert torch.equal(executor.aboard[name].master, whole.aboard[name].master), name
 
 
-@pytest.mark.parametrize("short_stage", [1, 2, 3])
+@pytest.mark.parametrize("short_stage", slow_but([1, 2, 3], [2]))
 def test_after_a_shortage_in_the_middle_of_a_round_it_is_made_again_to_the_same_bits(short_stage):
     executor, jobs = aboard(LAYER_EACH, evaluated_jobs)
     program = plan_window([job.course(0, 2, True) for job in jobs], LAYER_EACH, CAPACITY)

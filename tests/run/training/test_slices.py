@@ -37,7 +37,7 @@ def stepped(training, step=5):
 
 
 def save(folder, trainings, keeps_best=False):
-    slices = {rank: write_slice(folder, one, rank) for rank, one in enumerate(trainings)}
+    slices = {worker: write_slice(folder, one, worker) for worker, one in enumerate(trainings)}
     return finish(folder, trainings[0].progress, 1, slices, keeps_best)
 
 

@@ -1,15 +1,17 @@
 """A Program over several processes gives every job the losses and weights that one process gives it."""
 
 import math
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, product
 
 import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run import aboard
 from tests.run.models import deep
-from tests.run.ranks import run_ranks
+from tests.run.processes import run_workers
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import cut_base
@@ -63,7 +65,7 @@ def on_worker(base, wires, cuts, delay=0.0):
     """What runs this worker's list, its side of the agreement, and what they are connected by."""
     transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
     part = in_stages(ranges(cuts), wires.place.replicas).on(wires.place.stage)
-    return *worker_executor(base, part, transport, wires.place.rank), transport
+    return *worker_executor(base, part, transport, wires.place.worker), transport
 
 
 def pipeline_program(jobs, place, order, rounds=5):
@@ -71,10 +73,10 @@ def pipeline_program(jobs, place, order, rounds=5):
     return plan_pipeline([job.course(0, rounds, False) for job in jobs], rules)
 
 
-def as_rank(wires, family, dtype, cuts, order, poison, cancelled=None):
-    """Train the jobs on this rank; what happened here, and this rank's slices.
+def as_worker(wires, family, dtype, cuts, order, poison, cancelled=None):
+    """Train the jobs on this worker; what happened here, and this worker's slices.
 
-    The weights of `poison` are NaN; `cancelled` is ended by the first rank after its first step.
+    The weights of `poison` are NaN; `cancelled` is ended by the first worker after its first step.
     """
     jobs = make_jobs(whole_base(family, dtype))
     base = cut(family, dtype, wires.place, cuts)
@@ -98,6 +100,7 @@ def as_rank(wires, family, dtype, cuts, order, poison, cancelled=None):
     return events, views(executor.aboard), steps
 
 
+@cache
 def alone(family, dtype, names="abc"):
     """The same jobs on one device."""
     base = whole_base(family, dtype)
@@ -143,25 +146,30 @@ def assert_equal(got, want, loss_gap, weight_gap):
 CUTS = {2: [0, 3, 4], 4: [0, 1, 2, 3, 4]}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("order", PipelineOrder)
-def test_losses_and_adapters_equal_one_process_in_float64(order, ranks):
-    answers = run_ranks(ranks, as_rank, "llama", torch.float64, CUTS[ranks], order, None)
+@pytest.mark.parametrize(
+    ("order", "workers"),
+    slow_but(
+        product(PipelineOrder, (2, 4)),
+        [(order, 4 if order is PipelineOrder.alternating else 2) for order in PipelineOrder],
+    ),
+)
+def test_losses_and_adapters_equal_one_process_in_float64(order, workers):
+    answers = run_workers(workers, as_worker, "llama", torch.float64, CUTS[workers], order, None)
     weights = {key: value for _, slices, _ in answers for key, value in slices.items()}
     assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64), 1e-9, 1e-8)
     assert all(steps == STEPS for _, _, steps in answers)
     assert not any(isinstance(event, Stepped) for events, _, _ in answers[1:] for event in events)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3"])
+@pytest.mark.parametrize("family", slow_but(["gpt2", "opt", "gemma3"], ["gpt2", "gemma3"]))
 def test_families_with_positions_windows_and_tied_heads_train_the_same_in_stages(family):
-    answers = run_ranks(2, as_rank, family, torch.float64, CUTS[2], None, None)
+    answers = run_workers(2, as_worker, family, torch.float64, CUTS[2], None, None)
     weights = {key: value for _, slices, _ in answers for key, value in slices.items()}
     assert_equal((losses_of(answers[0][0]), weights), alone(family, torch.float64), 1e-9, 1e-8)
 
 
-def test_a_nan_kills_its_job_on_every_rank_and_the_others_equal_a_run_without_it():
-    answers = run_ranks(2, as_rank, "llama", torch.float64, CUTS[2], None, "a")
+def test_a_nan_kills_its_job_on_every_worker_and_the_others_equal_a_run_without_it():
+    answers = run_workers(2, as_worker, "llama", torch.float64, CUTS[2], None, "a")
     (failed,) = (event for event in answers[0][0] if isinstance(event, Failed))
     assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
     assert all(steps == {"a": 0, "b": 3, "c": 4} for _, _, steps in answers)
@@ -169,8 +177,8 @@ def test_a_nan_kills_its_job_on_every_rank_and_the_others_equal_a_run_without_it
     assert_equal((losses_of(answers[0][0]), weights), alone("llama", torch.float64, "bc"), 1e-9, 1e-8)
 
 
-def test_a_job_that_the_first_rank_ends_makes_no_more_steps_anywhere():
-    answers = run_ranks(2, as_rank, "llama", torch.float64, CUTS[2], None, None, "a")
+def test_a_job_that_the_first_worker_ends_makes_no_more_steps_anywhere():
+    answers = run_workers(2, as_worker, "llama", torch.float64, CUTS[2], None, None, "a")
     losses = losses_of(answers[0][0])
     assert len(losses.pop("a")) == 1
     assert all(steps == {"a": 1, "b": 3, "c": 4} for _, _, steps in answers)

@@ -4,14 +4,17 @@ Places that stages have left hold NaN, so that a use of one that has gone shows.
 """
 
 import math
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
 from tests import bench
+from tests.cases import slow_but
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
-from tests.run.ranks import run_ranks
+from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import (
     CAPACITY,
     assert_equal,
@@ -20,7 +23,7 @@ from tests.run.workers.test_agreed import (
     views,
     whole_base,
 )
-from weftune.base.host.streamed_worker import stream_rank
+from weftune.base.host.streamed_worker import stream_on_worker
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
@@ -35,10 +38,10 @@ from weftune.trainer.job import lay_out
 
 ONE_EACH = tuple(StageLayers(n, n + 1) for n in range(LAYERS))
 CUTS = {
-    "two ranks, a slot each": Layout(ONE_EACH, (1, 1)),
-    "two ranks, a slot for everything on one of them": Layout(ONE_EACH, (2, 1)),
-    "three ranks, the first ends": Layout(ONE_EACH, (1, 1, 1)),
-    "two ranks, one resident on each": Layout(
+    "two workers, a slot each": Layout(ONE_EACH, (1, 1)),
+    "two workers, a slot for everything on one of them": Layout(ONE_EACH, (2, 1)),
+    "three workers, the first ends": Layout(ONE_EACH, (1, 1, 1)),
+    "two workers, one resident on each": Layout(
         (StageLayers(0, 1), StageLayers(1, 2, True), StageLayers(2, 3, True), StageLayers(3, 4)), (1, 1)
     ),
     "an odd number of stages": Layout((StageLayers(0, 1), StageLayers(1, 3), StageLayers(3, 4)), (1, 1)),
@@ -66,17 +69,17 @@ def even_jobs(base):
     return [*jobs, aboard.ready(base, "d", seed=3, steps=4, **keys)]
 
 
-def as_rank(wires, family, dtype, cut, make, poison=None, cancelled=None):
-    """Train the jobs on this rank until all have ended; what happened here, and this rank's slices.
+def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
+    """Train the jobs on this worker until all have ended; what happened here, and this worker's slices.
 
-    The weights of `poison` are NaN; `cancelled` is ended by the first rank after its first step.
+    The weights of `poison` are NaN; `cancelled` is ended by the first worker after its first step.
     """
     jobs = make(whole_base(family, dtype))
     spec = BaseSpec(model=f"tiny/{family}")
-    streamed = stream_rank(deep(family, dtype), spec, bench.CPU, cut.on(wires.place.rank))
+    streamed = stream_on_worker(deep(family, dtype), spec, bench.CPU, cut.on(wires.place.worker))
     base = streamed.whole
     transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
-    executor, agreed = worker_executor(streamed, streamed.part, transport, wires.place.rank)
+    executor, agreed = worker_executor(streamed, streamed.part, transport, wires.place.worker)
     for job in jobs:
         executor.attach(aboard.training(base, job))
     if poison is not None:
@@ -106,6 +109,7 @@ def as_rank(wires, family, dtype, cut, make, poison=None, cancelled=None):
     return events, looks, views(executor.aboard), steps
 
 
+@cache
 def alone(family, dtype, make, names="abcd"):
     base = whole_base(family, dtype)
     jobs = [job for job in make(base) if job.name in names]
@@ -119,19 +123,29 @@ def of(answers, place):
     return {key: value for answer in answers for key, value in answer[place].items()}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_layers_are_fused_though_those_between_are_on_another_rank(rank):
-    cut = CUTS["two ranks, a slot each"].on(rank)
-    streamed = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), bench.CPU, cut)
-    executor = streamed_executor(streamed, Route.tiled, worker=rank)
-    assert executor.layers.paths == [f"model.layers.{at}" for at in range(rank, LAYERS, 2)]
+@pytest.mark.parametrize("worker", [0, 1])
+def test_layers_are_fused_though_those_between_are_on_another_worker(worker):
+    cut = CUTS["two workers, a slot each"].on(worker)
+    streamed = stream_on_worker(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), bench.CPU, cut)
+    executor = streamed_executor(streamed, Route.tiled, worker=worker)
+    assert executor.layers.paths == [f"model.layers.{at}" for at in range(worker, LAYERS, 2)]
     executor.unweave()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(cut, dtype):
-    answers = run_ranks(cut.workers, as_rank, "llama", dtype, cut, even_jobs, ring=True)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_but(
+        product(CUTS, (torch.float32, torch.float64)),
+        [
+            ("two workers, a slot for everything on one of them", torch.float32),
+            ("three workers, the first ends", torch.float64),
+            ("two workers, one resident on each", torch.float32),
+        ],
+    ),
+)
+def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(name, dtype):
+    cut = CUTS[name]
+    answers = run_workers(cut.workers, as_worker, "llama", dtype, cut, even_jobs, ring=True)
     events, weights, _ = alone("llama", dtype, even_jobs)
     mine = {job: [line[:2] for line in lines] for job, lines in losses_of(answers[0][0]).items()}
     assert mine == {job: [line[:2] for line in lines] for job, lines in losses_of(events).items()}
@@ -153,26 +167,29 @@ def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(cut, dtype
         assert saves == [2]
 
 
-def test_clipping_takes_the_norm_over_all_ranks():
-    cut = CUTS["three ranks, the first ends"]
-    answers = run_ranks(3, as_rank, "llama", torch.float64, cut, make_jobs, ring=True)
+def test_clipping_takes_the_norm_over_all_workers():
+    cut = CUTS["three workers, the first ends"]
+    answers = run_workers(3, as_worker, "llama", torch.float64, cut, make_jobs, ring=True)
     events, weights, starts = alone("llama", torch.float64, make_jobs)
     losses = losses_of(answers[0][0])
     assert min(norm for lines in losses.values() for _, _, norm in lines) > 0.1, "all are clipped"
     assert_equal((losses, of(answers, 2)), (losses_of(events), weights, starts), 1e-9, 1e-8)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2"])
-def test_every_family_streams_over_ranks(family):
+FAMILIES = ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2"]
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["gemma3", "gpt2"]))
+def test_every_family_streams_over_workers(family):
     cut = CUTS["an odd number of stages"]
-    answers = run_ranks(2, as_rank, family, torch.float64, cut, make_jobs, ring=True)
+    answers = run_workers(2, as_worker, family, torch.float64, cut, make_jobs, ring=True)
     events, weights, starts = alone(family, torch.float64, make_jobs)
     assert_equal((losses_of(answers[0][0]), of(answers, 2)), (losses_of(events), weights, starts), 1e-9, 1e-8)
 
 
-def test_a_nan_kills_its_job_on_every_rank_and_the_others_equal_a_run_without_it():
-    cut = CUTS["two ranks, a slot each"]
-    answers = run_ranks(2, as_rank, "llama", torch.float64, cut, make_jobs, "a", ring=True)
+def test_a_nan_kills_its_job_on_every_worker_and_the_others_equal_a_run_without_it():
+    cut = CUTS["two workers, a slot each"]
+    answers = run_workers(2, as_worker, "llama", torch.float64, cut, make_jobs, "a", ring=True)
     (failed,) = (event for event in answers[0][0] if isinstance(event, Failed))
     assert (failed.job, failed.reason) == ("a", "its loss at step 1 is nan")
     assert all(answer[3] == {"a": 0, "b": 3, "c": 4} for answer in answers)
@@ -181,9 +198,9 @@ def test_a_nan_kills_its_job_on_every_rank_and_the_others_equal_a_run_without_it
     assert_equal((losses_of(answers[0][0]), weights), (losses_of(events), *wanted), 1e-9, 1e-8)
 
 
-def test_a_job_that_the_first_rank_ends_makes_no_more_steps_anywhere():
-    cut = CUTS["two ranks, a slot each"]
-    answers = run_ranks(2, as_rank, "llama", torch.float64, cut, make_jobs, None, "a", ring=True)
+def test_a_job_that_the_first_worker_ends_makes_no_more_steps_anywhere():
+    cut = CUTS["two workers, a slot each"]
+    answers = run_workers(2, as_worker, "llama", torch.float64, cut, make_jobs, None, "a", ring=True)
     losses = losses_of(answers[0][0])
     assert len(losses.pop("a")) == 1
     assert all(answer[3] == {"a": 1, "b": 3, "c": 4} for answer in answers)
@@ -192,20 +209,22 @@ def test_a_job_that_the_first_rank_ends_makes_no_more_steps_anywhere():
     assert_equal((losses, weights), (losses_of(events), *wanted), 1e-9, 1e-8)
 
 
-def test_stages_of_other_ranks_are_nowhere_and_those_that_stay_have_no_copy_in_host_memory():
-    cut = CUTS["two ranks, one resident on each"]
-    for rank, streamed, gone in ((0, {0}, (1, 3)), (1, {3}, (0, 2))):
-        held = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(rank))
+def test_stages_of_other_workers_are_nowhere_and_those_that_stay_have_no_copy_in_host_memory():
+    cut = CUTS["two workers, one resident on each"]
+    for worker, streamed, gone in ((0, {0}, (1, 3)), (1, {3}, (0, 2))):
+        held = stream_on_worker(
+            deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(worker)
+        )
         assert set(held.sources) == streamed
         layers = held.whole.model.base_model.layers
         assert all(not list(layers[number].parameters()) for number in gone)
-        assert (held.whole.first, held.whole.last) == (rank == 0, rank == 1)
+        assert (held.whole.first, held.whole.last) == (worker == 0, worker == 1)
         assert held.whole.shape.layers == 2
 
 
-def test_a_stage_that_has_left_its_rank_cannot_be_used():
-    cut = CUTS["two ranks, a slot each"]
-    base = stream_rank(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(1))
+def test_a_stage_that_has_left_its_worker_cannot_be_used():
+    cut = CUTS["two workers, a slot each"]
+    base = stream_on_worker(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(1))
     executor = streamed_executor(base, worker=1)
     executor.weights.settle()
     assert executor.weights.there == {1}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.run.ranks import run_ranks
+from tests.run.processes import run_workers
 from weftune.errors import UserError
 from weftune.run.workers.codec import Forged, decode, encode, records_in
 from weftune.run.workers.groups import SECRET, WorkerPlace, require_secret
@@ -75,10 +75,10 @@ def test_a_message_without_the_secret_or_changed_on_its_way_is_refused():
 
 
 def as_stranger(wires):
-    """Every rank has a secret of its own: what the others say is refused with a sentence."""
-    os.environ[SECRET] = f"of rank {wires.place.rank}"
+    """Every worker has a secret of its own: what the others say is refused with a sentence."""
+    os.environ[SECRET] = f"of worker {wires.place.worker}"
     try:
-        if wires.place.rank == 0:
+        if wires.place.worker == 0:
             staff = Staff(wires)
             staff.command(1, KeepBest("a"))
             staff.wait()
@@ -91,8 +91,8 @@ def as_stranger(wires):
     return "heard"
 
 
-def test_ranks_with_different_secrets_say_so_and_wait_for_nobody():
-    for sentence in run_ranks(2, as_stranger):
+def test_workers_with_different_secrets_say_so_and_wait_for_nobody():
+    for sentence in run_workers(2, as_stranger):
         assert "is not signed with this run's secret; set WEFTUNE_SECRET" in sentence
 
 

@@ -1,4 +1,4 @@
-"""A rank that hears nothing more from the others, or from the store they share, says so in ten seconds."""
+"""A worker that hears nothing more from the others, or from the store they share, says so in ten seconds."""
 
 import os
 import queue
@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 import weftune.run.workers.heartbeat
-from tests.run.ranks import context
+from tests.run.processes import context
 from weftune.run.workers.groups import WorkerPlace
 from weftune.run.workers.heartbeat import LOST_AFTER, Heartbeat
 
@@ -39,13 +39,13 @@ def test_a_store_that_does_not_answer_is_a_loss_in_ten_seconds():
         began = time.monotonic()
         sentence = told.get(timeout=NOTICED)
         assert time.monotonic() - began >= LOST_AFTER - 2
-        assert sentence == "the store that all ranks share has not answered for 7 seconds"
+        assert sentence == "the store that all workers share has not answered for 7 seconds"
     finally:
         holder.kill()
         holder.join()
 
 
-def test_a_rank_that_never_appears_is_a_loss(monkeypatch):
+def test_a_worker_that_never_appears_is_a_loss(monkeypatch):
     """The launcher sees one that ends before it has left a mark; nobody else sees one that hangs there."""
     monkeypatch.setattr(weftune.run.workers.heartbeat, "ABSENT_AFTER", 2.0)
     told: queue.Queue[str] = queue.Queue()
@@ -53,5 +53,5 @@ def test_a_rank_that_never_appears_is_a_loss(monkeypatch):
     heartbeat = Heartbeat(WorkerPlace(0, 3), store, told.put)
     store.set("weftune/beat/0/1", "done")
     heartbeat.start()
-    assert told.get(timeout=NOTICED) == "rank 2 has not appeared in 2 seconds"
+    assert told.get(timeout=NOTICED) == "worker 2 has not appeared in 2 seconds"
     heartbeat.stop()

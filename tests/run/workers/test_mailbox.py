@@ -18,9 +18,9 @@ def test_a_send_that_failed_is_told_by_the_next_send_and_when_the_outbox_settles
     outbox = Outbox(PeerLane(None, 7))
     # There is no process group here: whatever is sent fails, in the outbox's own thread.
     outbox.send(torch.zeros(3))
-    with pytest.raises(PeerLost, match="rank 7 is gone"):
+    with pytest.raises(PeerLost, match="worker 7 is gone"):
         outbox.settle()
-    with pytest.raises(PeerLost, match="rank 7 is gone"):
+    with pytest.raises(PeerLost, match="worker 7 is gone"):
         outbox.send(torch.zeros(3))
     outbox.close()
 
@@ -45,17 +45,17 @@ def test_a_worker_is_through_with_a_window_only_when_what_it_sent_has_settled():
 
 def test_a_window_whose_last_message_never_arrived_ends_instead_of_waiting_for_who_is_gone():
     def lost():
-        raise PeerLost("rank 1 is gone")
+        raise PeerLost("worker 1 is gone")
 
     def wait(_):
         raise AssertionError("nobody would ever answer")
 
     pipeline = SimpleNamespace(
         replicas=1,
-        staff=SimpleNamespace(ranks=[1], command=lambda *_: None, heard=wait),
+        staff=SimpleNamespace(workers=[1], command=lambda *_: None, heard=wait),
         _through={},
         _own=SimpleNamespace(run=lambda *_, **__: iter(())),
         _transport=SimpleNamespace(settle=lost),
     )
-    with pytest.raises(PeerLost, match="rank 1 is gone"):
+    with pytest.raises(PeerLost, match="worker 1 is gone"):
         list(Driver.run(pipeline, NOTHING, lambda *_: None, lambda: False))

@@ -43,16 +43,16 @@ def test_a_windows_times_predict_the_next_like_it():
     assert paces.predicted_seconds(program) == pytest.approx(1 + 1 + 2 + 2 + 0.25)
 
 
-def test_ranks_of_one_stage_in_different_replicas_teach_the_same_pace():
+def test_workers_of_one_stage_in_different_replicas_teach_the_same_pace():
     program = one_forward_one_backward(work(1, 1, 1), 2)
     reports = [
         WorkerReport(
             times=[
-                TimedAction(Forward(0, rank % 2), 0.0, 1.0 + rank),
-                TimedAction(Backward(0, rank % 2), 0.0, 2.0),
+                TimedAction(Forward(0, worker % 2), 0.0, 1.0 + worker),
+                TimedAction(Backward(0, worker % 2), 0.0, 2.0),
             ]
         )
-        for rank in range(4)
+        for worker in range(4)
     ]
     paces = Paces([1, 1])
     paces.learn(program, reports)
@@ -72,19 +72,19 @@ def test_passes_are_remembered_as_multiples_of_their_line_in_the_order_in_which_
     assert paces.stages()[0].spread == pytest.approx([0.5, 0.5, 1.5, 1.5])
 
 
-def test_what_is_promised_counts_that_ranks_wait_for_one_anothers_slow_passes():
+def test_what_is_promised_counts_that_workers_wait_for_one_anothers_slow_passes():
     program = one_forward_one_backward(work(4, 4, 1), 2)
     paces = Paces([1, 1])
     reports = [
         WorkerReport(
             times=[
-                TimedAction(kind(number, rank), 10.0 * number + back, 10.0 * number + back + taken)
+                TimedAction(kind(number, worker), 10.0 * number + back, 10.0 * number + back + taken)
                 for number in range(16)
                 for back, kind in enumerate((Forward, Backward))
-                for taken in [3.0 if (number + rank) % 2 else 1.0]
+                for taken in [3.0 if (number + worker) % 2 else 1.0]
             ]
         )
-        for rank in range(2)
+        for worker in range(2)
     ]
     paces.learn(program, reports)
     assert paces.predicted_seconds(program) > 1.05 * paces.timeline(program).makespan

@@ -7,7 +7,7 @@ import torch
 from tests import bench
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
-from tests.run.ranks import run_ranks
+from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import (
     CAPACITY,
     CUTS,
@@ -23,7 +23,7 @@ from tests.run.workers.test_agreed import (
     views,
     whole_base,
 )
-from weftune.base.host.streamed_worker import stream_rank
+from weftune.base.host.streamed_worker import stream_on_worker
 from weftune.base.spec import BaseSpec
 from weftune.plan.program.layout import Layout, StageLayers, in_stages
 from weftune.plan.window.window import Pacing, plan_window
@@ -42,10 +42,10 @@ def opened(wires, layout):
     if layout.pipelined:
         cuts = [0, *(stage.stop for stage in layout.stages)]
         return on_worker(cut("llama", torch.float64, wires.place, cuts), wires, cuts)
-    part = layout.on(wires.place.rank)
-    streamed = stream_rank(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, part)
+    part = layout.on(wires.place.worker)
+    streamed = stream_on_worker(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, part)
     transport = Transport(wires.lanes, streamed.whole.shape.hidden, torch.float64, bench.CPU)
-    return *worker_executor(streamed, part, transport, wires.place.rank), transport
+    return *worker_executor(streamed, part, transport, wires.place.worker), transport
 
 
 def as_worker(wires, layout, short, at):
@@ -59,7 +59,7 @@ def as_worker(wires, layout, short, at):
     def strike(*_):
         nonlocal passes
         passes += 1
-        if wires.place.rank == short and passes == at:
+        if wires.place.worker == short and passes == at:
             raise torch.OutOfMemoryError("no more")
 
     executor.base.model.base_model.register_forward_pre_hook(strike)
@@ -94,7 +94,9 @@ def as_worker(wires, layout, short, at):
     ],
 )
 def test_the_window_ends_short_everywhere_and_jobs_end_as_if_nothing_had_been(layout, short, at):
-    answers = run_ranks(2, as_worker, layout, short, at, replicas=layout.replicas, ring=not layout.pipelined)
+    answers = run_workers(
+        2, as_worker, layout, short, at, replicas=layout.replicas, ring=not layout.pipelined
+    )
     for worker, (_, _, shortages, _) in enumerate(answers):
         told = [sentence for sentence in shortages if sentence]
         assert told == ([f"worker {short}: no more"] if worker == short else [])

@@ -1,4 +1,4 @@
-"""Ranks that stream together take GPUs under different root complexes in turn."""
+"""Workers that stream together take GPUs under different root complexes in turn."""
 
 from itertools import pairwise
 

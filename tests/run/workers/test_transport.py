@@ -1,4 +1,4 @@
-"""What passes between ranks moves while they compute: a step takes the longer of the two, not their sum."""
+"""What passes between workers moves while they compute: a step takes the longer of the two, not their sum."""
 
 import time
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests import bench
 from tests.run import aboard
-from tests.run.ranks import run_ranks
+from tests.run.processes import run_workers
 from tests.run.workers.test_agreed import CAPACITY, CUTS, PACE, cut, make_jobs, on_worker, whole_base
 from weftune.plan.program.program import Forward, Send
 from weftune.plan.window.pipeline import PipelineOrder, PipelineRules, plan_pipeline
@@ -19,12 +19,12 @@ from weftune.run.workers.transport import Transport
 from weftune.trainer.job import lay_out
 
 COMPUTE = 0.03
-"""Seconds of a forward, slept through: a device that is busy without taking a core from the other rank."""
+"""Seconds of a forward, slept through: a device that is busy without taking a core from the other worker."""
 
 
 def timed_window(wires, delay):
     """Of a window whose links take `delay` per message: its seconds, its microbatches, and how long each Send
-    kept this rank from computing."""
+    kept this worker from computing."""
     base = cut("llama", torch.float32, wires.place, CUTS[2])
     executor, agreed, transport = on_worker(base, wires, CUTS[2], delay)
     jobs = make_jobs(whole_base("llama", torch.float32))
@@ -46,12 +46,12 @@ def timed_window(wires, delay):
 
 def quickest(delay):
     """Of three windows: whatever else the machine does only adds to one."""
-    return min(run_ranks(2, timed_window, delay)[0] for _ in range(3))
+    return min(run_workers(2, timed_window, delay)[0] for _ in range(3))
 
 
-def test_a_rank_computes_on_while_what_it_sent_is_under_way():
+def test_a_worker_computes_on_while_what_it_sent_is_under_way():
     delay = 3 * COMPUTE
-    for _, passes, sending in run_ranks(2, timed_window, delay):
+    for _, passes, sending in run_workers(2, timed_window, delay):
         assert len(sending) >= passes // 2
         # The median: whatever else the machine does holds up one or the other.
         assert sending[len(sending) // 2] < delay / 3
@@ -83,14 +83,14 @@ def test_a_link_slower_than_the_compute_sets_the_pace_by_itself(without_delay):
 
 
 def test_a_transport_keeps_what_it_sends_until_the_peer_has_it():
-    got = run_ranks(2, exchange)
+    got = run_workers(2, exchange)
     assert got == [None, [float(number) for number in range(20)]]
 
 
 def exchange(wires):
-    """Rank 0 sends many tensors and lets go of each at once; rank 1 takes them late."""
+    """Worker 0 sends many tensors and lets go of each at once; worker 1 takes them late."""
     transport = Transport(wires.lanes, 1000, torch.float64, bench.CPU)
-    if wires.place.rank == 0:
+    if wires.place.worker == 0:
         for number in range(20):
             transport.send(Send(number, 1, "activation", 1), torch.full((50, 1000), float(number)).double())
         transport.settle()
@@ -104,15 +104,15 @@ def exchange(wires):
 
 
 def greetings(wires):
-    """Whom this rank meets while wires are laid once more, in order; it never starts two at once."""
+    """Whom this worker meets while wires are laid once more, in order; it never starts two at once."""
     met, send, recv = [], dist.send, dist.recv
 
     def sent(tensor, peer, **keys):
-        met.append((wires.place.rank, peer))
+        met.append((wires.place.worker, peer))
         send(tensor, peer, **keys)
 
     def received(tensor, peer, **keys):
-        met.append((peer, wires.place.rank))
+        met.append((peer, wires.place.worker))
         recv(tensor, peer, **keys)
 
     dist.send, dist.recv = sent, received
@@ -121,12 +121,12 @@ def greetings(wires):
     return met
 
 
-def test_ranks_meet_in_every_way_in_one_order_before_a_receive_is_posted():
+def test_workers_meet_in_every_way_in_one_order_before_a_receive_is_posted():
     """Two stages of two replicas: forth and back in each, and both ways between the copies of a stage."""
-    met = run_ranks(4, greetings, replicas=2)
+    met = run_workers(4, greetings, replicas=2)
     ways = [(0, 1), (1, 0), (2, 3), (3, 2), (0, 2), (1, 3), (2, 0), (3, 1)]
-    for rank, own in enumerate(met):
-        assert own == [way for way in ways if rank in way]
+    for worker, own in enumerate(met):
+        assert own == [way for way in ways if worker in way]
 
 
 LATE = 0.2
@@ -164,7 +164,7 @@ def has_lane_out(lanes, way):
 
 
 def settle_each_way(wires):
-    """For every way: when this rank had settled what it sent, and when it first asked for what came."""
+    """For every way: when this worker had settled what it sent, and when it first asked for what came."""
     transport = Transport(wires.lanes, 4, torch.float64, bench.CPU)
     found = {}
     for way, send in SENDS.items():
@@ -172,7 +172,7 @@ def settle_each_way(wires):
         # The one sends before the other asks, so that no two of them wait for each other.
         for sends in (0, 1):
             dist.barrier()
-            if wires.place.rank % 2 == sends:
+            if wires.place.worker % 2 == sends:
                 if has_lane_out(wires.lanes, way):
                     send(transport, torch.full((4,), 7.0, dtype=torch.float64))
                     transport.settle()
@@ -192,7 +192,7 @@ def settle_each_way(wires):
     ("replicas", "ways"), [(1, {"activation", "gradient", "sums", "word"}), (2, {"word", "share"})]
 )
 def test_whatever_a_transport_sends_is_with_its_receiver_once_it_has_settled(replicas, ways):
-    first, second = run_ranks(2, settle_each_way, replicas=replicas)
+    first, second = run_workers(2, settle_each_way, replicas=replicas)
     seen = set()
     for way in SENDS:
         for (settled, _), (_, asked) in ((first[way], second[way]), (second[way], first[way])):

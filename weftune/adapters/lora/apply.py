@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import Frozen, Member, Parameters, Pass
+from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteParts
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, write_adapter
 from weftune.adapters.lora.spec import LoraSpec
@@ -23,7 +24,7 @@ from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform, parameter_key
 from weftune.ops.dropout import key
-from weftune.ops.lora.routes import Block, Blocks, Factors, add_lora
+from weftune.ops.lora.routes import Block, Blocks, Factors, Route, add_lora
 from weftune.ops.lora.table import Entry, Group, SlotTable
 from weftune.ops.lora.tiled import woven_linear
 
@@ -50,6 +51,8 @@ class _Seat:
 
 
 class LoraBank:
+    tiled = True
+
     def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
         self.sites = tuple(sites)
         self._slots = slots
@@ -81,16 +84,22 @@ class LoraBank:
     def limits(self) -> tuple[int, bool]:
         return self._rank, self._drops
 
-    def add(self, site: str, x_TK: Tensor, y_TN: Tensor, bound: Pass) -> Tensor:
+    def present(self, bound: Pass) -> bool:
+        """On the tiled route always: who has rows is content of tensors there."""
+        return bound.route is Route.tiled or any(
+            segment.through in self._seats for segment in bound.microbatch.segments
+        )
+
+    def parts(self, site: str, bound: Pass) -> SiteParts:
         blocks = tuple(
             self._block(seat, site, segment, bound)
             for segment in bound.microbatch.segments
-            if (seat := self._seats.get(segment.job)) is not None and site in seat.weights
+            if (seat := self._seats.get(segment.through or "")) is not None and site in seat.weights
         )
         if not blocks:
-            return y_TN
+            return SiteParts()
         together = Blocks(blocks, bound.microbatch.token_index_T, bound.anchor)
-        return add_lora(x_TK, y_TN, together, bound.route)
+        return SiteParts(add=partial(add_lora, blocks=together, route=bound.route))
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         assert bound.rows is not None, "the rows were not dealt out"
@@ -99,7 +108,7 @@ class LoraBank:
         group = Group(self._columns, self._table, self._rank, self._drops)
         return woven_linear(
             x_TK,
-            frozen.weight_NK,
+            frozen.weight,
             frozen.bias_N,
             residual_TN,
             bound.anchor,
@@ -112,7 +121,7 @@ class LoraBank:
     def _block(self, seat: _Seat, site: str, segment: Segment, bound: Pass) -> Block:
         spec: LoraSpec = seat.member.spec
         drops = bound.training and spec.dropout > 0.0
-        totals = bound.totals[segment.job]
+        totals = bound.totals[seat.member.job]
         return Block(
             start=segment.start,
             stop=segment.stop,
@@ -151,6 +160,18 @@ class Lora:
                 shapes.append(ParameterShape(site.name, A, (rank, site.in_features)))
                 shapes.append(ParameterShape(site.name, B, (rank, site.out_features)))
         return VectorLayout(tuple(shapes))
+
+    def adapts(self, spec: LoraSpec, site: str) -> bool:
+        return spec.targets_site(site)
+
+    def rows_before(self, spec: LoraSpec) -> int:
+        return 0
+
+    def constants_key(self, spec: LoraSpec) -> None:
+        return None
+
+    def constants(self, spec: LoraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
+        return {}
 
     def check_start(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> None:
         if spec.init_from is not None:

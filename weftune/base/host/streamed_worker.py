@@ -1,4 +1,4 @@
-"""What one of several ranks has of a base that they stream together: its own stages, of which some stay on
+"""What one of several workers has of a base that they stream together: its own stages, of which some stay on
 its device and the others wait in host memory, and the ends of the base that belong to them."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from weftune.core.shapes import LayerRange, ModelShape
 from weftune.plan.program.layout import OnWorker
 
 
-def load_rank(spec: BaseSpec, device: torch.device, part: OnWorker) -> StreamedBase:
-    """Read only the tensors of the rank's own stages, each straight to where it stays."""
+def load_on_worker(spec: BaseSpec, device: torch.device, part: OnWorker) -> StreamedBase:
+    """Read only the tensors of the worker's own stages, each straight to where it stays."""
     model, files = outlined(spec, device)
     whole = model_shape(model, model.dtype)
     with explained(spec):
@@ -28,11 +28,13 @@ def load_rank(spec: BaseSpec, device: torch.device, part: OnWorker) -> StreamedB
         fill = None if files is None else file_reader(model, files)
         if fill is None:
             # The files name their weights in another way than the model does; transformers knows how.
-            return stream_rank(load_plain(spec, torch.device("cpu")), spec, device, part)
+            return stream_on_worker(load_plain(spec, torch.device("cpu")), spec, device, part)
         return _placed(model, spec, device, part, whole, fill)
 
 
-def stream_rank(model: PreTrainedModel, spec: BaseSpec, device: torch.device, part: OnWorker) -> StreamedBase:
+def stream_on_worker(
+    model: PreTrainedModel, spec: BaseSpec, device: torch.device, part: OnWorker
+) -> StreamedBase:
     """From a model that is in memory, which is taken over."""
     refuse_uncut(model.config, spec.model)
     whole = model_shape(model, model.dtype)

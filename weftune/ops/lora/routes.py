@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import kept_TK
 
 
@@ -92,28 +93,14 @@ def _reference(x_TK: Tensor, y_TN: Tensor, blocks: Blocks) -> Tensor:
     row = 0
     for block in blocks.blocks:
         parts.append(y_TN[row : block.start])
-        a_rK = _Accumulated.apply(blocks.anchor, block.weights.a_rK, block.gradient.a_rK)
-        b_rN = _Accumulated.apply(blocks.anchor, block.weights.b_rN, block.gradient.b_rN)
+        a_rK = accumulated(block.weights.a_rK, block.gradient.a_rK, blocks.anchor)
+        b_rN = accumulated(block.weights.b_rN, block.gradient.b_rN, blocks.anchor)
         kept = blocks.kept(block, x_TK.shape[1])
         dropped = _masked(x_TK[block.rows], kept) / (1.0 - block.dropout)
         parts.append(y_TN[block.rows] + block.scale * (dropped @ a_rK.T @ b_rN))
         row = block.stop
     parts.append(y_TN[row:])
     return torch.cat(parts)
-
-
-class _Accumulated(torch.autograd.Function):
-    """A weight as autograd sees it; what it would get as its gradient is added to `total`."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-        ctx.total = total
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.total.add_(gradient)
-        return None, None, None
 
 
 class _Segmented(torch.autograd.Function):
@@ -123,7 +110,7 @@ class _Segmented(torch.autograd.Function):
         for block in blocks.blocks:
             masked = _masked(x_TK[block.rows], blocks.kept(block, x_TK.shape[1]))
             s = (masked @ block.weights.a_rK.T).mul_(block.factor)
-            y_TN[block.rows].addmm_(s, block.weights.b_rN)
+            _add_product(y_TN[block.rows], s, block.weights.b_rN)
             s_by_block.append(s)
         ctx.blocks = blocks
         ctx.save_for_backward(x_TK, *s_by_block)
@@ -135,7 +122,8 @@ class _Segmented(torch.autograd.Function):
         x_TK, *s_by_block = ctx.saved_tensors
         dx_TK = _zero_outside(ctx.blocks, torch.empty_like(x_TK)) if ctx.needs_input_grad[0] else None
         for block, s in zip(ctx.blocks.blocks, s_by_block, strict=True):
-            dy, kept = dy_TN[block.rows], ctx.blocks.kept(block, x_TK.shape[1])
+            # Beside other kinds, y is summed in float32.
+            dy, kept = dy_TN[block.rows].to(s.dtype), ctx.blocks.kept(block, x_TK.shape[1])
             ds = (dy @ block.weights.b_rN.T).mul_(block.factor)
             _add_product(block.gradient.b_rN, s.T, dy)
             _add_product(block.gradient.a_rK, ds.T, _masked(x_TK[block.rows], kept))

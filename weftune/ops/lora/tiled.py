@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weftune.core.weight import FrozenWeight, Weight, matrix_of
 from weftune.ops.lora.aside import Aside
 from weftune.ops.lora.choice import Choices
 from weftune.ops.lora.fused import fused_dx, fused_y
@@ -28,7 +29,7 @@ from weftune.ops.lora.wide import wide_dx, wide_y
 
 def woven_linear(
     x_TK: Tensor,
-    weight_NK: Tensor,
+    weight: Weight,
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     anchor: Tensor,
@@ -43,11 +44,13 @@ def woven_linear(
     and gets none: with it the backward is called even where x needs no gradient.
     """
     assert x_TK.shape[0] == len(rows.token_index_T)
+    weight_NK = matrix_of(weight)
     chosen = tiling(rows, group, x_TK.shape[1], x_TK.dtype)
     orders = contestants(weight_NK, group, x_TK.device)
     order = choices.order(x_TK, weight_NK, residual_TN, group, rows, orders) if choices else orders[0]
     weave = Weave(group, rows, training, chosen, order)
-    return _Woven.apply(x_TK, weight_NK, bias_N, residual_TN, anchor, weave)
+    made = None if weight is weight_NK else weight
+    return _Woven.apply(x_TK, weight_NK, bias_N, residual_TN, anchor, weave, made)
 
 
 class _Woven(torch.autograd.Function):
@@ -60,20 +63,23 @@ class _Woven(torch.autograd.Function):
         residual_TN: Tensor | None,
         anchor: Tensor,
         weave: Weave,
+        made: FrozenWeight | None,
     ) -> Tensor:
+        """`made`: what the matrix was made of, and will be again in the backward."""
         x_TK = x_TK.contiguous()
         y_TN, s_TPR = forward(x_TK, weight_NK, bias_N, residual_TN, weave)
-        ctx.weave = weave
-        ctx.save_for_backward(x_TK, weight_NK, s_TPR)
+        ctx.weave, ctx.made = weave, made
+        ctx.save_for_backward(x_TK, weight_NK if made is None else None, s_TPR)
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight_NK, s_TPR = ctx.saved_tensors
+        weight_NK = weight_NK if ctx.made is None else ctx.made.matrix()
         dx_TK = backward(
             dy_TN.contiguous(), x_TK, weight_NK, s_TPR, ctx.weave, wants_dx=ctx.needs_input_grad[0]
         )
-        return dx_TK, None, None, dy_TN if ctx.needs_input_grad[3] else None, None, None
+        return dx_TK, None, None, dy_TN if ctx.needs_input_grad[3] else None, None, None, None
 
 
 def forward(

@@ -17,6 +17,8 @@ from weftune.plan.program.prices import Link, PricedCluster, PricedDevice
 GIB = 1 << 30
 PCIE = Link(25e9, 10e-6)
 """Sixteen lanes of the fourth generation, as copies reach it."""
+USABLE = {True: 0.92, False: 0.85}
+"""Of a GPU's memory and of a CPU's: the rest is for the allocator and for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return self.name != "CPU"
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a run may take of it."""
+        return int(self.memory_bytes * USABLE[self.is_gpu]) if self.limit is None else self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +185,10 @@ def this_machine() -> Cluster:
     found = _smi()
     if found:
         return make_cluster([_smi_device(line) for line in found.splitlines() if line.strip()], None)
+    return this_cpu()
+
+
+def this_cpu() -> Cluster:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return make_cluster([Device("CPU", memory, cores * CORE_PEAK, CPU_BANDWIDTH)], None)

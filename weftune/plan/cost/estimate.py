@@ -109,12 +109,17 @@ def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, .
     )
 
 
+def layer_bytes(shape: ModelShape) -> int:
+    """Of the weights of one layer, the largest."""
+    layers = base_layers(shape, 0, apart=False)
+    return max(layer.weight_bytes for layer in layers if layer.kind == "layer")
+
+
 def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: int) -> BaseLayer:
     weights = sum(_weights(site) for site in sites)
     # Two products of the width of all heads, half of each masked; that width is close to the hidden one.
-    return BaseLayer(
-        "layer", 2 * weights, 2 * shape.hidden, weights * shape.bytes_per_value, kept, handed, sites
-    )
+    held = round(weights * shape.weight_bytes_per_value)
+    return BaseLayer("layer", 2 * weights, 2 * shape.hidden, held, kept, handed, sites)
 
 
 def _weights(site: SiteShape) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from weftune.core.shapes import LayerRange, ModelShape, layer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +59,16 @@ def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
         state_bytes=sum(layer.state_bytes for layer in held),
         kept_bytes=sum(layer.kept_bytes for layer in held),
     )
+
+
+def stage_shape(shape: ModelShape, held: LayerRange) -> ModelShape:
+    """What of the base one stage holds; sites outside the layers count for every stage."""
+    sites = tuple(site for site in shape.sites if _held(site.name, held))
+    inside = sum(site.in_features * site.out_features for site in sites)
+    ends = shape.hidden * shape.vocabulary * (held.first + held.last)
+    return replace(shape, layers=held.stop - held.start, parameters=inside + ends, sites=sites)
+
+
+def _held(site: str, held: LayerRange) -> bool:
+    layer = layer_of(site)
+    return layer is None or held.start <= layer < held.stop

@@ -1,16 +1,23 @@
-"""What a run needs of the device's memory, before anything is loaded.
+"""What a run needs of each device's memory, before anything is loaded, in every layout.
 
 peak = process + base + state of every adapter aboard + activations of one microbatch + slack. The bytes of
 activation per token come from the sites: what a layer keeps for its backward is proportional to the widths of
-its linears. Every prediction is logged beside the measured peak, and `memory_fit.py` learns from both.
+its linears. Where stages take turns, a forward is recomputed: what they were given is kept, and what passes
+of the largest one hold. Every prediction is logged beside the measured peak, and `memory_fit.py` learns from
+both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from weftune.core.shapes import JobShape, ModelShape
+from weftune.core.shapes import JobShape, LayerRange, ModelShape
+from weftune.plan.cost.estimate import layer_bytes
+from weftune.plan.cost.layers import stage_shape
+from weftune.plan.cost.ring import ring_bytes, stage_parts
+from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device, padded_rows
 from weftune.plan.program.recompute import NOTHING, Recompute
 
 ACTIVATION_FACTOR = 1.5
@@ -58,31 +65,154 @@ class Need:
         return self.resident + int(fitted)
 
 
+SPARE = 1
+"""Microbatches in flight beyond what 1F1B has, so that a late arrival finds its stage at work."""
+WHOLE = one_device()
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
     shape: ModelShape
+    """Of all of the base."""
     budget: int
-    """Bytes that the run may take in all."""
+    """Bytes that the run may take of each worker's device in all."""
     taken: int = 0
-    """What the process holds before anything of the run is loaded."""
-
+    """What a worker's process holds before anything of the run is loaded."""
     fused: bool = False
     """Whether layers run as fused ops, which keep less and can recompute."""
     fit: MemoryFit = UNFITTED
+    layout: Layout = WHOLE
+    slack: int | None = None
+    """Logits of one chunk, temporaries and the allocator's rounding; None: as is usual."""
+    spare: int = SPARE
 
-    in_flight: int = 1
-    """Microbatches that hold activations at once: as many as stages, on the first stage of a pipeline."""
+    # -- bytes -------------------------------------------------------------------------------------------
+
+    def need(self, jobs: Iterable[JobShape], tokens: float, recompute: Recompute = NOTHING) -> Need:
+        """Of the worker that needs most, with microbatches of so many tokens."""
+        return max(self.worker_needs(list(jobs), tokens, recompute), key=lambda one: one.total(UNFITTED))
+
+    def worker_needs(
+        self, jobs: Sequence[JobShape], tokens: float, recompute: Recompute = NOTHING
+    ) -> list[Need]:
+        """Of each worker of a replica."""
+        if self._keeps:
+            return [self._keeping(part, jobs, tokens, recompute) for part in self._parts]
+        layer = layer_bytes(self.shape)
+        workers = range(self.layout.workers)
+        return [self._turning(self.layout.on(worker), jobs, tokens, layer) for worker in workers]
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether every worker has one stage, which stays and keeps what its forward made."""
+        return self.layout.pipelined or (len(self.layout.stages) == 1 and self.layout.stages[0].resident)
+
+    @property
+    def _parts(self) -> list[ModelShape]:
+        """What of the base each worker has."""
+        stages = self.layout.stages
+        if len(stages) == 1:
+            return [self.shape]
+        layers = self.shape.layers
+        return [stage_shape(self.shape, LayerRange(one.start, one.stop, layers)) for one in stages]
+
+    def _keeping(
+        self, part: ModelShape, jobs: Iterable[JobShape], tokens: float, recompute: Recompute
+    ) -> Need:
+        """Adapters are counted whole on every worker: how they lie on the layers is not known here."""
+        return Need(
+            resident=self.taken + part.base_bytes,
+            state=self.state_bytes(jobs),
+            activations=int(tokens * self._kept_bytes(part, recompute)),
+            slack=self._slack,
+        )
+
+    def _turning(self, on: OnWorker, jobs: Sequence[JobShape], tokens: float, layer: int) -> Need:
+        """A worker whose stages take turns; adapters are taken to be spread evenly over the layers."""
+        sizes = [on.stages[stage].count for stage in on.own]
+        rows = padded_rows(sum(job.batch_tokens for job in jobs), self.fused)
+        # Beside what its stages keep, as much as one makes may still be on its way to the next worker.
+        inputs = on.held_inputs.rounds + (self.layout.workers > 1)
+        passing = max(sizes) * math.ceil(int(tokens) * self._whole_bytes(NOTHING) / self.shape.layers)
+        return Need(
+            resident=self.taken + self._ends_bytes(on, layer) + present_layers(on) * layer,
+            state=self._turning_state(on, jobs, sum(sizes)),
+            activations=(inputs * rows + self._moving(on) * int(tokens)) * self._row_bytes + passing,
+            slack=self._slack,
+        )
+
+    def _turning_state(self, on: OnWorker, jobs: Sequence[JobShape], layers: int) -> int:
+        """Of adapters that travel, the copy and the gradient of the layers there, and what their Steps pass
+        through; counted as when the cut was chosen, or jobs that it was chosen for would have to wait."""
+        if not self.layout.travels:
+            return math.ceil(self.state_bytes(jobs) * layers / self.shape.layers)
+        value, largest = self.shape.bytes_per_value, max(on.stages[stage].count for stage in on.own)
+        ring = ring_bytes(stage_parts(jobs, largest, self.shape.layers), value)
+        in_a_layer = math.ceil(sum(job.trainable for job in jobs) / self.shape.layers)
+        return present_layers(on) * in_a_layer * (value + max(4, value)) + ring
+
+    def _moving(self, on: OnWorker) -> int:
+        """Microbatches of rows that come, go, or are handed to captured passes."""
+        if self.layout.workers > 1:
+            return ON_THE_WAY
+        return on.held_inputs.microbatches + (BUFFERED if self.fused else 0)
+
+    def _ends_bytes(self, on: OnWorker, layer: int) -> int:
+        """Embedding and head, where they are; norms and biases, which may be anywhere."""
+        ends = max(0, self.shape.base_bytes - self.shape.layers * layer)
+        if self.layout.workers == 1:
+            return ends
+        matrix = self.shape.hidden * self.shape.vocabulary * self.shape.bytes_per_value
+        tied = ends < 2 * matrix
+        beside = max(0, ends - (matrix if tied else 2 * matrix))
+        first, last = on.worker == 0, on.own[-1] == len(on.stages) - 1
+        return beside + matrix * (1 if first and last and tied else first + last)
+
+    @property
+    def _slack(self) -> int:
+        usual = FUSED_SLACK_BYTES if self.fused else SLACK_BYTES
+        return usual if self.slack is None else self.slack
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.shape.hidden * self.shape.bytes_per_value
+
+    # -- activations -------------------------------------------------------------------------------------
 
     def bytes_per_token(self, recompute: Recompute = NOTHING) -> int:
-        widths = sum(site.in_features + site.out_features for site in self.shape.sites)
+        """What one more token in a microbatch adds, where it adds most."""
+        if self._keeps:
+            return max(self._kept_bytes(part, recompute) for part in self._parts)
+        largest = max(stage.count for stage in self.layout.stages)
+        passing = self._whole_bytes(recompute) * largest // self.shape.layers
+        return passing + self._moving(self.layout.on(0)) * self._row_bytes
+
+    @property
+    def pass_layers(self) -> int:
+        """Layers whose activations `bytes_per_token` counts."""
+        return max(part.layers for part in self._parts) if self._keeps else self.shape.layers
+
+    def _whole_bytes(self, recompute: Recompute) -> int:
+        """Of a token in all layers."""
+        return self._token_bytes(self.shape, recompute)
+
+    def _kept_bytes(self, part: ModelShape, recompute: Recompute) -> int:
+        """Of a token of every microbatch in flight: as many as stages, on the first stage of a pipeline."""
+        workers = self.layout.workers
+        return self._token_bytes(part, recompute) * (workers + self.spare if workers > 1 else 1)
+
+    def _token_bytes(self, part: ModelShape, recompute: Recompute) -> int:
+        widths = sum(site.in_features + site.out_features for site in part.sites)
         factor = ACTIVATION_FACTOR
         if self.fused:
             factor = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR
-        layers = self.shape.layers
-        # Of layers made again, one is held whole at a time, and of each its input.
-        whole = min(layers, layers - recompute.layers + (1 if recompute.layers else 0))
-        values = factor * widths * whole / layers + recompute.layers * self.shape.hidden
-        return int(values * self.shape.bytes_per_value) * self.in_flight
+        layers, again = part.layers, min(recompute.layers, part.layers)
+        # Of layers that are recomputed, one is held whole at a time, and of each its input.
+        whole = min(layers, layers - again + (1 if again else 0))
+        values = factor * widths * whole / layers + again * part.hidden
+        return int(values * part.bytes_per_value)
+
+    # -- adapters ----------------------------------------------------------------------------------------
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -90,16 +220,10 @@ class MemoryModel:
         return self.shape.bytes_per_value + 4 * max(4, self.shape.bytes_per_value)
 
     def state_bytes(self, jobs: Iterable[JobShape]) -> int:
+        """Wherever it is."""
         return sum(job.trainable for job in jobs) * self.bytes_per_parameter
 
-    def need(self, jobs: Iterable[JobShape], tokens: float, recompute: Recompute = NOTHING) -> Need:
-        """With microbatches of so many tokens."""
-        return Need(
-            resident=self.taken + self.shape.base_bytes,
-            state=self.state_bytes(jobs),
-            activations=int(tokens * self.bytes_per_token(recompute)),
-            slack=FUSED_SLACK_BYTES if self.fused else SLACK_BYTES,
-        )
+    # -- what fits ---------------------------------------------------------------------------------------
 
     def peak_bytes(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
         """As predicted; what must fit is `error` more."""
@@ -130,15 +254,25 @@ class MemoryModel:
         )
 
     def _choices(self) -> list[Recompute]:
-        """From nothing to everything; only fused layers can."""
-        if not self.fused:
+        """From nothing to everything; only fused layers can. Stages that take turns are recomputed as they
+        are."""
+        if not (self.fused and self._keeps):
             return [NOTHING]
-        layers = (Recompute(True, count) for count in range(1, self.shape.layers + 1))
+        layers = (Recompute(True, count) for count in range(1, self.pass_layers + 1))
         return [NOTHING, Recompute(outputs=True), *layers]
 
     def _room(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
         free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error
         return int(free / (self.fit.activations * self.bytes_per_token(recompute)))
+
+
+def present_layers(on: OnWorker) -> int:
+    """Layers that have a place on a worker's device: those that stay, and its slots."""
+    sizes = [(on.stages[stage].count, on.stages[stage].resident) for stage in on.own]
+    streamed = [size for size, stays in sizes if not stays]
+    return sum(size for size, stays in sizes if stays) + min(on.slots, len(streamed)) * max(
+        streamed, default=0
+    )
 
 
 def longest(jobs: Iterable[JobShape]) -> int:

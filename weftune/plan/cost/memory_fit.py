@@ -38,7 +38,7 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
     tokens = 0.0
     for action, microbatch in program.compute():
         # An evaluation keeps nothing for a backward: what it holds is about one layer's.
-        share = 1 / memory.shape.layers if isinstance(action, Evaluate) else 1.0
+        share = 1 / memory.pass_layers if isinstance(action, Evaluate) else 1.0
         tokens = max(tokens, share * microbatch.rows)
     return memory.need(jobs, tokens, program.recompute)
 

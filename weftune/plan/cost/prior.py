@@ -34,6 +34,10 @@ class KindTerms:
     def whole(self, layers: int) -> Terms:
         return self.embedding.plus(self.layer.times(layers)).plus(self.head).plus(self.adapter)
 
+    def times(self, factor: float) -> KindTerms:
+        parts = (self.embedding, self.layer, self.head, self.adapter)
+        return KindTerms(*(part.times(factor) for part in parts))
+
 
 @dataclass(frozen=True, slots=True)
 class Directions:
@@ -49,6 +53,10 @@ class Directions:
             step=step or Rate(),
             source=source,
         )
+
+    def times(self, factor: float) -> Directions:
+        """The same proportions at another level."""
+        return Directions(*(one.times(factor) for one in (self.forward, self.backward, self.evaluation)))
 
 
 def counted(shape: ModelShape) -> Directions:

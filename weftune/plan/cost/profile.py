@@ -57,6 +57,8 @@ class Profile:
     steps: tuple[StateTime, ...]
     seconds: float
     """How long measuring took."""
+    process_bytes: int = 0
+    """What a process held before anything of a base was loaded; 0 where that is not known."""
 
 
 def key_of(shape: ModelShape, device: str, threads: int) -> ProfileKey:
@@ -76,11 +78,11 @@ def digest(shape: ModelShape) -> str:
     return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
 
 
-def cpu_threads() -> int:
-    """As torch will take them, without asking it."""
+def cpu_threads(neighbours: int = 1) -> int:
+    """As torch will take them in one of so many processes, without asking it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdecimal() and int(wanted) else cores
+    return int(wanted) if wanted.isdecimal() and int(wanted) else max(1, cores // neighbours)
 
 
 def file_of(folder: Path, key: ProfileKey) -> Path:
@@ -106,9 +108,10 @@ def find_profile(key: ProfileKey) -> Profile | None:
     return read_profile(file_of(profile_folder(), key), key)
 
 
-def profile_here(shape: ModelShape, gpu: str | None = None) -> Profile | None:
-    """Of this machine's CPU, or of its GPU of that name, as found without torch."""
-    return find_profile(key_of(shape, gpu, 0) if gpu else key_of(shape, "cpu", cpu_threads()))
+def profile_here(shape: ModelShape, gpu: str | None = None, neighbours: int = 1) -> Profile | None:
+    """Of one of so many processes on this machine's CPU, or of its GPU of that name, as found without
+    torch."""
+    return find_profile(key_of(shape, gpu, 0) if gpu else key_of(shape, "cpu", cpu_threads(neighbours)))
 
 
 def to_json(profile: Profile) -> str:
@@ -149,6 +152,7 @@ def _from_json(value: Mapping[str, Any]) -> Profile:
             for one in value["steps"]
         ),
         seconds=_seconds(value["seconds"]),
+        process_bytes=int(value.get("process_bytes", 0)),
     )
 
 

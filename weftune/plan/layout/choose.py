@@ -12,19 +12,18 @@ from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import HostTooSmall, PlanError
-from weftune.plan.cost.memory import MemoryFit, MemoryModel, gib
+from weftune.plan.cost.estimate import layer_bytes
+from weftune.plan.cost.memory import MemoryModel, gib
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
+from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import CostModel, Sizes
-from weftune.plan.layout.cut import cut_layers, measured_costs, stage_shape, typical_work
+from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, recomputing
-from weftune.plan.layout.need import StreamDevice, layer_bytes
+from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import choose_company, fits_whole, in_files, pretended_place
-from weftune.plan.layout.ring import TRAVEL_ROUNDS
-from weftune.plan.layout.streamed_memory import StreamedMemory
 from weftune.plan.layout.worker_choice import RanksChoice, choose_ranks
-from weftune.plan.layout.worker_memory import RanksMemory
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
 from weftune.plan.window.length import WindowPace, first_pace
@@ -32,8 +31,6 @@ from weftune.plan.window.pipeline import LoadPace
 
 WINDOW_ROUNDS, PIPELINE_ROUNDS = 4, 16
 """Global batches of each job in a window: several workers fill and drain once a window, so theirs is long."""
-SPARE = 1
-"""Microbatches in flight beyond what 1F1B has, so that a late arrival finds its stage at work."""
 PROCESS_BYTES = 512 << 20
 """What a process that trains on a CPU holds before anything is loaded, where nobody has measured it."""
 MOST_TOKENS = {False: 1024, True: 8192}
@@ -83,6 +80,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
+    shape: ModelShape
+    """Of all of the base."""
     layout: Layout
     capacity: int
     """No microbatch has more tokens, unless one sample does."""
@@ -129,17 +128,14 @@ class Choice:
         """What a round is predicted to take before a run has recorded anything."""
         if self.seconds is not None:
             return WindowPace(round_seconds=self.seconds)
-        shape = self.memory.shape
-        of_a_stage = first_pace(
-            self.cost or arithmetic(shape), shape, on_gpu=self.memory.fused, max_tokens=self.capacity
-        )
-        # As if stages, each no larger than the one that memory is counted of, worked one after another.
-        return WindowPace(of_a_stage.row_seconds * len(self.layout.stages))
+        cost = self.cost or arithmetic(self.shape)
+        # As if stages worked one after another.
+        return first_pace(cost, self.shape, on_gpu=self.memory.fused, max_tokens=self.capacity)
 
     def seconds_of(self, program: Program, sizes: Sizes) -> float | None:
         """What a window will take by the profile; None where there is none."""
         if self.times is not None:
-            return self.times.seconds(program, self.layout, sizes, self.loads)
+            return self.times.timeline(program, self.layout, sizes, self.loads).makespan
         return None if self.cost is None else self.cost.program_seconds(program, sizes)
 
 
@@ -169,6 +165,7 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
         cost = cost_of(machine.profile, shape)
     company = fitting(jobs, memory)
     return Choice(
+        shape=shape,
         layout=one_device(shape.layers),
         capacity=machine.most,
         memory=memory,
@@ -198,11 +195,10 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
     beside = _beside(machine, choice.host_bytes)
     profile = machine.profile
     return Choice(
+        shape=shape,
         layout=choice.cut,
         capacity=choice.capacity,
-        memory=StreamedMemory(
-            shape, budget + beside, beside, machine.on_gpu, cut=choice.cut, slack=place.slack
-        ),
+        memory=_streamed_memory(shape, machine, choice.cut, beside, place),
         company=found.company,
         seconds=choice.step_seconds,
         bytes=choice.device_bytes,
@@ -225,6 +221,13 @@ def _streamed_cost(shape: ModelShape, profile: Profile, layout: Layout, unhidden
     return cost.times(1 / (1 - unhidden))
 
 
+def _streamed_memory(
+    shape: ModelShape, machine: Machine, layout: Layout, beside: int, place: StreamDevice
+) -> MemoryModel:
+    budget = place.budget + beside
+    return MemoryModel(shape, budget, beside, machine.on_gpu, layout=layout, slack=place.slack)
+
+
 def _beside(machine: Machine, host_bytes: int) -> int:
     """A pretended device is a part of the host, and measured with the process and what lies in its memory."""
     return 0 if machine.on_gpu else machine.taken + host_bytes
@@ -236,12 +239,14 @@ def _beside(machine: Machine, host_bytes: int) -> int:
 def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
     """A stage for every worker; a replica that is one worker holds all of the base."""
     held, note = _layers(shape, machine)
-    memory = stage_memory(shape, held, machine.budget, machine.taken, machine.on_gpu)
+    layout = in_stages(held, machine.replicas)
+    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, layout=layout)
     company = fitting(jobs, memory)
     counts = " + ".join(str(one.stop - one.start) for one in held)
     times = _stage_times(shape, machine)
     return Choice(
-        layout=in_stages(held, machine.replicas),
+        shape=shape,
+        layout=layout,
         capacity=machine.most,
         memory=memory,
         company=company,
@@ -265,16 +270,6 @@ def _layers(shape: ModelShape, machine: Machine) -> tuple[tuple[LayerRange, ...]
     return held, f"The stages hold {counts} layers, alike by times {source_of(machine.profile)}."
 
 
-def stage_memory(
-    shape: ModelShape, held: Sequence[LayerRange], budget: int, taken: int = 0, fused: bool = False
-) -> MemoryModel:
-    """Of the heaviest of these stages."""
-    if len(held) == 1:
-        return MemoryModel(shape, budget, taken, fused)
-    heaviest = max((stage_shape(shape, one) for one in held), key=lambda one: one.parameters)
-    return MemoryModel(heaviest, budget, taken, fused, in_flight=len(held) + SPARE)
-
-
 def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
     """None where the base may not be streamed, or a part of it fits every worker with any one of the jobs."""
     budget = machine.stream_budget
@@ -291,10 +286,11 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
 
     count, choice = _for_most(attempt, len(jobs))
     beside = _beside(machine, choice.host_bytes)
-    memory = RanksMemory(shape, budget + beside, beside, machine.on_gpu, cut=choice.cut, device=place)
+    memory = _streamed_memory(shape, machine, choice.cut, beside, place)
     layer = layer_bytes(shape)
     loads = LoadPace(tuple(stage.count * layer for stage in choice.cut.stages), place.bandwidth)
     return Choice(
+        shape=shape,
         layout=choice.cut,
         capacity=choice.capacity,
         memory=memory,
@@ -314,10 +310,9 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
 
 def _parted_bytes(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine, budget: int) -> int:
     """What a worker needs whose part of the base stays; a pretended device has nothing but that on it."""
-    held = cut_layers(shape, machine.workers)
-    memory = stage_memory(shape, held, budget, fused=machine.on_gpu)
-    if not machine.on_gpu:
-        memory = replace(memory, fit=MemoryFit(slack=0.0))
+    layout = in_stages(cut_layers(shape, machine.workers))
+    slack = None if machine.on_gpu else 0
+    memory = MemoryModel(shape, budget, fused=machine.on_gpu, layout=layout, slack=slack)
     return max(memory.least_bytes([job]) for job in jobs)
 
 

@@ -4,12 +4,12 @@ profile where there is one, else arithmetic."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from weftune.core.shapes import LayerRange, ModelShape, layer_of
+from weftune.core.shapes import LayerRange, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.layers import LayerCost
 from weftune.plan.cost.profile import Profile
@@ -101,16 +101,3 @@ def typical_work(shape: ModelShape, tokens: int) -> PassWork:
         adapted=tokens * per_row,
         segments=1,
     )
-
-
-def stage_shape(shape: ModelShape, held: LayerRange) -> ModelShape:
-    """What of the base one stage holds; sites outside the layers count for every stage."""
-    sites = tuple(site for site in shape.sites if _held(site.name, held))
-    inside = sum(site.in_features * site.out_features for site in sites)
-    ends = shape.hidden * shape.vocabulary * (held.first + held.last)
-    return replace(shape, layers=held.stop - held.start, parameters=inside + ends, sites=sites)
-
-
-def _held(site: str, held: LayerRange) -> bool:
-    layer = layer_of(site)
-    return layer is None or held.start <= layer < held.stop

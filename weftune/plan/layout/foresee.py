@@ -10,8 +10,9 @@ from weftune.core.shapes import LayerRange
 from weftune.plan.cost.prior import Directions, KindTerms
 from weftune.plan.cost.time import CostModel, PassWork, Rate, Sizes, work_of
 from weftune.plan.program.layout import Layout
-from weftune.plan.program.prices import PassPrice, Prices
+from weftune.plan.program.prices import Link, PassPrice, Prices
 from weftune.plan.program.program import Evaluate, Program
+from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import LoadPace, timeline_priced
 
 
@@ -23,15 +24,21 @@ def recomputing(cost: CostModel, forward: KindTerms, layers: int, of: int) -> Co
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """What the parts of a base take on each of several workers."""
+    """What the parts of a base take on each worker."""
 
     layers: int
     known: Directions
     step: Rate
+    link: Link | None = None
+    """Between two workers; None: what is sent takes no time."""
+    handed_bytes: int = 0
+    """Of a token, from stage to stage."""
 
-    def seconds(self, program: Program, layout: Layout, sizes: Sizes, loads: LoadPace | None = None) -> float:
-        """Of a window, as the simulator foresees it; links between workers are not counted."""
-        return timeline_priced(program, self._prices(program, layout, sizes), loads).makespan
+    def timeline(
+        self, program: Program, layout: Layout, sizes: Sizes, loads: LoadPace | None = None
+    ) -> Timeline:
+        """A window as the simulator foresees it."""
+        return timeline_priced(program, self._prices(program, layout, sizes), loads, self.link)
 
     def _prices(self, program: Program, layout: Layout, sizes: Sizes) -> Prices:
         held = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
@@ -46,12 +53,13 @@ class StageTimes:
         return Prices(tuple(passes), step=step / layout.workers)
 
     def _price(self, held: LayerRange, work: PassWork, evaluated: bool, layout: Layout) -> PassPrice:
+        handed = self.handed_bytes * work.tokens
         if evaluated:
-            return PassPrice(self._part(self.known.evaluation, held, work), 0.0)
+            return PassPrice(self._part(self.known.evaluation, held, work), 0.0, handed)
         forward = self._part(self.known.forward, held, work)
         backward = self._part(self.known.backward, held, work)
         recomputes = not (layout.pipelined or held.last)
-        return PassPrice(forward, backward + forward if recomputes else backward)
+        return PassPrice(forward, backward + forward if recomputes else backward, handed, handed)
 
     def _part(self, terms: KindTerms, held: LayerRange, work: PassWork) -> float:
         count = held.stop - held.start

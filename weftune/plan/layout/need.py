@@ -13,10 +13,10 @@ from itertools import accumulate, pairwise
 from operator import ge
 
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.plan.cost.estimate import GPU_LAUNCH, base_layers
+from weftune.plan.cost.estimate import GPU_LAUNCH, layer_bytes
 from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weftune.plan.layout.recurrence import StageRound, compute_seconds, slotted_seconds
-from weftune.plan.layout.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weftune.plan.program.layout import (
     BUFFERED,
     Layout,
@@ -239,7 +239,7 @@ class StreamCase:
     @cached_property
     def layer_seconds(self) -> float:
         """The forward of a round through one layer."""
-        values = self.layer_bytes / self.shape.bytes_per_value
+        values = self.layer_bytes / self.shape.weight_bytes_per_value
         arithmetic = 2 * values * self.round_tokens / self.device.flops
         return max(arithmetic + self._passes * self.device.launch, self._passes * self.device.asking)
 
@@ -330,8 +330,3 @@ def hungriest(jobs: Iterable[JobShape]) -> list[JobShape]:
         return any(all(map(ge, other, want)) for other in others)
 
     return [job for want, job in wants.items() if not outdone(want)]
-
-
-def layer_bytes(shape: ModelShape) -> int:
-    layers = base_layers(shape, 0, apart=False)
-    return max(layer.weight_bytes for layer in layers if layer.kind == "layer")

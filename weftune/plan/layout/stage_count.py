@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.memory import MemoryModel, gib
-from weftune.plan.layout.cut import PartCosts, cut_layers, stage_shape
+from weftune.plan.layout.cut import PartCosts, cut_layers
+from weftune.plan.program.layout import in_stages, one_device
 
 LEAST = JobShape("", 0, 0, trainable=0, longest=1024)
 """Beside the base there must be room for passes of so many tokens; adapters are small, and jobs can wait."""
@@ -84,11 +85,6 @@ def _too_large(need: int, most: int) -> str:
 
 def _need(shape: ModelShape, devices: Devices, stages: int, spare: int, costs: PartCosts | None) -> int:
     """Bytes on the fullest device."""
-    if stages == 1:
-        return _model(shape, devices, 1).least_bytes([LEAST])
-    cut = (stage_shape(shape, held) for held in cut_layers(shape, stages, costs))
-    return max(_model(one, devices, stages + spare).least_bytes([LEAST]) for one in cut)
-
-
-def _model(shape: ModelShape, devices: Devices, in_flight: int) -> MemoryModel:
-    return MemoryModel(shape, devices.budget, devices.taken, devices.fused, in_flight=in_flight)
+    layout = one_device(shape.layers) if stages == 1 else in_stages(cut_layers(shape, stages, costs))
+    memory = MemoryModel(shape, devices.budget, devices.taken, devices.fused, layout=layout, spare=spare)
+    return memory.least_bytes([LEAST])

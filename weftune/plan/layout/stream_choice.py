@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
-from weftune.plan.cost.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryFit, MemoryModel, gib, longest
+from weftune.plan.cost.memory import MemoryModel, gib, longest
 from weftune.plan.layout.need import Draft, StreamCase, StreamDevice
 from weftune.plan.layout.refuse import refuse_jobs, why_not
 from weftune.plan.layout.search import Found, fits_any, search
@@ -179,9 +179,8 @@ def _whole(
 
 def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
     """What a run needs with all of the base on the device."""
-    slack_bytes = device.slack if device.whole_slack is None else device.whole_slack
-    slack = slack_bytes / (FUSED_SLACK_BYTES if device.fused else SLACK_BYTES)
-    return MemoryModel(shape, device.budget, device.taken, device.fused, MemoryFit(slack=slack))
+    slack = device.slack if device.whole_slack is None else device.whole_slack
+    return MemoryModel(shape, device.budget, device.taken, device.fused, slack=slack)
 
 
 def _why(found: Found) -> str:

@@ -1,92 +1,68 @@
-"""An outlook in sentences: one for each decision, with the numbers that it hangs on."""
+"""A plan in sentences: one for each decision, with the numbers that it hangs on."""
 
 from __future__ import annotations
 
 from weftune.plan.cost.memory import gib
-from weftune.plan.outlook.outlook import Outlook
+from weftune.plan.outlook.forecast import Foreseen, shared_groups
+from weftune.plan.outlook.streamed import StreamOutlook
 
 
-def explain(found: Outlook) -> list[str]:
-    return [
-        f"Times are {found.source}.",
-        _capacity(found),
-        _again(found),
-        _stages(found),
-        _groups(found),
-        f"Packing: {found.run.merged.why()}.",
-        _order(found),
-    ]
+def explain(found: Foreseen, source: str) -> list[str]:
+    """Where the base stays on its devices."""
+    return [f"Times are {source}.", _capacity(found), _recompute(found), _stages(found), _groups(found)]
 
 
-def _capacity(found: Outlook) -> str:
-    layout = found.layout
-    tight = max(
-        range(len(layout.stages)), key=lambda number: found.need_bytes[number] / layout.budgets[number]
-    )
-    which = f"device {tight}, the fullest," if len(layout.stages) > 1 else "the device"
+def _capacity(found: Foreseen) -> str:
+    choice, capacity = found.choice, found.program.capacity
+    smaller = "" if capacity >= choice.capacity else f", since {choice.capacity:,} does not fit"
+    need = found.window.promise.peak_bytes
     return (
-        f"Token capacity {layout.capacity:,}{_why_smaller(found)}: {which} then needs "
-        f"{gib(found.need_bytes[tight])} of the {gib(layout.budgets[tight])} that may be taken."
+        f"Token capacity {capacity:,}{smaller}: the first window needs {gib(need)} of the "
+        f"{gib(choice.memory.budget)} that may be taken of the fullest device."
     )
 
 
-def _again(found: Outlook) -> str:
-    recompute = found.ground.recompute
+def _recompute(found: Foreseen) -> str:
+    recompute = found.program.recompute
     if recompute.layers:
-        return (
-            "Every layer is made again in the backward, which costs its forward: otherwise memory is short."
-        )
+        return f"{recompute.layers} layers are recomputed in the backward: otherwise memory is short."
     if recompute.outputs:
-        return "Outputs of norms and activations are made again in the backward: otherwise memory is short."
-    return "Nothing is made again in the backward: memory suffices."
+        return "Outputs of norms and activations are recomputed in the backward: otherwise memory is short."
+    return "Nothing is recomputed in the backward: memory suffices."
 
 
-def _why_smaller(found: Outlook) -> str:
-    capacity, most = found.layout.capacity, found.ground.most
-    if capacity >= most:
-        return ""
-    if most not in found.by_capacity:
-        return f", since {most:,} does not fit" + ("" if len(found.by_capacity) == 1 else " or is slower")
-    longer = found.by_capacity[most] / found.by_capacity[capacity] - 1
-    return f", since {most:,} takes {longer:.1%} longer in all"
-
-
-def _stages(found: Outlook) -> str:
-    stages = found.layout.stages
+def _stages(found: Foreseen) -> str:
+    stages = found.choice.layout.stages
     if len(stages) == 1:
-        return "One stage: there is one device, and the whole base fits on it."
-    slowest = max(stages, key=lambda stage: stage.seconds)
-    even = sum(stage.seconds for stage in stages) / len(stages)
-    counts = ", ".join(str(stage.stop - stage.start) for stage in stages)
-    return (
-        f"{len(stages)} stages of {counts} layers, embedding and head counted as one each: the slowest takes "
-        f"{slowest.seconds / even - 1:.1%} longer for a full microbatch than the average."
-    )
+        return "One stage: the whole base fits a device."
+    counts = " + ".join(str(stage.count) for stage in stages)
+    return f"{len(stages)} stages of {counts} layers: the slowest is as fast as can be, both ends counted."
 
 
-def _groups(found: Outlook) -> str:
-    groups = "; ".join(" + ".join(group) for group in found.scheme.groups)
-    if len(found.scheme.groups) == 1:
-        alone = len(found.layout.stages) == 1
-        why = "one device has no waits" if alone else "their rounds are too short to take turns"
-        return f"Fusion groups: all jobs in one, {groups}; {why}."
-    return f"Fusion groups by {found.candidate.mechanism}: {groups}. {_upper(found.candidate.reason)}."
+def _groups(found: Foreseen) -> str:
+    groups = shared_groups(found.program)
+    names = "; ".join(" + ".join(group) for group in groups)
+    microbatches = f"{found.forecast.microbatches} microbatches in {found.forecast.steps} rounds"
+    return f"Jobs that share microbatches: {names}. {microbatches}."
 
 
-def _order(found: Outlook) -> str:
-    order = found.scheme.order
-    if len(found.layout.stages) == 1:
-        return "Order: every microbatch forward and backward at once, as one device has nothing to wait for."
-    rest = [one for one in found.tried if (one.candidate, one.scheme.order) != (found.candidate, order)]
-    if not rest:
-        return f"Order: {order}; no other way could be faster, by the least time that its stages need."
-    second = min(rest, key=lambda one: one.seconds)
-    slower = second.seconds / found.forecast.seconds - 1
-    return (
-        f"Order: {order}; the next best of {len(found.tried)} ways simulated at this capacity, "
-        f"{second.candidate.mechanism} with {second.scheme.order}, takes {slower:.1%} longer."
-    )
-
-
-def _upper(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
+def explain_streams(found: StreamOutlook, source: str) -> list[str]:
+    """The cut itself is told by the choice's own sentence."""
+    choice, layout = found.choice, found.choice.layout
+    seconds = found.forecast.seconds
+    others = ", ".join(f"{one.name} {one.seconds / seconds - 1:+.1%}" for one in found.alternatives)
+    adapters = "live in host memory and travel with their stage" if layout.travels else "stay on the device"
+    inputs = "wait in host memory for the way back" if layout.offloads else "stay there"
+    mapping = f" Stage j is on device j mod {found.workers}." if found.workers > 1 else ""
+    return [
+        f"Times are {source}.",
+        "Streamed, since the base does not fit with a job aboard. `weftune train` finds the same cut for the "
+        f"same {len(choice.company)} of the jobs by the same search; others would take: {others}.{mapping}",
+        f"Token capacity {choice.capacity:,}: the fullest device then needs {gib(choice.bytes)} of the "
+        f"{gib(found.case.device.budget)} that may be taken, the host {gib(choice.host_bytes)}.",
+        "Every layer is recomputed in the backward, save those of the last stage: of a microbatch a stage "
+        "keeps its input only.",
+        f"Adapters {adapters}. Inputs of stages {inputs}.",
+        f"Uploads: {gib(found.uploaded_bytes)} of layers a round; devices wait for the host in "
+        f"{choice.unhidden:.1%} of it.",
+    ]

@@ -1,20 +1,23 @@
-"""One way of running the jobs, ordered and simulated: its seconds, bubbles and bytes."""
+"""What the first window of a run comes to, and what the same jobs would take otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.outlook.fit import Ground, Placement
-from weftune.plan.outlook.ordering import passes_in
-from weftune.plan.outlook.priced import PricedWork, lay
-from weftune.plan.outlook.scheme import Scheme
-from weftune.plan.pack.merge import Merged
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.learned import sizes_of
+from weftune.plan.layout.choose import Choice
+from weftune.plan.layout.foresee import StageTimes
+from weftune.plan.outlook.promise import FirstWindow, first_window
 from weftune.plan.program.program import Program
-from weftune.plan.program.simulate import simulate
 from weftune.plan.program.timeline import Timeline
-from weftune.plan.window.orders import Passes, assemble
+from weftune.plan.window.pipeline import PipelineOrder
+from weftune.plan.window.rounds import Course
+
+ALONE, PIPED = "one after another", "1F1B per job"
+CourseOf = Callable[[str, int, bool], Course]
+"""A job's part of the first window, of so many rounds, with the evaluation that it begins with or without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,62 +54,80 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class ForecastRun:
-    """A forecast with what it was read from."""
-
+class Ablation:
+    mechanism: str
+    instead: str
     forecast: Forecast
+    cost: float
+    """How much longer a window takes so, as a share; below 0 it would be shorter."""
+    added: bool = False
+    """Whether this is a mechanism that the default path leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """A run's first window, and how the first goes on paper in which all jobs train."""
+
+    window: FirstWindow
     program: Program
     timeline: Timeline
-    merged: Merged
+    forecast: Forecast
+    alternatives: tuple[Forecast, ...]
+
+    @property
+    def choice(self) -> Choice:
+        return self.window.choice
 
 
-def run_scheme(scheme: Scheme, jobs: Sequence[JobOutline], ground: Ground, layout: Placement) -> ForecastRun:
-    """Lay the jobs' batches out as `scheme` says, order them, and simulate the Program."""
-    laid = lay(scheme, jobs, ground, layout)
-    passes = passes_in(scheme.order, laid, layout)
-    return run_passes(passes, laid, scheme, jobs, ground, layout)
+def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes) -> Foreseen:
+    """`jobs` are those aboard; `times` those of a profile or of a data sheet."""
+    first = first_window(choice, jobs, lambda name, rounds: course(name, rounds, True))
+    found = _trained(choice, jobs, course, times)
+    others = _alternatives(choice, jobs, course, times)
+    return Foreseen(first, found.program, found.timeline, found.forecast, tuple(others))
 
 
-def run_passes(
-    passes: Passes,
-    laid: PricedWork,
-    scheme: Scheme,
-    jobs: Sequence[JobOutline],
-    ground: Ground,
-    layout: Placement,
-) -> ForecastRun:
-    """The same where the order is there already."""
-    program = assemble(laid.work, passes)
-    timeline = simulate(program, laid.prices, ground.cluster.priced())
-    held = [stage.state_bytes for stage in layout.stages]
-    count = len(laid.work.filled)
-    forecast = forecast_of(scheme.name, timeline, jobs, layout, held, count)
-    return ForecastRun(forecast, program, timeline, laid.merged)
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    program: Program
+    timeline: Timeline
+    forecast: Forecast
 
 
-def forecast_of(
-    name: str,
-    timeline: Timeline,
-    jobs: Sequence[JobOutline],
-    layout: Placement,
-    held: Sequence[int],
-    microbatches: int,
-) -> Forecast:
-    """`held` are the bytes of adapter state on each device, which the timeline does not know of."""
-    peaks = tuple(peak + state for peak, state in zip(timeline.peaks, held, strict=True))
-    rooms = zip(peaks, layout.budgets, strict=True)
-    return Forecast(
-        name=name,
-        seconds=timeline.makespan,
-        steps=max(len(job.batches) for job in jobs),
-        tokens=sum(map(sum, (batch for job in jobs for batch in job.batches))),
-        microbatches=microbatches,
-        busy=sum(timeline.busy()) * timeline.makespan,
+def _trained(
+    choice: Choice,
+    jobs: Sequence[JobShape],
+    course: CourseOf,
+    times: StageTimes,
+    order: PipelineOrder | None = None,
+) -> _Trained:
+    window = first_window(choice, jobs, lambda name, rounds: course(name, rounds, False), order)
+    program, promise = window.program, window.promise
+    timeline = times.timeline(program, choice.layout, sizes_of(window.company), choice.loads)
+    seconds = timeline.makespan if promise.seconds is None else promise.seconds
+    forecast = Forecast(
+        name="weftune",
+        seconds=seconds,
+        steps=max(sum(batch.job == job.name for batch in program.batches) for job in jobs),
+        tokens=sum(batch.tokens for batch in program.batches),
+        microbatches=len(program.microbatches),
+        busy=sum(timeline.busy()) * seconds,
         devices=timeline.devices,
-        peaks=peaks,
-        fits=all(peak + layout.beside_bytes <= budget for peak, budget in rooms),
-        capacity=layout.capacity,
+        peaks=(promise.peak_bytes,) * timeline.devices,
+        fits=promise.peak_bytes <= choice.memory.budget,
+        capacity=program.capacity,
     )
+    return _Trained(program, timeline, forecast)
+
+
+def _alternatives(
+    choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes
+) -> list[Forecast]:
+    """Each job by itself on the same layout: microbatch after microbatch, and in a pipeline by 1F1B."""
+    each = [_trained(choice, [job], course, times, PipelineOrder.alternating).forecast for job in jobs]
+    piped = replace(in_turn(each), name=PIPED)
+    alone = replace(piped, name=ALONE, seconds=piped.busy)
+    return [alone, piped] if choice.layout.pipelined and choice.layout.workers > 1 else [alone]
 
 
 def in_turn(parts: Sequence[Forecast]) -> Forecast:
@@ -123,3 +144,15 @@ def in_turn(parts: Sequence[Forecast]) -> Forecast:
         fits=all(part.fits for part in parts),
         capacity=parts[0].capacity,
     )
+
+
+def shared_groups(program: Program) -> tuple[tuple[str, ...], ...]:
+    """Jobs that meet in microbatches, directly or by way of others."""
+    groups: list[set[str]] = []
+    for microbatch in program.microbatches:
+        met = set(microbatch.jobs)
+        apart = [group for group in groups if not group & met]
+        joined = [group for group in groups if group & met]
+        groups = [*apart, met.union(*joined)]
+    order = {job: place for place, job in enumerate(program.jobs)}
+    return tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups)

@@ -13,12 +13,13 @@ from typing import Any
 
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.learned import Company, Learned, Promise, sizes_of
+from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.layout.choose import SPARE, Choice
+from weftune.plan.layout.choose import Choice
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
 from weftune.plan.window.length import shortened
-from weftune.plan.window.pipeline import guessed_pace
+from weftune.plan.window.pipeline import PipelineOrder, guessed_pace
 from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import Pacing, plan_window
 
@@ -64,25 +65,29 @@ class FirstWindow:
 
 
 def first_window(
-    choice: Choice, aboard: Sequence[JobShape], course: Callable[[str, int], Course]
+    choice: Choice,
+    aboard: Sequence[JobShape],
+    course: Callable[[str, int], Course],
+    order: PipelineOrder | None = None,
 ) -> FirstWindow:
-    """The window that a run begins with. `course` makes a job's part of it, of so many rounds."""
+    """The window that a run begins with. `course` makes a job's part of it, of so many rounds; a pipeline
+    runs in another `order` than its own only for comparison."""
     memory, company = choice.memory, {job.name: job for job in aboard}
     recompute = memory.recompute(aboard, choice.capacity)
     capacity = memory.capacity(aboard, choice.capacity, recompute)
     courses = shortened([course(name, choice.rounds) for name in company], choice.first_pace)
     program = plan_window(
-        courses, choice.layout, capacity, choice.captured, recompute, _pacing(choice.layout)
+        courses, choice.layout, capacity, choice.captured, recompute, _pacing(choice.layout, order)
     )
-    learned = Learned(known=choice.cost or arithmetic(memory.shape), memory=memory)
+    learned = Learned(known=choice.cost or arithmetic(choice.shape), memory=memory)
     return FirstWindow(program, learned.promise(program, company, _price(choice, company)), company, choice)
 
 
-def _pacing(layout: Layout) -> Pacing | None:
+def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
     """As a pipeline is paced before anything was measured."""
     if not layout.pipelined:
         return None
-    return Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), spare=SPARE)
+    return Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), order, SPARE)
 
 
 def _price(choice: Choice, company: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:

@@ -1,213 +1,153 @@
-"""What a cluster makes of jobs whose base it cannot hold: layers streamed in stages, and where to."""
+"""A base that is streamed as a run would have it: what a round takes, and what other ways would take."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from weftune.errors import Mistake, PlanError
-from weftune.plan.cost.estimate import JobOutline
-from weftune.plan.cost.layers import stage_cost
-from weftune.plan.cost.memory import gib
-from weftune.plan.layout.mapping import Topology, cross_order, sequential_order
-from weftune.plan.layout.mobius_partition import largest_stages, smallest_stages, stream
-from weftune.plan.layout.mobius_step import Host, StreamPartition, free_bytes, visits
-from weftune.plan.outlook.ablate import Ablation
-from weftune.plan.outlook.fit import Ground, capacities, why_not
-from weftune.plan.outlook.forecast import Forecast, ForecastRun, in_turn
-from weftune.plan.outlook.outlook import refuse_empty
-from weftune.plan.outlook.places import ALIKE
-from weftune.plan.outlook.streamed_forecast import Bed, StreamedForecast, make_bed, make_streams, run_streams
-from weftune.plan.studies.contention import Root, fastest_order
-
-PREFIXES = 4000
-"""How many prefixes a search for a cut looks at: several searches must be done in seconds."""
-CUT_STARTS = 2
-"""From how many partitions each of them sets out."""
-CAPACITIES = 3
-"""So many token capacities are tried."""
-SEARCHED, LARGEST, SMALLEST = "searched", "largest stages", "smallest stages"
-SEQUENTIAL, CROSS, FASTEST = "sequential", "cross mapping", "fastest order"
+from weftune.core.shapes import JobShape
+from weftune.plan.cost.memory import longest
+from weftune.plan.layout.choose import Choice
+from weftune.plan.layout.need import Draft, StreamCase
+from weftune.plan.layout.search import largest_drafts, smallest_drafts
+from weftune.plan.layout.worker_need import RanksCase
+from weftune.plan.outlook.forecast import ALONE, Ablation, Forecast, in_turn
+from weftune.plan.program.layout import Layout
+from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
+from weftune.plan.program.program import Program
+from weftune.plan.program.simulate import simulate
+from weftune.plan.program.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOutlook:
-    ground: Ground
-    jobs: tuple[JobOutline, ...]
-    chosen: StreamedForecast
-    tried: tuple[StreamedForecast, ...]
-    """Every cut in every mapping, at the capacity that was chosen."""
-    unfetched: StreamedForecast
-    """The chosen one, were nothing loaded ahead."""
-    shared: StreamedForecast
-    """The chosen one, were uploads under one root complex to share it equally."""
+    choice: Choice
+    case: StreamCase
+    """That the choice was made in."""
+    forecast: Forecast
+    """Of a round: a global batch of every job that the choice was made for, the longest samples in it."""
     alternatives: tuple[Forecast, ...]
-    source: str
 
     @property
-    def forecast(self) -> Forecast:
-        return self.chosen.run.forecast
+    def workers(self) -> int:
+        return self.choice.layout.workers
 
     @property
-    def run(self) -> ForecastRun:
-        return self.chosen.run
+    def uploaded_bytes(self) -> int:
+        """Of layers in a round: stages in the slots are still there where it turns and where it ends."""
+        layout, layers = self.choice.layout, 0
+        for worker in range(self.workers):
+            own = layout.on(worker)
+            sizes = [layout.stages[stage].count for stage in own.streamed]
+            still_there = sum(sizes[: own.slots]) + sum(sizes[len(sizes) - own.slots :])
+            layers += 2 * sum(sizes) - still_there
+        return layers * self.case.layer_bytes
 
 
-def stream_outlook(ground: Ground, jobs: Sequence[JobOutline]) -> StreamOutlook:
-    """The fastest that is found; PlanError says what does not fit even so."""
-    refuse_streamed(ground, jobs)
-    found: list[list[StreamedForecast]] = []
-    beds: list[Bed] = []
-    for capacity in capacities(jobs, ground.most):
-        bed = make_bed(ground, jobs, capacity)
-        fitting = [one for one in _every_way(bed) if one.run.forecast.fits]
+def stream_outlook(choice: Choice) -> StreamOutlook:
+    case = case_of(choice, choice.company)
+    forecast = _round(case, choice.layout)
+    alone = [_round(case_of(choice, [job]), choice.layout) for job in choice.company]
+    plain = [replace(_round(case, one.layout), name=one.instead) for one in _plain(case, choice.layout)]
+    return StreamOutlook(choice, case, forecast, (replace(in_turn(alone), name=ALONE), *plain))
+
+
+def case_of(choice: Choice, company: Sequence[JobShape]) -> StreamCase:
+    """What the choice was made in, for this company."""
+    assert choice.place is not None, "it is streamed"
+    tokens = max(sum(job.batch_tokens for job in company), longest(company))
+    layout = choice.layout
+    return StreamCase(
+        choice.shape, tuple(company), choice.place, tokens, choice.capacity, layout.travels, layout.offloads
+    )
+
+
+def draft_of(cut: Layout) -> Draft:
+    """Of one worker."""
+    sizes = tuple(stage.count for stage in cut.stages)
+    return Draft(sizes, tuple(stage.resident for stage in cut.stages), cut.slots[0])
+
+
+def _round(case: StreamCase, layout: Layout) -> Forecast:
+    """By the recurrence that the choice is made by."""
+    if layout.workers == 1:
+        draft = draft_of(layout)
+        seconds, unhidden, need = case.seconds(draft), case.unhidden(draft), case.device_bytes(draft)
+    else:
+        several = RanksCase(case, layout.workers)
+        seconds, unhidden, need = (
+            several.seconds(layout),
+            several.unhidden(layout),
+            several.device_bytes(layout),
+        )
+    return Forecast(
+        name="weftune",
+        seconds=seconds,
+        steps=1,
+        tokens=case.round_tokens,
+        microbatches=math.ceil(case.round_tokens / case.capacity),
+        busy=seconds * (1.0 - unhidden) * layout.workers,
+        devices=layout.workers,
+        peaks=(need - case.device.slack,) * layout.workers,
+        fits=need <= case.device.budget,
+        capacity=case.capacity,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    mechanism: str
+    instead: str
+    layout: Layout
+
+
+def _plain(case: StreamCase, layout: Layout) -> Iterator[_Other]:
+    """Mobius's two plain cuts on one device, each with the slots that suit it best, where they fit."""
+    if layout.workers > 1:
+        return
+    for name, drafts in (("largest stages", largest_drafts), ("smallest stages", smallest_drafts)):
+        fitting = [draft for draft in drafts(case) if case.fits(draft)]
         if fitting:
-            found.append(fitting)
-            beds.append(bed)
-        if len(found) == CAPACITIES:
-            break
-    if not found:
-        reason = why_not_streamed(ground, jobs) or "needs more memory than there is in every cut"
-        raise PlanError(f"the jobs do not fit together: the company {reason}")
-    number = min(range(len(found)), key=lambda one: min(way.seconds for way in found[one]))
-    best = min(way.seconds for way in found[number])
-    chosen = next(way for way in found[number] if way.seconds <= best * (1 + ALIKE))
-    bed = beds[number]
-    bare = run_streams(bed, replace(chosen.streams, prefetch=False), chosen.cut, chosen.mapping)
-    return StreamOutlook(
-        ground=bed.ground,
-        jobs=tuple(jobs),
-        chosen=chosen,
-        tried=tuple(found[number]),
-        unfetched=bare,
-        shared=run_streams(bed, chosen.streams, chosen.cut, chosen.mapping, queued=False),
-        alternatives=_alternatives(bed, found[number], chosen),
-        source=ground.speeds[0].source,
-    )
-
-
-def must_stream(ground: Ground, jobs: Sequence[JobOutline]) -> bool:
-    """Whether a job does not fit even alone with the base resident: only a GPU has memory behind its own."""
-    return ground.is_gpu and any(why_not(ground, [job]) for job in jobs)
-
-
-def refuse_streamed(ground: Ground, jobs: Sequence[JobOutline]) -> None:
-    """PlanError for every job that does not fit even alone and with its base streamed."""
-    refuse_empty(ground, jobs)
-    mistakes = []
-    for job in jobs:
-        if sentence := why_not_streamed(ground, [job]):
-            mistakes.append(Mistake(f"job {job.name}", f"even alone, with the base streamed, it {sentence}"))
-    if mistakes:
-        raise PlanError(mistakes)
-
-
-def why_not_streamed(ground: Ground, jobs: Sequence[JobOutline]) -> str | None:
-    """A sentence that says why these jobs do not fit together although the base is streamed, or None."""
-    assert ground.is_gpu, "only a GPU has memory behind its own"
-    bed = make_bed(ground, jobs, capacities(jobs, ground.most)[-1])
-    needs = _even_needs(bed)
-    stages = min(needs, key=needs.__getitem__)
-    if needs[stages] <= min(ground.budgets):
-        return None
-    others = len(jobs) - 1
-    company = f"with {others} other job{'s' if others > 1 else ''} aboard and " if others else ""
-    state = sum(cost.state_bytes for cost in bed.costs) // len(ground.cluster.devices)
-    return (
-        f"needs {gib(needs[stages])} on a device {company}with {bed.capacity} tokens in a microbatch, even "
-        f"in {stages} stages ({gib(state)} for adapters, {gib(bed.input_bytes)} for each stage's inputs), "
-        f"but {gib(min(ground.budgets))} are available"
-    )
-
-
-def _even_needs(bed: Bed) -> dict[int, int]:
-    """For each number of stages, all streamed: what the fullest device needs."""
-    host, count = _host(bed), len(bed.costs)
-    needs = {}
-    for stages in range(1, count + 1):
-        cuts = [round(count * number / stages) for number in range(stages + 1)]
-        held = [stage_cost(bed.costs, start, stop) for start, stop in pairwise(cuts)]
-        free = min(free_bytes(held, (False,) * stages, host))
-        needs[stages] = bed.taken_bytes + host.memory_bytes - free
-    return needs
+            best = min(fitting, key=case.seconds)
+            yield _Other("streamed stages", name, best.cut(layout.travels, layout.offloaded_rows))
 
 
 def ablate_streams(found: StreamOutlook) -> tuple[Ablation, ...]:
-    """The other cuts and mappings, and nothing loaded ahead; all else as it was chosen."""
-    chosen = found.chosen
-    rows = []
-    for one in found.tried:
-        if one.mapping == chosen.mapping and one.cut != chosen.cut:
-            rows.append(_row(found, "streamed stages", one.cut, one))
-    for one in found.tried:
-        if one.cut == chosen.cut and one.mapping != chosen.mapping:
-            rows.append(_row(found, f"mapping: {chosen.mapping}", one.mapping, one))
-    rows.append(_row(found, "prefetch", "each stage loaded when the one before is given up", found.unfetched))
-    if max(found.ground.cluster.roots) > 1:
-        rows.append(_row(found, "queue of uploads", "equal shares of a root complex", found.shared))
-    return tuple(rows)
+    """Other cuts, nothing loaded ahead, nothing resident; all else as it was chosen, where it fits so."""
+    layout = found.choice.layout
+    others = list(_plain(found.case, layout))
+    if max(layout.slots) > 1:
+        ahead = "one slot: a stage comes when the one before is given up"
+        slots = tuple(min(1, count) for count in layout.slots)
+        others.append(_Other("prefetch", ahead, replace(layout, slots=slots)))
+    if any(stage.resident for stage in layout.stages):
+        passing = tuple(replace(stage, resident=False) for stage in layout.stages)
+        slots = tuple(max(1, count) for count in layout.slots)
+        streamed = replace(layout, stages=passing, slots=slots)
+        others.append(_Other("resident stages", "every stage comes and goes", streamed))
+    rows = [(one, _round(found.case, one.layout)) for one in others]
+    return tuple(
+        Ablation(one.mechanism, one.instead, forecast, forecast.seconds / found.forecast.seconds - 1.0)
+        for one, forecast in rows
+        if forecast.fits and forecast.seconds < math.inf
+    )
 
 
-def _row(found: StreamOutlook, mechanism: str, instead: str, one: StreamedForecast) -> Ablation:
-    return Ablation(mechanism, instead, one.run.forecast, one.seconds / found.chosen.seconds - 1.0)
+def round_timeline(case: StreamCase, layout: Layout, program: Program) -> Timeline:
+    """A window on paper: passes and Loads, at the speeds that the choice was made by. What travels for Steps
+    and inputs that are offloaded take no time in it."""
+    sizes = [stage.count for stage in layout.stages]
+    by_rows = {rows: _passes(case, sizes, rows) for rows in {one.rows for one in program.microbatches}}
+    prices = Prices(
+        tuple(by_rows[one.rows] for one in program.microbatches),
+        weight_bytes=tuple(size * case.layer_bytes for size in sizes),
+    )
+    device = PricedDevice(case.device.budget, Link(case.bandwidth))
+    return simulate(program, prices, PricedCluster((device,) * layout.workers))
 
 
-def _every_way(bed: Bed) -> Iterator[StreamedForecast]:
-    topology = Topology(bed.ground.cluster.roots)
-    for cut, partition in _cuts(bed):
-        orders = {SEQUENTIAL: sequential_order(topology)}
-        if len(topology.roots) > 1:
-            orders |= _mapped(bed, partition, topology)
-        seen: list[tuple[int, ...]] = []
-        for mapping, order in orders.items():
-            if order not in seen:
-                seen.append(order)
-                yield run_streams(bed, make_streams(bed, partition, order), cut, mapping)
-
-
-def _mapped(bed: Bed, partition: StreamPartition, topology: Topology) -> dict[str, tuple[int, ...]]:
-    host, count = _host(bed), bed.microbatches
-    moved = visits(partition, bed.costs, host)
-    root = Root(bed.ground.cluster.priced().roots[0], ordered=True)
-    return {
-        CROSS: cross_order(topology, len(partition.stages)),
-        FASTEST: fastest_order(moved, topology, host, count, root),
-    }
-
-
-def _cuts(bed: Bed) -> Iterator[tuple[str, StreamPartition]]:
-    for name in (SEARCHED, LARGEST, SMALLEST):
-        with suppress(PlanError):
-            yield name, _cut(name, bed)
-
-
-def _cut(name: str, bed: Bed) -> StreamPartition:
-    host = _host(bed)
-    if name == LARGEST:
-        return largest_stages(bed.costs, host)
-    if name == SMALLEST:
-        return smallest_stages(bed.costs, host)
-    return stream(bed.costs, host, bed.microbatches, PREFIXES, CUT_STARTS).partition
-
-
-def _host(bed: Bed) -> Host:
-    """The cluster as the partition takes it."""
-    cluster = bed.ground.cluster
-    link = cluster.priced().devices[0].host
-    room = min(bed.ground.budgets) - bed.taken_bytes
-    return Host(len(cluster.devices), max(0, room), link.bandwidth, bed.input_bytes)
-
-
-def _alternatives(
-    bed: Bed, tried: Sequence[StreamedForecast], chosen: StreamedForecast
-) -> tuple[Forecast, ...]:
-    """Each job with the base streamed for it alone, and Mobius's two plain cuts."""
-    parts = []
-    for job in bed.jobs:
-        own = make_bed(bed.ground, [job], bed.capacity)
-        parts.append(run_streams(own, chosen.streams, chosen.cut, chosen.mapping).run.forecast)
-    plain = [one for one in tried if one.mapping == SEQUENTIAL and one.cut != SEARCHED]
-    named = [replace(one.run.forecast, name=f"{one.cut}, in sequence") for one in plain]
-    return (replace(in_turn(parts), name="one after another"), *named)
+def _passes(case: StreamCase, sizes: Sequence[int], rows: int) -> tuple[PassPrice, ...]:
+    """One microbatch on every stage."""
+    one = replace(case, round_tokens=rows, capacity=rows)
+    return tuple(PassPrice(stage.forward, stage.backward) for stage in one.rounds(sizes))

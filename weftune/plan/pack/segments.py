@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from weftune.plan.pack.best import Limits, Packing, pack_best
-from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan
+from weftune.plan.program.program import MicrobatchPlan, PlacedSample, SegmentPlan, kept_together
 
 QUICK = Limits(kicks=50, solver_cells=0, room_cells=0)
 """Without the solver: a window is planned while the one before it runs, and alike on every machine."""
@@ -32,24 +32,29 @@ def level(lengths: Sequence[int], capacity: int) -> int:
 def pack_segments(
     segments: Iterable[SegmentPlan], capacity: int, ladder: bool = False
 ) -> list[MicrobatchPlan]:
-    """Microbatches that share the samples of all `segments`; in each, a job's samples stay together.
+    """Microbatches that share the samples of all `segments`; in each, a job's samples stay together, and the
+    samples of a group share one.
 
     With a `ladder`, each is to be padded to a rung.
     """
     segments = list(segments)
-    pieces = [(rank, placed) for rank, segment in enumerate(segments) for placed in segment.samples]
-    lengths = [placed.length for _, placed in pieces]
+    pieces = [
+        (rank, together)
+        for rank, segment in enumerate(segments)
+        for together in kept_together(segment.samples)
+    ]
+    lengths = [sum(placed.length for placed in together) for _, together in pieces]
     bins = _pack(lengths, level(lengths, capacity) if ladder else capacity).bins
     made = [_microbatch(segments, [pieces[index] for index in chosen]) for chosen in bins]
     return [replace(one, rung=min(rung(one.tokens), capacity)) for one in made] if ladder else made
 
 
 def _microbatch(
-    segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, PlacedSample]]
+    segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, tuple[PlacedSample, ...]]]
 ) -> MicrobatchPlan:
     held: dict[int, list[PlacedSample]] = {}
-    for rank, placed in sorted(pieces, key=lambda piece: (piece[0], piece[1].offset)):
-        held.setdefault(rank, []).append(placed)
+    for rank, together in sorted(pieces, key=lambda piece: (piece[0], piece[1][0].offset)):
+        held.setdefault(rank, []).extend(together)
     return MicrobatchPlan(
         tuple(
             SegmentPlan(segments[rank].job, segments[rank].step, tuple(samples))

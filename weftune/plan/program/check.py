@@ -28,15 +28,15 @@ from weftune.plan.program.program import (
 def check(program: Program, done: dict[str, int] | None = None) -> None:
     """Raise IllegalProgram unless every rule of training holds; `done` is each job's last executed step.
 
-    The rules: every sample of a global batch is trained exactly once, at its own offset; a held-out sample
-    is evaluated once at a step; a microbatch keeps to the capacity and holds each job's rows in one
-    segment. On every device: Forward follows what it takes from the stage before, Backward its Forward and
-    what comes back from the stage after; Step follows every Backward of its batch and, in a pipeline, its
-    Reduce; a job's batches come in order, the next Forward only after the Step before it; Evaluate and Save
-    look at a step that has just been made; a streamed stage is used between its Load and its Evict; the
-    chunks of a sample go forth in order and back in the opposite one. Every Send has its Recv, in one order
-    per pair of devices; a Reduce waits for that of the next device, a Step for that of the one before.
-    Nothing is left over at the seam.
+    The rules: every sample of a global batch is trained exactly once, at its own offset, those of a group in
+    one microbatch; a held-out sample is evaluated once at a step; a microbatch keeps to the capacity and
+    holds each job's rows in one segment. On every device: Forward follows what it takes from the stage
+    before, Backward its Forward and what comes back from the stage after; Step follows every Backward of its
+    batch and, in a pipeline, its Reduce; a job's batches come in order, the next Forward only after the Step
+    before it; Evaluate and Save look at a step that has just been made; a streamed stage is used between its
+    Load and its Evict; the chunks of a sample go forth in order and back in the opposite one. Every Send has
+    its Recv, in one order per pair of devices; a Reduce waits for that of the next device, a Step for that of
+    the one before. Nothing is left over at the seam.
 
     With replicas: every microbatch runs in one of them; each hands out the gradient of what it has of a batch
     once, behind its last Backward; the Reduce that adds them up waits for all of them, on an accumulator that
@@ -44,6 +44,7 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     """
     _check_microbatches(program)
     _check_samples(program)
+    _check_groups(program)
     _require(len(program.devices) == program.width * program.replicas, "replicas differ in their devices")
     shares = [_share(program, replica) for replica in range(program.replicas)]
     for number in range(len(program.devices)):
@@ -95,6 +96,18 @@ def _check_samples(program: Program) -> None:
         for placed in batch.samples:
             _require(placed.offset == offset, "sample {} of {} has the wrong offset", placed.sample, key)
             offset += placed.length
+
+
+def _check_groups(program: Program) -> None:
+    where: dict[tuple[type, str, int, int], int] = {}
+    for action, microbatch in program.compute():
+        for segment in microbatch.segments:
+            for placed in segment.samples:
+                if placed.group is not None:
+                    key = type(action), segment.job, segment.step, placed.group
+                    found = where.setdefault(key, action.microbatch)
+                    told = "group {} of {} is parted"
+                    _require(found == action.microbatch, told, placed.group, segment.job)
 
 
 def _check_held_out(program: Program) -> None:

@@ -5,7 +5,7 @@ Steps are counted from 1; step n is the n-th global batch of a job and the optim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -31,6 +31,19 @@ class PlacedSample:
     offset: int
     supervised: int = 0
     """Of its tokens, those that count in the loss."""
+    group: int | None = None
+    """Neighbours in a batch that have the same number here must share a microbatch: pairs, say."""
+
+
+def kept_together(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
+    """Samples in runs that must share a microbatch; most are alone."""
+    runs: list[list[PlacedSample]] = []
+    for placed in samples:
+        if runs and placed.group is not None and placed.group == runs[-1][-1].group:
+            runs[-1].append(placed)
+        else:
+            runs.append([placed])
+    return [tuple(run) for run in runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +245,10 @@ class Program:
     def supervised(self, segment: OfBatch) -> int:
         """Supervised tokens of a segment's whole global batch: what its loss is divided by."""
         return self.batch(segment.job, segment.step).supervised
+
+    def samples(self, segment: OfBatch) -> int:
+        """Samples of a segment's whole global batch."""
+        return len(self.batch(segment.job, segment.step).samples)
 
     def compute(self) -> Iterator[tuple[Forward | Evaluate, MicrobatchPlan]]:
         """Every pass over the base that this program makes, each once however many stages it crosses."""

@@ -6,7 +6,7 @@ A window ends with the round in which somebody evaluates: what follows depends o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -17,7 +17,17 @@ from weftune.plan.pack.merge import BatchSample, MergeRules, merge
 from weftune.plan.pack.segments import QUICK, pack_segments
 from weftune.plan.program.check import check
 from weftune.plan.program.prices import Link, PassPrice, Prices, free_cluster
-from weftune.plan.program.program import Action, GlobalBatch, MicrobatchPlan, Program, Save, SegmentPlan, Step
+from weftune.plan.program.program import (
+    Action,
+    GlobalBatch,
+    MicrobatchPlan,
+    PlacedSample,
+    Program,
+    Save,
+    SegmentPlan,
+    Step,
+    kept_together,
+)
 from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.program.simulate import simulate
 from weftune.plan.program.timeline import Timeline
@@ -126,8 +136,12 @@ def timeline_foreseen(
     return timeline_priced(program, pace_prices(program.microbatches, paces), loads)
 
 
-def timeline_priced(program: Program, prices: Prices, loads: LoadPace | None = None) -> Timeline:
+def timeline_priced(
+    program: Program, prices: Prices, loads: LoadPace | None = None, link: Link | None = None
+) -> Timeline:
+    """Where no `link` between devices is given, what is sent takes no time."""
     cluster = free_cluster(len(program.devices))
+    cluster = cluster if link is None else replace(cluster, link=link)
     if loads is not None:
         prices = replace(prices, weight_bytes=loads.stage_bytes)
         host = Link(loads.bandwidth)
@@ -166,7 +180,7 @@ class _Candidate:
 
 def _trained(batches: Sequence[GlobalBatch], courses: Sequence[Course], rules: PipelineRules) -> Program:
     """Of a few ways the fastest, by the simulator: how finely rounds are cut, and in which order they run."""
-    longest = max(placed.length for batch in batches for placed in batch.samples)
+    longest = max(_tokens(together) for batch in batches for together in kept_together(batch.samples))
     # Of equals the first is taken: what has microbatches to spare waits less for links and for slow passes.
     orders = [PipelineOrder.multi_job, PipelineOrder.alternating] if rules.order is None else [rules.order]
     best: _Candidate | None = None
@@ -250,18 +264,22 @@ def _rounds(batches: Sequence[GlobalBatch], groups: Groups) -> Rounds:
         for members in groups:
             turns = [by_job[job][turn] for job in members if turn < len(by_job[job])]
             samples = [
-                BatchSample(batch.job, batch.step, number, placed.length)
+                BatchSample(batch.job, batch.step, number, _tokens(together))
                 for batch in turns
-                for number, placed in enumerate(batch.samples)
+                for number, together in enumerate(kept_together(batch.samples))
             ]
             rounds += [samples] if samples else []
     return rounds
 
 
+def _tokens(samples: Iterable[PlacedSample]) -> int:
+    return sum(placed.length for placed in samples)
+
+
 def _microbatches(
     laid: Sequence[Sequence[BatchSample]], batches: Sequence[GlobalBatch]
 ) -> tuple[MicrobatchPlan, ...]:
-    placed = {(batch.job, batch.step): batch.samples for batch in batches}
+    placed = {(batch.job, batch.step): kept_together(batch.samples) for batch in batches}
     microbatches = []
     for held in laid:
         segments: dict[tuple[str, int], list[int]] = {}
@@ -270,7 +288,7 @@ def _microbatches(
         microbatches.append(
             MicrobatchPlan(
                 tuple(
-                    SegmentPlan(*key, tuple(placed[key][number] for number in sorted(chosen)))
+                    SegmentPlan(*key, tuple(one for number in sorted(chosen) for one in placed[key][number]))
                     for key, chosen in segments.items()
                 )
             )
@@ -349,7 +367,7 @@ def _look_room(looks: Sequence[SegmentPlan], rules: PipelineRules) -> int:
     """Small enough that every replica gets something to look at."""
     if rules.replicas == 1 or not looks:
         return rules.capacity
-    longest = max(placed.length for look in looks for placed in look.samples)
+    longest = max(_tokens(together) for look in looks for together in kept_together(look.samples))
     even = -(-sum(look.tokens for look in looks) // rules.replicas)
     return min(rules.capacity, max(longest, even))
 

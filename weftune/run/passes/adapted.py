@@ -25,7 +25,8 @@ class AdaptedBase:
             self.layers = Layers(base) if self.route is Route.tiled else None
             like = next(base.model.parameters())
             groups = self.layers.groups if self.layers else ()
-            self.banks = Banks(base.sites(), base.shape.sites, like, groups)
+            embedding = base.model.get_input_embeddings()
+            self.banks = Banks(base.sites(), base.shape.sites, like, groups, base.whole_sites, embedding)
             if self.layers is not None:
                 self.layers.fuse(self.banks)
 

@@ -72,6 +72,8 @@ class CapturedPasses:
 
     def forward(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
         assert keep, "a forward that is recomputed is captured otherwise"
+        if not self._banks.capturable(rows.laid.microbatch):
+            return self._plain.forward(visitor, rows, given_TD, keep)
         before = self._captures
         place = self._place(visitor.stage, rows.laid)
         if place is None:

@@ -31,6 +31,13 @@ class LaidMicrobatch:
     """The microbatch's dropout counters, on the host."""
     rows_S: Tensor
     sections: list[int]
+    supervised: NDArray[np.int64]
+    """The supervised rows, on the host."""
+
+    def supervised_in(self, start: int, stop: int) -> int:
+        """How many rows from `start` to `stop` are supervised."""
+        first, end = np.searchsorted(self.supervised, (start, stop))
+        return int(end - first)
 
 
 def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobatch:
@@ -39,7 +46,9 @@ def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobat
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
     full = padded(microbatch, rows)
-    return LaidMicrobatch(full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections)
+    return LaidMicrobatch(
+        full.to(device), full.token_index_T.numpy(), to_device(rows_S, device), sections, rows_S.numpy()
+    )
 
 
 def padded(microbatch: Microbatch, rows: int) -> Microbatch:

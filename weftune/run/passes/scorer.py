@@ -1,19 +1,22 @@
 """From last hidden states to what every job's rows come to: the only caller of an objective.
 
-Shapes: T rows of a microbatch, D hidden width, S supervised rows among them.
+Shapes: T rows of a microbatch, D hidden width, S supervised rows among them, B samples of a segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from weftune.core.batch import Segment
 from weftune.core.head import Head
-from weftune.objectives import sft
+from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead
+from weftune.objectives.sft import SFT
 from weftune.ops.logprobs import target_logprobs
 from weftune.run.passes.rows import LaidMicrobatch
 from weftune.run.training.evaluation import EvaluationSums
@@ -41,36 +44,139 @@ class Scores:
         return self.leaf_TD.grad
 
 
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A segment's rows behind the head."""
+
+    segment: Segment
+    logprobs_S: Tensor
+    hits_S: Tensor
+    samples: tuple[_Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A sample in a microbatch: its last row, where it stands in its global batch, its supervised rows."""
+
+    last: int
+    offset: int
+    supervised: int
+
+
 class Scorer:
     """Of the worker that has the last stage; others have no head, and score nothing."""
 
     def __init__(self, head: Head | None) -> None:
         self._head = head
+        self.objectives: dict[str, Objective] = {}
+        """Job → objective, where it is another than supervised fine-tuning."""
+        self.scalar_heads: dict[str, ScalarHead] = {}
+        self._references: defaultdict[tuple[str, int, bool], _References] = defaultdict(dict)
+        """Job, step and whether they are held out → what its samples were scored without gradients, until a
+        later step is trained."""
 
-    def score(self, leaf_TD: Tensor, laid: LaidMicrobatch, supervised: Callable[[Segment], int]) -> Scores:
-        """Training: `supervised` counts the supervised tokens of a segment's whole global batch."""
-        logprobs, hits = self._logprobs(leaf_TD, laid)
-        segments = laid.microbatch.segments
-        losses = [
-            sft.loss(part_S, supervised(segment)) for segment, part_S in zip(segments, logprobs, strict=True)
-        ]
-        return Scores(segments, leaf_TD, losses, [part_S.sum() for part_S in hits])
+    def score(
+        self,
+        leaf_TD: Tensor,
+        laid: LaidMicrobatch,
+        supervised: Callable[[Segment], int],
+        samples: Callable[[Segment], int] | None = None,
+    ) -> Scores:
+        """Training: `supervised` and `samples` count those of a segment's whole global batch."""
+        found = list(self._scored(leaf_TD, laid))
+        losses = []
+        for one in found:
+            self._forget_before(one.segment)
+            count = None if samples is None else samples(one.segment)
+            batch = BatchFacts(supervised(one.segment), count, self._mean(one.segment))
+            losses.append(self._objective(one).loss(self._samples(one, leaf_TD), batch))
+        return Scores(laid.microbatch.segments, leaf_TD, losses, [one.hits_S.sum() for one in found])
 
     @torch.no_grad()
     def evaluate(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[EvaluationSums]:
-        """Sums over the supervised rows of each segment."""
-        logprobs, hits = self._logprobs(h_TD, laid)
-        losses = torch.stack([-part_S.sum() for part_S in logprobs]).tolist()
-        counts = torch.stack([part_S.sum() for part_S in hits]).tolist()
+        """Sums over the held-out rows of each segment."""
+        found = list(self._scored(h_TD, laid))
+        sums = [self._objective(one).evaluated(self._samples(one, h_TD, held_out=True)) for one in found]
+        hits = [
+            one.hits_S.sum() if own.hits is None else own.hits for one, own in zip(found, sums, strict=True)
+        ]
+        losses, counts = torch.stack([own.loss for own in sums]).tolist(), torch.stack(hits).tolist()
         return [
-            EvaluationSums(loss, count, len(part_S))
-            for loss, count, part_S in zip(losses, counts, hits, strict=True)
+            EvaluationSums(loss, count, own.count)
+            for loss, count, own in zip(losses, counts, sums, strict=True)
         ]
 
-    def _logprobs(self, h_TD: Tensor, laid: LaidMicrobatch) -> tuple[list[Tensor], list[Tensor]]:
+    @torch.no_grad()
+    def refer(self, h_TD: Tensor, laid: LaidMicrobatch, held_out: bool = False) -> None:
+        """Keep what the samples of a microbatch were scored, by whichever adapter, for the losses of their
+        global batches or for the evaluation of that step."""
+        for one in self._scored(h_TD, laid):
+            kept = self._references[one.segment.job, one.segment.step, held_out]
+            parts = one.logprobs_S.split([sample.supervised for sample in one.samples])
+            for sample, part_S in zip(one.samples, parts, strict=True):
+                kept.setdefault(sample.offset, {})[one.segment.adapter] = part_S
+
+    def forget(self) -> None:
+        """Drop all that was scored for batches that are not trained after all."""
+        self._references.clear()
+
+    def _objective(self, one: _Scored) -> Objective:
+        return self.objectives.get(one.segment.job, SFT)
+
+    def _samples(self, one: _Scored, h_TD: Tensor, held_out: bool = False) -> SampleScores:
+        """What the segment's objective sees of its samples."""
+        job = one.segment.job
+        if job not in self.objectives:
+            return SampleScores(one.logprobs_S, (), ())
+        needs, head = self.objectives[job].needs, self.scalar_heads.get(job)
+        assert not needs.scalar_head or head is not None, f"{job} has no scalar head"
+        last = [sample.last for sample in one.samples]
+        return SampleScores(
+            logprobs_S=one.logprobs_S,
+            counts=tuple(sample.supervised for sample in one.samples),
+            offsets=tuple(sample.offset for sample in one.samples),
+            references={adapter: self._referred(one, adapter, held_out) for adapter in needs.references},
+            values_B=None if head is None else head.values(h_TD[last]),
+        )
+
+    def _referred(self, one: _Scored, adapter: str | None, held_out: bool) -> Tensor:
+        kept = self._references[one.segment.job, one.segment.step, held_out]
+        return torch.cat([kept[sample.offset][adapter] for sample in one.samples])
+
+    def _mean(self, segment: Segment) -> Tensor | None:
+        objective = self.objectives.get(segment.job, SFT)
+        if not objective.needs.batch_mean:
+            return None
+        kept = self._references[segment.job, segment.step, False]
+        return objective.mean([kept[offset] for offset in sorted(kept)])
+
+    def _forget_before(self, segment: Segment) -> None:
+        for key in [*self._references]:
+            if key[0] == segment.job and key[1] < segment.step:
+                del self._references[key]
+
+    def _scored(self, h_TD: Tensor, laid: LaidMicrobatch) -> Iterator[_Scored]:
         """Log-probabilities of the supervised targets, and which were the likeliest, segment by segment."""
         assert self._head is not None, "only the last stage has a head"
         h_SD = h_TD.index_select(0, laid.rows_S)
         targets_S = laid.microbatch.targets_T.index_select(0, laid.rows_S)
         logprobs_S, hits_S = target_logprobs(h_SD, targets_S, self._head)
-        return list(logprobs_S.tensor_split(laid.sections)), list(hits_S.tensor_split(laid.sections))
+        parts = logprobs_S.tensor_split(laid.sections), hits_S.tensor_split(laid.sections)
+        for segment, own_S, own_hits_S in zip(laid.microbatch.segments, *parts, strict=True):
+            yield _Scored(segment, own_S, own_hits_S, self._samples_of(segment, laid))
+
+    def _samples_of(self, segment: Segment, laid: LaidMicrobatch) -> tuple[_Sample, ...]:
+        """Whoever asks for them; of supervised fine-tuning, nobody does."""
+        if segment.job not in self.objectives:
+            return ()
+        stops = list(accumulate(laid.microbatch.sample_lengths))
+        spans = zip([0, *stops[:-1]], stops, strict=True)
+        return tuple(
+            _Sample(stop - 1, int(laid.token_index[start]), laid.supervised_in(start, stop))
+            for start, stop in spans
+            if segment.start <= start < segment.stop
+        )
+
+
+_References = dict[int, dict[str | None, Tensor]]
+"""Offset of a sample → adapter → log-probabilities of its supervised rows."""

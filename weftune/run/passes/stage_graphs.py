@@ -110,6 +110,9 @@ class StageGraphs:
     def serve(self, visit: GraphVisit, laid: LaidMicrobatch) -> Served:
         """How a microbatch of the round is to visit a stage."""
         key = key_of(laid, self._banks, NOTHING)
+        if not self._banks.capturable(laid.microbatch):
+            self.make_room()
+            return Served(None, settled=True)
         if key in self.refused:
             return Served(None, settled=True)
         known = self._met(key)

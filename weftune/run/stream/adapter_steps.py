@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weftune.ops.adamw import AdamState, Update, update
 from weftune.ops.triton.at_hand import kernels_run
-from weftune.plan.layout.ring import PIECE, PIECES
+from weftune.plan.cost.ring import PIECE, PIECES
 from weftune.run.stream.adapters import OUTSIDE, Pair, StagePart, Travel
 from weftune.run.stream.buffers import Buffer, PieceLanes, bring, copy, give_back
 from weftune.run.stream.weights import Gone
@@ -313,7 +313,9 @@ class TravelSteps:
         if factor_J is not None:
             # Where the device finds that no step can be made, those of the buffer's last jobs would go back.
             buffer.state.weights[: seated[-1].stop].copy_(buffer.state.master[: seated[-1].stop])
-        updates = [replace(one.update, state=state) for one, state in zip(seated, here, strict=True)]
+        updates = [
+            one.update.on(state, one.piece.whole.start) for one, state in zip(seated, here, strict=True)
+        ]
         finite_J = self._make_update(updates, factor_J)
         rooms, weights = [], []
         for one, state, finite in zip(seated, here, finite_J.split(1), strict=True):

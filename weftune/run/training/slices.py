@@ -1,5 +1,5 @@
-"""A checkpoint in slices: every rank of a pipeline writes its own, and the first rank, which hears of them
-all, writes the state and gives the whole its name. Until then nobody reads it."""
+"""A checkpoint in slices. Every worker of a pipeline writes its own; the first worker, which hears of all of
+them, writes the state and renames the folder into place. Until then nobody reads it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from weftune.run.training.state import Progress, Training
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A rank's file of a checkpoint, written and synced."""
+    """A worker's file of a checkpoint, written and synced."""
 
     file: str
     sha256: str
     layout: list[list[Any]]
 
 
-def write_slice(folder: Path, training: Training, rank: int) -> Slice:
+def write_slice(folder: Path, training: Training, worker: int) -> Slice:
     partial = partial_folder(folder, training.progress.step)
     partial.mkdir(parents=True, exist_ok=True)
     content = serialise(tensors_of(training))
-    name = f"tensors-{rank}.safetensors"
+    name = f"tensors-{worker}.safetensors"
     write_synced(partial / name, content)
     return Slice(name, hashlib.sha256(content).hexdigest(), layout_of(training))
 
@@ -49,9 +49,9 @@ def write_slice(folder: Path, training: Training, rank: int) -> Slice:
 def finish(
     folder: Path, progress: Progress, seed: int, slices: Mapping[int, Slice], keeps_best: bool
 ) -> Path:
-    """Write what binds the slices (rank → slice) together, and put the checkpoint in its place."""
+    """Write what binds the slices (worker → slice) together, and put the checkpoint in its place."""
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
-    ordered = [slices[rank] for rank in sorted(slices)]
+    ordered = [slices[worker] for worker in sorted(slices)]
     state = {
         "format": FORMAT,
         "progress": asdict(progress),

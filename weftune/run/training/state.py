@@ -90,6 +90,7 @@ class Training:
             factor=min(1.0, clip / (norm + LITTLE)) if clip else 1.0,
             betas=self.recipe.betas,
             eps=self.recipe.eps,
+            rates=self.layout.rates,
         )
 
     def collect(self, segment: Segment, loss: Tensor, hits: Tensor) -> None:

@@ -42,7 +42,7 @@ def decode(message: bytes, known: Mapping[str, type], secret: bytes = b"") -> An
         digest, message = message[:DIGEST], message[DIGEST:]
         if not hmac.compare_digest(digest, _digest(message, secret)):
             raise Forged(
-                "A message of another rank is not signed with this run's secret; set WEFTUNE_SECRET to the "
+                "A message of another worker is not signed with this run's secret; set WEFTUNE_SECRET to the "
                 "same text on all machines"
             )
     size = int.from_bytes(message[:8], "little")

@@ -1,6 +1,7 @@
-"""The first rank of a pipeline: an executor like any other for whoever drives it, with the others behind it.
+"""The first worker of a pipeline: an executor like any other for whoever drives it, with the others
+behind it.
 
-It runs its own stage, hands every command on, and puts together what only all ranks know together:
+It runs its own stage, hands every command on, and puts together what only all workers know together:
 checkpoints, evaluations, and the adapters of jobs that leave.
 """
 
@@ -75,8 +76,8 @@ class Driver:
         checkpoints: Callable[[str], Path],
         delay: float = 0.0,
     ) -> None:
-        """`loaded` is what this rank has of the base. `checkpoints` says where each job's are, for every rank
-        alike."""
+        """`loaded` is what this worker has of the base. `checkpoints` says where each job's are, the same for
+        every worker."""
         self.base = base = base_of(loaded)
         self.staff = staff
         wires = staff.wires
@@ -84,17 +85,17 @@ class Driver:
         self.layout = layout
         self.paces = Paces([stage.count for stage in layout.stages])
         self.reports: list[WorkerReport] = []
-        """Of the last window, rank by rank."""
+        """Of the last window, worker by worker."""
         self.peaks: list[int] = []
-        """The most bytes that each of the other ranks has ever taken."""
+        """The most bytes that each of the other workers has ever taken."""
         self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
-        self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, wires.place.rank)
+        self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, wires.place.worker)
         self._checkpoints = checkpoints
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._early: dict[tuple[str, int], dict[int, Saved]] = {}
-        """Slices that other ranks wrote before this one came to its own."""
+        """Slices that other workers wrote before this one came to its own."""
         self._through: dict[int, Through] = {}
-        """Rank → its word that its list of this window is through."""
+        """Worker → its word that its list of this window is through."""
         self._awaited: set[tuple[str, int]] = set()
         """Evaluations of this window whose outcome is not known yet."""
         self._left = False
@@ -125,7 +126,7 @@ class Driver:
         self._transport.close()
 
     def attach(self, training: Training) -> None:
-        """Take a job aboard on every rank; `training` is the first stage's slice, as it goes on."""
+        """Take a job aboard on every worker; `training` is the first stage's slice, as it goes on."""
         checkpoints = self._checkpoints(training.job)
         drop_partial(checkpoints)
         self._own.attach(training)
@@ -133,7 +134,7 @@ class Driver:
         self.staff.command_all(Attach(training.member, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
-        """The whole job, put together from the slices of all ranks."""
+        """The whole job, put together from the slices of all workers."""
         own = self._own.detach(job)
         self.staff.command_all(Detach(job))
         best = None if own.best is None else own.best.cpu()
@@ -158,8 +159,8 @@ class Driver:
             self.staff.command_all(KeepBest(job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        """Run a window on all ranks. One that has begun is finished, whatever `stop` says, unless that is not
-        soon: then nobody computes more of it, and unfinished global batches are dropped."""
+        """Run a window on all workers. One that has begun is finished, whatever `stop` says, unless that is
+        not soon: then nobody computes more of it, and unfinished global batches are dropped."""
         self._left, leaving = False, Leaving(stop)
         looks = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
         held_out = {action.microbatch for action, _ in looks}
@@ -174,8 +175,8 @@ class Driver:
             {action.microbatch: microbatches[action.microbatch] for action, _ in program.compute_in(replica)}
             for replica in range(self.replicas)
         ]
-        for rank in self.staff.ranks:
-            self.staff.command(rank, RunProgram(program, shares[program.replica(rank)]))
+        for worker in self.staff.workers:
+            self.staff.command(worker, RunProgram(program, shares[program.replica(worker)]))
         for event in self._own.run(
             program, delivered(program, shares[0]), overdue=lambda: self._leaves(leaving)
         ):
@@ -184,7 +185,7 @@ class Driver:
                 yield from self._hear(*heard)
             yield from self._finish_saves()
         self._transport.settle()
-        while len(self._through) < len(self.staff.ranks):
+        while len(self._through) < len(self.staff.workers):
             if (heard := self.staff.heard(EVERY)) is not None:
                 yield from self._hear(*heard)
             self._leaves(leaving)
@@ -197,15 +198,15 @@ class Driver:
             self.staff.command_all(EndEarly())
         return self._left
 
-    def _hear(self, rank: int, answer: Answer) -> Iterator[Event]:
+    def _hear(self, worker: int, answer: Answer) -> Iterator[Event]:
         if isinstance(answer, Through):
-            self._through[rank] = answer
+            self._through[worker] = answer
             return
-        assert isinstance(answer, Saved), f"rank {rank} answers {answer} where nobody asked"
-        yield from self._on_saved(rank, answer)
+        assert isinstance(answer, Saved), f"worker {worker} answers {answer} where nobody asked"
+        yield from self._on_saved(worker, answer)
 
     def _end_window(self, program: Program) -> Iterator[Event]:
-        ordered = [self._through[rank] for rank in sorted(self._through)]
+        ordered = [self._through[worker] for worker in sorted(self._through)]
         self.reports = [self._agreed.report, *(one.report for one in ordered)]
         self.peaks = [one.peak_bytes for one in ordered]
         short = [report.shortage for report in self.reports if report.shortage]
@@ -222,7 +223,7 @@ class Driver:
             raise OutOfMemory("; ".join(short))
 
     def _passed(self, program: Program) -> Iterator[Passed]:
-        """Every microbatch's pass over the base, with its share of the ranks' time."""
+        """Every microbatch's pass over the base, with its share of the workers' time."""
         forth, back = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
         sizes = {job: training.layout.size for job, training in self.aboard.items()}
         for action, plan in program.compute():
@@ -236,7 +237,7 @@ class Driver:
             yield Passed(plan, time)
 
     def _late_failures(self) -> Iterator[Event]:
-        """Jobs that broke on another rank after the word on their step was given."""
+        """Jobs that broke on another worker after the word on their step was given."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
                 if job not in self._own.dead:
@@ -260,42 +261,44 @@ class Driver:
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def save(self, job: str, folder: Path) -> None:
-        """At the Program's Save: write this rank's slice; the checkpoint is there when all have written."""
+        """At the Program's Save: write this worker's slice; the checkpoint is there when all have written."""
         training = self.aboard[job]
         folder.mkdir(parents=True, exist_ok=True)
         pending = _Pending(folder, copy.copy(training.progress))
         pending.slices[0] = write_slice(folder, training, 0)
         key = job, training.progress.step
-        for rank, early in self._early.pop(key, {}).items():
+        for worker, early in self._early.pop(key, {}).items():
             if early.slice is None:
                 raise OSError(early.error)
-            pending.slices[rank] = early.slice
+            pending.slices[worker] = early.slice
         self._pending[key] = pending
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Between windows: write a checkpoint of where the job stands, on all ranks."""
+        """Between windows: write a checkpoint of where the job stands, on all workers."""
         if checkpoint.holds(folder, self.aboard[job].progress):
             return
         self.save(job, folder)
-        for rank in self.staff.first_replica:
-            self.staff.command(rank, SaveSlice(job))
+        for worker in self.staff.first_replica:
+            self.staff.command(worker, SaveSlice(job))
         for _ in self.staff.first_replica:
-            rank, answer = self.staff.wait()
-            assert isinstance(answer, Saved), f"rank {rank} answers {answer} where a slice was to be written"
-            for failure in (*self._on_saved(rank, answer), *self._finish_saves()):
+            worker, answer = self.staff.wait()
+            assert isinstance(answer, Saved), (
+                f"worker {worker} answers {answer} where a slice was to be written"
+            )
+            for failure in (*self._on_saved(worker, answer), *self._finish_saves()):
                 raise OSError(failure.reason)
 
-    def _on_saved(self, rank: int, answer: Saved) -> Iterator[Failed]:
+    def _on_saved(self, worker: int, answer: Saved) -> Iterator[Failed]:
         key = answer.job, answer.step
         if key not in self._pending:
-            self._early.setdefault(key, {})[rank] = answer
+            self._early.setdefault(key, {})[worker] = answer
             return
         if answer.slice is None:
             del self._pending[key]
             self.kill(answer.job)
             yield Failed(answer.job, answer.error, unsaved=True)
             return
-        self._pending[key].slices[rank] = answer.slice
+        self._pending[key].slices[worker] = answer.slice
 
     def _finish_saves(self) -> Iterator[Failed]:
         """Name the checkpoints that are whole, but for those whose evaluation is still to come."""
@@ -332,11 +335,11 @@ def open_pipeline(
 ) -> Driver:
     """Load what every worker has and wait until all of it is there; none takes more than `most` bytes of its
     GPU."""
-    for rank in staff.ranks:
-        staff.command(rank, Begin(spec, layout.on(rank % layout.workers), delay, most))
+    for worker in staff.workers:
+        staff.command(worker, Begin(spec, layout.on(worker % layout.workers), delay, most))
     limit_bytes(device, most)
     loaded = load_part(spec, device, layout.on(0))
-    for _ in staff.ranks:
+    for _ in staff.workers:
         _, answer = staff.wait()
         if isinstance(answer, Refused):
             raise UserError(answer.sentence)
@@ -345,7 +348,7 @@ def open_pipeline(
 
 
 def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
-    """Microbatch → what its passes of these kinds took, divided by the number of ranks."""
+    """Microbatch → what its passes of these kinds took, divided by the number of workers."""
     seconds: dict[int, float] = {}
     for report in reports:
         for one in report.times:

@@ -1,5 +1,5 @@
 """The process groups of a pipeline: between neighbours and between replicas of a stage, one for each
-direction and purpose; between the first rank and every other, one for commands and one for reports.
+direction and purpose; between the first worker and every other, one for commands and one for reports.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ FOREVER = timedelta(days=30)
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(minutes=5)
-"""How long a rank waits for the store to be there, or for another rank to come."""
+"""How long a worker waits for the store to be there, or for another worker to come."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
     """Which process of a pipeline this is."""
 
-    rank: int
-    ranks: int
-    local_rank: int = 0
-    """Among the ranks of this machine."""
-    local_ranks: int = 1
+    worker: int
+    workers: int
+    local_worker: int = 0
+    """Among the workers of this machine."""
+    local_workers: int = 1
     replicas: int = 1
-    """Copies of the pipeline; the first one's ranks come first, each replica's in the order of stages."""
+    """Copies of the pipeline; the first one's workers come first, each replica's in the order of stages."""
     ring: bool = False
-    """Whether there are more stages than ranks, so that the last rank hands on to the first."""
+    """Whether there are more stages than workers, so that the last worker hands on to the first."""
 
     @property
     def stages(self) -> int:
-        return self.ranks // self.replicas
+        return self.workers // self.replicas
 
     @property
     def stage(self) -> int:
-        return self.rank % self.stages
+        return self.worker % self.stages
 
     @property
     def replica(self) -> int:
-        return self.rank // self.stages
+        return self.worker // self.stages
 
 
 def place_here() -> WorkerPlace | None:
     """What torchrun, or our own launcher, says in the environment; None where this is the only process."""
-    ranks = _number("WORLD_SIZE", 1)
-    if ranks == 1 or "RANK" not in os.environ:
+    workers = _number("WORLD_SIZE", 1)
+    if workers == 1 or "RANK" not in os.environ:
         return None
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(
-            f"The environment says rank {os.environ['RANK']} of {ranks}, but not {missing[0]}; start the "
-            "ranks with torchrun or --pipeline, or unset RANK and WORLD_SIZE to train in one process"
+            f"The environment says worker {os.environ['RANK']} of {workers}, but not {missing[0]}; start the "
+            "workers with torchrun or --pipeline, or unset RANK and WORLD_SIZE to train in one process"
         )
-    return WorkerPlace(_number("RANK", 0), ranks, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1))
+    return WorkerPlace(_number("RANK", 0), workers, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1))
 
 
 def _number(name: str, otherwise: int) -> int:
@@ -85,15 +85,15 @@ def secret() -> bytes:
 
 def require_secret(place: WorkerPlace) -> None:
     """On one machine workers meet on its loopback; across machines anybody in the network could speak."""
-    if place.local_ranks < place.ranks and not secret():
+    if place.local_workers < place.workers and not secret():
         raise UserError(
-            f"The ranks of this run are on several machines, and {SECRET} is not set; set it to the same "
+            f"The workers of this run are on several machines, and {SECRET} is not set; set it to the same "
             "long random text on all of them, so that they take orders from one another only"
         )
 
 
 def attempt() -> int:
-    """How often torchrun has started all ranks again; our own launcher says so with the command line."""
+    """How often torchrun has started all workers again; our own launcher says so with the command line."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -102,27 +102,27 @@ class Wires:
     place: WorkerPlace
     lanes: Lanes
     commands: Mapping[int, Any]
-    """Rank → the group in which the first rank commands it."""
+    """Worker → the group in which the first worker commands it."""
     reports: Mapping[int, Any]
-    """Rank → the group in which it reports to the first rank."""
+    """Worker → the group in which it reports to the first worker."""
 
 
 def connect(place: WorkerPlace, device: torch.device) -> Wires:
-    """Meet the other ranks at the address in the environment, and lay all wires."""
-    # Not by `env://`: torchrun may keep its store over a restart, with addresses of ranks that are gone.
+    """Meet the other workers at the address in the environment, and lay all wires."""
+    # Not by `env://`: torchrun may keep its store over a restart, with addresses of workers that are gone.
     store = dist.PrefixStore(f"weftune/meet/{attempt()}", store_here(place))
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=FOREVER)
+    dist.init_process_group("gloo", store=store, rank=place.worker, world_size=place.workers, timeout=FOREVER)
     return lay_wires(place, device)
 
 
 def store_here(place: WorkerPlace) -> dist.TCPStore:
-    """A connection to the store at the address in the environment, the launcher's or the first rank's own.
+    """A connection to the store at the address in the environment, the launcher's or the first worker's own.
     Everybody who may wait in it needs one for itself."""
     launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=place.rank == 0 and not launchers,
+        is_master=place.worker == 0 and not launchers,
         wait_for_workers=False,
         multi_tenant=True,
         timeout=PATIENCE,
@@ -146,7 +146,7 @@ SMALL: tuple[Purpose, ...] = ("sums", "word")
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """From one rank to another, for one purpose."""
+    """From one worker to another, for one purpose."""
 
     purpose: Purpose
     sender: int
@@ -154,42 +154,42 @@ class _Way:
 
 
 def _ways(place: WorkerPlace) -> Iterator[_Way]:
-    """All that a run needs, of all ranks."""
+    """All that a run needs, of all workers."""
     stages = place.stages
     if place.ring:
-        yield _Way("activation", place.ranks - 1, 0)
-        yield _Way("gradient", 0, place.ranks - 1)
-    for first in range(0, place.ranks, stages):
-        for rank in range(first, first + stages - 1):
-            yield _Way("activation", rank, rank + 1)
-            yield _Way("gradient", rank + 1, rank)
-            yield _Way("word", rank, rank + 1)
+        yield _Way("activation", place.workers - 1, 0)
+        yield _Way("gradient", 0, place.workers - 1)
+    for first in range(0, place.workers, stages):
+        for worker in range(first, first + stages - 1):
+            yield _Way("activation", worker, worker + 1)
+            yield _Way("gradient", worker + 1, worker)
+            yield _Way("word", worker, worker + 1)
             if first == 0:
-                yield _Way("sums", rank + 1, rank)
+                yield _Way("sums", worker + 1, worker)
         if first > 0:
             yield _Way("word", 0, first)
-    for sender in range(place.ranks):
-        for receiver in range(sender % stages, place.ranks, stages):
+    for sender in range(place.workers):
+        for receiver in range(sender % stages, place.workers, stages):
             if receiver != sender:
                 yield _Way("share", sender, receiver)
 
 
 def lay_wires(place: WorkerPlace, device: torch.device) -> Wires:
-    """Every rank makes every group, in the same order, as torch wants it."""
+    """Every worker makes every group, in the same order, as torch wants it."""
     library = "nccl" if own_gpus(place, device) else "gloo"
     laid = {way: _group(way, "gloo" if way.purpose in SMALL else library) for way in _ways(place)}
     for way, group in laid.items():
         _greet(way, group, place, device if library == "nccl" else torch.device("cpu"))
-    others = range(1, place.ranks)
-    commands = {rank: _group(_Way("word", 0, rank), "gloo") for rank in others}
-    reports = {rank: _group(_Way("word", rank, 0), "gloo") for rank in others}
+    others = range(1, place.workers)
+    commands = {worker: _group(_Way("word", 0, worker), "gloo") for worker in others}
+    reports = {worker: _group(_Way("word", worker, 0), "gloo") for worker in others}
 
     def coming(purpose: Purpose) -> tuple[PeerLane, ...]:
-        mine = [way for way in laid if way.purpose == purpose and way.receiver == place.rank]
+        mine = [way for way in laid if way.purpose == purpose and way.receiver == place.worker]
         return tuple(PeerLane(laid[way], way.sender) for way in mine)
 
     def going(purpose: Purpose) -> tuple[PeerLane, ...]:
-        mine = [way for way in laid if way.purpose == purpose and way.sender == place.rank]
+        mine = [way for way in laid if way.purpose == purpose and way.sender == place.worker]
         return tuple(PeerLane(laid[way], way.receiver) for way in mine)
 
     lanes = Lanes(
@@ -208,24 +208,24 @@ def lay_wires(place: WorkerPlace, device: torch.device) -> Wires:
 
 
 def _only(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
-    assert len(lanes) <= 1, "a rank has one neighbour on each side"
+    assert len(lanes) <= 1, "a worker has one neighbour on each side"
     return lanes[0] if lanes else None
 
 
 def own_gpus(place: WorkerPlace, device: torch.device) -> bool:
-    """Whether every rank of this machine has a GPU for itself; NCCL wants that."""
-    return device.type == "cuda" and torch.cuda.device_count() >= place.local_ranks
+    """Whether every worker of this machine has a GPU for itself; NCCL wants that."""
+    return device.type == "cuda" and torch.cuda.device_count() >= place.local_workers
 
 
 def _greet(way: _Way, group: Any, place: WorkerPlace, device: torch.device) -> None:
-    """NCCL joins two ranks in their first message, and whoever comes first waits there for the other. With
+    """NCCL joins two workers in their first message, and whoever comes first waits there for the other. With
     receives posted ahead, neighbours would wait for one another forever, each in a way of its own."""
     if way.purpose in SMALL:
         return
     word = torch.zeros(1, device=device)
-    if place.rank == way.sender:
+    if place.worker == way.sender:
         dist.send(word, way.receiver, group=group)
-    if place.rank == way.receiver:
+    if place.worker == way.receiver:
         dist.recv(word, way.sender, group=group)
 
 

@@ -1,6 +1,6 @@
-"""Who is still there: every rank of a pipeline leaves a mark in the store, and looks at the others' marks.
+"""Who is still there: every worker of a pipeline leaves a mark in the store, and looks at the others' marks.
 
-A rank that died or hangs leaves none. Whoever notices ends its own process at once: nothing that is still
+A worker that died or hangs leaves none. Whoever notices ends its own process at once: nothing that is still
 running could come to a good end, and the launcher starts all of them again from the last checkpoints.
 """
 
@@ -19,11 +19,11 @@ from weftune.run.workers.groups import WorkerPlace, attempt
 
 EVERY = 1.0
 LOST_AFTER = 7.0
-"""Seconds without a new mark after which a rank counts as lost; with one look a second that is within 10."""
+"""Seconds without a new mark after which a worker counts as lost; checked every second, so within 10."""
 ABSENT_AFTER = 300.0
-"""Seconds after which a rank that never left a mark is lost, too: its machine may be slow to import."""
+"""Seconds after which a worker that never left a mark is lost, too: its machine may be slow to import."""
 LOST = 75
-"""The exit code of a rank that lost another: a failure that passes."""
+"""The exit code of a worker that lost another: a failure that passes."""
 
 
 class Heartbeat:
@@ -33,7 +33,7 @@ class Heartbeat:
         self._place = place
         self._store = store
         self._on_loss = on_loss or leave
-        # torchrun keeps its store when it starts all ranks again.
+        # torchrun keeps its store when it starts all workers again.
         self._attempt = attempt()
         self._stop = threading.Event()
         self._answered = time.monotonic()
@@ -43,24 +43,24 @@ class Heartbeat:
 
     def start(self) -> None:
         """Leave the first mark before meeting the others: who has met all can then miss each of them."""
-        self._store.set(self._key(self._place.rank), "0")
+        self._store.set(self._key(self._place.worker), "0")
         self._answered = time.monotonic()
         self._thread.start()
         self._watch.start()
 
     def stop(self) -> None:
-        """Say that this rank ends as it should, so that nobody misses it."""
+        """Say that this worker ends as it should, so that nobody misses it."""
         self._stop.set()
         self._thread.join(LOST_AFTER)
         # The launcher may have gone first; then nobody is left to tell.
         with suppress(DistStoreError, RuntimeError):
-            self._store.set(self._key(self._place.rank), "done")
+            self._store.set(self._key(self._place.worker), "done")
 
-    def _key(self, rank: int) -> str:
-        return f"weftune/beat/{self._attempt}/{rank}"
+    def _key(self, worker: int) -> str:
+        return f"weftune/beat/{self._attempt}/{worker}"
 
     def _beat(self) -> None:
-        others = [rank for rank in range(self._place.ranks) if rank != self._place.rank]
+        others = [worker for worker in range(self._place.workers) if worker != self._place.worker]
         marks: dict[int, bytes] = {}
         seen: dict[int, float] = {}
         number = 0
@@ -68,31 +68,31 @@ class Heartbeat:
         while not self._stop.wait(EVERY):
             number += 1
             try:
-                self._store.set(self._key(self._place.rank), str(number))
-                for rank in others:
-                    # A rank that has yet to start has left none.
-                    if self._store.check([self._key(rank)]):
-                        mark = self._store.get(self._key(rank))
-                        if mark != marks.get(rank) or mark == b"done":
-                            marks[rank], seen[rank] = mark, time.monotonic()
+                self._store.set(self._key(self._place.worker), str(number))
+                for worker in others:
+                    # A worker that has yet to start has left none.
+                    if self._store.check([self._key(worker)]):
+                        mark = self._store.get(self._key(worker))
+                        if mark != marks.get(worker) or mark == b"done":
+                            marks[worker], seen[worker] = mark, time.monotonic()
             except (DistStoreError, RuntimeError) as error:
-                self._lose(f"the store that all ranks share is gone: {error}")
+                self._lose(f"the store that all workers share is gone: {error}")
                 return
             self._answered = time.monotonic()
-            late = [rank for rank, when in seen.items() if time.monotonic() - when > LOST_AFTER]
+            late = [worker for worker, when in seen.items() if time.monotonic() - when > LOST_AFTER]
             if late:
-                self._lose(f"rank {late[0]} has given no sign of life for {LOST_AFTER:.0f} seconds")
+                self._lose(f"worker {late[0]} has given no sign of life for {LOST_AFTER:.0f} seconds")
                 return
-            absent = [rank for rank in others if rank not in seen]
+            absent = [worker for worker in others if worker not in seen]
             if absent and time.monotonic() - began > ABSENT_AFTER:
-                self._lose(f"rank {absent[0]} has not appeared in {ABSENT_AFTER:.0f} seconds")
+                self._lose(f"worker {absent[0]} has not appeared in {ABSENT_AFTER:.0f} seconds")
                 return
 
     def _watch_store(self) -> None:
         """A cut network answers neither yes nor no: what waits for the store would wait for minutes."""
         while not self._stop.wait(EVERY):
             if time.monotonic() - self._answered > LOST_AFTER:
-                self._lose(f"the store that all ranks share has not answered for {LOST_AFTER:.0f} seconds")
+                self._lose(f"the store that all workers share has not answered for {LOST_AFTER:.0f} seconds")
                 return
 
     def _lose(self, sentence: str) -> None:
@@ -101,6 +101,6 @@ class Heartbeat:
 
 
 def leave(sentence: str) -> None:
-    """End this process from whatever it is doing: its main thread may wait for a rank that is gone."""
+    """End this process from whatever it is doing: its main thread may wait for a worker that is gone."""
     print(f"weftune: {sentence}", file=sys.stderr, flush=True)
     os._exit(LOST)

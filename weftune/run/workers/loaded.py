@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weftune.base.host.streamed import StreamedBase
-from weftune.base.host.streamed_worker import load_rank
+from weftune.base.host.streamed_worker import load_on_worker
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
@@ -23,7 +23,7 @@ def load_part(spec: BaseSpec, device: torch.device, part: OnWorker) -> Base | St
     """A pipeline's worker has one stage, which stays; any other has stages that take turns."""
     if part.layout.pipelined:
         return load_stage(spec, device, part.held(part.worker))
-    return load_rank(spec, device, part)
+    return load_on_worker(spec, device, part)
 
 
 def base_of(loaded: Base | StreamedBase) -> Base:

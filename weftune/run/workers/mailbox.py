@@ -1,5 +1,5 @@
-"""Tensors from one rank to another: receives are posted ahead, and who sends keeps a tensor until it is there
-and never waits for that."""
+"""Tensors from one worker to another. Receives are posted ahead; a sender keeps each tensor until it has
+arrived, and never waits for that."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ AHEAD = 2
 
 
 class PeerLost(RuntimeError):
-    """Another rank is gone: what was to come from it, or go to it, never will."""
+    """Another worker is gone: what was to come from it, or go to it, never will."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLane:
-    """One direction between two ranks: its own process group, so that nothing stands in its way."""
+    """One direction between two workers: its own process group, so that nothing stands in its way."""
 
     group: Any
     peer: int
 
 
 class Inbox:
-    """Tensors from one rank, in order, a few of them posted ahead."""
+    """Tensors from one worker, in order, a few of them posted ahead."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -51,7 +51,7 @@ class Inbox:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLost(f"rank {self._lane.peer} is gone: {error}") from error
+            raise PeerLost(f"worker {self._lane.peer} is gone: {error}") from error
         self._post()
         return buffer.to(self._device, non_blocking=True) if self._staged else buffer
 
@@ -68,14 +68,14 @@ class Inbox:
 
 
 class Outbox:
-    """Tensors for one rank. A thread sends them in order, so that the sender never waits for its peer."""
+    """Tensors for one worker. A thread sends them in order, so that the sender never waits for its peer."""
 
     def __init__(self, lane: PeerLane, delay: float = 0.0) -> None:
         self._lane = lane
         self._delay = delay
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name=f"to rank {lane.peer}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"to worker {lane.peer}", daemon=True)
         self._thread.start()
 
     def send(self, tensor: Tensor) -> None:
@@ -100,7 +100,7 @@ class Outbox:
 
     def _raise(self) -> None:
         if self._error is not None:
-            raise PeerLost(f"rank {self._lane.peer} is gone: {self._error}") from self._error
+            raise PeerLost(f"worker {self._lane.peer} is gone: {self._error}") from self._error
 
     def _serve(self) -> None:
         number = 0
@@ -121,7 +121,7 @@ class Outbox:
 
 
 class DirectOutbox:
-    """Tensors for a rank with a GPU of its own: the library orders them behind the compute."""
+    """Tensors for a worker with a GPU of its own: the library orders them behind the compute."""
 
     def __init__(self, lane: PeerLane) -> None:
         self._lane = lane

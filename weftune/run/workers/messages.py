@@ -1,4 +1,4 @@
-"""What the first rank of a pipeline tells the others, and what they answer.
+"""What the first worker of a pipeline tells the others, and what they answer.
 
 Commands are obeyed one after another, in the order in which they were given. A worker never decides.
 """
@@ -39,7 +39,7 @@ class Begin:
     part: OnWorker
     delay: float = 0.0
     most: int | None = None
-    """Bytes that the rank may take of its GPU, if not all."""
+    """Bytes that the worker may take of its GPU, if not all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Attach:
     recipe: Recipe
     checkpoints: Path
     resumes: bool
-    """Whether the first rank found a checkpoint there."""
+    """Whether the first worker found a checkpoint there."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgram:
     program: Program
     microbatches: Mapping[int, Microbatch]
-    """Those that the rank's replica runs."""
+    """Those that the worker's replica runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,14 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class SaveSlice:
-    """Only the first replica's ranks are told: the others hold the same."""
+    """Only the first replica's workers are told: the others hold the same."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Give up the job; the first replica's ranks hand its weights over."""
+    """Give up the job; the first replica's workers hand its weights over."""
 
     job: str
 
@@ -124,14 +124,14 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A user's mistake that only this rank could see; the sentence is for the first rank to show."""
+    """A user's mistake that only this worker could see; the sentence is for the first worker to show."""
 
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last that is heard of a rank that was sent home."""
+    """The last that is heard of a worker that was sent home."""
 
 
 Answer = Begun | Saved | Through | HandedOver | Refused | Ended
@@ -141,8 +141,8 @@ class Orders:
     """The worker's side: commands in, answers out. A thread hears commands, for one cannot wait."""
 
     def __init__(self, wires: Wires) -> None:
-        rank = wires.place.rank
-        self._commands, self._reports = wires.commands[rank], wires.reports[rank]
+        worker = wires.place.worker
+        self._commands, self._reports = wires.commands[worker], wires.reports[worker]
         self._heard: queue.Queue[Command | PeerLost | Forged] = queue.Queue()
         self.overdue = threading.Event()
         """Whether the Program that runs is to end early."""
@@ -175,26 +175,26 @@ class Orders:
 
 
 class Staff:
-    """The first rank's side: a thread for every worker hears its answers, so that nobody waits for them."""
+    """The first worker's side: a thread for every worker hears its answers, so that nobody waits for them."""
 
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
-        self.ranks = tuple(wires.commands)
-        self.first_replica = tuple(rank for rank in self.ranks if rank < wires.place.stages)
+        self.workers = tuple(wires.commands)
+        self.first_replica = tuple(worker for worker in self.workers if worker < wires.place.stages)
         """Those who write checkpoints and hand adapters over."""
         self._heard: queue.Queue[tuple[int, Answer | PeerLost | Forged]] = queue.Queue()
         self._listeners = [
-            threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.ranks
+            threading.Thread(target=self._listen, args=(worker,), daemon=True) for worker in self.workers
         ]
         for listener in self._listeners:
             listener.start()
 
-    def command(self, rank: int, command: Command) -> None:
-        send_message(command, self.wires.commands[rank], rank)
+    def command(self, worker: int, command: Command) -> None:
+        send_message(command, self.wires.commands[worker], worker)
 
     def command_all(self, command: Command) -> None:
-        for rank in self.ranks:
-            self.command(rank, command)
+        for worker in self.workers:
+            self.command(worker, command)
 
     def dismiss(self) -> None:
         """Send all workers home, and hear of it."""
@@ -212,20 +212,20 @@ class Staff:
     def wait(self) -> tuple[int, Answer]:
         return self._checked(*self._heard.get())
 
-    def _checked(self, rank: int, answer: Answer | PeerLost | Forged) -> tuple[int, Answer]:
+    def _checked(self, worker: int, answer: Answer | PeerLost | Forged) -> tuple[int, Answer]:
         if isinstance(answer, PeerLost | Forged):
             raise answer
-        return rank, answer
+        return worker, answer
 
-    def _listen(self, rank: int) -> None:
+    def _listen(self, worker: int) -> None:
         answer: Answer | PeerLost | Forged | None = None
         while not isinstance(answer, Ended | PeerLost | Forged):
             try:
-                answer = receive_message(self.wires.reports[rank], rank)
+                answer = receive_message(self.wires.reports[worker], worker)
             except (PeerLost, Forged) as mistrusted:
                 answer = mistrusted
             assert answer is not None
-            self._heard.put((rank, answer))
+            self._heard.put((worker, answer))
 
 
 KNOWN = {**records_in(Command), **records_in(Answer), **records_in(AdapterSpec)}
@@ -238,7 +238,7 @@ def send_message(message: Command | Answer, group: Any, peer: int) -> None:
         dist.send(torch.tensor([len(payload)]), peer, group=group)
         dist.send(payload, peer, group=group)
     except RuntimeError as error:
-        raise PeerLost(f"rank {peer} is gone: {error}") from error
+        raise PeerLost(f"worker {peer} is gone: {error}") from error
 
 
 def receive_message(group: Any, peer: int) -> Any:
@@ -248,5 +248,5 @@ def receive_message(group: Any, peer: int) -> Any:
         payload = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(payload, peer, group=group)
     except RuntimeError as error:
-        raise PeerLost(f"rank {peer} is gone: {error}") from error
+        raise PeerLost(f"worker {peer} is gone: {error}") from error
     return decode(payload.numpy().tobytes(), KNOWN, secret())

@@ -20,7 +20,7 @@ LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def bind_interface(place: WorkerPlace) -> None:
     """Tell the libraries which interface reaches the others. Where all are on this machine gloo listens on
     the loopback alone; NCCL finds other ways there than the network."""
-    alone = place.local_ranks == place.ranks
+    alone = place.local_workers == place.workers
     found = loopback() if alone else interface_towards(os.environ["MASTER_ADDR"])
     if found is not None:
         for name in LIBRARIES[:1] if alone else LIBRARIES:

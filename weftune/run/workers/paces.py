@@ -67,10 +67,10 @@ class Paces:
         return all(stage.forwards and stage.backwards for stage in self._stages)
 
     def learn(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """`reports` come rank by rank, replica after replica. A Step is of all stages of its rank."""
-        for rank, report in enumerate(reports):
-            homes = program.homes(program.replica(rank))
-            here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == rank]
+        """`reports` come worker by worker, replica after replica. A Step is of all stages of its worker."""
+        for worker, report in enumerate(reports):
+            homes = program.homes(program.replica(worker))
+            here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == worker]
             for one in report.times:
                 self._learn(one, program, here)
 

@@ -1,7 +1,7 @@
 """What replicas of a stage made of a job's batch, handed out to one another and added up.
 
 Everybody adds in the order of replicas, so that all of them hold the same bits, and two runs do too. Handing
-out never waits: gradients cross while the ranks compute on.
+out never waits: gradients cross while the workers compute on.
 
 Shapes: N numbers of a message: a stage's slice of the gradient, and behind it loss and hits.
 """
@@ -25,17 +25,17 @@ Key = tuple[str, int]
 
 
 class _Replica:
-    """What comes from the rank of one other replica, in the order of that rank's list."""
+    """What comes from the worker of one other replica, in the order of that worker's list."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
-        self.rank = lane.peer
+        self.worker = lane.peer
         self._inbox = Inbox(lane, dtype, device)
         self._coming: deque[Key] = deque()
         self._came: dict[Key, Tensor] = {}
 
     def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
         coming = [
-            one for one in program.devices[self.rank] if isinstance(one, Reduce) and one.what == "gradient"
+            one for one in program.devices[self.worker] if isinstance(one, Reduce) and one.what == "gradient"
         ]
         self._coming.extend((one.job, one.step) for one in coming)
         self._inbox.expect((sizes[one.job] + BEHIND,) for one in coming)
@@ -51,7 +51,7 @@ class _Replica:
 
 
 class Exchange:
-    """One rank's side, for the ranks that hold its stage in other replicas; without any it has no use."""
+    """One worker's side, for the workers that hold its stage in other replicas; without any it has no use."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Exchange:
         for outbox in self.outboxes:
             outbox.send(message_N)
 
-    def sum(self, key: Key, rank: int) -> Tensor:
+    def sum(self, key: Key, worker: int) -> Tensor:
         """What all replicas handed out, in their order; waits for the last of them."""
-        parts_N = {other.rank: other.take(key) for other in self._others if other.contributes(key)}
+        parts_N = {other.worker: other.take(key) for other in self._others if other.contributes(key)}
         if key in self._own:
-            parts_N[rank] = self._own.pop(key)
+            parts_N[worker] = self._own.pop(key)
         first, *others = (parts_N[one] for one in sorted(parts_N))
         total_N = first.clone()
         for part_N in others:

@@ -1,5 +1,5 @@
-"""Which of a machine's GPUs hang under one root complex, and in which order ranks take them where they stream
-a base together: so that stages that come at one time share none (Mobius 3.3)."""
+"""The PCIe root complex of each GPU, and the order in which workers that stream a base together take GPUs:
+stages that are loaded at the same time share no root complex (Mobius 3.3)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weftune.plan.layout.mapping import Topology, cross_order
 
 PCI = Path("/sys/bus/pci/devices")
 STAGES = 4
-"""To a GPU, as the order is judged: how many there will be is not known yet when ranks take their GPUs."""
+"""To a GPU, as the order is judged: how many there will be is not known yet when workers take their GPUs."""
 
 
 def crossed_gpus(count: int) -> tuple[int, ...]:
-    """For each of so many ranks the number of its GPU."""
+    """For each of so many workers the number of its GPU."""
     addresses = [_address(number) for number in range(count)]
     return cross_mapped([None if address is None else root_of(address) for address in addresses])
 

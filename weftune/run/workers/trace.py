@@ -1,4 +1,4 @@
-"""What every rank of a pipeline did and when, as Chrome's trace viewer and Perfetto read it."""
+"""What every worker of a pipeline did and when, as Chrome's trace viewer and Perfetto read it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ KEPT = 200_000
 class Trace:
     def __init__(self) -> None:
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self._ranks = 0
+        self._workers = 0
 
     def add(self, program: Program, reports: Sequence[WorkerReport]) -> None:
         """The window that has just run."""
-        self._ranks = max(self._ranks, len(reports))
-        for rank, report in enumerate(reports):
+        self._workers = max(self._workers, len(reports))
+        for worker, report in enumerate(reports):
             for one in report.times:
                 self._events.append(
                     {
@@ -45,7 +45,7 @@ class Trace:
                         "cat": type(one.action).__name__,
                         "ph": "X",
                         "pid": 0,
-                        "tid": rank,
+                        "tid": worker,
                         "ts": round(one.start * 1e6),
                         "dur": round((one.stop - one.start) * 1e6),
                         "args": _about(one.action, program),
@@ -54,17 +54,17 @@ class Trace:
 
     def write(self, path: Path) -> None:
         names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in range(self._ranks)
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": {"name": f"worker {worker}"}}
+            for worker in range(self._workers)
         ]
         path.write_text(json.dumps({"traceEvents": [*names, *self._events], "displayTimeUnit": "ms"}))
 
 
 def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
-    """What was measured, in the simulator's own terms: a rank is busy in its passes and its Steps."""
+    """What was measured, in the simulator's own terms: a worker is busy in its passes and its Steps."""
     passes = [
-        Event(rank, Lane.compute, one.action, one.start, one.stop)
-        for rank, report in enumerate(reports)
+        Event(worker, Lane.compute, one.action, one.start, one.stop)
+        for worker, report in enumerate(reports)
         for one in report.times
         if isinstance(one.action, Forward | Backward | Evaluate | Step)
     ]

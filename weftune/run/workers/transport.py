@@ -1,5 +1,5 @@
 """Hidden states and gradients between neighbours of a pipeline, moved while the device computes, and what
-ranks tell one another to agree on steps. Receives are posted ahead in the order of the Program, which fixes
+workers tell one another to agree on steps. Receives are posted ahead in the order of the Program, which fixes
 their shapes.
 
 Shapes: T rows of a microbatch, D hidden width.
@@ -26,7 +26,7 @@ SUMS = 4
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a rank exchanges with others; None where it has no neighbour on that side."""
+    """What a worker exchanges with others; None where it has no neighbour on that side."""
 
     activation_in: PeerLane | None
     activation_out: PeerLane | None
@@ -36,7 +36,7 @@ class Lanes:
     """What a batch came to on the stages after."""
     sums_out: PeerLane | None
     word_in: PeerLane | None
-    """The first rank's word on a step: from the stage before, and to a replica's first stage from itself."""
+    """The first worker's decision on a step: from the stage before; a replica's first has it directly."""
     words_out: tuple[PeerLane, ...]
     shares_in: tuple[PeerLane, ...] = ()
     """What the same stage made of a batch in the other replicas, in their order."""
@@ -44,7 +44,7 @@ class Lanes:
 
 
 class Transport:
-    """All that passes between a rank and its neighbours while a Program runs."""
+    """All that passes between a worker and its neighbours while a Program runs."""
 
     def __init__(
         self, lanes: Lanes, width: int, dtype: torch.dtype, device: torch.device, delay: float = 0.0
@@ -62,9 +62,9 @@ class Transport:
         self._words_out = [outbox_for(lane, cpu) for lane in lanes.words_out]
         self.exchange = Exchange(lanes.shares_in, lanes.shares_out, master_dtype(dtype), device, delay)
 
-    def expect(self, program: Program, rank: int, sizes: Mapping[str, int]) -> None:
-        """Post the receives of a rank's list ahead. `sizes` are the parameters of every job's slice here."""
-        actions = program.devices[rank]
+    def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
+        """Post the receives of a worker's list ahead. `sizes`: the parameters of every job's slice here."""
+        actions = program.devices[worker]
         self.exchange.expect(program, sizes)
         rows = [microbatch.rows for microbatch in program.microbatches]
         for inbox, what in ((self._activation_in, "activation"), (self._gradient_in, "gradient")):
@@ -101,14 +101,14 @@ class Transport:
         self._sums_out.send(sums)
 
     def word_from_before(self) -> Tensor:
-        """The first rank's word on the next step, handed on at once."""
-        assert self._word_in is not None, "the first rank decides by itself"
+        """The first worker's word on the next step, handed on at once."""
+        assert self._word_in is not None, "the first worker decides by itself"
         word = self._word_in.take()
         self.word_on(word)
         return word
 
     def word_on(self, word: Tensor) -> None:
-        """To the stage after, and from the first rank to the other replicas too."""
+        """To the stage after, and from the first worker to the other replicas too."""
         for outbox in self._words_out:
             outbox.send(word)
 

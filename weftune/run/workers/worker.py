@@ -1,4 +1,4 @@
-"""Every rank of a pipeline but the first: it loads what it has of the base and obeys, command by command."""
+"""Every worker of a pipeline but the first: it loads its part of the base and obeys, command by command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weftune.run.workers.transport import Transport
 
 
 def serve(wires: Wires, device: torch.device) -> None:
-    """Obey until the first rank says that it is over."""
+    """Obey until the first worker says that it is over."""
     orders = Orders(wires)
     first = orders.take()
     if isinstance(first, End):
@@ -45,7 +45,7 @@ def serve(wires: Wires, device: torch.device) -> None:
     try:
         worker = Worker(wires, orders, first, device)
     except UserError as error:
-        orders.answer(Refused(f"rank {wires.place.rank}: {error}"))
+        orders.answer(Refused(f"worker {wires.place.worker}: {error}"))
         last = orders.take()
         assert isinstance(last, End), f"who refused is sent home, not told {last}"
         orders.answer(Ended())
@@ -63,7 +63,7 @@ class Worker:
         self.base = base_of(loaded)
         width, dtype = self.base.shape.hidden, self.base.dtype
         self.transport = Transport(wires.lanes, width, dtype, device, begin.delay)
-        self.executor, self.agreed = worker_executor(loaded, begin.part, self.transport, self.place.rank)
+        self.executor, self.agreed = worker_executor(loaded, begin.part, self.transport, self.place.worker)
         self._checkpoints: dict[str, Path] = {}
 
     def obey(self) -> None:
@@ -96,7 +96,7 @@ class Worker:
         )
         if attach.resumes:
             found = checkpoint.restore(attach.checkpoints, training)
-            assert found, f"the checkpoint of {job} that the first rank found is not here"
+            assert found, f"the checkpoint of {job} that the first worker found is not here"
         self.executor.attach(training)
         self._checkpoints[job] = attach.checkpoints
 
@@ -112,7 +112,7 @@ class Worker:
         training = self.executor.aboard[job]
         step = training.progress.step
         try:
-            written = write_slice(self._checkpoints[job], training, self.place.rank)
+            written = write_slice(self._checkpoints[job], training, self.place.worker)
         except OSError as error:
             self.orders.answer(Saved(job, step, None, str(error)))
             return
@@ -122,7 +122,7 @@ class Worker:
         training = self.executor.detach(job)
         del self._checkpoints[job]
         if self.place.replica > 0:
-            # The first replica's ranks hold the same, and hand it over.
+            # The first replica's workers hold the same, and hand it over.
             return
         best = None if training.best is None else training.best.cpu()
         self.orders.answer(HandedOver(job, training.layout, training.master.cpu(), best))

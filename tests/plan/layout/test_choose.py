@@ -1,0 +1,96 @@
+"""How to run is decided in one place: which layout each machine gets, for whom, and by which memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tests.plan.outlooks import SHAPE, outline
+from weftune.core.shapes import LayerRange
+from weftune.errors import PlanError
+from weftune.jobs.store.scheduler import admit
+from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.layout.choose import PIPELINE_ROUNDS, WINDOW_ROUNDS, Choice, Machine, choose, fitting
+from weftune.plan.layout.one_device import gpu_place
+from weftune.plan.program.layout import in_stages, one_device
+
+GIB = 1 << 30
+
+
+def gpu(gib: float, **changes) -> Machine:
+    return Machine(
+        on_gpu=True,
+        budget=int(gib * GIB),
+        host_budget=1 << 50,
+        gpu=lambda budget, host: gpu_place(budget, host, 25e9, 300e12),
+        **changes,
+    )
+
+
+def shapes(count: int, rank: int = 16):
+    jobs = [outline(f"job{at}", 300, rank=rank).shape for at in range(count)]
+    return [replace(job, order=at, batch_tokens=8 * job.longest) for at, job in enumerate(jobs)]
+
+
+def chosen(machine: Machine, count: int = 2, rank: int = 16) -> Choice:
+    return choose(SHAPE, shapes(count, rank), machine)
+
+
+def test_a_base_that_fits_a_device_lies_there_whole():
+    found = chosen(gpu(70, stream_budget=70 * GIB))
+    assert found.layout == one_device(SHAPE.layers)
+    assert (found.streamed, found.rounds, found.capacity) == (False, WINDOW_ROUNDS, 8192)
+    assert found.note == "", "a run says nothing of what everybody expects"
+
+
+def test_a_base_that_does_not_fit_is_streamed_unless_it_is_loaded_already():
+    found = chosen(gpu(12, stream_budget=12 * GIB))
+    assert found.streamed
+    assert any(not stage.resident for stage in found.layout.stages)
+    assert found.bytes <= 12 * GIB < SHAPE.base_bytes
+    assert found.note == f"The base is {found.why}."
+    assert not chosen(gpu(12)).streamed
+
+
+def test_several_workers_hold_a_stage_each_and_stream_only_where_it_does_not_fit():
+    found = chosen(gpu(24, workers=4, stream_budget=24 * GIB))
+    assert found.layout.pipelined
+    assert (found.layout.workers, found.rounds) == (4, PIPELINE_ROUNDS)
+    tight = chosen(gpu(5, workers=4, stream_budget=5 * GIB))
+    assert (tight.streamed, tight.layout.workers, tight.layout.pipelined) == (True, 4, False)
+    assert tight.bytes <= 5 * GIB
+    assert tight.loads is not None
+
+
+def test_replicas_of_one_worker_hold_all_of_the_base():
+    found = chosen(gpu(70, workers=1, replicas=2))
+    assert (len(found.layout.stages), found.layout.replicas) == (1, 2)
+
+
+def test_where_nothing_fits_it_says_what():
+    with pytest.raises(PlanError, match="one layer of the base needs"):
+        chosen(gpu(2, stream_budget=2 * GIB))
+
+
+@pytest.mark.parametrize("gib", [22, 26, 40])
+def test_its_company_is_whom_the_scheduler_lets_aboard(gib):
+    jobs = shapes(6, rank=64)
+    jobs[1] = replace(jobs[1], trainable=10**11)
+    jobs[4] = replace(jobs[4], priority=1)
+    found = choose(SHAPE, jobs, gpu(gib))
+    assert tuple(job.name for job in found.company) == admit(jobs, [], found.memory.why_not).admitted
+    assert found.company == fitting(jobs, found.memory)
+
+
+def test_the_stage_that_needs_most_is_counted_and_not_the_one_with_the_most_weights():
+    """An end has a large matrix; what stands between has more layers, which keep more."""
+    cuts = (0, 8, 17, 26, SHAPE.layers)
+    held = [LayerRange(start, stop, SHAPE.layers) for start, stop in pairwise(cuts)]
+    memory = MemoryModel(SHAPE, 20 * GIB, fused=True, layout=in_stages(held))
+    needs = [need.total(memory.fit) for need in memory.worker_needs(shapes(1), 8192)]
+    assert needs.index(max(needs)) in (1, 2)
+    assert memory.peak_bytes(shapes(1), 8192) == max(needs)
+    capacity = memory.capacity(shapes(1), 8192)
+    assert memory.peak_bytes(shapes(1), capacity) <= memory.budget

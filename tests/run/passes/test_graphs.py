@@ -1,0 +1,39 @@
+"""Passes of a base that stays on its device: who is in a microbatch says whether it may be captured."""
+
+import pytest
+import torch
+
+from tests import bench
+from tests.adapters.aboard import attach, together
+from tests.adapters.test_kinds import company, drawn
+from tests.adapters.toys import toys  # noqa: F401 (a fixture)
+from tests.base.packs import random_samples
+from weftune.ops.lora.routes import Route
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.graphs import CapturedPasses
+from weftune.run.passes.plain import PlainPasses
+from weftune.run.passes.rows import RowsHere, Visitor, lay
+
+
+@pytest.mark.usefixtures("toys")
+def test_kinds_without_kernels_are_never_missing_from_passes_that_could_be_captured():
+    """Here nothing can be: a pass that asked for it would fail."""
+    base = bench.base("gpt2")
+    adapted = AdaptedBase(base, Route.tiled)
+    for seed, (job, spec) in enumerate(company("gpt2").items()):
+        attach(adapted.banks, base, job, spec, drawn(base, spec, seed))
+    microbatch = together(["lora", "gate"], random_samples((5, 6)))
+    laid = lay(microbatch, microbatch.rows, bench.CPU)
+    plain = PlainPasses(adapted, {0: base})
+    gradients = []
+    for passes in (plain, CapturedPasses(plain), CapturedPasses(plain)):
+        for aboard in adapted.banks.aboard.values():
+            aboard.gradient.zero_()
+        visitor, rows = Visitor(0, 0), RowsHere(laid)
+        made = passes.forward(visitor, rows, None, keep=True)
+        assert made.settled
+        passes.backward(visitor, rows, None, torch.ones_like(made.h_TD))
+        gradients.append([adapted.banks.aboard[job].gradient.clone() for job in ("lora", "gate")])
+    for found in gradients:
+        assert all(gradient.norm() > 1e-3 for gradient in found)
+        assert all(map(torch.equal, found, gradients[0]))

@@ -1,0 +1,114 @@
+"""A bank for kinds that say in plain torch what one job does at one site: on every route one after another.
+
+Shapes: T rows, K inputs, N outputs of a site; L rows of one job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteParts
+from weftune.adapters.vector import SHARED
+from weftune.core.batch import Segment
+from weftune.core.shapes import SiteShape
+from weftune.ops.accumulate import accumulated
+from weftune.ops.site import RowScale
+
+
+@dataclass(frozen=True, slots=True)
+class JobAt:
+    """A job at one site in one pass: its rows, and its weights as autograd sees them."""
+
+    member: Member
+    site: SiteShape
+    segment: Segment
+    bound: Pass
+    weights: Parameters
+
+    def trained(self, name: str) -> Tensor:
+        """A parameter of this site; its gradient finds its way."""
+        return self._trained(self.site.name, name)
+
+    def shared(self, name: str) -> Tensor:
+        """A parameter that all sites share, likewise."""
+        return self._trained(SHARED, name)
+
+    def constant(self, name: str) -> Tensor:
+        """One of the kind's constants."""
+        return self.weights[SHARED, name]
+
+    def _trained(self, site: str, name: str) -> Tensor:
+        total = self.bound.totals[self.member.job][site, name]
+        return accumulated(self.weights[site, name], total, self.bound.anchor)
+
+
+@dataclass(frozen=True, slots=True)
+class JobPart:
+    """What a job does to its rows: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b, any of it absent."""
+
+    add: Callable[[Tensor], Tensor] | None = None
+    """x_LK → what is added, [L, N]."""
+    g_in_K: Tensor | None = None
+    g_out_N: Tensor | None = None
+    scales_bias: bool = False
+    """Whether g_out scales b, too."""
+
+
+class PlainBank:
+    tiled = False
+
+    def __init__(self, sites: Sequence[SiteShape], part: Callable[[JobAt], JobPart]) -> None:
+        self._sites = {site.name: site for site in sites}
+        self._part = part
+        self._aboard: dict[str, tuple[Member, Parameters]] = {}
+
+    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
+        self._aboard[member.job] = member, weights
+
+    def detach(self, job: str) -> None:
+        del self._aboard[job]
+
+    def resize(self, slots: int) -> None:
+        """Slots are nothing to it."""
+
+    def limits(self) -> None:
+        return None
+
+    def present(self, bound: Pass) -> bool:
+        return any(segment.through in self._aboard for segment in bound.microbatch.segments)
+
+    def parts(self, site: str, bound: Pass) -> SiteParts:
+        added, g_in, g_out = [], [], []
+        for segment in bound.microbatch.segments:
+            if segment.through not in self._aboard:
+                continue
+            member, weights = self._aboard[segment.through]
+            part = self._part(JobAt(member, self._sites[site], segment, bound, weights))
+            start, stop = segment.start, segment.stop
+            if part.add is not None:
+                added.append((segment, part.add))
+            if part.g_in_K is not None:
+                g_in.append(RowScale(start, stop, part.g_in_K))
+            if part.g_out_N is not None:
+                g_out.append(RowScale(start, stop, part.g_out_N, part.scales_bias))
+
+        def add(x_TK: Tensor, y_TN: Tensor) -> Tensor:
+            return _with_rows(y_TN, [(segment, one(x_TK[segment.rows])) for segment, one in added])
+
+        return SiteParts(add if added else None, tuple(g_in), tuple(g_out))
+
+    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
+        raise AssertionError("a kind in plain torch has no kernels")
+
+
+def _with_rows(y_TN: Tensor, added: Sequence[tuple[Segment, Tensor]]) -> Tensor:
+    """y with every segment's values added to its rows."""
+    parts, row = [], 0
+    for segment, value_LN in sorted(added, key=lambda one: one[0].start):
+        parts += [y_TN[row : segment.start], y_TN[segment.rows] + value_LN]
+        row = segment.stop
+    return torch.cat([*parts, y_TN[row:]])

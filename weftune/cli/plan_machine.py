@@ -1,0 +1,172 @@
+"""The machine that a plan is made for, as a run would find it: this one, or one by its data sheet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weftune.base.spec import BaseSpec
+    from weftune.cli.plan import Wanted
+    from weftune.plan.cost.profile import Profile
+    from weftune.plan.layout.choose import Machine
+    from weftune.plan.layout.foresee import StageTimes
+    from weftune.plan.layout.need import StreamDevice
+    from weftune.run.measure.link import HostLink
+
+ENOUGH = 1 << 50
+"""Bytes of host memory: a cluster's description does not tell how much there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The workers that jobs get, and what `weftune train` is told for it."""
+
+    machine: Machine
+    flags: str = ""
+    shares: int = 1
+    """Devices that each hold the whole base and train a share of the jobs; the machine is one of them."""
+
+
+def way_of(wanted: Wanted) -> Way:
+    """As many workers as were asked for; else by the rule of `--pipeline auto`: shares where the base fits a
+    device, else as few stages as fit, else all devices stream it together."""
+    from weftune.errors import PlanError
+    from weftune.plan.cost.memory import SPARE
+    from weftune.plan.layout.cut import measured_costs, typical_work
+    from weftune.plan.layout.one_device import fits_whole
+    from weftune.plan.layout.stage_count import Devices, choose_stages
+
+    asked, devices = wanted.asked, wanted.cluster.devices
+    if asked.pipeline is not None and asked.pipeline > 1:
+        return _in_workers(wanted, asked.pipeline)
+    if asked.pipeline is None and (len(devices) == 1 or asked.replicas > 1):
+        return Way(machine_of(wanted))
+    one = machine_of(replace(wanted, asked=replace(asked, replicas=1)))
+    kind = "GPU" if one.on_gpu else "machine"
+    found = Devices(kind, len(devices), one.budget, one.taken, one.on_gpu).shared_by(asked.replicas)
+    count = len(wanted.jobs) if asked.replicas == 1 else 1
+    profile = one.profile
+    costs = measured_costs(profile, wanted.shape, typical_work(wanted.shape, one.most)) if profile else None
+    try:
+        chosen = choose_stages(wanted.shape, found, SPARE, count, costs)
+    except PlanError:
+        if not one.on_gpu or len(devices) == 1:
+            raise
+        return _in_workers(wanted, len(devices), streamed=True)
+    if chosen.stages > 1:
+        return _in_workers(wanted, chosen.stages)
+    if chosen.shares == 1:
+        return Way(one)
+    if not fits_whole(wanted.shape, wanted.shapes, one.budget):
+        # A share would refuse the job that does not fit.
+        return _in_workers(wanted, len(devices), streamed=True)
+    return Way(one, f"--gpus {chosen.shares}", chosen.shares)
+
+
+def _in_workers(wanted: Wanted, workers: int, streamed: bool = False) -> Way:
+    return Way(machine_of(wanted, workers, streamed), f"--pipeline {workers}")
+
+
+def machine_of(wanted: Wanted, workers: int = 1, streamed: bool = False) -> Machine:
+    """`streamed`: several workers may stream the base although nobody has said of how much memory."""
+    from weftune.plan.layout.choose import PROCESS_BYTES, Machine
+
+    asked, devices = wanted.asked, wanted.cluster.devices
+    on_gpu, processes = devices[0].is_gpu, workers * asked.replicas
+    profile = profile_of(wanted)
+    budget = asked.memory or min(device.budget for device in devices)
+    # GPUs are divided where there are more workers than GPUs; the processes of a CPU share its memory.
+    sharing = max(1, processes // len(devices)) if on_gpu else processes
+    limit = asked.limit if workers > 1 or not on_gpu else budget
+    if workers > 1 and on_gpu and limit is not None:
+        limit //= sharing
+    return Machine(
+        on_gpu=on_gpu,
+        budget=budget // sharing,
+        taken=0 if on_gpu else (profile.process_bytes if profile else 0) or PROCESS_BYTES,
+        stream_budget=budget // sharing if streamed else limit,
+        host_budget=host_budget() if asked.here else ENOUGH,
+        workers=workers,
+        replicas=asked.replicas,
+        profile=profile,
+        worker_profile=profile if processes == 1 else profile_of(wanted, processes),
+        gpu=lambda own, host: gpu_of(wanted, own, host, workers),
+    )
+
+
+def profile_of(wanted: Wanted, neighbours: int = 1) -> Profile | None:
+    """Of this machine for this base, where `weftune doctor --profile` has made one."""
+    from weftune.plan.cost.cluster import gpu_here
+    from weftune.plan.cost.profile import profile_here
+
+    if not wanted.asked.here:
+        return None
+    return profile_here(wanted.shape, gpu_here() if wanted.cluster.devices[0].is_gpu else None, neighbours)
+
+
+def times_of(wanted: Wanted, machine: Machine) -> StageTimes:
+    """By the profile of a worker, else by the data sheet."""
+    from weftune.plan.cost.prior import counted
+    from weftune.plan.cost.profile_cost import directions, step_rate
+    from weftune.plan.cost.time import Rate
+    from weftune.plan.layout.foresee import StageTimes
+
+    shape, profile = wanted.shape, machine.worker_profile or machine.profile
+    if profile is not None:
+        return StageTimes(shape.layers, directions(profile, shape), step_rate(profile))
+    sheet = counted(shape).times(1 / wanted.speeds[0].flops)
+    handed = shape.hidden * shape.bytes_per_value
+    return StageTimes(shape.layers, sheet, Rate(), wanted.cluster.link, handed)
+
+
+def source_of(wanted: Wanted, machine: Machine, place: StreamDevice | None) -> str:
+    """Where times come from; `place` is what a base is streamed to."""
+    from weftune.plan.cost import profile_cost
+
+    sheet = wanted.speeds[0]
+    if place is not None:
+        if not machine.on_gpu:
+            return "a pretended device's, not measured"
+        measured = "foreseen from this GPU's link and products, measured just now"
+        return sheet.source if place.flops == sheet.flops else measured
+    profile = machine.worker_profile or machine.profile
+    return sheet.source if profile is None else profile_cost.source_of(profile)
+
+
+def gpu_of(wanted: Wanted, budget: int, host: int, workers: int) -> StreamDevice:
+    """The device as the run would find it; one that is not here by its data sheet. Devices under one root
+    complex share its bandwidth."""
+    from weftune.plan.layout.one_device import gpu_place
+
+    link = measured_link(wanted.base) if wanted.asked.here else None
+    if link is not None:
+        return gpu_place(budget, host, link.bandwidth, link.flops, link.both_ways)
+    cluster = wanted.cluster
+    crowd = max(cluster.roots) if workers > 1 else 1
+    return gpu_place(budget, host, cluster.host.bandwidth / crowd, wanted.speeds[0].flops)
+
+
+def host_budget() -> int:
+    """Bytes of this host's memory that a run may take."""
+    import psutil
+
+    from weftune.plan.cost.cluster import USABLE
+
+    return int(psutil.virtual_memory().available * USABLE[False])
+
+
+def measured_link(base: BaseSpec) -> HostLink | None:
+    """As the run measures it; None where torch cannot use this machine's GPU, or others have filled it."""
+    import torch
+
+    from weftune.run.measure.link import measure_link
+
+    if not torch.cuda.is_available():
+        return None
+    # As base_dtype has it, which would import all of transformers.
+    dtype: torch.dtype = getattr(torch, base.dtype or "bfloat16")
+    try:
+        return measure_link(torch.device("cuda", 0), dtype)
+    except torch.OutOfMemoryError:
+        return None

@@ -1,0 +1,100 @@
+"""The frozen product of a site whose jobs scale its input or its output: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + …) + b.
+
+Every job scales its own rows only, so that no reduction ever mixes rows of two jobs: a NaN stays with its
+owner. Sums are kept in at least float32 and rounded once, by whoever asks.
+
+Shapes: T rows, K inputs, N outputs, M columns of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from weftune.core.weight import Weight, matrix_of
+from weftune.ops.lora.wide import in_float32
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class RowScale:
+    """Rows `start` to `stop` are multiplied by `values`, column by column; autograd may see the values."""
+
+    start: int
+    stop: int
+    values_M: Tensor
+    scales_bias: bool = False
+    """At an output: whether the frozen bias is scaled, too."""
+
+
+def scaled_rows(x_TM: Tensor, scales: Sequence[RowScale]) -> Tensor:
+    """x with the rows of every scale multiplied by it; no two scales share a row."""
+    return _by_rows(x_TM, scales, lambda part, scale: part if scale is None else part * scale.values_M)
+
+
+def scaled_outputs(y_TN: Tensor, bias_N: Tensor | None, scales: Sequence[RowScale]) -> Tensor:
+    """The same, and the bias added: behind the scale, or before it where that scales the bias, too."""
+    if bias_N is None:
+        return scaled_rows(y_TN, scales)
+
+    def finish(part: Tensor, scale: RowScale | None) -> Tensor:
+        if scale is None:
+            return part + bias_N
+        if scale.scales_bias:
+            return (part + bias_N) * scale.values_M
+        return part * scale.values_M + bias_N
+
+    return _by_rows(y_TN, scales, finish)
+
+
+def _by_rows(
+    x_TM: Tensor, scales: Sequence[RowScale], make: Callable[[Tensor, RowScale | None], Tensor]
+) -> Tensor:
+    parts, row = [], 0
+    for scale in sorted(scales, key=lambda one: one.start):
+        assert row <= scale.start, "a row is scaled twice"
+        parts += [make(x_TM[row : scale.start], None)] if row < scale.start else []
+        parts.append(make(x_TM[scale.start : scale.stop], scale))
+        row = scale.stop
+    parts += [make(x_TM[row:], None)] if row < len(x_TM) else []
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tensor:
+    """xWᵀ + b."""
+    if isinstance(weight, Tensor):
+        return linear(x_TK, weight, bias_N)
+    return _Product.apply(x_TK, weight, bias_N, linear)
+
+
+def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
+    """xWᵀ as it is summed up: of 16-bit numbers in float32, so that what is added to it is not rounded."""
+    if x_TK.dtype in HALVES:
+        return _Product.apply(x_TK, weight, None, _in_float32)
+    return frozen_product(x_TK, weight, None)
+
+
+def _in_float32(x_TK: Tensor, weight_NK: Tensor, _: None) -> Tensor:
+    return in_float32(x_TK, weight_NK.T)
+
+
+class _Product(torch.autograd.Function):
+    """The frozen weight gets no gradient; a matrix that was made of it is made again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: Tensor, weight: Weight, bias_N: Tensor | None, make: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.weight = weight
+        return make(x_TK, matrix_of(weight), bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None, None]:
+        weight_NK = matrix_of(ctx.weight)
+        return dy_TN.to(weight_NK.dtype) @ weight_NK, None, None, None

@@ -1,0 +1,34 @@
+"""What a cluster makes of jobs whose base fits each device: a share of them on each, and what each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weftune.core.shapes import JobShape
+from weftune.plan.layout.split import DeviceShare, share_jobs
+from weftune.plan.outlook.forecast import Foreseen
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOutlook:
+    shares: tuple[DeviceShare, ...]
+    parts: tuple[Foreseen, ...]
+    """Of each share, what its device begins with."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """While all of them are at work."""
+        return sum(part.forecast.tokens_per_second for part in self.parts)
+
+
+def share_outlook(
+    jobs: Sequence[JobShape],
+    seconds: Mapping[str, float],
+    devices: int,
+    alone: Callable[[Sequence[JobShape]], Foreseen],
+) -> ShareOutlook:
+    """`seconds` of each job's whole run divide them; `alone` foresees one device with a share."""
+    shares = [share for share in share_jobs(seconds, devices) if share.jobs]
+    parts = [alone([job for job in jobs if job.name in share.jobs]) for share in shares]
+    return ShareOutlook(tuple(shares), tuple(parts))
