@@ -28,7 +28,7 @@ from tests.run.workers.test_agreed import make_jobs
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.adamw import update
-from weftune.plan.layout import ring
+from weftune.plan.cost import ring
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.window import plan_window
@@ -187,9 +187,9 @@ def test_a_forward_finds_the_parts_of_its_stage_made_and_behind_it_those_of_the_
     take_aboard(executor, [job])
     forward = executor._forward
 
-    def noted(visitor, window):
-        forward(visitor, window)
-        behind.append((visitor.stage, make.made))
+    def noted(visit, window):
+        forward(visit, window)
+        behind.append((visit.stage, make.made))
 
     monkeypatch.setattr(executor, "_forward", noted)
     with before_passes(executor, lambda stage: passes.append((stage, make.made))):
