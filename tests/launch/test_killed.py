@@ -25,7 +25,7 @@ def place(tmp_path_factory, forks):
 
 def cases():
     """A few kills of a streamed run; those of ranks are in `test_pipeline_lost` and
-    `test_streaming_ranks_resumed`. As many as FAULTS asks for of every mode where there is time."""
+    `test_streaming_workers_resumed`. As many as FAULTS asks for of every mode where there is time."""
     for mode in MODES:
         if mode.name == "streamed":
             yield pytest.param(mode, 2, id="streamed, 2")
