@@ -26,6 +26,7 @@ class Small:
     name: str
     mode: Literal["fast", "slow", "auto"] = "auto"
     kind: Literal["one"] = "one"
+    side: Literal["left", "right"] = "left"
     ratio: float = 0.5
     tags: str | tuple[str, ...] = ()
     inner: Inner | Mapping[str, int] | None = None
@@ -48,6 +49,7 @@ def test_values_that_fit_are_the_record() -> None:
     [
         ({"mode": "quick"}, "mode", 'must be fast, slow or auto, got "quick"'),
         ({"mode": "SLOW"}, "mode", 'must be fast, slow or auto, got "SLOW"; did you mean slow?'),
+        ({"side": "up"}, "side", 'must be left or right, got "up"'),
         ({"kind": "two"}, "kind", 'must be one, got "two"; there is no other yet'),
         ({"kind": "On"}, "kind", 'must be one, got "On"; did you mean one?'),
         ({"name": 7}, "name", "must be text, got 7; write it in quotes"),
