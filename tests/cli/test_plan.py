@@ -170,7 +170,9 @@ def test_thirty_two_jobs_on_eight_devices_are_planned_in_ten_seconds(folder):
         command = [sys.executable, "-c", WITHOUT_TORCH, *wanted]
         shown = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=around, check=False)
         seconds.append(time.perf_counter() - start)
-        assert "32 jobs on 8xA100-80G:pcie: they fit" in shown.stdout, shown.stderr
+        assert "train with --gpus 8, a share of the jobs on each" in " ".join(shown.stdout.split()), (
+            shown.stderr
+        )
     assert seconds[1] < 10, f"from the token cache; before it was there: {seconds[0]:.1f} s"
     assert seconds[0] < 10, "before there was a token cache"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests import bench
 from tests.plan.outlooks import ground, outline, outlines
 from tests.plan.program.test_check import course
 from weftune.errors import PlanError
@@ -14,20 +15,24 @@ from weftune.plan.studies.chunked import chunked
 from weftune.plan.studies.fit import lay_out
 from weftune.plan.studies.simulated import outlook
 from weftune.plan.window.window import plan_window
-from weftune.run.executor import refuse_what_is_not_run
+from weftune.run.assemble import resident_executor
+
+
+def run(program):
+    return list(resident_executor(bench.base()).run(program, None, lambda: False))
 
 
 def test_a_pipeline_is_refused():
     program = outlook(ground("2xH100"), outlines(2)).run.program
     with pytest.raises(PlanError, match="for 2 devices"):
-        refuse_what_is_not_run(program)
+        run(program)
 
 
 def test_streamed_stages_are_refused():
     stages = (StageLayers(0, 1), StageLayers(1, 2))
     program = plan_window([course("a", [[5]])], Layout(stages, (1,)), 16)
     with pytest.raises(PlanError, match="Evict, Load"):
-        refuse_what_is_not_run(program)
+        run(program)
 
 
 def test_chunks_are_refused():
@@ -35,8 +40,4 @@ def test_chunks_are_refused():
     place = ground("H100")
     program = chunked([job], (("a",),), 64, place, lay_out(place, [job], 512)).program
     with pytest.raises(PlanError, match="chunks of 64 rows"):
-        refuse_what_is_not_run(program)
-
-
-def test_a_plan_for_one_device_is_not():
-    refuse_what_is_not_run(outlook(ground("H100"), outlines(2)).run.program)
+        run(program)

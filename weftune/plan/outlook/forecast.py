@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,12 +11,14 @@ from weftune.plan.cost.learned import sizes_of
 from weftune.plan.layout.choose import Choice
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.outlook.promise import FirstWindow, first_window
-from weftune.plan.program.program import Program
+from weftune.plan.program.program import Evaluate, Program
 from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import PipelineOrder
 from weftune.plan.window.rounds import Course
 
 ALONE, PIPED = "one after another", "1F1B per job"
+FEW_ROUNDS = 2
+"""Global batches of each job that other ways are foreseen with."""
 CourseOf = Callable[[str, int, bool], Course]
 """A job's part of the first window, of so many rounds, with the evaluation that it begins with or without."""
 
@@ -82,52 +85,71 @@ class Foreseen:
 def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes) -> Foreseen:
     """`jobs` are those aboard; `times` those of a profile or of a data sheet."""
     first = first_window(choice, jobs, lambda name, rounds: course(name, rounds, True))
-    found = _trained(choice, jobs, course, times)
+    evaluating = any(isinstance(action, Evaluate) for action, _ in first.program.compute())
+    window = first
+    if evaluating:
+        window = first_window(choice, jobs, lambda name, rounds: course(name, rounds, False))
+    timeline = _timeline(window, times)
+    forecast = _forecast(window, timeline)
     others = _alternatives(choice, jobs, course, times)
-    return Foreseen(first, found.program, found.timeline, found.forecast, tuple(others))
+    alternatives = tuple(_scaled(one, forecast) for one in others)
+    return Foreseen(first, window.program, timeline, forecast, alternatives)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    program: Program
-    timeline: Timeline
-    forecast: Forecast
+def _timeline(window: FirstWindow, times: StageTimes) -> Timeline:
+    choice = window.choice
+    return times.timeline(window.program, choice.layout, sizes_of(window.company), choice.loads)
 
 
-def _trained(
-    choice: Choice,
-    jobs: Sequence[JobShape],
-    course: CourseOf,
-    times: StageTimes,
-    order: PipelineOrder | None = None,
-) -> _Trained:
-    window = first_window(choice, jobs, lambda name, rounds: course(name, rounds, False), order)
+def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:
     program, promise = window.program, window.promise
-    timeline = times.timeline(program, choice.layout, sizes_of(window.company), choice.loads)
     seconds = timeline.makespan if promise.seconds is None else promise.seconds
-    forecast = Forecast(
+    counts = Counter(batch.job for batch in program.batches)
+    return Forecast(
         name="weftune",
         seconds=seconds,
-        steps=max(sum(batch.job == job.name for batch in program.batches) for job in jobs),
+        steps=max(counts.values()),
         tokens=sum(batch.tokens for batch in program.batches),
         microbatches=len(program.microbatches),
         busy=sum(timeline.busy()) * seconds,
         devices=timeline.devices,
         peaks=(promise.peak_bytes,) * timeline.devices,
-        fits=promise.peak_bytes <= choice.memory.budget,
+        fits=promise.peak_bytes <= window.choice.memory.budget,
         capacity=program.capacity,
     )
-    return _Trained(program, timeline, forecast)
 
 
 def _alternatives(
     choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes
 ) -> list[Forecast]:
-    """Each job by itself on the same layout: microbatch after microbatch, and in a pipeline by 1F1B."""
-    each = [_trained(choice, [job], course, times, PipelineOrder.alternating).forecast for job in jobs]
-    piped = replace(in_turn(each), name=PIPED)
-    alone = replace(piped, name=ALONE, seconds=piped.busy)
-    return [alone, piped] if choice.layout.pipelined and choice.layout.workers > 1 else [alone]
+    """Each job by itself on the same layout: microbatch after microbatch, and in a pipeline by 1F1B. Few
+    rounds stand for all."""
+    parts = []
+    for job in jobs:
+        alone = first_window(
+            choice,
+            [job],
+            lambda name, rounds: course(name, min(rounds, FEW_ROUNDS), False),
+            PipelineOrder.alternating,
+        )
+        parts.append(_forecast(alone, _timeline(alone, times)))
+    piped = replace(in_turn(parts), name=PIPED)
+    alone_way = replace(piped, name=ALONE, seconds=piped.busy)
+    several = choice.layout.pipelined and choice.layout.workers > 1
+    return [alone_way, piped] if several else [alone_way]
+
+
+def _scaled(one: Forecast, whole: Forecast) -> Forecast:
+    """As if it had all the tokens of a window."""
+    factor = whole.tokens / one.tokens
+    return replace(
+        one,
+        seconds=factor * one.seconds,
+        busy=factor * one.busy,
+        steps=whole.steps,
+        tokens=whole.tokens,
+        microbatches=round(factor * one.microbatches),
+    )
 
 
 def in_turn(parts: Sequence[Forecast]) -> Forecast:
