@@ -11,10 +11,10 @@ from tests.held import tensor_bytes
 from tests.outputs import assert_same_job, assert_whole, lines, numbers, states, status
 from weftune import JobSpec
 from weftune.errors import SpecError, UserError
+from weftune.plan.layout.choose import WINDOW_ROUNDS
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.executor import Executor
 from weftune.run.measure.memory import taken_bytes
-from weftune.trainer.loop import WINDOW_ROUNDS
 
 
 def job(name, steps, **keys):

@@ -28,7 +28,7 @@ from tests.run.workers.test_agreed import make_jobs
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.adamw import update
-from weftune.plan.layout import ring
+from weftune.plan.cost import ring
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Backward, Forward, Step
 from weftune.plan.window.window import plan_window

@@ -27,8 +27,8 @@ from tests.run.travellers import (
 )
 from weftune.ops.adamw import update
 from weftune.ops.triton.at_hand import kernels_run
+from weftune.plan.cost import ring
 from weftune.plan.cost.ring import PIECES
-from weftune.plan.layout import ring
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.adapter_steps import ALIGNMENT, pieces
 from weftune.run.stream.adapters import OUTSIDE, StagePart
