@@ -164,10 +164,12 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="weftune-promises-") as name:
         folder = Path(name)
-        weftune(folder, "doctor", "--profile", str(asked.base), "--device", "cpu")
+        weftune(folder, "doctor", "--profile", "--base", str(asked.base), "--device", "cpu")
         threads = max(1, (os.cpu_count() or 1) // WORKERS)
         if any(mode not in MODES[:2] for mode in asked.modes):
-            weftune(folder, "doctor", "--profile", str(asked.base), "--device", "cpu", threads=threads)
+            weftune(
+                folder, "doctor", "--profile", "--base", str(asked.base), "--device", "cpu", threads=threads
+            )
         for seed in range(asked.cases):
             mode = asked.modes[seed % len(asked.modes)]
             jobs = drawn(seed, folder, config["vocab_size"], asked.scale)

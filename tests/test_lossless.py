@@ -54,6 +54,7 @@ def test_other_jobs_and_capacity_change_nothing_in_float64(case, run):
     oracle.assert_equal_float64(together, alone)
 
 
+@pytest.mark.slow
 def test_other_jobs_and_capacity_change_nothing_in_float32(run):
     """As near to the float64 run as twice what float32 costs the job alone, and losses to 1e-5."""
     exact, _ = run(torch.float64, 0, 64)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 ASKED = """
 import sys, traceback
 import torch
@@ -26,6 +28,7 @@ for name in (*PRELOADED, "transformers.models.llama.modeling_llama"):
 """
 
 
+@pytest.mark.slow
 def test_what_the_server_of_forks_imports_asks_nothing_of_cuda():
     """Torch's own words: after `is_available` a forked process meets an initialization error."""
     ended = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=False)

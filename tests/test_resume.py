@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests import bench
+from tests.cases import slow_but
 from tests.outputs import (
     Crash,
     assert_same_results,
@@ -134,10 +135,11 @@ def undisturbed(tmp_path_factory):
     return rich_run(tmp_path_factory.mktemp("resume") / "out")
 
 
-def test_a_run_that_crashed_at_any_event_resumes_to_the_undisturbed_curve(undisturbed, tmp_path):
+@pytest.mark.parametrize("stride", slow_but([5, 11], [11]))
+def test_a_run_that_crashed_at_any_event_resumes_to_the_undisturbed_curve(undisturbed, tmp_path, stride):
     want, count = undisturbed
     model = bench.base()
-    for at in range(1, count, 5):
+    for at in range(1, count, stride):
         output = tmp_path / str(at)
         with pytest.raises(Crash):
             events_of(output, model, at)

@@ -7,15 +7,18 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
+from tests.cases import slow_but
 from tests.launches import deep_folder
 from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole
 
 REPOSITORY = Path(__file__).parents[1]
 
 
-def test_torchrun_starts_the_same_pipeline_and_goes_on_after_a_restart(tmp_path, forks):
-    """A worker is killed; torchrun starts all again with the words of the first time."""
+@pytest.mark.parametrize("killed", slow_but([False, True], [False]))
+def test_torchrun_starts_the_same_pipeline_and_goes_on_after_a_restart(killed, tmp_path, forks):
+    """Where a worker is killed, torchrun starts all again with the words of the first time."""
     place = deep_folder(tmp_path, FOUR_JOBS)
     assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=place) == 0
     output = place / "elastic"
@@ -29,8 +32,8 @@ def test_torchrun_starts_the_same_pipeline_and_goes_on_after_a_restart(tmp_path,
             while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 8):
                 assert agent.poll() is None, (place / "elastic.log").read_text()
                 time.sleep(0.002)
-            worker = max(psutil.Process(agent.pid).children(), key=lambda child: child.pid)
-            worker.kill()
+            if killed:
+                max(psutil.Process(agent.pid).children(), key=lambda child: child.pid).kill()
             assert agent.wait(90) == 0, (place / "elastic.log").read_text()
         finally:
             agent.kill()

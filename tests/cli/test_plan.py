@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -43,6 +43,12 @@ def jobs_file(folder, **adapters):
     return folder / "jobs.yaml"
 
 
+def seconds_of_children():
+    """Of the processor, not of the clock: other tests on the same machine would be counted too."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     code: int
@@ -67,10 +73,9 @@ def weftune(folder, monkeypatch, capsys):
     return call
 
 
-@pytest.mark.timed
 def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(folder):
     file = jobs_file(folder, short="{rank: 8}", middle="{rank: 16}", long="{rank: 64}")
-    start = time.perf_counter()
+    start = seconds_of_children()
     wanted = [
         "--cluster",
         "4xA100-80G:pcie",
@@ -86,7 +91,7 @@ def test_a_plan_for_four_devices_is_made_in_seconds_without_torch_or_weights(fol
     command = [sys.executable, "-c", WITHOUT_TORCH, "plan", str(file), *wanted]
     surroundings = {**os.environ, "WEFTUNE_CACHE": str(folder / "cache"), "COLUMNS": "200"}
     shown = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=surroundings, check=False)
-    assert time.perf_counter() - start < 10
+    assert seconds_of_children() - start < 10
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[-1] == "False", "torch was imported"
     for part in ("3 jobs on 4xA100-80G:pcie", "not measured", "one after another", "1F1B per job"):
@@ -166,10 +171,10 @@ def test_thirty_two_jobs_on_eight_devices_are_planned_in_ten_seconds(folder):
     around = {**os.environ, "WEFTUNE_CACHE": str(folder / "cache")}
     seconds = []
     for _ in range(2):
-        start = time.perf_counter()
+        start = seconds_of_children()
         command = [sys.executable, "-c", WITHOUT_TORCH, *wanted]
         shown = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=around, check=False)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(seconds_of_children() - start)
         assert "train with --gpus 8, a share of the jobs on each" in " ".join(shown.stdout.split()), (
             shown.stderr
         )
@@ -264,7 +269,6 @@ def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(fold
     assert f"The base is {numbers['why']}." in words
 
 
-@pytest.mark.timed
 def test_streaming_a_base_of_70_billion_is_planned_in_ten_seconds_without_torch(folder):
     """Where all jobs are aboard at once, and where most of them have to wait."""
     base = folder / "large"
@@ -284,10 +288,10 @@ def test_streaming_a_base_of_70_billion_is_planned_in_ten_seconds_without_torch(
     waiting = []
     for memory in ("32GiB", "11GiB"):
         wanted = ["plan", "large.yaml", "--cluster", "H200", "--gpu-memory", memory, "--json", "out.json"]
-        start = time.perf_counter()
+        start = seconds_of_children()
         command = [sys.executable, "-c", WITHOUT_TORCH, *wanted]
         shown = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=around, check=False)
-        assert time.perf_counter() - start < 10
+        assert seconds_of_children() - start < 10
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.splitlines()[-1] == "False", "torch was imported"
         waiting.append(len(json.loads((folder / "out.json").read_text())["waiting"]))

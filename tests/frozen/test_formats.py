@@ -7,6 +7,8 @@ import pytest
 from tests.frozen.formats import FILE, PLANS, plan_folder, planned, written
 
 RECORDED = json.loads(FILE.read_text())
+GONE = {"streamed by two": ["mapping"]}
+"""Left with the forecast that no run used: how stages were laid on GPUs that share a link to the host."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,9 @@ def test_a_checkpoint_has_its_files_its_state_and_its_tensors(job, found):
 
 @pytest.mark.parametrize("way", PLANS)
 def test_a_plan_in_json_has_its_keys_whatever_way_it_chooses(way, plans):
-    assert_held(RECORDED["plan --json"][way], plans[way], way)
+    recorded = RECORDED["plan --json"][way]
+    held = {key: kind for key, kind in recorded.items() if key not in GONE.get(way, ())}
+    assert_held(held, plans[way], way)
 
 
 def test_the_plans_are_of_different_kinds():

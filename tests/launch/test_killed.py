@@ -24,7 +24,7 @@ def place(tmp_path_factory, forks):
 
 
 def cases():
-    """A few kills of a streamed run; those of ranks are in `test_pipeline_lost` and
+    """A few kills of a streamed run; those of workers are in `test_pipeline_lost` and
     `test_streaming_workers_resumed`. As many as FAULTS asks for of every mode where there is time."""
     for mode in MODES:
         if mode.name == "streamed":
@@ -44,7 +44,7 @@ def test_killed_at_random_moments_a_run_ends_in_the_same_adapters(place, mode, t
             time.sleep(rng.uniform(0.0, 1.5))
             if run.code is None:
                 with suppress(ProcessLookupError):
-                    run.signal(rng.randrange(mode.ranks), signal.SIGKILL)
+                    run.signal(rng.randrange(mode.workers), signal.SIGKILL)
                     kills += 1
         assert run.wait() == 0
         mode.assert_it_was(output)

@@ -55,7 +55,7 @@ def share_numbers(found: ShareOutlook) -> dict[str, Any]:
 
 
 def stream_numbers(found: StreamOutlook, window: FirstWindow) -> dict[str, Any]:
-    choice, layout = found.choice, found.choice.layout
+    choice, layout, budget = found.choice, found.choice.layout, found.case.device.budget
     homes = [{"device": home} if found.workers > 1 else {} for home in layout.homes]
     return {
         "streamed": True,
@@ -70,7 +70,7 @@ def stream_numbers(found: StreamOutlook, window: FirstWindow) -> dict[str, Any]:
         "aboard": list(window.company),
         "device_bytes": choice.bytes,
         "needs_bytes": (choice.bytes,) * found.workers,
-        "budget_bytes": found.case.device.budget,
+        "budget_bytes": [budget] * found.workers if found.workers > 1 else budget,
         "host_bytes": choice.host_bytes,
         "round_seconds": choice.seconds,
         "unhidden_seconds": choice.unhidden * found.forecast.seconds,

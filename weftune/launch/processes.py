@@ -108,7 +108,7 @@ def be_process(
     code = _exit_code(partial(main, connection))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of the transport may still hold a connection to a rank that has gone.
+    # Threads of the transport may still hold a connection to a worker that has gone.
     os._exit(code)
 
 

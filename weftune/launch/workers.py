@@ -1,6 +1,6 @@
 """The processes that have a base together, a stage of it each or stages that take turns.
 
-Ranks are told who they are by the environment, in torchrun's words, so that it does not matter who started
+Workers are told who they are by the environment, in torchrun's words, so that it does not matter who started
 them.
 """
 
@@ -38,14 +38,14 @@ from weftune.run.workers.network import bind_interface
 from weftune.run.workers.topology import crossed_gpus
 from weftune.run.workers.worker import serve
 
-# -- one rank -------------------------------------------------------------------------------------------
+# -- one worker -----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def joined(place: WorkerPlace, device: str | None) -> Iterator[Staff | None]:
-    """Meet the other ranks. The first gets them as its staff; any other has obeyed when this is entered."""
+    """Meet the other workers. The first gets them as its staff; any other has obeyed when this is entered."""
     if place.worker > 0:
-        # Only the first rank hears of an interruption; the others end when it says so.
+        # Only the first worker hears of an interruption; the others end when it says so.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     require_secret(place)
@@ -95,21 +95,22 @@ def _connected(place: WorkerPlace, device: str | None) -> tuple[Wires, torch.dev
     return connect(place, found), found
 
 
-# -- all ranks ------------------------------------------------------------------------------------------
+# -- all workers ----------------------------------------------------------------------------------------
 
 
 Main = Callable[[], object]
-"""What a rank runs, with its command line in `sys.argv`."""
+"""What a worker runs, with its command line in `sys.argv`."""
 
 
-def launch(main: Main, first: Sequence[str], again: Sequence[str], ranks: int, output: Path) -> int:
-    """Run `weftune FIRST` in `ranks` processes, and `weftune AGAIN` after a loss. Rank 0's exit code."""
+def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int, output: Path) -> int:
+    """Run `weftune FIRST` in so many processes, `weftune AGAIN` after a loss. The first one's exit code."""
 
     def members(attempt: int) -> list[Member]:
         stores[:] = [loopback_store()]
         words, port = list(again if attempt else first), stores[0].port
-        started = [partial(be_rank, main, words, environment(rank, ranks, port)) for rank in range(ranks)]
-        return [Member(f"rank {rank}", one, prints=rank == 0) for rank, one in enumerate(started)]
+        told = [environment(worker, workers, port) for worker in range(workers)]
+        started = [partial(be_worker, main, words, one) for one in told]
+        return [Member(f"rank {number}", one, prints=number == 0) for number, one in enumerate(started)]
 
     stores: list[TCPStore] = []
     say = partial(print, "weftune:", file=sys.stderr, flush=True)
@@ -117,20 +118,20 @@ def launch(main: Main, first: Sequence[str], again: Sequence[str], ranks: int, o
     return ended.code
 
 
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def environment(worker: int, workers: int, port: int) -> dict[str, str]:
     """As torchrun would set it, with the store in the launcher."""
     return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "RANK": str(worker),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_RANK": str(worker),
+        "LOCAL_WORLD_SIZE": str(workers),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
-def be_rank(main: Main, words: list[str], variables: dict[str, str], _: Connection) -> None:
+def be_worker(main: Main, words: list[str], variables: dict[str, str], _: Connection) -> None:
     """In the new process: what `python -m weftune WORDS` does there."""
     os.environ.update(variables)
     sys.argv = ["weftune", *words]

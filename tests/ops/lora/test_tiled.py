@@ -166,7 +166,6 @@ BESIDE = (32, 0.1, Order.wide_beside)
             *((poison, *IN_PIECES) for poison in POISONS),
             ("padding", *IN_ONE),
             ("dy", *BESIDE),
-            ("x", *BESIDE),
         ],
     ),
 )

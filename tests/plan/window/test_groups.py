@@ -10,19 +10,15 @@ from tests.plan.program.test_check import course
 from tests.plan.window.test_pipeline import rules
 from weftune.plan.program.check import check
 from weftune.plan.program.layout import one_device
-from weftune.plan.program.program import IllegalProgram, MicrobatchPlan, kept_together
+from weftune.plan.program.program import IllegalProgram, MicrobatchPlan, in_groups, kept_together
 from weftune.plan.window.pipeline import plan_pipeline
 from weftune.plan.window.window import plan_window
 
 
 def grouped(made, size):
     """The course with every so many neighbours in a group."""
-
-    def together(samples):
-        return tuple(replace(one, group=number // size) for number, one in enumerate(samples))
-
-    batches = tuple(replace(batch, samples=together(batch.samples)) for batch in made.batches)
-    return replace(made, batches=batches, evaluation=together(made.evaluation))
+    batches = tuple(replace(batch, samples=in_groups(batch.samples, size)) for batch in made.batches)
+    return replace(made, batches=batches, evaluation=in_groups(made.evaluation, size))
 
 
 def parted(program):
@@ -38,7 +34,7 @@ def parted(program):
 
 @settings(max_examples=60)
 @given(
-    pairs=st.lists(st.integers(1, 20), min_size=2, max_size=12),
+    pairs=st.lists(st.integers(1, 20), min_size=2, max_size=12).filter(lambda drawn: len(drawn) % 2 == 0),
     alone=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     stages=st.integers(1, 3),
 )
@@ -64,6 +60,14 @@ def test_a_program_that_parts_a_pair_is_refused():
     ]
     with pytest.raises(IllegalProgram, match="group 0 of a is parted"):
         check(replace(program, microbatches=tuple(swapped)))
+
+
+def test_a_batch_is_a_whole_number_of_groups():
+    samples = course("a", [[3, 4, 5]]).batches[0].samples
+    assert in_groups(samples, 1) == samples
+    assert [one.group for one in in_groups(samples, 3)] == [0, 0, 0]
+    with pytest.raises(AssertionError, match="no number of groups of 2"):
+        in_groups(samples, 2)
 
 
 def test_samples_without_a_group_are_each_by_themselves():

@@ -51,7 +51,7 @@ LAYER_EACH = offloading(CUTS["a layer at a time"])
     ("name", "travels"),
     slow_but(
         product(CUTS, (False, True)),
-        [("a layer at a time", True), ("one slot", False), ("uneven, two stay", True), ("all stay", False)],
+        [("one slot", False), ("uneven, two stay", True)],
     ),
 )
 def test_offloaded_inputs_come_back_with_the_bits_of_the_resident_run(name, travels):

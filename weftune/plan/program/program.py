@@ -5,7 +5,7 @@ Steps are counted from 1; step n is the n-th global batch of a job and the optim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -33,6 +33,14 @@ class PlacedSample:
     """Of its tokens, those that count in the loss."""
     group: int | None = None
     """Neighbours in a batch that have the same number here must share a microbatch: pairs, say."""
+
+
+def in_groups(samples: Sequence[PlacedSample], size: int) -> tuple[PlacedSample, ...]:
+    """The samples of a batch, every so many neighbours in a group; as they are where each may be alone."""
+    if size == 1:
+        return tuple(samples)
+    assert len(samples) % size == 0, f"a batch of {len(samples)} samples is no number of groups of {size}"
+    return tuple(replace(placed, group=number // size) for number, placed in enumerate(samples))
 
 
 def kept_together(samples: Iterable[PlacedSample]) -> list[tuple[PlacedSample, ...]]:
