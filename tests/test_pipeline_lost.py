@@ -44,7 +44,7 @@ def test_kill_9_of_each_worker_in_turn_ends_in_the_same_adapters(place, worker, 
     seconds = strike(place, 4, worker, signal.SIGKILL, at=8 + 6 * worker)
     assert seconds < NOTICED
     told = capfd.readouterr().err
-    assert "starting all ranks again from the last checkpoints (1 of 3)" in told
+    assert "starting all workers again from the last checkpoints (1 of 3)" in told
     assert "Traceback" not in told
     print(f"worker {worker} killed: all started again after {seconds:.1f} s")
 
@@ -87,4 +87,4 @@ def test_after_its_restarts_it_gives_up_with_a_sentence(place, capfd, monkeypatc
         before = run.pids()
         run.signal(1, signal.SIGKILL)
     assert run.wait() == LOST
-    assert "rank 1 was ended by SIGKILL; giving up" in capfd.readouterr().err
+    assert "worker 1 was ended by SIGKILL; giving up" in capfd.readouterr().err

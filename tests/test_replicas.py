@@ -111,7 +111,7 @@ def test_kill_9_of_a_worker_of_any_replica_ends_in_the_same_adapters(place, work
     run.wait_for_lines(10 + 5 * worker)
     run.signal(worker, signal.SIGKILL)
     assert run.wait() == 0
-    assert "starting all ranks again from the last checkpoints (1 of 3)" in capfd.readouterr().err
+    assert "starting all workers again from the last checkpoints (1 of 3)" in capfd.readouterr().err
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
 

@@ -37,11 +37,11 @@ def test_losses_evaluations_and_adapters_equal_one_process_and_it_says_what_it_c
     words = ("train", "jobs.yaml", "--output", "out", "--pipeline", str(workers), *pretended(SMALL[workers]))
     assert forks.weftune(*words, cwd=place) == 0
     told = " ".join((place / "log").read_text().split())
-    assert f"model, in {workers} ranks" in told
-    assert f"The base is streamed over {workers} ranks in 4 stages of 1 layer" in told
+    assert f"model, in {workers} workers" in told
+    assert f"The base is streamed over {workers} workers in 4 stages of 1 layer" in told
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")
-    assert f"The base is streamed over {workers} ranks in 4 stages of 1 layer" in notes(output)
+    assert f"The base is streamed over {workers} workers in 4 stages of 1 layer" in notes(output)
     assert f"came from the host to {workers} workers" in notes(output)
     windows = [json.loads(line) for line in (output / "windows.jsonl").read_text().splitlines()]
     assert max(window["jobs"] for window in windows) > 1
@@ -73,5 +73,8 @@ def test_devices_too_small_for_a_job_are_a_mistake_with_a_sentence(place, forks)
     words = ("train", "jobs.yaml", "--output", "never", "--pipeline", "2", *pretended("200KiB"))
     assert forks.weftune(*words, cwd=place) == 2
     told = " ".join((place / "log").read_text().split())
-    assert "job best does not fit: streamed over 2 ranks with 18 tokens in a microbatch, a rank needs" in told
+    assert (
+        "job best does not fit: streamed over 2 workers with 18 tokens in a microbatch, a worker needs"
+        in told
+    )
     assert "Traceback" not in told

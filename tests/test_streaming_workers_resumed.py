@@ -55,7 +55,7 @@ def test_kill_9_of_a_worker_ends_in_the_same_adapters(place, worker, capfd):
     run.signal(worker, signal.SIGKILL)
     run.wait_until(lambda: run.pids() != before)
     assert run.wait() == 0
-    assert "starting all ranks again from the last checkpoints (1 of 3)" in capfd.readouterr().err
+    assert "starting all workers again from the last checkpoints (1 of 3)" in capfd.readouterr().err
     assert "came from the host to 2 workers" in notes(output), "only a run that comes to its end says so"
     assert_whole(output)
     assert_same_results(output, place / "undisturbed")

@@ -41,7 +41,7 @@ def test_beside_stages_it_is_a_mistake_that_says_why(jobs: Path) -> None:
 def test_under_torchrun_it_is_a_mistake(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="--gpus 2: torchrun has started 2 ranks, stages of one"):
+    with pytest.raises(UserError, match="--gpus 2: torchrun has started 2 workers, stages of one"):
         train(jobs, device="cpu", gpus="2")
 
 

@@ -353,7 +353,7 @@ def test_a_job_without_rows_is_named(folder, weftune):
 
 def test_a_cluster_without_memory_is_named_with_the_number_that_does_not_fit(folder, weftune):
     for count, sentence in (
-        (2, "a rank needs 3.90 GiB of its device at the least, where adapters and inputs of stages stay"),
+        (2, "a worker needs 3.90 GiB of its device at the least, where adapters and inputs of stages stay"),
         (1, "2.00 GiB of slack, but the GPU has 1.84 GiB for a run; use a larger GPU or a smaller base"),
     ):
         card = f"{{name: card, count: {count}, memory_gib: 2, peak_tflops: 60, bandwidth_gbs: 500}}"

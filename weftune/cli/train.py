@@ -100,11 +100,11 @@ def train(
         return
     place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.workers > 1)
     if pipeline is not None and stages not in (AUTO, place.stages):
-        raise UserError(f"--pipeline {pipeline}: torchrun has started {place.workers} ranks; leave it out")
+        raise UserError(f"--pipeline {pipeline}: torchrun has started {place.workers} workers; leave it out")
     from weftune.run.workers.groups import attempt
 
     if attempt() > 0:
-        # torchrun has started all ranks again, with the words of the first time.
+        # torchrun has restarted all workers, with the words of the first time.
         asked = asked.again()
     _join(asked, place)
 
@@ -133,7 +133,7 @@ class TrainAsked:
         return replace(self, resume=is_there, restart=(), retry=(), changes=())
 
     def words(self) -> list[str]:
-        """The same as a command line, which ranks of a pipeline are started with."""
+        """The same as a command line, which workers of a pipeline are started with."""
         options = {
             "--output": self.output,
             "--device": self.device,
@@ -224,14 +224,14 @@ def _launch(asked: TrainAsked, stages: int) -> int:
     if stages > 1:
         cut_layers(shape, stages)
     again = replace(asked, resume=True, restart=(), retry=(), changes=())
-    ranks = stages * asked.replicas
+    workers = stages * asked.replicas
     # What the command line runs, found by its name: whoever is started anew imports it for itself.
     main = partial(runpy.run_module, "weftune", run_name="__main__")
-    return launch(main, asked.words(), again.words(), ranks, asked.output or Path(run.output))
+    return launch(main, asked.words(), again.words(), workers, asked.output or Path(run.output))
 
 
 def _join(asked: TrainAsked, place: WorkerPlace) -> None:
-    """Be one rank of a pipeline: the first trains, the others obey."""
+    """Be one worker of a pipeline: the first trains, the others obey."""
     from weftune.launch.workers import joined
 
     with joined(place, asked.device) as staff:
@@ -252,8 +252,8 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console(file=steady_output())
-    ranks = f", in {_named(staff.wires.place)}" if staff else ""
-    console.print(f"Weftune: {plural(len(run.jobs), 'job')} on {run.base.model}{ranks}", highlight=False)
+    workers = f", in {_named(staff.wires.place)}" if staff else ""
+    console.print(f"Weftune: {plural(len(run.jobs), 'job')} on {run.base.model}{workers}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
     options = Options(
         device=asked.device,
@@ -328,8 +328,8 @@ def _finish(
 
 
 def _named(place: WorkerPlace) -> str:
-    """`2 stages`, `2 replicas`, or `2 replicas of 2 stages`; `2 ranks` where stages may take turns."""
-    stages = f"{place.stages} {'ranks' if place.ring else 'stages'}"
+    """`2 stages`, `2 replicas`, or `2 replicas of 2 stages`; `2 workers` where stages may take turns."""
+    stages = f"{place.stages} {'workers' if place.ring else 'stages'}"
     replicas = f"{place.replicas} replicas"
     if place.replicas == 1:
         return stages
@@ -363,8 +363,8 @@ def refuse_beside_gpus(gpus: str, pipeline: str | None, replicas: int, place: Wo
 
     if place is not None:
         raise UserError(
-            f"--gpus {gpus}: torchrun has started {place.workers} ranks, stages of one pipeline, and --gpus "
-            "starts processes by itself; start weftune without torchrun, or leave --gpus out"
+            f"--gpus {gpus}: torchrun has started {place.workers} workers, stages of one pipeline, and "
+            "--gpus starts processes by itself; start weftune without torchrun, or leave --gpus out"
         )
     if replicas > 1:
         raise UserError(

@@ -67,7 +67,7 @@ def write_pids(logs: Path | None, processes: Sequence[Any]) -> None:
 def how_ended(code: int) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
-    return "lost another rank" if code == LOST else f"ended with code {code}"
+    return "lost another worker" if code == LOST else f"ended with code {code}"
 
 
 @contextmanager

@@ -110,11 +110,11 @@ def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int,
         words, port = list(again if attempt else first), stores[0].port
         told = [environment(worker, workers, port) for worker in range(workers)]
         started = [partial(be_worker, main, words, one) for one in told]
-        return [Member(f"rank {number}", one, prints=number == 0) for number, one in enumerate(started)]
+        return [Member(f"worker {number}", one, prints=number == 0) for number, one in enumerate(started)]
 
     stores: list[TCPStore] = []
     say = partial(print, "weftune:", file=sys.stderr, flush=True)
-    (ended,) = Supervisor([Team(members=members, named="all ranks")], output, say).run()
+    (ended,) = Supervisor([Team(members=members, named="all workers")], output, say).run()
     return ended.code
 
 

@@ -1,4 +1,4 @@
-"""How several ranks stream a base: what is promised fits, is legal, and no cut that fits is much faster."""
+"""How several workers stream a base: what is promised fits, is legal, and no cut that fits is much faster."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -15,46 +15,46 @@ from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.layout.need import StreamCase
 from weftune.plan.layout.stream_choice import capacities
-from weftune.plan.layout.worker_choice import choose_ranks
-from weftune.plan.layout.worker_need import RanksCase
-from weftune.plan.layout.worker_search import ranks_cut
+from weftune.plan.layout.worker_choice import choose_for_workers
+from weftune.plan.layout.worker_need import WorkersCase
+from weftune.plan.layout.worker_search import workers_cut
 from weftune.plan.window.window import plan_window
 
 LAYERS = 6
 PARTED = 1 << 30
 
 
-def case(jobs, device, ranks, tokens, capacity, layers=LAYERS):
+def case(jobs, device, workers, tokens, capacity, layers=LAYERS):
     one = StreamCase(base(layers), tuple(jobs), device, tokens, capacity, travels=False)
-    return RanksCase(one, ranks)
+    return WorkersCase(one, workers)
 
 
-def choose(layers, jobs, device, ranks, most, tokens, later=()):
+def choose(layers, jobs, device, workers, most, tokens, later=()):
     """For jobs whose rounds have so many tokens."""
     company = [replace(jobs[0], batch_tokens=tokens), *jobs[1:]]
-    return choose_ranks(base(layers), company, later, device, ranks, most, PARTED)
+    return choose_for_workers(base(layers), company, later, device, workers, most, PARTED)
 
 
-def every_cut(layers, ranks):
+def every_cut(layers, workers):
     for chosen in product((False, True), repeat=layers - 1):
         ends = [0, *(end for end, here in enumerate(chosen, 1) if here), layers]
         sizes = [stop - start for start, stop in pairwise(ends)]
-        if len(sizes) >= ranks:
+        if len(sizes) >= workers:
             for resident in product((False, True), repeat=len(sizes)):
                 for slots in (1, 2):
-                    yield ranks_cut(sizes, resident, slots, ranks)
+                    yield workers_cut(sizes, resident, slots, workers)
 
 
 @settings(max_examples=60, deadline=None)
 @given(JOBS, TOKENS, st.integers(2, 4), st.integers(0, 100), st.sampled_from([1e5, 1e6, 1e7]))
-def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, ranks, room, bandwidth):
+def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, workers, room, bandwidth):
     device = gpu(NEVER, bandwidth=bandwidth)
     tokens = max(tokens, longest(jobs))
-    frugal = ranks_cut([1] * LAYERS, [False] * LAYERS, 1, ranks)
-    least = case(jobs, device, ranks, tokens, longest(jobs)).device_bytes(frugal)
+    frugal = workers_cut([1] * LAYERS, [False] * LAYERS, 1, workers)
+    least = case(jobs, device, workers, tokens, longest(jobs)).device_bytes(frugal)
     device = replace(device, budget=least + room * LAYER // 20)
-    found = choose(LAYERS, jobs, device, ranks, 512, tokens)
-    judged = case(jobs, device, ranks, tokens, found.capacity)
+    found = choose(LAYERS, jobs, device, workers, 512, tokens)
+    judged = case(jobs, device, workers, tokens, found.capacity)
     assert judged.device_bytes(found.cut) == found.device_bytes <= device.budget
     assert found.step_seconds == pytest.approx(judged.seconds(found.cut))
     assert 0 <= found.unhidden < 1
@@ -65,17 +65,18 @@ def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, ranks, room
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 3), st.integers(0, 60), st.sampled_from([1e5, 1e6, 1e7]), st.integers(60, 400))
 @example(2, 58, 1e7, 81)
-def test_no_cut_that_fits_is_much_faster(ranks, room, bandwidth, tokens):
+def test_no_cut_that_fits_is_much_faster(workers, room, bandwidth, tokens):
     jobs, layers = [job()], 5
     device = gpu(NEVER, bandwidth=bandwidth)
-    frugal = ranks_cut([1] * layers, [False] * layers, 1, ranks)
-    least = case(jobs, device, ranks, tokens, 40, layers).device_bytes(frugal)
+    frugal = workers_cut([1] * layers, [False] * layers, 1, workers)
+    least = case(jobs, device, workers, tokens, 40, layers).device_bytes(frugal)
     device = replace(device, budget=least + room * LAYER // 20)
-    found = choose(layers, jobs, device, ranks, 512, tokens)
+    found = choose(layers, jobs, device, workers, 512, tokens)
     for capacity in capacities(40, 512, tokens):
-        judged = case(jobs, device, ranks, tokens, capacity, layers)
+        judged = case(jobs, device, workers, tokens, capacity, layers)
         fastest = min(
-            (judged.seconds(one) for one in every_cut(layers, ranks) if not judged.excess(one)), default=None
+            (judged.seconds(one) for one in every_cut(layers, workers) if not judged.excess(one)),
+            default=None,
         )
         assert fastest is None or found.step_seconds <= 1.1 * fastest
 
@@ -97,20 +98,20 @@ def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
 
 @settings(max_examples=40, deadline=None)
 @given(JOBS, JOBS, st.integers(2, 4), st.integers(0, 60))
-def test_who_comes_later_fits_the_same_cut_alone(jobs, later, ranks, room):
+def test_who_comes_later_fits_the_same_cut_alone(jobs, later, workers, room):
     device = gpu(NEVER, bandwidth=1e6)
-    frugal = ranks_cut([1] * LAYERS, [False] * LAYERS, 1, ranks)
+    frugal = workers_cut([1] * LAYERS, [False] * LAYERS, 1, workers)
     large = [replace(one, batch_tokens=one.longest + 50, trainable=4 * one.trainable) for one in later]
     longest_later = max(one.longest for one in large)
     largest = replace(
         large[0], batch_tokens=longest_later + 50, trainable=max(one.trainable for one in large)
     )
     least = max(
-        case(company, device, ranks, tokens, longest(company)).device_bytes(frugal)
+        case(company, device, workers, tokens, longest(company)).device_bytes(frugal)
         for company, tokens in ((jobs, 100), ([replace(largest, longest=longest_later)], longest_later + 50))
     )
     device = replace(device, budget=least + room * LAYER // 20)
-    cut = choose(LAYERS, jobs, device, ranks, 256, 100, large).cut
+    cut = choose(LAYERS, jobs, device, workers, 256, 100, large).cut
     memory = MemoryModel(base(LAYERS), device.budget, fused=True, layout=cut, slack=device.slack)
     assert all(memory.why_not([one]) is None for one in large)
 
@@ -123,41 +124,43 @@ def test_each_end_of_the_base_is_counted_on_its_rank():
         (4, True, (ENDS // 2, ENDS // 2)),
     ):
         one = StreamCase(base(12, tied), (), gpu(NEVER, slack=0), 1, 1, travels=False)
-        cut = ranks_cut([12 // stages] * stages, [False] * stages, 1, 2)
-        needs = [RanksCase(one, 2).rank_need(cut.on(rank)).resident for rank in (0, 1)]
+        cut = workers_cut([12 // stages] * stages, [False] * stages, 1, 2)
+        needs = [WorkersCase(one, 2).worker_need(cut.on(worker)).resident for worker in (0, 1)]
         assert tuple(need - 12 // stages * LAYER for need in needs) == wanted
 
 
 def test_the_more_ranks_the_shorter_a_round():
     device = gpu(NEVER, bandwidth=1e5)
-    least = case([job()], device, 2, 400, 40, 12).device_bytes(ranks_cut([1] * 12, [False] * 12, 1, 2))
+    least = case([job()], device, 2, 400, 40, 12).device_bytes(workers_cut([1] * 12, [False] * 12, 1, 2))
     device = replace(device, budget=least + LAYER)
-    seconds = [choose(12, [job()], device, ranks, 64, 400).step_seconds for ranks in (2, 3, 4)]
+    seconds = [choose(12, [job()], device, workers, 64, 400).step_seconds for workers in (2, 3, 4)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
 
 
 def test_it_says_what_it_chose_and_why():
     device = gpu(NEVER, bandwidth=1e6)
-    least = case([job()], device, 2, 100, 40).device_bytes(ranks_cut([1] * 6, [False] * 6, 1, 2))
+    least = case([job()], device, 2, 100, 40).device_bytes(workers_cut([1] * 6, [False] * 6, 1, 2))
     why = choose(6, [job()], replace(device, budget=least), 2, 100, 100).why
     assert why.startswith(
-        "streamed over 2 ranks in 6 stages of 1 layer, 0 of them resident, the others in 1 slot"
+        "streamed over 2 workers in 6 stages of 1 layer, 0 of them resident, the others in 1 slot"
     )
     assert "would need 1.00 GiB of a device that has" in why
-    assert "stay on their rank's device" in why
+    assert "stay on their worker's device" in why
 
 
 def test_what_does_not_fit_is_a_sentence():
-    with pytest.raises(PlanError, match=r"job a does not fit: streamed over 2 ranks with 40 tokens .* needs"):
+    with pytest.raises(
+        PlanError, match=r"job a does not fit: streamed over 2 workers with 40 tokens .* needs"
+    ):
         choose(6, [job()], gpu(LAYER // 2), 2, 64, 100)
     with pytest.raises(PlanError, match="with 1 other job aboard"):
         choose(6, [job(), job("b")], gpu(LAYER // 2), 2, 64, 100)
     huge = job("c", trainable=10**7)
-    with pytest.raises(PlanError, match="job c does not fit: streamed over 2 ranks with 40 tokens"):
+    with pytest.raises(PlanError, match="job c does not fit: streamed over 2 workers with 40 tokens"):
         choose(6, [job()], gpu(5 * LAYER), 2, 64, 100, [huge])
     device = gpu(NEVER, host_budget=LAYER)
-    least = case([job()], device, 2, 100, 40).device_bytes(ranks_cut([1] * 6, [False] * 6, 1, 2))
+    least = case([job()], device, 2, 100, 40).device_bytes(workers_cut([1] * 6, [False] * 6, 1, 2))
     for later in ([], [job("b")]):
         with pytest.raises(HostTooSmall, match="weights that stay in their files are streamed to one device"):
             choose(6, [job()], replace(device, budget=least), 2, 64, 100, later)

@@ -1,4 +1,4 @@
-"""The recurrence for a round over several ranks says what the simulator says of the very Program."""
+"""The recurrence for a round over several workers says what the simulator says of the very Program."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ SECONDS = st.integers(1, 30).map(lambda tenths: tenths / 10)
 
 
 def ends_simulated(stages, chosen, microbatches, bandwidth, rounds):
-    """When the first rank makes each round's Step, by the simulator."""
+    """When the first worker makes each round's Step, by the simulator."""
     program = plan_window([course("a", [[10] * microbatches] * rounds)], chosen, 10)
     passes = tuple(PassPrice(one.forward, one.backward) for one in stages)
     prices = Prices(
@@ -42,7 +42,7 @@ def test_rounds_end_when_the_simulator_says(chosen, data, microbatches, rounds, 
 
 def test_a_microbatch_more_than_ranks_hides_a_hop_and_a_second_slot_hides_loads():
     stages = [StagePasses(1.0, 2.0, 10)] * 8
-    one, two = (cut(*[1] * 8, ranks=2, slots=slots) for slots in (1, 2))
+    one, two = (cut(*[1] * 8, workers=2, slots=slots) for slots in (1, 2))
     bare = round_seconds(stages, one, 4, Hops(bandwidth=10 / 3))
     hidden = round_seconds(stages, two, 4, Hops(bandwidth=10 / 3))
     free = round_seconds(stages, one, 4, Hops())
@@ -52,7 +52,7 @@ def test_a_microbatch_more_than_ranks_hides_a_hop_and_a_second_slot_hides_loads(
 
 
 def test_what_is_foreseen_of_a_window_counts_its_loads():
-    chosen = cut(*[1] * 6, ranks=2, slots=1)
+    chosen = cut(*[1] * 6, workers=2, slots=1)
     program = plan_window([course("a", [[10] * 2] * 2)], chosen, 10)
     paces = (StagePace(Line(1.0, 0.0), Line(2.0, 0.0)),) * 6
     seconds = [

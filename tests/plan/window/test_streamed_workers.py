@@ -1,4 +1,4 @@
-"""A window streamed over several ranks: one device's microbatches, each stage alone in its slot."""
+"""A window streamed over several workers: one device's microbatches, each stage alone in its slot."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from weftune.plan.program.simulate import simulate
 from weftune.plan.window.window import plan_window
 
 
-def cut(*layers: int, ranks: int, resident: set[int] = frozenset(), slots: int = 1) -> Layout:
+def cut(*layers: int, workers: int, resident: set[int] = frozenset(), slots: int = 1) -> Layout:
     """Stages of so many layers each."""
     ends = pairwise(accumulate(layers, initial=0))
     stages = tuple(StageLayers(*both, number in resident) for number, both in enumerate(ends))
-    return Layout(stages, (slots,) * ranks)
+    return Layout(stages, (slots,) * workers)
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> Layout:
     layers = draw(st.lists(st.integers(1, 3), min_size=2, max_size=9))
-    ranks = draw(st.integers(2, min(4, len(layers))))
+    workers = draw(st.integers(2, min(4, len(layers))))
     resident = draw(st.sets(st.integers(0, len(layers) - 1)))
-    made = cut(*layers, ranks=ranks, resident=resident)
-    return replace(made, slots=tuple(draw(st.integers(1, 3)) for _ in range(ranks)))
+    made = cut(*layers, workers=workers, resident=resident)
+    return replace(made, slots=tuple(draw(st.integers(1, 3)) for _ in range(workers)))
 
 
 def passes(program: Program, kind: type, stage: int) -> list[int]:
@@ -74,8 +74,8 @@ def test_every_window_is_legal_and_so_is_what_a_dead_job_leaves_of_it(courses, c
     left = program.without(data.draw(st.sampled_from(courses)).job)
     for one in (program, left):
         check(one, done(courses))
-        for rank in range(chosen.workers):
-            check_slots(one, chosen.on(rank))
+        for worker in range(chosen.workers):
+            check_slots(one, chosen.on(worker))
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,8 +87,8 @@ def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_s
     sizes = tuple(stage.stop - stage.start for stage in chosen.stages)
     rows = ((PassPrice(1.0, 2.0),) * len(sizes),) * len(program.microbatches)
     timeline = simulate(program, Prices(rows, weight_bytes=sizes), free_cluster(chosen.workers))
-    for rank, peak in enumerate(timeline.peaks):
-        own = chosen.on(rank)
+    for worker, peak in enumerate(timeline.peaks):
+        own = chosen.on(worker)
         streamed = [sizes[stage] for stage in own.streamed]
         stays = sum(sizes[stage] for stage in own.own) - sum(streamed)
         assert peak <= stays + own.slots * max(streamed, default=0)
@@ -109,7 +109,7 @@ def test_a_window_ends_with_the_first_round_in_which_somebody_evaluates(courses,
 
 
 def test_a_round_hops_from_rank_to_rank_there_and_back():
-    program = plan_window([course("a", [[9]])], cut(1, 1, 1, ranks=2, slots=1), 10)
+    program = plan_window([course("a", [[9]])], cut(1, 1, 1, workers=2, slots=1), 10)
     there = Recv(0, 2, "activation", 1), Forward(0, 2), Backward(0, 2), Send(0, 1, "gradient", 1)
     assert program.stages == (0, 1, 0)
     assert program.devices == (
@@ -127,7 +127,7 @@ def test_a_round_hops_from_rank_to_rank_there_and_back():
 
 def test_other_ranks_than_the_first_make_a_step_right_before_its_job_needs_it():
     first = course("a", [[9], [9]], evaluation=[4], evaluate_at={2}, save_at={1})
-    actions = plan_window([first, course("b", [[8], [8]])], cut(1, 1, 1, 1, ranks=2), 40).devices[1]
+    actions = plan_window([first, course("b", [[8], [8]])], cut(1, 1, 1, 1, workers=2), 40).devices[1]
     order = [one for one in actions if isinstance(one, Step | Save | Evaluate | Reduce)]
     assert order == [
         *(Reduce("a", 1), Reduce("b", 1), Step("a", 1), Save("a", 1), Step("b", 1)),
@@ -136,7 +136,7 @@ def test_other_ranks_than_the_first_make_a_step_right_before_its_job_needs_it():
 
 
 def test_a_stage_that_has_gone_is_refused_on_any_rank():
-    chosen = cut(1, 1, 1, 1, ranks=2, slots=1)
+    chosen = cut(1, 1, 1, 1, workers=2, slots=1)
     program = plan_window([course("a", [[9]])], chosen, 10)
     broken = tuple(one for one in program.devices[1] if one != Load(3))
     without_load = replace(program, devices=(program.devices[0], broken))

@@ -23,7 +23,7 @@ from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, recomputing
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import choose_company, fits_whole, in_files, pretended_place
-from weftune.plan.layout.worker_choice import RanksChoice, choose_ranks
+from weftune.plan.layout.worker_choice import WorkersChoice, choose_for_workers
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
 from weftune.plan.window.length import WindowPace, first_pace
@@ -280,9 +280,9 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
         return None
     place, ordered = machine.place(budget), in_order(jobs)
 
-    def attempt(count: int) -> RanksChoice:
+    def attempt(count: int) -> WorkersChoice:
         company, later = ordered[:count], ordered[count:]
-        return choose_ranks(shape, company, later, place, machine.workers, machine.most, need)
+        return choose_for_workers(shape, company, later, place, machine.workers, machine.most, need)
 
     count, choice = _for_most(attempt, len(jobs))
     beside = _beside(machine, choice.host_bytes)
@@ -316,9 +316,9 @@ def _parted_bytes(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine,
     return max(memory.least_bytes([job]) for job in jobs)
 
 
-def _for_most(attempt: Callable[[int], RanksChoice], count: int) -> tuple[int, RanksChoice]:
+def _for_most(attempt: Callable[[int], WorkersChoice], count: int) -> tuple[int, WorkersChoice]:
     """For as many jobs as can be, by halving; if not one fits, the sentence that says why."""
-    found: RanksChoice | None = None
+    found: WorkersChoice | None = None
     why_not: PlanError | None = None
     fits, too_many = 0, count + 1
     while too_many - fits > 1:

@@ -1,4 +1,4 @@
-"""How several ranks stream a base that does not fit them even in parts, and why so, as a sentence."""
+"""How several workers stream a base that does not fit them even in parts, and why so, as a sentence."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import gib, longest
 from weftune.plan.layout.need import StreamCase, StreamDevice
 from weftune.plan.layout.stream_choice import capacities
-from weftune.plan.layout.worker_need import RanksCase
+from weftune.plan.layout.worker_need import WorkersCase
 from weftune.plan.layout.worker_search import (
     FoundLayout,
     even_cuts,
     even_sizes,
-    ranks_cut,
     search,
     stage_counts,
+    workers_cut,
 )
 from weftune.plan.program.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class RanksChoice:
+class WorkersChoice:
     cut: Layout
     capacity: int
     """Tokens of a microbatch."""
     device_bytes: int
     """On the fullest device at the peak, as predicted."""
     host_bytes: int
-    """Of all ranks."""
+    """Of all workers."""
     step_seconds: float
     """Of a round: one global batch of every job."""
     unhidden: float
@@ -39,17 +39,17 @@ class RanksChoice:
     """A sentence for the user."""
 
 
-def choose_ranks(
+def choose_for_workers(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     later: Sequence[JobShape],
     device: StreamDevice,
-    ranks: int,
+    workers: int,
     most: int,
     parted: int,
-) -> RanksChoice:
+) -> WorkersChoice:
     """The fastest cut and capacity that is found for these jobs together; those that come `later` fit, too,
-    one by one. `device` is that of every rank, with the host that all of them share; microbatches have at
+    one by one. `device` is that of every worker, with the host that all of them share; microbatches have at
     most `most` tokens. `parted` bytes of each device would be needed if nothing were streamed, for the
     sentence that says why.
 
@@ -64,14 +64,15 @@ def choose_ranks(
     tokens = max(sum(job.batch_tokens for job in jobs), longest(jobs))
     alone = made([_largest(later)], longest(later)) if later else None
     cases = [
-        RanksCase(made(jobs, capacity), ranks, alone) for capacity in capacities(longest(jobs), most, tokens)
+        WorkersCase(made(jobs, capacity), workers, alone)
+        for capacity in capacities(longest(jobs), most, tokens)
     ]
     best = search(cases)
     if best is None:
-        singles = (RanksCase(made([job], job.longest), ranks) for job in later)
+        singles = (WorkersCase(made([job], job.longest), workers) for job in later)
         tried = (replace(cases[-1], alone=None), *singles)
         raise _why_not(next((one for one in tried if _least_bytes(one) > device.budget), cases[-1]))
-    return RanksChoice(
+    return WorkersChoice(
         cut=best.cut,
         capacity=best.case.one.capacity,
         device_bytes=best.case.device_bytes(best.cut),
@@ -98,14 +99,14 @@ def _why(found: FoundLayout, parted: int) -> str:
     stay = sum(stage.resident for stage in cut.stages)
     slots = _range([count for count in cut.slots if count], "slot") if stay < len(sizes) else ""
     places = (
-        f"{stay} of them resident, the others in {slots} of their rank" if slots else "all of them resident"
+        f"{stay} of them resident, the others in {slots} of their worker" if slots else "all of them resident"
     )
     return (
-        f"streamed over {case.ranks} ranks in {len(sizes)} stages of {_range(sizes, 'layer')}, {places}, "
-        f"since a rank's part of the base, an adapter and the passes of a pipeline would need "
+        f"streamed over {case.workers} workers in {len(sizes)} stages of {_range(sizes, 'layer')}, {places}, "
+        f"since a worker's part of the base, an adapter and the passes of a pipeline would need "
         f"{gib(parted)} of a device that has {gib(case.one.device.budget)} for a run; adapters and inputs of "
-        f"stages stay on their rank's device, a microbatch has up to {case.one.capacity:,} tokens, and Loads "
-        f"take {case.unhidden(cut):.0%} of a step"
+        f"stages stay on their worker's device, a microbatch has up to {case.one.capacity:,} tokens, and "
+        f"Loads take {case.unhidden(cut):.0%} of a step"
     )
 
 
@@ -114,28 +115,28 @@ def _range(counts: Sequence[int], noun: str) -> str:
     return f"{least} to {most} {noun}s" if least < most else f"{most} {noun}{'' if most == 1 else 's'}"
 
 
-def _why_not(case: RanksCase) -> PlanError:
+def _why_not(case: WorkersCase) -> PlanError:
     one, need = case.one, _least_bytes(case)
     if need > one.device.budget:
         others = len(one.jobs) - 1
         company = f"with {others} other job{'s' if others > 1 else ''} aboard, " if others else ""
         return PlanError(
-            f"job {one.jobs[-1].name} does not fit: {company}streamed over {case.ranks} ranks with "
-            f"{one.capacity} tokens in a microbatch, a rank needs {gib(need)} of its device at the least, "
+            f"job {one.jobs[-1].name} does not fit: {company}streamed over {case.workers} workers with "
+            f"{one.capacity} tokens in a microbatch, a worker needs {gib(need)} of its device at the least, "
             f"where adapters and inputs of stages stay, but {gib(one.device.budget)} are available; use more "
             "or larger GPUs, or a smaller base"
         )
     fitting = (cut for cut in even_cuts(case) if case.most_bytes(cut) <= one.device.budget)
     host = min(map(case.host_bytes, fitting))
     return HostTooSmall(
-        f"the host needs {gib(host)} for the layers that find no room on the {case.ranks} devices, but "
+        f"the host needs {gib(host)} for the layers that find no room on the {case.workers} devices, but "
         f"{gib(one.device.host_budget)} of its memory are available, and weights that stay in their files "
         "are streamed to one device only; use a host with more memory, larger GPUs or a smaller base"
     )
 
 
-def _least_bytes(case: RanksCase) -> int:
-    """All stages coming and going through one slot of each rank: nothing needs less of a device."""
+def _least_bytes(case: WorkersCase) -> int:
+    """All stages coming and going through one slot of each worker: nothing needs less of a device."""
     layers, counts = case.one.shape.layers, stage_counts(case)
-    cuts = (ranks_cut(even_sizes(layers, count), [False] * count, 1, case.ranks) for count in counts)
+    cuts = (workers_cut(even_sizes(layers, count), [False] * count, 1, case.workers) for count in counts)
     return min(map(case.most_bytes, cuts))

@@ -1,6 +1,6 @@
-"""What a cut for streaming over several ranks needs of each device and of the host, and what a round takes.
+"""What a cut for streaming over several workers needs of each device and of the host, and what a round takes.
 
-Every rank has what belongs to its own stages: layers, their adapters' state and their inputs. Adapters are
+Every worker has what belongs to its own stages: layers, their adapters' state and their inputs. Adapters are
 taken to be spread evenly over the layers.
 """
 
@@ -16,32 +16,32 @@ from weftune.plan.program.layout import Layout, OnWorker
 
 
 @dataclass(frozen=True)
-class RanksCase:
-    """A base, its company and devices that are alike, one for each rank."""
+class WorkersCase:
+    """A base, its company and devices that are alike, one for each worker."""
 
     one: StreamCase
     """The same on one device; adapters and inputs stay there."""
-    ranks: int
+    workers: int
     alone: StreamCase | None = None
     """The largest that may have to fit by itself, when these jobs have gone."""
 
     def __post_init__(self) -> None:
-        assert not self.one.travels, "adapters of a rank stay on its device"
-        assert not self.one.offloads, "what a rank's stages were given stays on its device"
+        assert not self.one.travels, "adapters of a worker stay on its device"
+        assert not self.one.offloads, "what a worker's stages were given stays on its device"
 
     # -- bytes -------------------------------------------------------------------------------------------
 
     def need(self, cut: Layout) -> Need:
-        """Of the rank that needs most."""
-        return max((self.rank_need(cut.on(rank)) for rank in range(self.ranks)), key=_total)
+        """Of the worker that needs most."""
+        return max((self.worker_need(cut.on(worker)) for worker in range(self.workers)), key=_total)
 
-    def rank_need(self, cut: OnWorker) -> Need:
+    def worker_need(self, cut: OnWorker) -> Need:
         one = self.one
         sizes = {stage: cut.stages[stage].stop - cut.stages[stage].start for stage in cut.own}
         streamed = [sizes[stage] for stage in cut.streamed]
         slots = min(cut.slots, len(streamed))
         layers = sum(sizes.values()) - sum(streamed) + slots * max(streamed, default=0)
-        # Beside what its stages keep, as much as one of them makes may still be on its way to the next rank.
+        # Beside what its stages keep, as much as one of them makes may still be on its way onwards.
         inputs = (len(cut.own) + 1) * one.input_bytes
         moving = ON_THE_WAY * one.capacity * one.shape.hidden * one.shape.bytes_per_value
         return Need(
@@ -60,21 +60,21 @@ class RanksCase:
         first, last = cut.worker == 0, cut.own[-1] == len(cut.stages) - 1
         return beside + matrix * (1 if first and last and tied else first + last)
 
-    def rank_bytes(self, cut: OnWorker) -> int:
+    def worker_bytes(self, cut: OnWorker) -> int:
         """With these jobs, or with the one that must fit alone."""
-        alone = 0 if self.alone is None else RanksCase(self.alone, self.ranks).rank_bytes(cut)
-        return max(_total(self.rank_need(cut)), alone)
+        alone = 0 if self.alone is None else WorkersCase(self.alone, self.workers).worker_bytes(cut)
+        return max(_total(self.worker_need(cut)), alone)
 
     def most_bytes(self, cut: Layout) -> int:
         """The same, on the fullest device."""
-        return max(self.rank_bytes(cut.on(rank)) for rank in range(self.ranks))
+        return max(self.worker_bytes(cut.on(worker)) for worker in range(self.workers))
 
     def device_bytes(self, cut: Layout) -> int:
         """On the fullest device at the peak, with these jobs."""
         return _total(self.need(cut))
 
     def host_bytes(self, cut: Layout) -> int:
-        """Of all ranks: layers that come and go."""
+        """Of all workers: layers that come and go."""
         streamed = sum(stage.stop - stage.start for stage in cut.stages if not stage.resident)
         return streamed * self.one.layer_bytes
 

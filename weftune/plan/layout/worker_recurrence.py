@@ -1,8 +1,8 @@
-"""How long a round takes where several ranks stream a base together.
+"""How long a round takes where several workers stream a base together.
 
-A rank makes its visits in their order; a microbatch goes on when the stage before has made it and it has
-hopped to the next rank. Every rank has a link of its own to the host: a Load begins when the visit before it
-in its slot has ended and the link is free. The next round begins with the Steps of this one.
+A worker makes its visits in their order; a microbatch goes on when the stage before has computed it and it
+has been sent to the next worker. Each has its own link to the host: a Load begins when the visit before
+it in its slot has ended and the link is free. The next round begins with the Steps of this one.
 
 Microbatches are alike, so a stage's starts are convex in their number, and the first and the last say it all.
 """
@@ -32,9 +32,9 @@ class Hops:
     """What a microbatch and a stage take on their ways."""
 
     hop: float = 0.0
-    """Seconds to the next rank."""
+    """Seconds to the next worker."""
     bandwidth: float = float("inf")
-    """Bytes per second from the host, of each rank's link."""
+    """Bytes per second from the host, of each worker's link."""
 
 
 def round_seconds(stages: Sequence[StagePasses], cut: Layout, microbatches: int, hops: Hops) -> float:
@@ -71,18 +71,18 @@ class _Run:
         self.free = [0.0] * cut.workers
         self.link = [0.0] * cut.workers
         self.there = [0.0] * len(stages)
-        self.loads = [_loads(cut.on(rank), rounds) for rank in range(cut.workers)]
+        self.loads = [_loads(cut.on(worker), rounds) for worker in range(cut.workers)]
 
     def visit(self, stage: int, seconds: float) -> None:
-        rank = stage % self.cut.workers
-        start = max(self.free[rank], self.there[stage], self.first)
+        worker = stage % self.cut.workers
+        start = max(self.free[worker], self.there[stage], self.first)
         final = max(self.last, start + self.more * seconds)
         self.first, self.last = (begin + seconds + self.hops.hop for begin in (start, final))
-        self.free[rank] = final + seconds
-        if (coming := next(self.loads[rank])) is not None:
-            begins = max(self.link[rank], self.free[rank])
-            self.link[rank] = begins + self.stages[coming].load_bytes / self.hops.bandwidth
-            self.there[coming] = self.link[rank]
+        self.free[worker] = final + seconds
+        if (coming := next(self.loads[worker])) is not None:
+            begins = max(self.link[worker], self.free[worker])
+            self.link[worker] = begins + self.stages[coming].load_bytes / self.hops.bandwidth
+            self.there[coming] = self.link[worker]
 
     def rest(self) -> float:
         """All Steps are made; from here on the next round's microbatches are ready."""
@@ -91,7 +91,7 @@ class _Run:
 
 
 def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
-    """The stage that is loaded behind each visit of a rank, if there is one."""
+    """The stage that is loaded behind each visit of a worker, if there is one."""
     last = len(cut.stages) - 1
     forth = [stage for stage in cut.own if stage < last]
     visits = [Visit(stage, ()) for stage in [*forth, *reversed(cut.own)] * rounds]

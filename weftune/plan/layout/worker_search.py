@@ -1,6 +1,6 @@
-"""The search for a cut that several ranks stream fastest: the stages, which of them stay, how many slots.
+"""The search for a cut that several workers stream fastest: the stages, which of them stay, how many slots.
 
-It sets out from even stages, with as many of each rank's stages resident as fit; the best of these are then
+It sets out from even stages, with as many of each worker's stages resident as fit; the best of these are then
 changed bit by bit. What does not fit may be changed until it does.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise, permutations
 
 from weftune.plan.layout.search import CLOSE, SIZES, SLOTS
-from weftune.plan.layout.worker_need import RanksCase
+from weftune.plan.layout.worker_need import WorkersCase
 from weftune.plan.program.layout import Layout, StageLayers
 
 CHANGES = 2000
@@ -24,7 +24,7 @@ STARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class FoundLayout:
-    case: RanksCase
+    case: WorkersCase
     cut: Layout
     excess: int
     """Bytes that it needs and that are not there."""
@@ -37,7 +37,7 @@ class FoundLayout:
         return self.seconds < other.seconds * CLOSE
 
 
-def search(cases: Iterable[RanksCase]) -> FoundLayout | None:
+def search(cases: Iterable[WorkersCase]) -> FoundLayout | None:
     """The fastest cut of all cases, of equals that of the first case; None if none fits."""
     starts = _various([_judged(case, cut) for case in cases for cut in even_cuts(case)])
     tries = CHANGES // len(starts)
@@ -45,7 +45,7 @@ def search(cases: Iterable[RanksCase]) -> FoundLayout | None:
     return None if best.excess else _descend(best, CHANGES)
 
 
-def _judged(case: RanksCase, cut: Layout) -> FoundLayout:
+def _judged(case: WorkersCase, cut: Layout) -> FoundLayout:
     return FoundLayout(case, cut, case.excess(cut), case.seconds(cut))
 
 
@@ -70,30 +70,30 @@ def _various(found: Sequence[FoundLayout]) -> list[FoundLayout]:
 # -- where the search sets out ---------------------------------------------------------------------------
 
 
-def ranks_cut(sizes: Sequence[int], resident: Sequence[bool], slots: int, ranks: int) -> Layout:
-    """No rank has more slots than stages that come and go."""
+def workers_cut(sizes: Sequence[int], resident: Sequence[bool], slots: int, workers: int) -> Layout:
+    """No worker has more slots than stages that come and go."""
     ends = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
     stages = tuple(
         StageLayers(start, stop, stays) for (start, stop), stays in zip(pairwise(ends), resident, strict=True)
     )
-    moving = [sum(not stays for stays in resident[rank::ranks]) for rank in range(ranks)]
+    moving = [sum(not stays for stays in resident[worker::workers]) for worker in range(workers)]
     return Layout(stages, tuple(min(slots, count) for count in moving))
 
 
-def even_cuts(case: RanksCase) -> Iterator[Layout]:
+def even_cuts(case: WorkersCase) -> Iterator[Layout]:
     for count in stage_counts(case):
         for slots in SLOTS:
-            if slots <= math.ceil(count / case.ranks):
+            if slots <= math.ceil(count / case.workers):
                 yield _filled(case, even_sizes(case.one.shape.layers, count), slots)
 
 
-def stage_counts(case: RanksCase) -> list[int]:
-    """Numbers of stages; also such that every rank has as many, where layers suffice for that."""
-    layers, ranks = case.one.shape.layers, case.ranks
-    counts: dict[int, None] = {ranks: None}
+def stage_counts(case: WorkersCase) -> list[int]:
+    """Numbers of stages; also such that every worker has as many, where layers suffice for that."""
+    layers, workers = case.one.shape.layers, case.workers
+    counts: dict[int, None] = {workers: None}
     for size in SIZES:
-        count = max(ranks, math.ceil(layers / size))
-        whole = math.ceil(count / ranks) * ranks
+        count = max(workers, math.ceil(layers / size))
+        whole = math.ceil(count / workers) * workers
         counts |= dict.fromkeys(one for one in (whole, count) if one <= layers)
     return list(counts)
 
@@ -103,38 +103,38 @@ def even_sizes(layers: int, stages: int) -> list[int]:
     return [stop - start for start, stop in pairwise(ends)]
 
 
-def _filled(case: RanksCase, sizes: Sequence[int], slots: int) -> Layout:
-    """On each rank as many of the slots as fit, then as many residents, spread among its stages."""
-    cut = ranks_cut(sizes, [False] * len(sizes), slots, case.ranks)
-    for rank in range(case.ranks):
-        own = range(rank, len(sizes), case.ranks)
-        fewer = (_with_slots(cut, rank, count) for count in range(cut.slots[rank], 0, -1))
-        cut = next((one for one in fewer if _fits(case, one, rank)), _with_slots(cut, rank, 1))
+def _filled(case: WorkersCase, sizes: Sequence[int], slots: int) -> Layout:
+    """On each worker as many of the slots as fit, then as many residents, spread among its stages."""
+    cut = workers_cut(sizes, [False] * len(sizes), slots, case.workers)
+    for worker in range(case.workers):
+        own = range(worker, len(sizes), case.workers)
+        fewer = (_with_slots(cut, worker, count) for count in range(cut.slots[worker], 0, -1))
+        cut = next((one for one in fewer if _fits(case, one, worker)), _with_slots(cut, worker, 1))
         for count in range(1, len(own) + 1):
             stay = {stage for place, stage in enumerate(own) if place * count % len(own) < count}
-            more = _with_residents(cut, rank, stay)
-            if not _fits(case, more, rank):
+            more = _with_residents(cut, worker, stay)
+            if not _fits(case, more, worker):
                 break
             cut = more
     return cut
 
 
-def _fits(case: RanksCase, cut: Layout, rank: int) -> bool:
-    return case.rank_bytes(cut.on(rank)) <= case.one.device.budget
+def _fits(case: WorkersCase, cut: Layout, worker: int) -> bool:
+    return case.worker_bytes(cut.on(worker)) <= case.one.device.budget
 
 
-def _with_slots(cut: Layout, rank: int, count: int) -> Layout:
-    return replace(cut, slots=(*cut.slots[:rank], count, *cut.slots[rank + 1 :]))
+def _with_slots(cut: Layout, worker: int, count: int) -> Layout:
+    return replace(cut, slots=(*cut.slots[:worker], count, *cut.slots[worker + 1 :]))
 
 
-def _with_residents(cut: Layout, rank: int, stay: set[int]) -> Layout:
-    """Of the rank's stages these; it has a slot as long as something comes, and none too many."""
+def _with_residents(cut: Layout, worker: int, stay: set[int]) -> Layout:
+    """Of the worker's stages these; it has a slot as long as something comes, and none too many."""
     stages = tuple(
-        replace(held, resident=stage in stay) if stage % cut.workers == rank else held
+        replace(held, resident=stage in stay) if stage % cut.workers == worker else held
         for stage, held in enumerate(cut.stages)
     )
-    moving = sum(not held.resident for held in stages[rank :: cut.workers])
-    slots = (*cut.slots[:rank], min(max(1, cut.slots[rank]), moving), *cut.slots[rank + 1 :])
+    moving = sum(not held.resident for held in stages[worker :: cut.workers])
+    slots = (*cut.slots[:worker], min(max(1, cut.slots[worker]), moving), *cut.slots[worker + 1 :])
     return replace(cut, stages=stages, slots=slots)
 
 
@@ -178,15 +178,15 @@ def _other_sizes(found: FoundLayout) -> Iterator[Layout]:
 
 
 def _other_residents(cut: Layout) -> Iterator[Layout]:
-    """One stage more or less stays, or another of its rank instead; a rank has a slot more or less."""
-    for rank in range(cut.workers):
-        own = cut.on(rank)
+    """One stage more or less stays, or another of its worker instead; a worker has a slot more or less."""
+    for worker in range(cut.workers):
+        own = cut.on(worker)
         stay = set(own.own) - set(own.streamed)
         for stage in own.own:
-            yield _with_residents(cut, rank, stay ^ {stage})
+            yield _with_residents(cut, worker, stay ^ {stage})
         for stage in stay:
             for other in own.streamed:
-                yield _with_residents(cut, rank, stay ^ {stage, other})
+                yield _with_residents(cut, worker, stay ^ {stage, other})
         for count in (own.slots - 1, own.slots + 1):
             if 1 <= count <= len(own.streamed):
-                yield _with_slots(cut, rank, count)
+                yield _with_slots(cut, worker, count)

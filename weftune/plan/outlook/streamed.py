@@ -11,7 +11,7 @@ from weftune.plan.cost.memory import longest
 from weftune.plan.layout.choose import Choice
 from weftune.plan.layout.need import Draft, StreamCase
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
-from weftune.plan.layout.worker_need import RanksCase
+from weftune.plan.layout.worker_need import WorkersCase
 from weftune.plan.outlook.forecast import ALONE, Ablation, Forecast, in_turn
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
@@ -75,7 +75,7 @@ def _round(case: StreamCase, layout: Layout) -> Forecast:
         draft = draft_of(layout)
         seconds, unhidden, need = case.seconds(draft), case.unhidden(draft), case.device_bytes(draft)
     else:
-        several = RanksCase(case, layout.workers)
+        several = WorkersCase(case, layout.workers)
         seconds, unhidden, need = (
             several.seconds(layout),
             several.unhidden(layout),

@@ -68,8 +68,8 @@ def _by_length(case: Instance) -> list[int]:
 
 def _in_order(case: Instance, bins: Bins) -> Bins:
     """Bins by their longest sample, so that the s-th longest lies in one of the first s."""
-    rank = {index: place for place, index in enumerate(_by_length(case))}
-    return sorted(bins, key=lambda chosen: min(rank[index] for index in chosen))
+    position = {index: place for place, index in enumerate(_by_length(case))}
+    return sorted(bins, key=lambda chosen: min(position[index] for index in chosen))
 
 
 class _Model:
@@ -88,8 +88,8 @@ class _Model:
         self.rows: list[list[Entry]] = []
         self.held: list[dict[int, int]] = [{} for _ in range(count)]  # of each bin: sample -> column
         self.multiples: list[dict[int, int]] = [{} for _ in range(count)]  # of each bin: job -> column
-        for rank, index in enumerate(_by_length(case)):
-            places = [place for place in range(count) if place <= rank or place == named]
+        for position, index in enumerate(_by_length(case)):
+            places = [place for place in range(count) if place <= position or place == named]
             for place in places:
                 self.held[place][index] = self.column()
             self.row(1.0, 1.0, [(self.held[place][index], 1.0) for place in places])

@@ -39,8 +39,8 @@ def pack_segments(
     """
     segments = list(segments)
     pieces = [
-        (rank, together)
-        for rank, segment in enumerate(segments)
+        (number, together)
+        for number, segment in enumerate(segments)
         for together in kept_together(segment.samples)
     ]
     lengths = [sum(placed.length for placed in together) for _, together in pieces]
@@ -53,12 +53,12 @@ def _microbatch(
     segments: Sequence[SegmentPlan], pieces: Iterable[tuple[int, tuple[PlacedSample, ...]]]
 ) -> MicrobatchPlan:
     held: dict[int, list[PlacedSample]] = {}
-    for rank, together in sorted(pieces, key=lambda piece: (piece[0], piece[1][0].offset)):
-        held.setdefault(rank, []).extend(together)
+    for number, together in sorted(pieces, key=lambda piece: (piece[0], piece[1][0].offset)):
+        held.setdefault(number, []).extend(together)
     return MicrobatchPlan(
         tuple(
-            SegmentPlan(segments[rank].job, segments[rank].step, tuple(samples))
-            for rank, samples in held.items()
+            SegmentPlan(segments[number].job, segments[number].step, tuple(samples))
+            for number, samples in held.items()
         )
     )
 

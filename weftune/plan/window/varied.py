@@ -1,6 +1,6 @@
 """A window foreseen with passes that vary as those before it did.
 
-Ranks wait for one another: what a slow pass costs is not won back by a quick one, so that even times alone
+Workers wait for one another: what a slow pass costs is not won back by a quick one, so that even times alone
 promise too few bubbles.
 """
 
