@@ -316,7 +316,7 @@ def run_of_shares(shared: ShareOutlook, totals: Mapping[str, JobTotal]) -> Whole
 
     ends: dict[str, float] = {}
     for share, part in zip(shared.shares, shared.parts, strict=True):
-        first = list(part.window.company)
+        first = list(part.window.shapes)
         waiting = [name for name in share.jobs if name not in first]
         ends |= endings(totals, first, waiting, at_rate(totals, part.forecast.tokens_per_second))
     needs = max(part.window.promise.peak_bytes for part in shared.parts)

@@ -27,7 +27,7 @@ def resident_numbers(found: Foreseen) -> dict[str, Any]:
         ],
         "groups": shared_groups(found.program),
         "order": "1F1B" if found.choice.layout.pipelined else "rounds",
-        "aboard": list(found.window.company),
+        "aboard": list(found.window.shapes),
         "why": found.choice.why,
     }
 
@@ -35,7 +35,7 @@ def resident_numbers(found: Foreseen) -> dict[str, Any]:
 def stage_needs(found: Foreseen) -> list[int]:
     """Bytes on each device with full microbatches, every job's adapter counted on each."""
     memory, program = found.choice.memory, found.program
-    needs = memory.worker_needs(list(found.window.company.values()), program.capacity, program.recompute)
+    needs = memory.worker_needs(list(found.window.shapes.values()), program.capacity, program.recompute)
     return [need.total(memory.fit) for need in needs]
 
 
@@ -67,7 +67,7 @@ def stream_numbers(found: StreamOutlook, window: FirstWindow) -> dict[str, Any]:
         "adapters_travel": layout.travels,
         "inputs_offloaded": layout.offloads,
         "weights_in_files": choice.mapped,
-        "aboard": list(window.company),
+        "aboard": list(window.shapes),
         "device_bytes": choice.bytes,
         "needs_bytes": (choice.bytes,) * found.workers,
         "budget_bytes": [budget] * found.workers if found.workers > 1 else budget,

@@ -64,7 +64,7 @@ def span_text(seconds: float) -> str:
 def show(console: Console, found: Foreseen, wanted: Wanted, way: Way) -> None:
     told = f" Train with {way.flags}." if way.flags and wanted.asked.pipeline is None else ""
     console.print(
-        f"{plural(len(found.window.company), 'job')} on {wanted.cluster.name}: they fit, with a token "
+        f"{plural(len(found.window.shapes), 'job')} on {wanted.cluster.name}: they fit, with a token "
         f"capacity of {found.program.capacity:,}. The base is {found.choice.why}.{told}",
         highlight=False,
         markup=False,
@@ -102,7 +102,7 @@ def show_streams(console: Console, found: StreamOutlook, wanted: Wanted, way: Wa
     where = "read from its files" if choice.mapped else "streamed from the host's memory"
     told = f" Train with {way.flags}." if way.flags and wanted.asked.pipeline is None else ""
     console.print(
-        f"{plural(len(choice.company), 'job')} on {wanted.cluster.name}: the base does not fit with a job "
+        f"{plural(len(choice.aboard), 'job')} on {wanted.cluster.name}: the base does not fit with a job "
         f"aboard, so it is {where}. A round, a global batch of every job with the longest samples in it, "
         f"takes {seconds:.3g} s; in {choice.unhidden * seconds:.3g} s of them devices wait for the host: "
         f"transfers that compute does not hide, or passes not yet asked for.{told}",

@@ -18,7 +18,7 @@ from weftune.errors import OutputError, UserError
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
-from weftune.plan.cost.learned import Company, Learned, Outcome, Promise, sizes_of
+from weftune.plan.cost.learned import JobShapes, Learned, Outcome, Promise, sizes_of
 from weftune.plan.cost.memory import longest
 from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.outlook.promise import promise_numbers
@@ -244,7 +244,7 @@ class Loop:
         ladder = self.executor.captures is not None
         return plan_window(courses, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
 
-    def _promise(self, program: Program, aboard: Company) -> Promise:
+    def _promise(self, program: Program, aboard: JobShapes) -> Promise:
         return self.learned.promise(program, aboard, self.engine.price(sizes_of(aboard)))
 
     def _peak_bytes(self) -> int:

@@ -13,8 +13,8 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import StateTime, work_of
 from weftune.plan.program.program import Program
 
-COMPANY = {"a": JobShape("a", 0, 0, trainable=10**6, longest=60)}
-JOBS = list(COMPANY.values())
+SHAPES = {"a": JobShape("a", 0, 0, trainable=10**6, longest=60)}
+JOBS = list(SHAPES.values())
 FIT = MemoryFit(state=1.05, activations=0.8, slack=0.4)
 
 
@@ -41,9 +41,9 @@ def outcome(one: Program, slower: float = 1.0, peak: int | None = None, own_peak
 
 
 def test_the_first_window_has_a_time_only_with_a_profile() -> None:
-    assert learned().promise(program(30, 50), COMPANY).seconds is None
+    assert learned().promise(program(30, 50), SHAPES).seconds is None
     known = Learned(known=TRUTH, memory=memory())
-    assert known.promise(program(30, 50), COMPANY).seconds == pytest.approx(
+    assert known.promise(program(30, 50), SHAPES).seconds == pytest.approx(
         TRUTH.program_seconds(program(30, 50), {"a": 10**6})
     )
 
@@ -52,26 +52,26 @@ def test_after_some_windows_another_is_promised_as_it_comes() -> None:
     run = learned()
     for lengths in ((30, 50), (20, 20, 60), (64, 10), (33, 44, 55), (12, 13, 14, 15)):
         one = program(*lengths)
-        run.promise(one, COMPANY)
-        run.learn(one, COMPANY, outcome(one))
+        run.promise(one, SHAPES)
+        run.learn(one, SHAPES, outcome(one))
     other = program(60, 40, 50)
-    promise, truth = run.promise(other, COMPANY), outcome(other)
+    promise, truth = run.promise(other, SHAPES), outcome(other)
     assert promise.seconds == pytest.approx(truth.seconds, rel=0.1)
     assert promise.peak_bytes == pytest.approx(truth.peak_bytes, rel=0.02)
     assert "refitted" in promise.source
 
 
-def test_a_window_has_changed_when_its_company_or_its_lengths_have() -> None:
+def test_a_window_has_changed_when_its_jobs_or_its_lengths_have() -> None:
     run = learned()
-    assert run.promise(program(30, 50), COMPANY).changed
-    assert not run.promise(program(30, 50), COMPANY).changed
-    assert run.promise(program(30, 51), COMPANY).changed
+    assert run.promise(program(30, 50), SHAPES).changed
+    assert not run.promise(program(30, 50), SHAPES).changed
+    assert run.promise(program(30, 51), SHAPES).changed
 
 
 def test_plans_change_their_model_only_when_the_windows_have_doubled_and_each_time_is_counted() -> None:
     run, one, versions = learned(), program(30, 50), []
     for _ in range(9):
-        run.learn(one, COMPANY, outcome(one))
+        run.learn(one, SHAPES, outcome(one))
         before = run.memory
         assert run.adopt() == (run.memory != before or run.windows in (1, 2, 4, 8))
         versions.append(run.version)
@@ -80,7 +80,7 @@ def test_plans_change_their_model_only_when_the_windows_have_doubled_and_each_ti
 
 def test_a_resumed_run_plans_by_what_was_recorded() -> None:
     run, one = learned(), program(30, 50)
-    run.learn(one, COMPANY, outcome(one))
+    run.learn(one, SHAPES, outcome(one))
     run.adopt()
     again = learned()
     again.resume(run.recorded())
@@ -99,7 +99,7 @@ def test_whether_a_job_can_run_alone_is_not_judged_by_the_noise_of_a_run() -> No
     one = program(30, 50)
     tight = learned(budget=memory().peak_bytes(JOBS, 60))
     assert tight.why_not(JOBS) is None
-    tight.learn(one, COMPANY, outcome(one, peak=8 << 30))
+    tight.learn(one, SHAPES, outcome(one, peak=8 << 30))
     tight.adopt()
     assert tight.memory.why_not(JOBS) is not None
     assert tight.why_not(JOBS) is None
@@ -108,7 +108,7 @@ def test_whether_a_job_can_run_alone_is_not_judged_by_the_noise_of_a_run() -> No
 def test_fused_layers_never_count_for_less_than_was_known() -> None:
     one, plain, fused = program(30, 50), learned(), learned(fused=True)
     for run in (plain, fused):
-        run.learn(one, COMPANY, outcome(one, peak=SHAPE.base_bytes + (110 << 20)))
+        run.learn(one, SHAPES, outcome(one, peak=SHAPE.base_bytes + (110 << 20)))
         run.adopt()
     assert plain.memory.fit.activations < 1.0
     assert fused.memory.fit.activations == 1.0
@@ -119,7 +119,7 @@ def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused:
     one, known = program(30, 50), MemoryFit(slack=0.7)
     run = learned(fused=fused, fit=known)
     for _ in range(2):
-        run.learn(one, COMPANY, outcome(one, peak=8 << 30))
+        run.learn(one, SHAPES, outcome(one, peak=8 << 30))
         assert run.adopt()
     assert run.fitted.fit.slack > 1.5 * known.slack
     assert run.memory.fit.slack == known.slack
@@ -130,7 +130,7 @@ def test_plans_keep_the_slack_that_was_known_whatever_the_process_gathers(fused:
 def test_a_peak_that_is_the_highest_so_far_teaches_only_when_it_rises() -> None:
     run, one = learned(), program(30, 50)
     for peak in (10**9, 10**9, 2 * 10**9):
-        run.learn(one, COMPANY, outcome(one, peak=peak, own_peak=False))
+        run.learn(one, SHAPES, outcome(one, peak=peak, own_peak=False))
     assert [seen.measured for seen in run.peaks] == [10**9, 2 * 10**9]
 
 

@@ -62,11 +62,11 @@ def test_jobs_fit_exactly_where_their_longest_sample_does() -> None:
 
 
 @pytest.mark.parametrize("spare", [0, 10**5, 10**7])
-def test_whoever_does_not_fit_does_not_fit_with_company_either(spare: int) -> None:
+def test_whoever_does_not_fit_does_not_fit_with_others_either(spare: int) -> None:
     memory = model(spare)
     for tokens in (1, 30, 3000):
-        alone, company = [job(tokens=tokens)], [job(tokens=tokens), job("b")]
-        assert memory.why_not(alone) is None or memory.why_not(company) is not None
+        alone, together = [job(tokens=tokens)], [job(tokens=tokens), job("b")]
+        assert memory.why_not(alone) is None or memory.why_not(together) is not None
 
 
 def test_the_longest_of_nobody_is_nothing() -> None:

@@ -13,7 +13,7 @@ from weftune.plan.program.layout import Layout
 
 LAYERS = 5
 DRAFTS = st.sampled_from(list(every_draft(LAYERS)))
-COMPANIES = st.lists(
+JOB_SETS = st.lists(
     st.builds(
         JobShape,
         st.just("a"),
@@ -34,7 +34,7 @@ def memory(cut: Layout, budget: int = NEVER, fused: bool = False) -> MemoryModel
 
 
 @settings(max_examples=150, deadline=None)
-@given(DRAFTS, COMPANIES, CAPACITIES, st.booleans(), st.booleans(), st.booleans())
+@given(DRAFTS, JOB_SETS, CAPACITIES, st.booleans(), st.booleans(), st.booleans())
 def test_it_counts_what_the_choice_counted_and_never_more(draft, jobs, capacity, travels, offloads, fused):
     tokens = sum(job.batch_tokens for job in jobs)
     device = gpu(NEVER, fused=fused)
@@ -59,7 +59,7 @@ def test_where_passes_may_be_captured_their_buffers_and_the_padding_of_inputs_ar
 
 
 @settings(max_examples=150, deadline=None)
-@given(DRAFTS, COMPANIES, CAPACITIES, st.booleans())
+@given(DRAFTS, JOB_SETS, CAPACITIES, st.booleans())
 def test_offloaded_inputs_make_the_room_that_the_choice_foresaw(draft, jobs, capacity, travels):
     tokens = sum(job.batch_tokens for job in jobs)
     kept = StreamCase(base(LAYERS), tuple(jobs), gpu(NEVER, fused=False), tokens, capacity, travels)
@@ -70,7 +70,7 @@ def test_offloaded_inputs_make_the_room_that_the_choice_foresaw(draft, jobs, cap
 
 
 @settings(max_examples=100, deadline=None)
-@given(DRAFTS, COMPANIES, st.integers(0, 500_000), st.booleans())
+@given(DRAFTS, JOB_SETS, st.integers(0, 500_000), st.booleans())
 def test_microbatches_are_as_large_as_the_budget_allows(draft, jobs, more, offloads):
     cut = draft.cut(False, 1 if offloads else 0)
     least = memory(cut).peak_bytes(jobs, 60)

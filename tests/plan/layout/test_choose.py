@@ -75,13 +75,13 @@ def test_where_nothing_fits_it_says_what():
 
 
 @pytest.mark.parametrize("gib", [22, 26, 40])
-def test_its_company_is_whom_the_scheduler_lets_aboard(gib):
+def test_those_aboard_are_whom_the_scheduler_admits(gib):
     jobs = shapes(6, rank=64)
     jobs[1] = replace(jobs[1], trainable=10**11)
     jobs[4] = replace(jobs[4], priority=1)
     found = choose(SHAPE, jobs, gpu(gib))
-    assert tuple(job.name for job in found.company) == admit(jobs, [], found.memory.why_not).admitted
-    assert found.company == fitting(jobs, found.memory)
+    assert tuple(job.name for job in found.aboard) == admit(jobs, [], found.memory.why_not).admitted
+    assert found.aboard == fitting(jobs, found.memory)
 
 
 def test_the_stage_that_needs_most_is_counted_and_not_the_one_with_the_most_weights():

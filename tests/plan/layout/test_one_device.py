@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tests.plan.stream_cases import DEVICES, base, gpu, job, sized
 from weftune.errors import PlanError
 from weftune.plan.layout.need import StreamCase
-from weftune.plan.layout.one_device import choose_company
+from weftune.plan.layout.one_device import choose_for_jobs
 from weftune.plan.layout.stream_choice import choose_stream, fits_streamed
 from weftune.plan.outlook.streamed import draft_of
 
-COMPANIES = st.lists(
+JOB_SETS = st.lists(
     st.tuples(st.sampled_from([5000, 80_000, 300_000]), st.integers(1, 60), st.integers(0, 2)),
     min_size=1,
     max_size=5,
@@ -25,45 +25,45 @@ COMPANIES = st.lists(
 SHARES = st.integers(15, 80).map(lambda percent: percent / 100)
 
 
-def chooses(shape, company, device, waiting=()):
-    tokens = sum(one.batch_tokens for one in company)
+def chooses(shape, together, device, waiting=()):
+    tokens = sum(one.batch_tokens for one in together)
     try:
-        choose_stream(shape, company, device, 256, tokens, waiting=waiting)
+        choose_stream(shape, together, device, 256, tokens, waiting=waiting)
     except PlanError:
         return False
     return True
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), COMPANIES, DEVICES, SHARES, st.integers(0, 4))
+@given(st.integers(1, 6), JOB_SETS, DEVICES, SHARES, st.integers(0, 4))
 def test_whether_jobs_fit_streamed_is_told_without_the_search(layers, jobs, device, share, aboard):
     shape = base(layers)
     device = sized(device, share, shape, jobs, 200)
-    company, waiting = jobs[: aboard + 1], jobs[aboard + 1 :]
-    tokens = sum(one.batch_tokens for one in company)
-    told = fits_streamed(shape, company, device, 256, tokens)
-    assert told == chooses(shape, company, device)
-    if fits_streamed(shape, company, device, 256, tokens, waiting):
+    together, waiting = jobs[: aboard + 1], jobs[aboard + 1 :]
+    tokens = sum(one.batch_tokens for one in together)
+    told = fits_streamed(shape, together, device, 256, tokens)
+    assert told == chooses(shape, together, device)
+    if fits_streamed(shape, together, device, 256, tokens, waiting):
         assert told
-        assert chooses(shape, company, device, waiting)
+        assert chooses(shape, together, device, waiting)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), COMPANIES, DEVICES, SHARES)
-def test_the_company_is_the_first_jobs_in_order_and_one_more_would_not_fit(layers, jobs, device, share):
+@given(st.integers(1, 6), JOB_SETS, DEVICES, SHARES)
+def test_those_aboard_are_the_first_jobs_in_order_and_one_more_would_not_fit(layers, jobs, device, share):
     shape = base(layers)
     device = sized(device, share, shape, jobs, 200)
     ordered = sorted(jobs, key=lambda one: (-one.priority, one.order))
     try:
-        found = choose_company(shape, jobs, device, 256)
+        found = choose_for_jobs(shape, jobs, device, 256)
     except PlanError:
         assert not chooses(shape, ordered[:1], device)
         return
-    count = len(found.company)
-    assert list(found.company) == ordered[:count]
+    count = len(found.aboard)
+    assert list(found.aboard) == ordered[:count]
     for waiting in (lambda at: ordered[at:], lambda at: []):
         if chooses(shape, ordered[:count], device, waiting(count)):
-            tokens = sum(one.batch_tokens for one in found.company)
+            tokens = sum(one.batch_tokens for one in found.aboard)
             choice = choose_stream(shape, ordered[:count], device, 256, tokens, waiting=waiting(count))
             assert found.choice == choice
             assert count == len(jobs) or not chooses(shape, ordered[: count + 1], device, waiting(count + 1))
@@ -81,7 +81,7 @@ def test_a_cut_that_serves_fewer_jobs_now_and_each_of_the_others_later_is_prefer
         alone = StreamCase(shape, (large,), device, 400, capacity, cut.travels, cut.offloads)
         return alone.fits(draft_of(cut))
 
-    found = choose_company(shape, [*jobs, large], device, 64)
-    assert [one.name for one in found.company] == ["a", "b"]
+    found = choose_for_jobs(shape, [*jobs, large], device, 64)
+    assert [one.name for one in found.aboard] == ["a", "b"]
     assert serves(found.choice)
-    assert not serves(choose_company(shape, jobs, device, 64).choice)
+    assert not serves(choose_for_jobs(shape, jobs, device, 64).choice)

@@ -178,8 +178,8 @@ def test_of_a_stage_that_travels_its_parameters_come_and_go_as_often_as_they_mus
 def test_buffers_that_steps_pass_through_hold_what_the_largest_stage_has_of_all_jobs_up_to_a_piece():
     draft = Draft((1, 3), (False, False), 1)
     small, huge = (job("a", 1000), job("b", 500)), (job("a", 3 * PIECE), job("b", 500))
-    for company, piece in ((small, 3 * (250 + 125) + 2 * 128), (huge, PIECE)):
-        travel = StreamCase(base(4), company, gpu(NEVER), 100, 100, travels=True)
+    for together, piece in ((small, 3 * (250 + 125) + 2 * 128), (huge, PIECE)):
+        travel = StreamCase(base(4), together, gpu(NEVER), 100, 100, travels=True)
         nobody = replace(travel, jobs=())
         there = 3 * (travel.copy_bytes + travel.gradient_bytes)
         more = travel.device_bytes(draft) - nobody.device_bytes(draft)
@@ -196,11 +196,11 @@ def test_no_pass_is_faster_than_the_host_asks_for_it():
 
 
 def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
-    """With the company's own cut, which keeps all it can on the device, the large job could never train."""
-    company, large = [job("a", 1000), job("b", 1000)], job("c", 100_000, longest=60)
+    """With the cut of those aboard, which keeps all it can on the device, the large job could never train."""
+    together, large = [job("a", 1000), job("b", 1000)], job("c", 100_000, longest=60)
     device = gpu(ENDS + 5000 + 11 * LAYER)
-    alone = choose_stream(base(8), company, device, 64, 100)
-    both = choose_stream(base(8), company, device, 64, 100, waiting=[large])
+    alone = choose_stream(base(8), together, device, 64, 100)
+    both = choose_stream(base(8), together, device, 64, 100, waiting=[large])
 
     def by_itself(choice):
         cut = choice.cut
@@ -211,7 +211,7 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
 
     assert (by_itself(alone), by_itself(both)) == (False, True)
     with pytest.raises(PlanError, match="each of the waiting ones by itself"):
-        choose_stream(base(8), company, device, 64, 100, waiting=[job("d", 3_000_000)])
+        choose_stream(base(8), together, device, 64, 100, waiting=[job("d", 3_000_000)])
 
 
 def test_a_cut_of_eighty_layers_is_found_in_seconds():
@@ -223,10 +223,10 @@ def test_a_cut_of_eighty_layers_is_found_in_seconds():
     )
     parameters = sum(site.in_features * site.out_features for site in sites) + 2 * 8192 * 128256
     shape = ModelShape(80, 8192, 128256, parameters, 2, sites, context=8192)
-    company = [JobShape(str(at), 0, at, 207_000_000, 902, 902) for at in range(8)]
+    together = [JobShape(str(at), 0, at, 207_000_000, 902, 902) for at in range(8)]
     device = StreamDevice(budget=138 << 30, host_budget=NEVER, bandwidth=55e9, flops=593e12, slack=2 << 30)
     began = process_time()
-    choice = choose_stream(shape, company, device, 8192, 8 * 902)
+    choice = choose_stream(shape, together, device, 8192, 8 * 902)
     assert process_time() - began < 10
     assert choice.unhidden < 0.01
 
@@ -278,15 +278,15 @@ def test_a_base_that_stays_only_because_its_adapters_travel_is_not_whole():
     assert not choice.whole
 
 
-def offload_company() -> list[JobShape]:
+def offloading_jobs() -> list[JobShape]:
     return [job(str(one), 1000, 40) for one in range(10)]
 
 
 def test_inputs_are_offloaded_where_that_is_clearly_faster_and_the_sentence_says_so():
     """A round has 1000 tokens, for every stage as many bytes as one layer."""
-    company, device = offload_company(), gpu(ENDS + 5000 + 16 * LAYER, bandwidth=1e7, flops=1e12)
-    kept = choose_stream(base(24), company, device, 64, 1000, [way for way in WAYS if not way.offloads])
-    free = choose_stream(base(24), company, device, 64, 1000)
+    together, device = offloading_jobs(), gpu(ENDS + 5000 + 16 * LAYER, bandwidth=1e7, flops=1e12)
+    kept = choose_stream(base(24), together, device, 64, 1000, [way for way in WAYS if not way.offloads])
+    free = choose_stream(base(24), together, device, 64, 1000)
     assert not kept.cut.offloads
     assert "inputs of stages" not in kept.why
     assert free.cut.offloads
@@ -303,11 +303,11 @@ def test_inputs_are_kept_where_offloading_gains_nothing():
     assert not choice.cut.offloads
 
 
-def test_a_company_fits_with_inputs_offloaded_that_does_not_fit_with_inputs_kept():
-    company, device = offload_company(), gpu(ENDS + 5000 + 6 * LAYER)
+def test_jobs_fit_with_inputs_offloaded_that_do_not_fit_with_inputs_kept():
+    together, device = offloading_jobs(), gpu(ENDS + 5000 + 6 * LAYER)
     with pytest.raises(PlanError, match="the jobs do not fit together"):
-        choose_stream(base(16), company, device, 64, 2000, [StreamWay(False, False)])
-    choice = choose_stream(base(16), company, device, 64, 2000)
+        choose_stream(base(16), together, device, 64, 2000, [StreamWay(False, False)])
+    choice = choose_stream(base(16), together, device, 64, 2000)
     assert choice.cut.offloads
     assert choice.device_bytes <= device.budget
 
@@ -353,10 +353,10 @@ def test_a_job_too_large_even_alone_is_named():
     assert "and 4000 tokens in a microbatch, but 2.60 MiB are available" in str(told.value)
 
 
-def test_a_company_too_large_is_told_to_train_fewer():
-    company = [job(str(one), 40_000, longest=10) for one in range(300)]
-    with pytest.raises(PlanError, match=r"the jobs do not fit together: the company needs .* train fewer"):
-        choose_stream(base(8), company, gpu(ENDS + 4 * LAYER), 64, 64)
+def test_too_many_jobs_are_told_to_train_fewer():
+    together = [job(str(one), 40_000, longest=10) for one in range(300)]
+    with pytest.raises(PlanError, match=r"the jobs do not fit together: the run needs .* train fewer"):
+        choose_stream(base(8), together, gpu(ENDS + 4 * LAYER), 64, 64)
 
 
 def test_a_host_too_small_is_told_what_it_needs_and_has():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.plan.cost.test_streamed_memory import CAPACITIES, COMPANIES
+from tests.plan.cost.test_streamed_memory import CAPACITIES, JOB_SETS
 from tests.plan.program.test_check import course
 from tests.plan.stream_cases import ENDS, JOBS, LAYER, NEVER, TOKENS, base, gpu, job
 from tests.plan.window.test_streamed_workers import cuts
@@ -31,8 +31,8 @@ def case(jobs, device, workers, tokens, capacity, layers=LAYERS):
 
 def choose(layers, jobs, device, workers, most, tokens, later=()):
     """For jobs whose rounds have so many tokens."""
-    company = [replace(jobs[0], batch_tokens=tokens), *jobs[1:]]
-    return choose_for_workers(base(layers), company, later, device, workers, most, PARTED)
+    together = [replace(jobs[0], batch_tokens=tokens), *jobs[1:]]
+    return choose_for_workers(base(layers), together, later, device, workers, most, PARTED)
 
 
 def every_cut(layers, workers):
@@ -82,7 +82,7 @@ def test_no_cut_that_fits_is_much_faster(workers, room, bandwidth, tokens):
 
 
 @settings(max_examples=100, deadline=None)
-@given(cuts(), COMPANIES, CAPACITIES)
+@given(cuts(), JOB_SETS, CAPACITIES)
 def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
     tokens = sum(one.batch_tokens for one in jobs)
     device = gpu(NEVER, fused=False)
@@ -107,8 +107,8 @@ def test_who_comes_later_fits_the_same_cut_alone(jobs, later, workers, room):
         large[0], batch_tokens=longest_later + 50, trainable=max(one.trainable for one in large)
     )
     least = max(
-        case(company, device, workers, tokens, longest(company)).device_bytes(frugal)
-        for company, tokens in ((jobs, 100), ([replace(largest, longest=longest_later)], longest_later + 50))
+        case(together, device, workers, tokens, longest(together)).device_bytes(frugal)
+        for together, tokens in ((jobs, 100), ([replace(largest, longest=longest_later)], longest_later + 50))
     )
     device = replace(device, budget=least + room * LAYER // 20)
     cut = choose(LAYERS, jobs, device, workers, 256, 100, large).cut

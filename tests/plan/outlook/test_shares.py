@@ -43,7 +43,7 @@ def test_longer_runs_weigh_more():
 def test_every_share_is_foreseen_with_its_own_jobs_and_all_together_train_faster():
     jobs = [outline(name, 400) for name in "abcd"]
     found = shared(jobs, dict.fromkeys("abcd", 10.0))
-    assert [tuple(part.window.company) for part in found.parts] == [share.jobs for share in found.shares]
+    assert [tuple(part.window.shapes) for part in found.parts] == [share.jobs for share in found.shares]
     one = shared(jobs, dict.fromkeys("abcd", 10.0), devices=1)
     assert 1.8 < found.tokens_per_second / one.tokens_per_second < 2.1
 
@@ -52,4 +52,4 @@ def test_a_share_whose_jobs_do_not_fit_together_shows_who_comes_first():
     jobs = [outline(name, 200, rank=64) for name in "abcd"]
     found = shared(jobs, dict.fromkeys("abcd", 10.0), gib=22)
     assert [len(share.jobs) for share in found.shares] == [2, 2]
-    assert [list(part.window.company) for part in found.parts] == [[share.jobs[0]] for share in found.shares]
+    assert [list(part.window.shapes) for part in found.parts] == [[share.jobs[0]] for share in found.shares]

@@ -60,7 +60,7 @@ def window(found: StreamOutlook, jobs):
         made = tuple(make_batch(name, step, lengths) for step, lengths in enumerate(batches, 1))
         return Course(name, 0, made, (), frozenset(), frozenset(), True)
 
-    return first_window(found.choice, found.choice.company, course)
+    return first_window(found.choice, found.choice.aboard, course)
 
 
 JOBS = alike(2, batch=1)
@@ -138,8 +138,8 @@ def test_all_that_the_choice_was_made_for_come_aboard_and_no_more_than_fit():
         for at, job in enumerate(jobs)
     ]
     choice = foreseen(device, jobs).choice
-    assert 0 < len(choice.company) < len(jobs)
-    assert choice.memory.why_not(choice.company) is None
+    assert 0 < len(choice.aboard) < len(jobs)
+    assert choice.memory.why_not(choice.aboard) is None
     assert choice.memory.why_not([job.shape for job in jobs]) is not None
 
 

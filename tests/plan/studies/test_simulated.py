@@ -156,7 +156,7 @@ def test_a_device_without_room_for_anything_is_named():
         outlook(make_ground(SHAPE, replace(small, devices=(device,))), outlines(1))
 
 
-def test_too_large_a_company_is_refused_as_a_whole():
+def test_too_many_jobs_are_refused_as_a_whole():
     place = ground("RTX4090")
     many = [outline(f"job{number}", 100, rank=16) for number in range(8)]
     assert why_not(place, many[:1]) is None

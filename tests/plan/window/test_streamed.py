@@ -44,7 +44,7 @@ def cuts(draw: st.DrawFn) -> Layout:
 
 
 @st.composite
-def companies(draw: st.DrawFn) -> list[Course]:
+def job_sets(draw: st.DrawFn) -> list[Course]:
     jobs = draw(st.lists(st.lists(LENGTHS, max_size=3), min_size=1, max_size=4))
     found = []
     for number, batches in enumerate(jobs):
@@ -76,7 +76,7 @@ def order(program: Program, kind: type, stage: int) -> list[int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(companies(), cuts(), st.integers(0, 60))
+@given(job_sets(), cuts(), st.integers(0, 60))
 def test_every_stage_sees_the_microbatches_of_the_resident_window_in_its_order(courses, chosen, room):
     streamed = plan_window(courses, chosen, 40 + room)
     resident = plan_window(courses, one_device(), 40 + room)
@@ -91,7 +91,7 @@ def test_every_stage_sees_the_microbatches_of_the_resident_window_in_its_order(c
 
 
 @settings(max_examples=150, deadline=None)
-@given(companies(), cuts(), st.data())
+@given(job_sets(), cuts(), st.data())
 def test_every_streamed_window_is_legal_and_so_is_what_a_dead_job_leaves_of_it(courses, chosen, data):
     program = plan_window(courses, chosen, 60)
     check(program, done(courses))
@@ -103,7 +103,7 @@ def test_every_streamed_window_is_legal_and_so_is_what_a_dead_job_leaves_of_it(c
 
 
 @settings(max_examples=100, deadline=None)
-@given(companies(), cuts())
+@given(job_sets(), cuts())
 def test_a_stage_gives_its_slot_to_another_right_behind_its_last_pass(courses, chosen):
     actions = plan_window(courses, chosen, 60).actions
     for here, action in enumerate(actions):
@@ -121,7 +121,7 @@ def test_a_stage_gives_its_slot_to_another_right_behind_its_last_pass(courses, c
 
 
 @settings(max_examples=60, deadline=None)
-@given(companies(), st.lists(st.integers(1, 3), min_size=1, max_size=5))
+@given(job_sets(), st.lists(st.integers(1, 3), min_size=1, max_size=5))
 def test_with_everything_resident_nothing_moves_and_one_stage_is_the_resident_window(courses, layers):
     program = plan_window(courses, cut(*layers, resident=set(range(len(layers)))), 60)
     assert not any(isinstance(action, Load | Evict) for action in program.actions)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.plan.program.test_check import course
-from tests.plan.window.test_streamed import companies, done
+from tests.plan.window.test_streamed import done, job_sets
 from weftune.plan.program.check import check
 from weftune.plan.program.check_slots import check_slots
 from weftune.plan.program.layout import Layout, StageLayers, one_device
@@ -55,7 +55,7 @@ def passes(program: Program, kind: type, stage: int) -> list[int]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(companies(), cuts())
+@given(job_sets(), cuts())
 def test_every_stage_sees_the_microbatches_of_one_device_in_its_order(courses, chosen):
     program = plan_window(courses, chosen, 60)
     alone = plan_window(courses, one_device(), 60)
@@ -68,7 +68,7 @@ def test_every_stage_sees_the_microbatches_of_one_device_in_its_order(courses, c
 
 
 @settings(max_examples=120, deadline=None)
-@given(companies(), cuts(), st.data())
+@given(job_sets(), cuts(), st.data())
 def test_every_window_is_legal_and_so_is_what_a_dead_job_leaves_of_it(courses, chosen, data):
     program = plan_window(courses, chosen, 60)
     left = program.without(data.draw(st.sampled_from(courses)).job)
@@ -79,7 +79,7 @@ def test_every_window_is_legal_and_so_is_what_a_dead_job_leaves_of_it(courses, c
 
 
 @settings(max_examples=60, deadline=None)
-@given(companies(), cuts())
+@given(job_sets(), cuts())
 def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_slots(courses, chosen):
     program = plan_window(courses, chosen, 60)
     # A stage that nothing moves seems resident to the simulator.
@@ -96,7 +96,7 @@ def test_the_simulator_runs_every_window_to_its_end_and_holds_no_more_than_the_s
 
 
 @settings(max_examples=100, deadline=None)
-@given(companies(), cuts())
+@given(job_sets(), cuts())
 def test_a_window_ends_with_the_first_round_in_which_somebody_evaluates(courses, chosen):
     program = plan_window(courses, chosen, 60)
     for actions in program.devices:

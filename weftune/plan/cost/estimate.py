@@ -164,7 +164,7 @@ def adapter_seconds(layers: Sequence[BaseLayer], job: JobOutline, speed: Speed) 
 def layer_costs(
     layers: Sequence[BaseLayer], jobs: Sequence[JobOutline], rows: RowCounts, speed: Speed, state_bytes: int
 ) -> tuple[LayerCost, ...]:
-    """What each layer takes of a microbatch with `rows`, nothing of it made again in the backward.
+    """What each layer takes of a microbatch with `rows`, nothing of it recomputed in the backward.
 
     `state_bytes` are those of one adapter parameter.
     """

@@ -25,7 +25,7 @@ EVALUATION_PART = 1 / 3
 RECENT = 20
 """Windows whose pace is remembered."""
 
-Company = Mapping[str, JobShape]
+JobShapes = Mapping[str, JobShape]
 """Everybody aboard."""
 
 
@@ -41,7 +41,7 @@ class Promise:
     source: str
     version: int
     changed: bool
-    """Whether its company or the lengths of its samples differ from the window before."""
+    """Whether its jobs or the lengths of its samples differ from the window before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,14 @@ class Learned:
         self.fitted = self.memory
 
     def promise(
-        self, program: Program, company: Company, price: Callable[[Program], float | None] | None = None
+        self, program: Program, shapes: JobShapes, price: Callable[[Program], float | None] | None = None
     ) -> Promise:
         """`price` stands for the time model, where several devices share a window."""
         content = _content(program)
         changed, self._before = content != self._before, content
-        need = window_need(self.fitted, list(company.values()), program)
+        need = window_need(self.fitted, list(shapes.values()), program)
         return Promise(
-            seconds=price(program) if price else self.cost.program_seconds(program, sizes_of(company)),
+            seconds=price(program) if price else self.cost.program_seconds(program, sizes_of(shapes)),
             peak_bytes=need.total(self.fitted.fit),
             error_bytes=self.fitted.fit.error,
             source="each stage's own passes" if price else self.cost.source,
@@ -130,7 +130,7 @@ class Learned:
             changed=changed,
         )
 
-    def learn(self, program: Program, company: Company, outcome: Outcome) -> None:
+    def learn(self, program: Program, shapes: JobShapes, outcome: Outcome) -> None:
         """Refit the models that promise with an executed window."""
         times = self.times
         if times.passes:
@@ -142,7 +142,7 @@ class Learned:
         times.forget()
         self.cost = refit(self.known, times)
         if outcome.own_peak or not self.peaks or outcome.peak_bytes > self.peaks[-1].measured:
-            need = window_need(self.memory, list(company.values()), program)
+            need = window_need(self.memory, list(shapes.values()), program)
             self.peaks.append(Peak(need, outcome.peak_bytes))
         self.fitted = replace(self.memory, fit=fit_memory(self.peaks, self.start))
         if (seconds := outcome.row_seconds()) is not None:
@@ -171,8 +171,8 @@ class Learned:
         return True
 
 
-def sizes_of(company: Company) -> Sizes:
-    return {name: shape.trainable for name, shape in company.items()}
+def sizes_of(shapes: JobShapes) -> Sizes:
+    return {name: shape.trainable for name, shape in shapes.items()}
 
 
 def _content(program: Program) -> object:

@@ -25,7 +25,7 @@ ACTIVATION_FACTOR = 1.5
 FUSED_FACTOR = 0.92
 OUTPUTS_FACTOR = 0.64
 """The same for fused layers: 0.83 to 0.85 by counting, and 0.55 to 0.57 if outputs of norms and activations
-are made again; the rest is for what a backward holds for a moment."""
+are recomputed; the rest is for what a backward holds for a moment."""
 
 ON_THE_WAY = 4
 """Full microbatches' activations or gradients that a stage of the template may hold to be sent or used."""
@@ -240,7 +240,7 @@ class MemoryModel:
         return max(min(most, self._room(jobs, recompute)), longest(jobs))
 
     def least_bytes(self, jobs: Sequence[JobShape]) -> int:
-        """With microbatches of the longest sample, and everything made again that can be."""
+        """With microbatches of the longest sample, and everything recomputed that can be."""
         return self.peak_bytes(jobs, longest(jobs), self._choices()[-1]) + self.fit.error
 
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:

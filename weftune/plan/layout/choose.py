@@ -22,7 +22,7 @@ from weftune.plan.cost.time import CostModel, Sizes
 from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, recomputing
 from weftune.plan.layout.need import StreamDevice
-from weftune.plan.layout.one_device import choose_company, fits_whole, in_files, pretended_place
+from weftune.plan.layout.one_device import choose_for_jobs, fits_whole, in_files, pretended_place
 from weftune.plan.layout.worker_choice import WorkersChoice, choose_for_workers
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
@@ -87,7 +87,7 @@ class Choice:
     """No microbatch has more tokens, unless one sample does."""
     memory: MemoryModel
     """By which jobs come aboard and windows get their capacity."""
-    company: tuple[JobShape, ...]
+    aboard: tuple[JobShape, ...]
     """The jobs that it was made for: those that can be aboard together."""
     seconds: float | None = None
     """Of a round of theirs, one global batch of each, where the layout was searched for."""
@@ -163,14 +163,14 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
     if machine.profile is not None:
         memory = replace(memory, fit=memory_of(machine.profile, memory))
         cost = cost_of(machine.profile, shape)
-    company = fitting(jobs, memory)
+    together = fitting(jobs, memory)
     return Choice(
         shape=shape,
         layout=one_device(shape.layers),
         capacity=machine.most,
         memory=memory,
-        company=company,
-        bytes=full_bytes(memory, company, machine.most),
+        aboard=together,
+        bytes=full_bytes(memory, together, machine.most),
         why=f"whole on one device, which has {gib(machine.budget)} for a run",
         rounds=WINDOW_ROUNDS,
         cost=cost,
@@ -185,10 +185,10 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
         return None
     place = machine.place(budget)
     try:
-        found = choose_company(shape, jobs, place, machine.most)
+        found = choose_for_jobs(shape, jobs, place, machine.most)
     except HostTooSmall as short:
         place = machine.files(place, short)
-        found = choose_company(shape, jobs, place, machine.most)
+        found = choose_for_jobs(shape, jobs, place, machine.most)
     choice = found.choice
     if choice.whole:
         return None
@@ -199,7 +199,7 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
         layout=choice.cut,
         capacity=choice.capacity,
         memory=_streamed_memory(shape, machine, choice.cut, beside, place),
-        company=found.company,
+        aboard=found.aboard,
         seconds=choice.step_seconds,
         bytes=choice.device_bytes,
         host_bytes=choice.host_bytes,
@@ -241,7 +241,7 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
     held, note = _layers(shape, machine)
     layout = in_stages(held, machine.replicas)
     memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, layout=layout)
-    company = fitting(jobs, memory)
+    together = fitting(jobs, memory)
     counts = " + ".join(str(one.stop - one.start) for one in held)
     times = _stage_times(shape, machine)
     return Choice(
@@ -249,8 +249,8 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
         layout=layout,
         capacity=machine.most,
         memory=memory,
-        company=company,
-        bytes=full_bytes(memory, company, machine.most),
+        aboard=together,
+        bytes=full_bytes(memory, together, machine.most),
         why=f"cut into {len(held)} stages of {counts} layers" if len(held) > 1 else "whole on each replica",
         note=note,
         rounds=PIPELINE_ROUNDS,
@@ -281,8 +281,8 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
     place, ordered = machine.place(budget), in_order(jobs)
 
     def attempt(count: int) -> WorkersChoice:
-        company, later = ordered[:count], ordered[count:]
-        return choose_for_workers(shape, company, later, place, machine.workers, machine.most, need)
+        together, later = ordered[:count], ordered[count:]
+        return choose_for_workers(shape, together, later, place, machine.workers, machine.most, need)
 
     count, choice = _for_most(attempt, len(jobs))
     beside = _beside(machine, choice.host_bytes)
@@ -294,7 +294,7 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
         layout=choice.cut,
         capacity=choice.capacity,
         memory=memory,
-        company=tuple(ordered[:count]),
+        aboard=tuple(ordered[:count]),
         seconds=choice.step_seconds,
         bytes=choice.device_bytes,
         host_bytes=choice.host_bytes,
@@ -351,17 +351,17 @@ def in_order(jobs: Sequence[JobShape]) -> list[JobShape]:
 def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
     """Those that are aboard from the start, by the scheduler's rule: in order, and nobody overtakes but one
     who is behind a job that fits nowhere."""
-    company: list[JobShape] = []
+    together: list[JobShape] = []
     for job in in_order(jobs):
         if memory.why_not([job]) is not None:
             continue
-        if memory.why_not([*company, job]) is not None:
+        if memory.why_not([*together, job]) is not None:
             break
-        company.append(job)
-    return tuple(company)
+        together.append(job)
+    return tuple(together)
 
 
-def full_bytes(memory: MemoryModel, company: Sequence[JobShape], most: int) -> int:
+def full_bytes(memory: MemoryModel, together: Sequence[JobShape], most: int) -> int:
     """With microbatches as large as memory allows."""
-    recompute = memory.recompute(company, most)
-    return memory.peak_bytes(company, memory.capacity(company, most, recompute), recompute)
+    recompute = memory.recompute(together, most)
+    return memory.peak_bytes(together, memory.capacity(together, most, recompute), recompute)

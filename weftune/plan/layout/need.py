@@ -89,7 +89,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class StreamCase:
-    """A base, its company and a device, with microbatches of one capacity; adapters stay or travel, inputs of
+    """A base, its jobs and a device, with microbatches of one capacity; adapters stay or travel, inputs of
     stages are kept or offloaded."""
 
     shape: ModelShape
@@ -163,7 +163,7 @@ class StreamCase:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Of one layer: a microbatch between the forward that is made again and its backward."""
+        """Of one layer: a microbatch between the forward that is recomputed and its backward."""
         return math.ceil(self.capacity * self._memory.bytes_per_token() / self.shape.layers)
 
     @cached_property
@@ -253,7 +253,7 @@ class StreamCase:
         return math.ceil(self.round_tokens / self.capacity)
 
     def rounds(self, sizes: Sequence[int]) -> list[StageRound]:
-        """Each stage's; the last turns every microbatch round at once, so nothing is made again there."""
+        """Each stage's; the last turns every microbatch round at once, so nothing is recomputed there."""
         if len(sizes) == 1:
             return [self._last[sizes[0]]]
         first, *inner, last = sizes

@@ -21,9 +21,9 @@ PRETENDED_BANDWIDTH, PRETENDED_FLOPS = 1e10, 1e11
 
 
 @dataclass(frozen=True, slots=True)
-class CompanyChoice:
+class ChoiceForJobs:
     choice: StreamChoice
-    company: tuple[JobShape, ...]
+    aboard: tuple[JobShape, ...]
     """The jobs that it was made for, which are aboard from the start."""
 
 
@@ -66,21 +66,21 @@ def in_files(place: StreamDevice) -> StreamDevice:
     return replace(place, staging=STAGING_BYTES if place.fused else 0)
 
 
-def choose_company(
+def choose_for_jobs(
     shape: ModelShape, jobs: Sequence[JobShape], place: StreamDevice, most: int
-) -> CompanyChoice:
+) -> ChoiceForJobs:
     """For as many of the jobs as fit at once, in the order in which they would come aboard; so that each of
     the others can train by itself later, if there is such a way. PlanError says what does not fit."""
     ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
 
-    def choose(count: int, waiting: Sequence[JobShape]) -> CompanyChoice:
-        company = ordered[:count]
-        choice = choose_stream(shape, company, place, most, _tokens(company), waiting=waiting)
-        return CompanyChoice(choice, tuple(company))
+    def choose(count: int, waiting: Sequence[JobShape]) -> ChoiceForJobs:
+        together = ordered[:count]
+        choice = choose_stream(shape, together, place, most, _tokens(together), waiting=waiting)
+        return ChoiceForJobs(choice, tuple(together))
 
     def fit(count: int, waiting: Sequence[JobShape]) -> bool:
-        company = ordered[:count]
-        return fits_streamed(shape, company, place, most, _tokens(company), waiting)
+        together = ordered[:count]
+        return fits_streamed(shape, together, place, most, _tokens(together), waiting)
 
     if count := _most(lambda count: fit(count, ordered[count:]), len(ordered)):
         return choose(count, ordered[count:])
@@ -88,8 +88,8 @@ def choose_company(
     return choose(_most(lambda count: fit(count, ()), len(ordered)) or 1, ())
 
 
-def _tokens(company: Sequence[JobShape]) -> int:
-    return sum(job.batch_tokens for job in company)
+def _tokens(together: Sequence[JobShape]) -> int:
+    return sum(job.batch_tokens for job in together)
 
 
 def _most(fits: Callable[[int], bool], count: int) -> int:

@@ -30,7 +30,7 @@ class StageRound:
     forward: float
     """Seconds of all microbatches."""
     backward: float
-    """The same, with what is made again of the forward."""
+    """The same, with what is recomputed of the forward."""
     load_bytes: int = 0
     """What comes whenever it is loaded."""
     gone_bytes: int = 0

@@ -32,11 +32,11 @@ def refuse_jobs(shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevic
 
 
 def why_not(cases: Sequence[StreamCase]) -> PlanError:
-    """Where no cut fits in any of these cases: the device is too small for the company, or the host is."""
+    """Where no cut fits in any of these cases: the device is too small for the jobs, or the host is."""
     least = min(case.capacity for case in cases)
     smallest = [case for case in cases if case.capacity == least]
     if lacks := _too_large(smallest):
-        return PlanError(f"the jobs do not fit together: the company {lacks}; train fewer at once")
+        return PlanError(f"the jobs do not fit together: the run {lacks}; train fewer at once")
     needs = [(host, case) for case in smallest if (host := _least_host_bytes(case)) is not None]
     need, case = min(needs, key=lambda pair: pair[0])
     layers = "the layers that find no room on the GPU"

@@ -45,7 +45,7 @@ class DeviceShare:
 def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
     """What a job takes with every microbatch to itself.
 
-    In company its passes are shared and cheaper, but by how much depends on a company that is not chosen yet.
+    Beside other jobs its passes are shared and cheaper, but by how much depends on jobs not chosen yet.
     """
     sizes = {job.shape.name: job.shape.trainable}
     room = max(capacity, job.shape.longest)

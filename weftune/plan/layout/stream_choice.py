@@ -127,9 +127,9 @@ def fits_streamed(
     except PlanError:
         return False
     least = capacities(longest(jobs), most, round_tokens)[-1]
-    company, others = tuple(jobs), tuple(waiting)
+    together, others = tuple(jobs), tuple(waiting)
     cases = (
-        StreamCase(shape, company, device, round_tokens, least, way.travels, way.offloads, others)
+        StreamCase(shape, together, device, round_tokens, least, way.travels, way.offloads, others)
         for way in reversed(WAYS)
     )
     return any(map(fits_any, cases))
@@ -159,7 +159,7 @@ def _whole(
     waiting: Sequence[JobShape],
 ) -> StreamChoice | None:
     memory = _resident(shape, device)
-    if any(memory.least_bytes(company) > device.budget for company in (jobs, *([job] for job in waiting))):
+    if any(memory.least_bytes(together) > device.budget for together in (jobs, *([job] for job in waiting))):
         return None
     recompute = memory.recompute(jobs, most)
     capacity = memory.capacity(jobs, most, recompute)

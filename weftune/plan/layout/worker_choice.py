@@ -57,9 +57,9 @@ def choose_for_workers(
     """
     assert jobs, "there is nothing to train"
 
-    def made(company: Sequence[JobShape], capacity: int) -> StreamCase:
-        tokens = max(sum(job.batch_tokens for job in company), longest(company))
-        return StreamCase(shape, tuple(company), device, tokens, capacity, travels=False)
+    def made(together: Sequence[JobShape], capacity: int) -> StreamCase:
+        tokens = max(sum(job.batch_tokens for job in together), longest(together))
+        return StreamCase(shape, tuple(together), device, tokens, capacity, travels=False)
 
     tokens = max(sum(job.batch_tokens for job in jobs), longest(jobs))
     alone = made([_largest(later)], longest(later)) if later else None
@@ -119,9 +119,9 @@ def _why_not(case: WorkersCase) -> PlanError:
     one, need = case.one, _least_bytes(case)
     if need > one.device.budget:
         others = len(one.jobs) - 1
-        company = f"with {others} other job{'s' if others > 1 else ''} aboard, " if others else ""
+        beside = f"with {others} other job{'s' if others > 1 else ''} aboard, " if others else ""
         return PlanError(
-            f"job {one.jobs[-1].name} does not fit: {company}streamed over {case.workers} workers with "
+            f"job {one.jobs[-1].name} does not fit: {beside}streamed over {case.workers} workers with "
             f"{one.capacity} tokens in a microbatch, a worker needs {gib(need)} of its device at the least, "
             f"where adapters and inputs of stages stay, but {gib(one.device.budget)} are available; use more "
             "or larger GPUs, or a smaller base"

@@ -17,7 +17,7 @@ from weftune.plan.program.layout import Layout, OnWorker
 
 @dataclass(frozen=True)
 class WorkersCase:
-    """A base, its company and devices that are alike, one for each worker."""
+    """A base, its jobs and devices that are alike, one for each worker."""
 
     one: StreamCase
     """The same on one device; adapters and inputs stay there."""

@@ -23,7 +23,7 @@ class StagePasses:
 
     forward: float
     backward: float
-    """With what is made again of the forward."""
+    """With what is recomputed of the forward."""
     load_bytes: int
 
 

@@ -98,7 +98,7 @@ def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: S
 
 def _timeline(window: FirstWindow, times: StageTimes) -> Timeline:
     choice = window.choice
-    return times.timeline(window.program, choice.layout, sizes_of(window.company), choice.loads)
+    return times.timeline(window.program, choice.layout, sizes_of(window.shapes), choice.loads)
 
 
 def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:

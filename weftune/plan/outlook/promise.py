@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.learned import Company, Learned, Promise, sizes_of
+from weftune.plan.cost.learned import JobShapes, Learned, Promise, sizes_of
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.layout.choose import Choice
@@ -25,7 +25,7 @@ from weftune.plan.window.window import Pacing, plan_window
 
 
 def promise_numbers(
-    layout: Layout, program: Program, company: Company, promise: Promise, taken: int
+    layout: Layout, program: Program, shapes: JobShapes, promise: Promise, taken: int
 ) -> dict[str, Any]:
     """As JSON. `taken` bytes are not the run's own: what processes hold before anything is loaded."""
     return {
@@ -41,7 +41,7 @@ def promise_numbers(
         },
         "capacity": program.capacity,
         "recomputed_layers": program.recompute.layers,
-        "aboard": list(company),
+        "aboard": list(shapes),
         "global_batches": len(program.batches),
         "microbatches": len(program.microbatches),
         "seconds": promise.seconds,
@@ -55,13 +55,13 @@ def promise_numbers(
 class FirstWindow:
     program: Program
     promise: Promise
-    company: Company
+    shapes: JobShapes
     choice: Choice
 
     @property
     def numbers(self) -> dict[str, Any]:
         taken = self.choice.memory.taken
-        return promise_numbers(self.choice.layout, self.program, self.company, self.promise, taken)
+        return promise_numbers(self.choice.layout, self.program, self.shapes, self.promise, taken)
 
 
 def first_window(
@@ -72,15 +72,15 @@ def first_window(
 ) -> FirstWindow:
     """The window that a run begins with. `course` makes a job's part of it, of so many rounds; a pipeline
     runs in another `order` than its own only for comparison."""
-    memory, company = choice.memory, {job.name: job for job in aboard}
+    memory, shapes = choice.memory, {job.name: job for job in aboard}
     recompute = memory.recompute(aboard, choice.capacity)
     capacity = memory.capacity(aboard, choice.capacity, recompute)
-    courses = shortened([course(name, choice.rounds) for name in company], choice.first_pace)
+    courses = shortened([course(name, choice.rounds) for name in shapes], choice.first_pace)
     program = plan_window(
         courses, choice.layout, capacity, choice.captured, recompute, _pacing(choice.layout, order)
     )
     learned = Learned(known=choice.cost or arithmetic(choice.shape), memory=memory)
-    return FirstWindow(program, learned.promise(program, company, _price(choice, company)), company, choice)
+    return FirstWindow(program, learned.promise(program, shapes, _price(choice, shapes)), shapes, choice)
 
 
 def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
@@ -90,8 +90,8 @@ def _pacing(layout: Layout, order: PipelineOrder | None) -> Pacing | None:
     return Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), order, SPARE)
 
 
-def _price(choice: Choice, company: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
+def _price(choice: Choice, shapes: Mapping[str, JobShape]) -> Callable[[Program], float | None] | None:
     """Several workers are simulated."""
     if choice.layout.workers * choice.layout.replicas == 1:
         return None
-    return partial(choice.seconds_of, sizes=sizes_of(company))
+    return partial(choice.seconds_of, sizes=sizes_of(shapes))

@@ -46,20 +46,20 @@ class StreamOutlook:
 
 
 def stream_outlook(choice: Choice) -> StreamOutlook:
-    case = case_of(choice, choice.company)
+    case = case_of(choice, choice.aboard)
     forecast = _round(case, choice.layout)
-    alone = [_round(case_of(choice, [job]), choice.layout) for job in choice.company]
+    alone = [_round(case_of(choice, [job]), choice.layout) for job in choice.aboard]
     plain = [replace(_round(case, one.layout), name=one.instead) for one in _plain(case, choice.layout)]
     return StreamOutlook(choice, case, forecast, (replace(in_turn(alone), name=ALONE), *plain))
 
 
-def case_of(choice: Choice, company: Sequence[JobShape]) -> StreamCase:
-    """What the choice was made in, for this company."""
+def case_of(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
+    """What the choice was made in, for these jobs."""
     assert choice.place is not None, "it is streamed"
-    tokens = max(sum(job.batch_tokens for job in company), longest(company))
+    tokens = max(sum(job.batch_tokens for job in together), longest(together))
     layout = choice.layout
     return StreamCase(
-        choice.shape, tuple(company), choice.place, tokens, choice.capacity, layout.travels, layout.offloads
+        choice.shape, tuple(together), choice.place, tokens, choice.capacity, layout.travels, layout.offloads
     )
 
 

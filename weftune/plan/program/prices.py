@@ -21,7 +21,7 @@ class PassPrice:
     kept_bytes: int = 0
     """What stays on the device from the Forward to the Backward."""
     working_bytes: int = 0
-    """What the Backward needs beside that while it runs: what it makes again of the Forward."""
+    """What the Backward needs beside that while it runs: what it recomputes of the Forward."""
 
 
 @dataclass(frozen=True, slots=True)

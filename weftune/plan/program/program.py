@@ -132,12 +132,12 @@ Reduced = Literal["norm", "gradient"]
 class Reduce:
     """Where several devices train a job together, behind the last Backward of its batch.
 
-    `gradient`, only with replicas: what the batch came to here (gradient, losses, hits) is handed out to the
-    devices that hold the same stage in other replicas; nobody waits. A replica that has nothing of a batch
-    has no such action.
-    `norm`: what the other replicas handed out is added, everywhere in the same order. Losses, hits and the
-    squared norm of this stage's slice, added to what the next stage says, then go to the stage before, in the
-    first replica alone. The first device decides, and its word goes to every Step.
+    `gradient`, only with replicas: the sums of the batch here (gradient, losses, correct predictions) are
+    sent to the devices that hold the same stage in other replicas; nobody waits. A replica without samples of
+    a batch has no such action.
+    `norm`: the sums of the other replicas are added, everywhere in the same order. Losses, correct
+    predictions and the squared norm of this stage's slice, added to those of the next stage, then go to the
+    stage before, in the first replica alone. The first device decides, and its decision goes to every Step.
     """
 
     job: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What a backward makes again because its forward did not keep it."""
+    """What a backward recomputes because its forward did not keep it."""
 
     outputs: bool = False
     """Outputs of norms and activations, which cost little to make."""

@@ -86,7 +86,7 @@ class _Lanes:
 
 @dataclass(slots=True)
 class _Flow:
-    """A Load under way; its rate changes with its company under the root complex."""
+    """A Load under way; its rate changes with the other Loads under its root complex."""
 
     device: int
     action: Load

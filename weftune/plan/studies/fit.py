@@ -34,9 +34,9 @@ class Ground:
     """For each device."""
     layers: tuple[BaseLayer, ...]
     recompute: Recompute = NOTHING
-    """Of whole layers either none is made again or all are."""
+    """Of whole layers either none is recomputed or all are."""
     held_bytes: int = 0
-    """Of each token of one microbatch: the layer that is just being made again."""
+    """Of each token of one microbatch: the layer that is just being recomputed."""
 
     @property
     def stages(self) -> int:
@@ -86,7 +86,7 @@ def make_ground(
 
 
 def frugal(ground: Ground) -> list[Ground]:
-    """The same ground with more and more made again in the backward; only fused layers, a GPU's, can."""
+    """The same ground with more and more recomputed in the backward; only fused layers, a GPU's, can."""
     if not ground.is_gpu:
         return [ground]
     more = [NOTHING, Recompute(outputs=True)]
@@ -166,13 +166,13 @@ def why_not(ground: Ground, jobs: Sequence[JobOutline]) -> str | None:
         lay_out(ground, jobs, least)
     except PlanError as error:
         others = len(jobs) - 1
-        company = f"with {others} other job{'s' if others > 1 else ''} aboard and " if others else ""
+        beside = f"with {others} other job{'s' if others > 1 else ''} aboard and " if others else ""
         if ground.stages > 1:
-            return f"does not fit {company}with {least} tokens in a microbatch: {error}"
+            return f"does not fit {beside}with {least} tokens in a microbatch: {error}"
         costs = ground.costs(jobs, full_rows(jobs, least))
         need = stage_bytes(stage_cost(costs, 0, len(costs)), 1) + ground.slack + ground.held_bytes * least
         return (
-            f"needs {gib(need)} {company}with {least} tokens in a microbatch, "
+            f"needs {gib(need)} {beside}with {least} tokens in a microbatch, "
             f"but {gib(ground.budgets[0])} are available"
         )
     return None

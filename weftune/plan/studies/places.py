@@ -1,4 +1,4 @@
-"""The token capacities at which the jobs could run, with what is then made again and the cut into stages."""
+"""The token capacities at which the jobs could run, with what is then recomputed and the cut into stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 2
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlace:
-    """Where the jobs could run: what is made again, and the cut for a token capacity."""
+    """Where the jobs could run: what is recomputed, and the cut for a token capacity."""
 
     ground: Ground
     layout: Placement
@@ -29,8 +29,8 @@ class CapacityPlace:
 def places(ground: Ground, jobs: Sequence[JobOutline]) -> list[CapacityPlace]:
     """Those that fit, from the largest capacity down.
 
-    One device has no waits that smaller ones could shorten, but may choose what to make again; a pipeline
-    makes again only what it must.
+    One device has no waits that smaller ones could shorten, but may choose what to recompute; a pipeline
+    recomputes only what it must.
     """
     found: list[CapacityPlace] = []
     for choice in frugal(ground):

@@ -107,7 +107,7 @@ class StageRates:
     kept_bytes: int
     handed_bytes: int
     again: float
-    """How much of a forward the backward makes again."""
+    """How much of a forward the backward recomputes."""
     working_bytes: int = 0
 
     def price(self, rows: RowCounts) -> PassPrice:
@@ -146,7 +146,7 @@ def price_all(
 
 
 def made_again(layers: Sequence[BaseLayer], ground: Ground) -> float:
-    """The head's forward is never made again."""
+    """The head's forward is never recomputed."""
     if not ground.recompute.layers:
         return 0.0
     flops = sum(layer.flops for layer in layers)

@@ -101,7 +101,7 @@ def _priced(laid: PricedWork, shards: Shards, hidden: bool) -> PricedWork:
 
 
 def _dearer(price: PassPrice, shards: Shards, stage: int, saved: float) -> PassPrice:
-    """A pass with its collectives; those of a forward that is made again come once more."""
+    """A pass with its collectives; those of a forward that is recomputed come once more."""
     collectives = _layers(shards, stage) * COLLECTIVES * _all_reduce(price.activation_bytes, shards)
     again = 2 if shards.ground.recompute.layers else 1
     return replace(

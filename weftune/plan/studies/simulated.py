@@ -53,7 +53,7 @@ def outlook(ground: Ground, jobs: Sequence[JobOutline], compared: bool = True) -
     """
     refuse(ground, jobs)
     if together := why_not(ground, jobs):
-        raise PlanError(f"the jobs do not fit together: the company {together}")
+        raise PlanError(f"the jobs do not fit together: the run {together}")
     where = places(ground, jobs)
     descent = _Descent(jobs)
     seconds = descend(where, descent.look, lambda one: one)
