@@ -66,8 +66,8 @@ def test_with_fewer_jobs_than_devices_nobody_is_started_for_nothing(tmp_path: Pa
 def test_only_what_is_left_of_a_job_counts() -> None:
     job = ready(steps=40, eval={"fraction": 0.2, "every": 10})
     whole, half = work_left(job, Progress()), work_left(job, Progress(step=20, evaluated=20))
-    assert (whole.steps, whole.looks) == (40, 5)
-    assert (half.steps, half.looks) == (20, 2)
+    assert (whole.steps, whole.evaluations) == (40, 5)
+    assert (half.steps, half.evaluations) == (20, 2)
     assert {batch.step for batch in half.batches} <= set(range(21, 41))
     assert len(whole.batches) == len(half.batches) == SAMPLED
     assert work_left(job, Progress(step=40, evaluated=40)).steps == 0

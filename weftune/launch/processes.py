@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from weftune.core.files import replace_file
-from weftune.jobs.store.folder import RANKS
+from weftune.jobs.store.folder import WORKER_LOGS
 from weftune.run.workers.heartbeat import LOST
 
 CRASHED = 70
@@ -52,10 +52,10 @@ def forks() -> Any:
 def log_folder(output: Path) -> Path | None:
     """None where nothing can be written; whoever trains will say so better."""
     try:
-        (output / RANKS).mkdir(parents=True, exist_ok=True)
+        (output / WORKER_LOGS).mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    return (output / RANKS).absolute()
+    return (output / WORKER_LOGS).absolute()
 
 
 def write_pids(logs: Path | None, processes: Sequence[Any]) -> None:

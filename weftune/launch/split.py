@@ -230,7 +230,7 @@ def work_left(job: Ready, progress: Progress) -> JobWork:
         shape=job.shape,
         steps=left,
         batches=tuple(batch for course in courses for batch in course.batches),
-        looks=sum(step > progress.evaluated for step in job.evaluate_at),
+        evaluations=sum(step > progress.evaluated for step in job.evaluate_at),
         held_out=courses[0].evaluation if courses else (),
     )
 

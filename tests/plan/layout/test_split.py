@@ -66,12 +66,12 @@ def test_moves_and_swaps_better_what_longest_first_leaves():
     assert sorted(share.seconds for share in shares) == [6.0, 6.0]
 
 
-def work(steps=10, lengths=(50, 60), looks=0, held_out=(), trainable=1000):
+def work(steps=10, lengths=(50, 60), evaluations=0, held_out=(), trainable=1000):
     samples = tuple(PlacedSample(n, length, 0, length) for n, length in enumerate(lengths))
     held = tuple(PlacedSample(n, length, 0, length) for n, length in enumerate(held_out))
     shape = JobShape("a", 0, 0, trainable=trainable, longest=max((*lengths, *held_out)))
     batch = GlobalBatch("a", 1, samples, sum(lengths))
-    return JobWork(shape=shape, steps=steps, batches=(batch,), looks=looks, held_out=held)
+    return JobWork(shape=shape, steps=steps, batches=(batch,), evaluations=evaluations, held_out=held)
 
 
 def test_a_job_s_time_grows_with_steps_tokens_parameters_and_evaluations():
@@ -80,8 +80,8 @@ def test_a_job_s_time_grows_with_steps_tokens_parameters_and_evaluations():
     assert job_seconds(work(steps=20), cost, 1024) == pytest.approx(2 * plain)
     assert job_seconds(work(lengths=(100, 120)), cost, 1024) > 1.5 * plain
     assert job_seconds(work(trainable=100_000), cost, 1024) > plain
-    assert job_seconds(work(looks=3, held_out=(40,)), cost, 1024) > plain
-    assert job_seconds(work(looks=3), cost, 1024) == plain
+    assert job_seconds(work(evaluations=3, held_out=(40,)), cost, 1024) > plain
+    assert job_seconds(work(evaluations=3), cost, 1024) == plain
     # A capacity that parts a batch makes two passes of it.
     assert job_seconds(work(), cost, 64) > plain
 

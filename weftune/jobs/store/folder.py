@@ -19,7 +19,7 @@ LEARNED = "learned.json"
 """The learned models that later windows are planned with."""
 PROMISE = "promise.json"
 """What a run promised of its first window before it began: layout, jobs aboard, seconds, bytes."""
-RANKS = "ranks"
+WORKER_LOGS = "ranks"
 """The folder of the other processes' logs, which begin before the run does."""
 
 

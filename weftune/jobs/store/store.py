@@ -16,9 +16,9 @@ from weftune.errors import OutputError
 from weftune.jobs.store.folder import (
     LOCK,
     METRICS,
-    RANKS,
     STATUS,
     WINDOWS,
+    WORKER_LOGS,
     DamagedStatus,
     lock_folder,
     read_status,
@@ -87,7 +87,7 @@ def open_share(output: Path, number: int) -> Store:
 
 def _status_of(output: Path, resume: bool) -> tuple[RunStatus, str]:
     """The status to go on from, and where it had to be rebuilt, the sentence that says so."""
-    left_over = {LOCK, RANKS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
+    left_over = {LOCK, WORKER_LOGS, *(temporary(output / name).name for name in (STATUS, METRICS, WINDOWS))}
     is_empty = all(entry.name in left_over for entry in output.iterdir())
     if is_empty:
         return RunStatus(started=time.time()), ""

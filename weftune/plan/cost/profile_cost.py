@@ -31,11 +31,11 @@ DOUBT = 1.0
 def directions(profile: Profile, shape: ModelShape) -> Directions:
     start = counted(shape)
     training = [one for one in profile.passes if one.time.training]
-    looks = [one for one in profile.passes if not one.time.training]
+    evaluations = [one for one in profile.passes if not one.time.training]
     return Directions(
         forward=fit_kinds(start.forward, training, lambda time: time.forward),
         backward=fit_kinds(start.backward, training, lambda time: time.backward),
-        evaluation=fit_kinds(start.evaluation, looks, lambda time: time.forward),
+        evaluation=fit_kinds(start.evaluation, evaluations, lambda time: time.forward),
     )
 
 

@@ -60,17 +60,17 @@ def refit(known: CostModel, times: Times) -> CostModel:
     """`known` brought to what was measured; the same where nothing was."""
     passes = [one for one in times.passes if one.settled]
     training = [one for one in passes if one.training]
-    looks = [one for one in passes if not one.training]
+    evaluations = [one for one in passes if not one.training]
     if not passes:
         return known
     caution = CAUTION if known.measured else 0.0
-    level = _level(known, training or looks, caution)
+    level = _level(known, training or evaluations, caution)
     start = known.times(level)
     return replace(
         start,
         forward=fit_terms(start.forward, [(p.work, p.forward) for p in training]),
         backward=fit_terms(start.backward, [(p.work, p.backward) for p in training]),
-        evaluation=fit_terms(start.evaluation, [(p.work, p.forward) for p in looks]),
+        evaluation=fit_terms(start.evaluation, [(p.work, p.forward) for p in evaluations]),
         step=fit_rate(known.step, times.steps),
         save=fit_rate(known.save, times.saves),
         between=_between(known.between, times.windows),

@@ -27,7 +27,7 @@ class JobWork:
     """Still to be made."""
     batches: tuple[GlobalBatch, ...]
     """Some of its global batches, which stand for all."""
-    looks: int = 0
+    evaluations: int = 0
     """Evaluations still to be made."""
     held_out: tuple[PlacedSample, ...] = ()
 
@@ -57,8 +57,8 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
     trained = [one for batch in job.batches for one in passes(batch.step, batch.samples)]
     step = sum(cost.pass_seconds(work_of(one, sizes)) for one in trained) / max(1, len(job.batches))
-    look = sum(cost.evaluation(work_of(one, sizes)) for one in passes(0, job.held_out))
-    return job.steps * (step + cost.step(1, job.shape.trainable)) + job.looks * look
+    evaluation = sum(cost.evaluation(work_of(one, sizes)) for one in passes(0, job.held_out))
+    return job.steps * (step + cost.step(1, job.shape.trainable)) + job.evaluations * evaluation
 
 
 def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:

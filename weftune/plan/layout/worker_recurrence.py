@@ -93,7 +93,7 @@ class _Run:
 def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
     """The stage that is loaded behind each visit of a worker, if there is one."""
     last = len(cut.stages) - 1
-    forth = [stage for stage in cut.own if stage < last]
-    visits = [Visit(stage, ()) for stage in [*forth, *reversed(cut.own)] * rounds]
+    forward = [stage for stage in cut.own if stage < last]
+    visits = [Visit(stage, ()) for stage in [*forward, *reversed(cut.own)] * rounds]
     for moved in moves(visits, cut):
         yield next((action.stage for action in moved if isinstance(action, Load)), None)

@@ -19,7 +19,7 @@ class Tellers:
     """Of a Program whose devices hold one stage each, in one or several replicas.
 
     Gradients go from each replica's device to those of the same stage. Sums go up the first replica, stage by
-    stage. The first device's word goes to the first device of every replica, and down from there.
+    stage. The first device's decision goes to the first device of every replica, and down from there.
     """
 
     def __init__(self, program: Program) -> None:

@@ -33,8 +33,8 @@ def check(program: Program, done: dict[str, int] | None = None) -> None:
     holds each job's rows in one segment. On every device: Forward follows what it takes from the stage
     before, Backward its Forward and what comes back from the stage after; Step follows every Backward of its
     batch and, in a pipeline, its Reduce; a job's batches come in order, the next Forward only after the Step
-    before it; Evaluate and Save look at a step that has just been made; a streamed stage is used between its
-    Load and its Evict; the chunks of a sample go forth in order and back in the opposite one. Every Send has
+    before it; Evaluate and Save follow a step that has just been made; a streamed stage is used between its
+    Load and its Evict; the chunks of a sample go forward in order and backward in reverse. Every Send has
     its Recv, in one order per pair of devices; a Reduce waits for that of the next device, a Step for that of
     the one before. Nothing is left over at the seam.
 
@@ -264,9 +264,9 @@ class _DeviceCheck:
             self.loaded.remove(action.stage)
 
     def _send(self, action: Send) -> None:
-        forth = action.what == "activation"
-        maker = action.stage - 1 if forth else action.stage + 1
-        made = self.passed if forth else self.returned
+        forward = action.what == "activation"
+        maker = action.stage - 1 if forward else action.stage + 1
+        made = self.passed if forward else self.returned
         _require((action.microbatch, maker) in made, "{} comes before what it sends is computed", action)
         _require(action.peer == self._home(action.stage), "{} goes to a device without that stage", action)
         _require(action.peer != self.device, "{} goes to its own device", action)
@@ -322,12 +322,12 @@ def _check_chunks(program: Program) -> None:
     reached: dict[tuple[bool, int, str, int, int], int] = {}
     for action in _all(program):
         if isinstance(action, Forward | Backward):
-            forth = isinstance(action, Forward)
+            forward = isinstance(action, Forward)
             for segment in program.microbatches[action.microbatch].segments:
                 for placed in segment.samples:
-                    key = forth, action.stage, segment.job, segment.step, placed.sample
+                    key = forward, action.stage, segment.job, segment.step, placed.sample
                     before = reached.setdefault(key, placed.offset)
-                    ordered = before <= placed.offset if forth else before >= placed.offset
+                    ordered = before <= placed.offset if forward else before >= placed.offset
                     _require(ordered, "{} runs a chunk of sample {} out of order", action, placed.sample)
                     reached[key] = placed.offset
 

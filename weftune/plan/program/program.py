@@ -119,7 +119,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """A forward pass over held-out samples; each segment's `step` says after which Step it looks."""
+    """A forward pass over held-out samples; each segment's `step` says after which Step it is made."""
 
     microbatch: int
     stage: int = 0

@@ -77,7 +77,7 @@ class _Lanes:
     arrived: set[Arrival] = field(default_factory=set)
     made: set[Arrival] = field(default_factory=set)
     """Computed here and still to be sent."""
-    words: set[Told] = field(default_factory=set)
+    decisions: set[Told] = field(default_factory=set)
     """Reduces and Steps of other devices that this one has heard of."""
     waiting: deque[int] = field(default_factory=deque)
     """Devices whose send lane waits for the receive lane here."""
@@ -162,7 +162,7 @@ class _Run:
         if lanes.loaded < queued.after:
             return False
         if isinstance(queued.action, Reduce | Step):
-            return lanes.words.issuperset(self.tellers.of(queued.action, device))
+            return lanes.decisions.issuperset(self.tellers.of(queued.action, device))
         if not isinstance(queued.action, Forward | Backward | Evaluate):
             return True
         wanted = self._arrival(queued.action, device)
@@ -189,7 +189,7 @@ class _Run:
         return sizes[device % self.program.width] if sizes else 0
 
     def _heard(self, told: Told, device: int) -> None:
-        self.lanes[device].words.add(told)
+        self.lanes[device].decisions.add(told)
         self._compute(device)
 
     def _seconds(self, action: Action) -> float:
@@ -215,7 +215,7 @@ class _Run:
             case Evict(stage):
                 self._hold(device, -self._weight(stage))
             case Step():
-                self._tell(action, device)  # the word goes on before the step is made
+                self._tell(action, device)  # the decision goes on before the step is made
 
     def _computed(self, device: int, action: Action, start: float) -> None:
         self.lanes[device].computing = False

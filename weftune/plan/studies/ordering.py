@@ -65,30 +65,30 @@ class _Clock:
     def __init__(self, prices: Prices, link: Link, stages: int) -> None:
         self.prices, self.link, self.last = prices, link, stages - 1
         self.free = [0.0] * stages
-        self.forth: list[dict[int, float]] = [{} for _ in range(stages)]
+        self.forwards: list[dict[int, float]] = [{} for _ in range(stages)]
         """By the stage that takes it; what the last stage makes is its own to take."""
         self.back: list[dict[int, float]] = [{} for _ in range(stages)]
 
     def run(self, stage: int, actions: Sequence[Action], start: int) -> int:
         """From `start` up to the first action whose input is not told yet; returns that one's place."""
-        forth, back, free = self.forth[stage], self.back[stage], self.free[stage]
+        forwards, back, free = self.forwards[stage], self.back[stage], self.free[stage]
         prices, link = self.prices.passes, self.link
         for place in range(start, len(actions)):
             action = actions[place]
             assert isinstance(action, Forward | Backward)
             number, price = action.microbatch, prices[action.microbatch][stage]
-            goes_forth = isinstance(action, Forward)
-            came = 0.0 if goes_forth and not stage else (forth if goes_forth else back).get(number)
+            goes_forward = isinstance(action, Forward)
+            came = 0.0 if goes_forward and not stage else (forwards if goes_forward else back).get(number)
             if came is None:
                 self.free[stage] = free
                 return place
-            free = max(free, came) + (price.forward if goes_forth else price.backward)
-            if not goes_forth:
+            free = max(free, came) + (price.forward if goes_forward else price.backward)
+            if not goes_forward:
                 if stage:
                     self.back[stage - 1][number] = free + link.seconds(price.gradient_bytes)
             elif stage == self.last:
                 back[number] = free
             else:
-                self.forth[stage + 1][number] = free + link.seconds(price.activation_bytes)
+                self.forwards[stage + 1][number] = free + link.seconds(price.activation_bytes)
         self.free[stage] = free
         return len(actions)

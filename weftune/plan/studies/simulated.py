@@ -56,7 +56,7 @@ def outlook(ground: Ground, jobs: Sequence[JobOutline], compared: bool = True) -
         raise PlanError(f"the jobs do not fit together: the run {together}")
     where = places(ground, jobs)
     descent = _Descent(jobs)
-    seconds = descend(where, descent.look, lambda one: one)
+    seconds = descend(where, descent.evaluate, lambda one: one)
     best = descent.best
     assert best is not None, "the first place that is looked at is planned for"
     last = polished(
@@ -103,7 +103,7 @@ class _Descent:
         self.jobs = jobs
         self.best: Outlook | None = None
 
-    def look(self, place: CapacityPlace) -> float:
+    def evaluate(self, place: CapacityPlace) -> float:
         """What the jobs take there, or at least take."""
         search = Search(place, self.jobs)
         if self.best is not None and search.least >= self.best.forecast.seconds:

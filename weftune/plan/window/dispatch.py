@@ -141,10 +141,10 @@ class Dispatch:
                 one.actions.append(action)
                 self.log.append(Began(device, action))
                 price = self.prices.passes[action.microbatch][one.stage]
-                forth = isinstance(action, Forward)
-                one.in_flight += forth
-                one.kept += price.kept_bytes if forth else 0
-                seconds = price.forward if forth else price.backward
+                forward = isinstance(action, Forward)
+                one.in_flight += forward
+                one.kept += price.kept_bytes if forward else 0
+                seconds = price.forward if forward else price.backward
                 heapq.heappush(self._ends, (now + seconds, next(self._number), device, action))
 
     def _choose(self, one: _Device) -> Forward | Backward | None:

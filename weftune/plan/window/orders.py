@@ -190,7 +190,7 @@ def _reduced(work: Work, actions: Iterable[Action], device: int, stages: int) ->
     there on the first device its Step too.
 
     On the others the Step comes as late as it may, before the job's next Forward or at the end: until then
-    the first device's word is on its way, and nobody waits for it.
+    the first device's decision is on its way, and nobody waits for it.
     """
     left = {key: stages * rows for key, rows in rows_left(work.microbatches).items()}
     due: dict[str, Step] = {}

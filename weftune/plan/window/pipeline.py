@@ -346,9 +346,9 @@ def _mean(numbers: Sequence[int], prices: Prices, stage: int) -> PassPrice:
 # -- evaluation and checkpoints --------------------------------------------------------------------------
 
 
-def _with_evaluation(program: Program, looks: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
+def _with_evaluation(program: Program, held_out: Sequence[SegmentPlan], rules: PipelineRules) -> Program:
     """Behind all training, forwards through all stages, shared by the replicas."""
-    packed = pack_segments(looks, _look_room(looks, rules))
+    packed = pack_segments(held_out, _evaluation_room(held_out, rules))
     before = len(program.microbatches)
     shares = deal_looks(packed, rules.replicas)
     numbers = [[before + place for place in own] for own in shares]
@@ -363,12 +363,12 @@ def _with_evaluation(program: Program, looks: Sequence[SegmentPlan], rules: Pipe
     )
 
 
-def _look_room(looks: Sequence[SegmentPlan], rules: PipelineRules) -> int:
-    """Small enough that every replica gets something to look at."""
-    if rules.replicas == 1 or not looks:
+def _evaluation_room(held_out: Sequence[SegmentPlan], rules: PipelineRules) -> int:
+    """Small enough that every replica gets something to evaluate."""
+    if rules.replicas == 1 or not held_out:
         return rules.capacity
-    longest = max(_tokens(together) for look in looks for together in kept_together(look.samples))
-    even = -(-sum(look.tokens for look in looks) // rules.replicas)
+    longest = max(_tokens(together) for segment in held_out for together in kept_together(segment.samples))
+    even = -(-sum(segment.tokens for segment in held_out) // rules.replicas)
     return min(rules.capacity, max(longest, even))
 
 

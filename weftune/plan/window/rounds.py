@@ -31,7 +31,7 @@ from weftune.plan.window.orders import transported
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """One job's part of a window: the batches it trains next, and when it looks up or saves on the way."""
+    """One job's part of a window: the batches it trains next, and when it evaluates or saves on the way."""
 
     job: str
     step: int
