@@ -53,14 +53,14 @@ class Plan:
     least: int
     most: int
     """Tokens of its samples lie between."""
-    looks: bool = False
+    evaluates: bool = False
     """Whether it has held-out samples."""
 
 
 PLANS = (
     Plan(name="short", joins=0, steps=64, batch_size=8, rank=8, least=16, most=48),
     Plan(name="long", joins=0, steps=28, batch_size=2, rank=16, least=128, most=240),
-    Plan(name="looks", joins=8, steps=32, batch_size=4, rank=8, least=32, most=96, looks=True),
+    Plan(name="evaluated", joins=8, steps=32, batch_size=4, rank=8, least=32, most=96, evaluates=True),
     Plan(name="wide", joins=16, steps=20, batch_size=4, rank=64, least=48, most=160),
     Plan(name="late", joins=32, steps=24, batch_size=6, rank=16, least=24, most=200),
 )
@@ -81,7 +81,7 @@ def spec(plan: Plan, folder: Path, vocabulary: int, scale: int, steps: float) ->
     return JobSpec(
         name=plan.name,
         data=str(path),
-        eval=EvalSpec(fraction=0.1, every=0.25) if plan.looks else None,
+        eval=EvalSpec(fraction=0.1, every=0.25) if plan.evaluates else None,
         adapter=LoraSpec(rank=plan.rank, alpha=2.0 * plan.rank),
         steps=max(4, int(steps * plan.steps)),
         batch_size=plan.batch_size,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.site_case import Company, SiteCase, microseconds, site_case
+from benchmarks.site_case import SiteAdapters, SiteCase, microseconds, site_case
 from benchmarks.site_floor import Rates, Timed, beside_floors, needs
 from benchmarks.site_plain import plain_steps
 from benchmarks.site_sweep import KERNELS, sweep
@@ -40,14 +40,14 @@ from weftune.ops.lora.weave import Order, RowSpan, orders_for
 from weftune.ops.lora.wide import in_float32
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))
-COMPANIES = (
-    Company("8 x r16", (16,) * 8),
-    Company("8 x r16 dropout 0.1", (16,) * 8, dropout=0.1),
-    Company("r 8 8 16 16 32 32 64 64", (8, 8, 16, 16, 32, 32, 64, 64)),
-    Company("1 x r16", (16,)),
-    Company("32 x r16", (16,) * 32),
-    Company("64 x r16", (16,) * 64),
-    Company("8 x r16, 2048 rows", (16,) * 8, rows=2048),
+ADAPTER_SETS = (
+    SiteAdapters("8 x r16", (16,) * 8),
+    SiteAdapters("8 x r16 dropout 0.1", (16,) * 8, dropout=0.1),
+    SiteAdapters("r 8 8 16 16 32 32 64 64", (8, 8, 16, 16, 32, 32, 64, 64)),
+    SiteAdapters("1 x r16", (16,)),
+    SiteAdapters("32 x r16", (16,) * 32),
+    SiteAdapters("64 x r16", (16,) * 64),
+    SiteAdapters("8 x r16, 2048 rows", (16,) * 8, rows=2048),
 )
 
 
@@ -63,7 +63,7 @@ def breakdown(case: SiteCase, rates: Rates) -> dict[str, Timed]:
     """Every launch of the tiled route beside its floor, and what those of an order come to together."""
     measured = microseconds(launches(case), case.turns)
     outputs, features = case.weight_NK.shape
-    return beside_floors(measured, needs(case.company, features, outputs, case.shares), rates)
+    return beside_floors(measured, needs(case.adapters, features, outputs, case.shares), rates)
 
 
 def launches(case: SiteCase) -> dict[str, Callable[[int], object]]:
@@ -149,16 +149,16 @@ def line(name: str, taken: dict[str, float]) -> str:
     return f"{name:24} frozen {frozen:7.1f} us   {others}"
 
 
-def report(companies: list[Company], wants_breakdown: bool) -> dict[str, Any]:
+def report(sets: list[SiteAdapters], wants_breakdown: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for features, outputs in SHAPES:
         shape = f"{features} -> {outputs}"
         found[shape] = {}
-        for company in companies:
+        for adapters in sets:
             gc.collect()
             torch.cuda.empty_cache()
-            case = site_case(company, features, outputs)
-            if company is companies[0]:
+            case = site_case(adapters, features, outputs)
+            if adapters is sets[0]:
                 rates = rates_of(case)
                 by_name = {
                     "tera-operations/s": rates.operations / 1e6,
@@ -168,8 +168,8 @@ def report(companies: list[Company], wants_breakdown: bool) -> dict[str, Any]:
                 print(f"\n{shape}   " + "   ".join(f"{v:.2f} {k}" for k, v in by_name.items()))
             taken = compare(case)
             row: dict[str, Any] = {**taken}
-            found[shape][company.name] = row
-            print(line(company.name, taken), flush=True)
+            found[shape][adapters.name] = row
+            print(line(adapters.name, taken), flush=True)
             if wants_breakdown:
                 parts = breakdown(case, rates)
                 row["launches"] = {name: asdict(part) for name, part in parts.items()}
@@ -183,7 +183,7 @@ def compact(parts: dict[str, Timed]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--only", default="", help="only companies whose name has this in it")
+    parser.add_argument("--only", default="", help="only sets of adapters whose name has this in it")
     parser.add_argument("--breakdown", action="store_true", help="time every launch by itself")
     parser.add_argument("--sweep", action="store_true", help="try blocks, warps and stages of every kernel")
     parser.add_argument("--kernels", default=",".join(KERNELS), help="what is swept, with commas")
@@ -193,11 +193,11 @@ def main() -> None:
     if unknown := set(kernels) - set(KERNELS):
         parser.error(f"--kernels: {min(unknown)} is none of {', '.join(KERNELS)}")
     assert torch.cuda.is_available(), "this benchmark needs a CUDA device"
-    companies = [company for company in COMPANIES if asked.only in company.name]
+    sets = [adapters for adapters in ADAPTER_SETS if asked.only in adapters.name]
     if asked.sweep:
-        finish(sweep(companies[0], SHAPES, kernels, asked.seconds), asked.json)
+        finish(sweep(sets[0], SHAPES, kernels, asked.seconds), asked.json)
     else:
-        finish(report(companies, asked.breakdown), asked.json)
+        finish(report(sets, asked.breakdown), asked.json)
 
 
 if __name__ == "__main__":

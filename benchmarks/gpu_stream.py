@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.fsdp import peft_offloaded
-from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_company
+from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_jobs_aboard
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.llama import SIZES, Size, base_bytes, floor_seconds
@@ -34,7 +34,7 @@ from weftune.bench.processes import first_line
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
-from weftune.bench.weftune_side import Company
+from weftune.bench.weftune_side import JobsAboard
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.run.assemble import resident_executor
@@ -79,10 +79,10 @@ class Case:
     link: HostLink
 
 
-def join_all(company: Company, work: BaselineWork) -> None:
+def join_all(together: JobsAboard, work: BaselineWork) -> None:
     for at in range(work.jobs):
         adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
-        company.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
+        together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
 
 
 def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
@@ -91,12 +91,12 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
 
     def run() -> MeasuredStep:
         with capped(case):
-            made = streamed_company(case.size, case.place, work, case.cap, case.most, case.link, how)
+            made = streamed_jobs_aboard(case.size, case.place, work, case.cap, case.most, case.link, how)
             found.append(made)
-            join_all(made.company, work)
-            block = made.company.block(made.choice.capacity)
+            join_all(made.together, work)
+            block = made.together.block(made.choice.capacity)
             # Passes that can be captured are so in the second round.
-            captured = made.company.executor.captures is not None
+            captured = made.together.executor.captures is not None
             block(max(2 if captured else 1, case.pace.warmup))()
             made.forget_waits()
             return measure(block, case.place, replace(case.pace, warmup=0))
@@ -116,7 +116,7 @@ def streamed_row(case: Case, work: BaselineWork, how: str) -> Row:
         floor=streamed_floor(case, work, made),
         predicted_wait=made.choice.unhidden,
         measured_wait=None if taken is None else made.waited.total() / taken,
-        losses=all_losses(made.company),
+        losses=all_losses(made.together),
         cut=made.described,
         capacity=made.choice.capacity,
     )
@@ -143,13 +143,13 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
 
     def run() -> MeasuredStep:
         nonlocal losses, described
-        company = Company(resident_executor(random_base(case.size, case.place), graphs=passes is None))
-        capacity = passes or roomy(company, case, work)
-        again = company.recompute.layers
+        together = JobsAboard(resident_executor(random_base(case.size, case.place), graphs=passes is None))
+        capacity = passes or roomy(together, case, work)
+        again = together.recompute.layers
         described = f"{capacity} tokens a microbatch, {again} layers made again"
-        join_all(company, work)
-        measured = measure(company.block(capacity), case.place, few(case.pace))
-        losses = all_losses(company)
+        join_all(together, work)
+        measured = measure(together.block(capacity), case.place, few(case.pace))
+        losses = all_losses(together)
         return measured
 
     measured = attempted(run, case.place)
@@ -158,15 +158,15 @@ def resident_row(case: Case, work: BaselineWork, passes: int | None = None) -> R
     return Row(name, work.jobs, work.tokens, measured, floor, losses=losses, cut=described)
 
 
-def roomy(company: Company, case: Case, work: BaselineWork) -> int:
+def roomy(together: JobsAboard, case: Case, work: BaselineWork) -> int:
     """Tokens of a microbatch, and what must be made again for so many to fit, as a run would choose them."""
-    device, base = case.place.device, company.base
+    device, base = case.place.device, together.base
     memory = MemoryModel(
-        base.shape, base.shape.base_bytes + budget_bytes(device), fused=company.executor.fused
+        base.shape, base.shape.base_bytes + budget_bytes(device), fused=together.executor.fused
     )
     jobs, most = job_shapes(base.shape, work), max(case.most, work.length)
-    company.recompute = memory.recompute(jobs, most)
-    return memory.capacity(jobs, most, company.recompute)
+    together.recompute = memory.recompute(jobs, most)
+    return memory.capacity(jobs, most, together.recompute)
 
 
 def streamed_capacity(rows: Sequence[Row], work: BaselineWork) -> int:
@@ -191,8 +191,8 @@ def few(pace: Repeats) -> Repeats:
     return replace(pace, steps=min(pace.steps, FEW))
 
 
-def all_losses(company: Company) -> tuple[tuple[float, ...], ...]:
-    return tuple(map(tuple, company.losses.values()))
+def all_losses(together: JobsAboard) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, together.losses.values()))
 
 
 @contextmanager
@@ -230,8 +230,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def loss_gap(rows: Sequence[Row], other: str) -> float | None:
     """The largest difference between the losses of any job in any round, streamed and in that row."""
-    company = max(row.jobs for row in rows)
-    by_name = {row.name: row.losses for row in rows if row.jobs == company and any(row.losses)}
+    most_jobs = max(row.jobs for row in rows)
+    by_name = {row.name: row.losses for row in rows if row.jobs == most_jobs and any(row.losses)}
     if not {STREAMED, other} <= by_name.keys():
         return None
     # Those that are compared with have fewer rounds, and so has one that ran out of memory.
@@ -240,7 +240,7 @@ def loss_gap(rows: Sequence[Row], other: str) -> float | None:
 
 
 def plot(rows: Sequence[Row], size: Size, path: Path) -> None:
-    """How company pays for the transfers."""
+    """How sharing pays for the transfers."""
     import plotly.graph_objects as go
 
     streamed = [row for row in rows if row.name == STREAMED and row.measured.seconds]

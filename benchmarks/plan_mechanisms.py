@@ -1,4 +1,4 @@
-"""What each mechanism of the planner is worth in `weftune plan`, over several clusters and companies of jobs.
+"""What each mechanism of the planner is worth in `weftune plan`, over several clusters and sets of jobs.
 
 A base of the shape of Llama-3.1-8B; lengths are lognormal around each job's own median. A row says what a
 window takes longer (least / median / most over the cases) when one mechanism is switched off, or with one
@@ -44,7 +44,7 @@ ROUNDS, LONGEST, SPREAD = 3, 2048, 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class JobSet:
     """Jobs by their samples' median length; all have the same batch size."""
 
     name: str
@@ -70,19 +70,19 @@ class Company:
         return made
 
 
-COMPANIES = (
-    Company("one job", (600,), 16),
-    Company("4 jobs of growing length", (200, 400, 600, 800), 8),
-    Company("8 small jobs", (80,) * 8, 4),
-    Company("8 jobs, short and long", (100, 120, 150, 200, 700, 900, 1000, 1200), 8),
-    Company("16 jobs", tuple(100 + 40 * number for number in range(16)), 8),
+JOB_SETS = (
+    JobSet("one job", (600,), 16),
+    JobSet("4 jobs of growing length", (200, 400, 600, 800), 8),
+    JobSet("8 small jobs", (80,) * 8, 4),
+    JobSet("8 jobs, short and long", (100, 120, 150, 200, 700, 900, 1000, 1200), 8),
+    JobSet("16 jobs", tuple(100 + 40 * number for number in range(16)), 8),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     cluster: str
-    company: str
+    jobs: str
     order: str
     mechanism: str
     costs: dict[str, float]
@@ -90,12 +90,12 @@ class Case:
     added: tuple[str, ...]
 
 
-def look(cluster: str, company: Company) -> Case:
-    found = outlook(make_ground(SHAPE, parse_cluster(cluster)), company.jobs(), compared=False)
+def case_of(cluster: str, job_set: JobSet) -> Case:
+    found = outlook(make_ground(SHAPE, parse_cluster(cluster)), job_set.jobs(), compared=False)
     rows = ablate(found)
     return Case(
         cluster,
-        company.name,
+        job_set.name,
         str(found.scheme.order),
         found.candidate.mechanism,
         {_name(row.mechanism, row.instead, row.added): row.cost for row in rows},
@@ -127,11 +127,11 @@ def show(cases: Sequence[Case]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--toy", action="store_true", help="two clusters and two companies")
+    parser.add_argument("--toy", action="store_true", help="two clusters and two sets of jobs")
     asked = parser.parse_args()
     began = time.perf_counter()
-    clusters, companies = (CLUSTERS[:2], COMPANIES[:2]) if asked.toy else (CLUSTERS, COMPANIES)
-    cases = [look(cluster, company) for cluster in clusters for company in companies]
+    clusters, job_sets = (CLUSTERS[:2], JOB_SETS[:2]) if asked.toy else (CLUSTERS, JOB_SETS)
+    cases = [case_of(cluster, job_set) for cluster in clusters for job_set in job_sets]
     print(show(cases))
     piped = [case for case in cases if case.cluster != CLUSTERS[0]]
     for title, chosen in (
@@ -142,7 +142,7 @@ def main() -> None:
     print(f"\n{time.perf_counter() - began:.0f} s in all")
     numbers: dict[str, Any] = {
         "cases": [
-            {"cluster": case.cluster, "company": case.company, "order": case.order}
+            {"cluster": case.cluster, "jobs": case.jobs, "order": case.order}
             | {"groups": case.mechanism, "costs": case.costs}
             for case in cases
         ]

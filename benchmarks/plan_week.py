@@ -5,7 +5,7 @@ their data sheet. *Uniform*: all on OpenBookQA; *non-uniform*: SST-2, OpenBookQA
 hold a task each, padded to its dataset's length (64, 128, 256: the paper's text lost them), piped by 1F1B.
 Batching only puts up to 32 tasks into one batch, padded to the longest of them. Weftune packs what is there
 without padding, in groups and the order of `weftune plan`. A round is a step of each task aboard; its time
-comes from the planner for some companies and is interpolated by rows between them. Every way is given the
+comes from the planner for some sets of jobs and is interpolated by rows between them. Every way is given the
 GPUs per instance that suit it best. Throughput counts tokens without padding.
 
     python -m benchmarks.plan_week [--toy] [--json FILE]
@@ -46,8 +46,8 @@ CUT = {name: [min(length, most) for length in LENGTHS[name]] for name, most in P
 MEANS = {name: fmean(lengths) for name, lengths in CUT.items()}
 BATCHES, USUAL = (2, 4, 8), 4
 ROUNDS = 4
-COMPANIES = (1, 2, 4, 8, 16, 32)
-"""Tasks in the companies that are planned."""
+TASK_COUNTS = (1, 2, 4, 8, 16, 32)
+"""Tasks in the sets that are planned."""
 A40 = Device("A40", int(44.5 * GIB), 149.7e12, 696e9, 56e9)
 SHAPE = model_shape({"model_type": "llama", "max_position_embeddings": 4096}, "LLaMA2-7B", 2)
 RANK = 16
@@ -110,17 +110,17 @@ def _alone(where: Ground, one: JobOutline) -> float:
 def batching(where: Ground, length: int) -> Curve:
     """By samples, all of them padded to `length`."""
     seconds = []
-    for count in COMPANIES:
+    for count in TASK_COUNTS:
         jobs = [padded_job(number, USUAL, length) for number in range(count)]
         seconds.append(at_its_best(greedily_packed, places(where, jobs), jobs).step_seconds)
-    return Curve(tuple(float(USUAL * count) for count in COMPANIES), tuple(seconds))
+    return Curve(tuple(float(USUAL * count) for count in TASK_COUNTS), tuple(seconds))
 
 
 def woven(where: Ground, some: Sequence[Kind]) -> Curve:
-    """By tokens, in companies drawn from these kinds."""
+    """By tokens, in sets drawn from these kinds."""
     random = Random(0)
     rows, seconds = [], []
-    for count in COMPANIES:
+    for count in TASK_COUNTS:
         jobs = [drawn_job(number, random.choice(list(some)), random) for number in range(count)]
         found = outlook(where, jobs, compared=False).forecast
         rows.append(found.tokens / found.steps)

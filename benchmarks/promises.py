@@ -38,7 +38,7 @@ class Row:
     mode: str
     jobs: int
     same: bool
-    """Whether plan and run promise the same layout, capacity, company, seconds and bytes."""
+    """Whether plan and run promise the same layout, capacity, jobs aboard, seconds and bytes."""
     planned_seconds: float
     promised_seconds: float
     seconds: float

@@ -22,7 +22,7 @@ ROTATION_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class SiteAdapters:
     """The adapters at the site: rows shared out evenly."""
 
     name: str
@@ -33,7 +33,7 @@ class Company:
 
 @dataclass(frozen=True, slots=True)
 class SiteCase:
-    company: Company
+    adapters: SiteAdapters
     weight_NK: Tensor
     x: tuple[Tensor, ...]
     """Inputs [T, K] that take turns, and gradients [T, N] beside them."""
@@ -72,33 +72,33 @@ class SiteCase:
         return backward(self.dy[turn], self.x[turn], self.weight_NK, s, weave, wants_dx=True)
 
 
-def site_case(company: Company, features: int, outputs: int) -> SiteCase:
-    turns = max(2, -(-ROTATION_BYTES // (2 * company.rows * (features + outputs))))
-    return made_up_case(company, features, outputs, turns, torch.device("cuda"), torch.bfloat16)
+def site_case(adapters: SiteAdapters, features: int, outputs: int) -> SiteCase:
+    turns = max(2, -(-ROTATION_BYTES // (2 * adapters.rows * (features + outputs))))
+    return made_up_case(adapters, features, outputs, turns, torch.device("cuda"), torch.bfloat16)
 
 
 def made_up_case(
-    company: Company, features: int, outputs: int, turns: int, device: torch.device, dtype: torch.dtype
+    adapters: SiteAdapters, features: int, outputs: int, turns: int, device: torch.device, dtype: torch.dtype
 ) -> SiteCase:
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
     table = SlotTable.empty(["site"], SLOTS, device)
-    group = Group(((0, outputs),), table, max(company.ranks), company.dropout > 0)
-    length = company.rows // len(company.ranks)
+    group = Group(((0, outputs),), table, max(adapters.ranks), adapters.dropout > 0)
+    length = adapters.rows // len(adapters.ranks)
     seats, entries = [], []
-    for slot, rank in enumerate(company.ranks):
+    for slot, rank in enumerate(adapters.ranks):
         a, b = normal(rank, features) / features**0.5, normal(rank, outputs)
         gradients = torch.zeros_like(a, dtype=torch.float32), torch.zeros_like(b, dtype=torch.float32)
-        entries.append(Entry(a, b, *gradients, scale=2.0, dropout=company.dropout))
+        entries.append(Entry(a, b, *gradients, scale=2.0, dropout=adapters.dropout))
         group.write(slot, entries[-1:])
         seats.append(Seat(slot * length, slot * length + length, slot, step_key(slot, 1)))
     return SiteCase(
-        company,
+        adapters,
         normal(outputs, features) / features**0.5,
-        tuple(normal(company.rows, features) for _ in range(turns)),
-        tuple(normal(company.rows, outputs) for _ in range(turns)),
+        tuple(normal(adapters.rows, features) for _ in range(turns)),
+        tuple(normal(adapters.rows, outputs) for _ in range(turns)),
         tuple(seats),
         tuple(entries),
         group,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.site_case import Company
+from benchmarks.site_case import SiteAdapters
 
 HALF, FULL = 2, 4
 """Bytes of a value of 16 and of 32 bits."""
@@ -49,16 +49,16 @@ class Timed:
     floor: float
 
 
-def needs(company: Company, features: int, outputs: int, shares: int) -> dict[str, Need]:
+def needs(adapters: SiteAdapters, features: int, outputs: int, shares: int) -> dict[str, Need]:
     """What each launch must move and multiply, with ds in so many shares."""
-    x, y = HALF * company.rows * features, HALF * company.rows * outputs
-    full_x, full_y = FULL * company.rows * features, FULL * company.rows * outputs
-    ranks = sum(company.ranks)
-    values = ranks * company.rows // len(company.ranks)
+    x, y = HALF * adapters.rows * features, HALF * adapters.rows * outputs
+    full_x, full_y = FULL * adapters.rows * features, FULL * adapters.rows * outputs
+    ranks = sum(adapters.ranks)
+    values = ranks * adapters.rows // len(adapters.ranks)
     s, a, b = HALF * values, HALF * ranks * features, HALF * ranks * outputs
     # The accumulators of dA and dB are read and written in 32 bits.
     da, db = 2 * FULL * ranks * features, 2 * FULL * ranks * outputs
-    weight, product = HALF * features * outputs, 2.0 * company.rows * features * outputs
+    weight, product = HALF * features * outputs, 2.0 * adapters.rows * features * outputs
     narrow, wide = 2.0 * values * features, 2.0 * values * outputs
     return {
         "y = xWt": Need(x + weight + y, product),

@@ -14,7 +14,7 @@ Step = Callable[[int], object]
 
 def plain_steps(case: SiteCase) -> dict[str, Step]:
     """Forward and backward by the variants that the torch at hand has."""
-    if case.company.dropout > 0.0:
+    if case.adapters.dropout > 0.0:
         return {}
     steps = {"concatenated": concatenated(case), "augmented": augmented(case)}
     if hasattr(torch.nn.functional, "grouped_mm"):
@@ -35,7 +35,7 @@ def _side_by_side(case: SiteCase) -> tuple[Tensor, Tensor, Tensor]:
     """The ranks of all adapters: A [R, K], B [R, N], and the factor of s, zero in other jobs' rows."""
     a_RK = torch.cat([entry.a_RK for entry in case.entries])
     b_RN = torch.cat([entry.b_RN for entry in case.entries])
-    factor_TR = torch.zeros(case.company.rows, len(a_RK), device=a_RK.device, dtype=a_RK.dtype)
+    factor_TR = torch.zeros(case.adapters.rows, len(a_RK), device=a_RK.device, dtype=a_RK.dtype)
     low = 0
     for seat, entry in zip(case.seats, case.entries, strict=True):
         factor_TR[seat.start : seat.stop, low : low + entry.rank] = entry.scale

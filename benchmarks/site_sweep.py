@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.site_case import Company, SiteCase, microseconds, site_case
+from benchmarks.site_case import SiteAdapters, SiteCase, microseconds, site_case
 from weftune.ops.lora.fused import fused_dx, fused_y
 from weftune.ops.lora.tiled_kernels import da, down, ds_db, room_for_da
 from weftune.ops.lora.weave import KernelLaunch, Order, product_blocks
@@ -19,14 +19,14 @@ Option = tuple[str, Callable[[SiteCase], Step]]
 
 
 def sweep(
-    company: Company, shapes: tuple[tuple[int, int], ...], kernels: Sequence[str], seconds: float
+    adapters: SiteAdapters, shapes: tuple[tuple[int, int], ...], kernels: Sequence[str], seconds: float
 ) -> dict[str, Any]:
     """The times of each option of these kernels by shape; what the time does not allow is left out.
 
     An option is tried on all shapes in turn: it is compiled but once for them.
     """
     ends = time.monotonic() + seconds
-    cases = {f"{k} -> {n}": site_case(company, k, n) for k, n in shapes}
+    cases = {f"{k} -> {n}": site_case(adapters, k, n) for k, n in shapes}
     found: dict[str, Any] = {shape: {kernel: {} for kernel in kernels} for shape in cases}
     for index, kernel in enumerate(kernels):
         now = time.monotonic()
@@ -40,7 +40,7 @@ def sweep(
         for shape in cases:
             best = sorted(found[shape][kernel].items(), key=lambda item: item[1])[:3]
             print(f"{shape:16} {kernel:6} " + "   ".join(f"{t:.1f} us {n}" for n, t in best), flush=True)
-    return {company.name: found}
+    return {adapters.name: found}
 
 
 def _timed(what: str, name: str, case: SiteCase, step_of: Callable[[SiteCase], Step]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from weftune.base.spec import BaseSpec
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.llama import Size, outline
 from weftune.bench.timing import BenchPlace
-from weftune.bench.weftune_side import Company
+from weftune.bench.weftune_side import JobsAboard
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.ring import step_bytes
@@ -39,7 +39,7 @@ from weftune.run.measure.waited import Waited
 SPREAD = 0.02
 
 
-class StreamedCompany(Company):
+class StreamedJobsAboard(JobsAboard):
     def __init__(self, executor: Executor, choice: StreamChoice) -> None:
         super().__init__(executor)
         self.choice = choice
@@ -50,7 +50,7 @@ class StreamedCompany(Company):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    company: StreamedCompany
+    together: StreamedJobsAboard
     choice: StreamChoice
     executor: Executor
     streamed: StreamedBase
@@ -89,14 +89,14 @@ class Streamed:
         )
 
 
-def streamed_company(
+def streamed_jobs_aboard(
     size: Size, place: BenchPlace, work: BaselineWork, cap: int | None, most: int, link: HostLink, how: str
 ) -> Streamed:
     shape = model_shape(outline(size, torch.device("meta"), place.dtype), place.dtype)
     choice = choose(shape, work, stream_device(place, cap, link), most, how)
     base = _random_base(size, place, choice.cut)
     executor = streamed_executor(base)
-    return Streamed(StreamedCompany(executor, choice), choice, executor, base)
+    return Streamed(StreamedJobsAboard(executor, choice), choice, executor, base)
 
 
 def choose(
@@ -143,7 +143,7 @@ def stream_device(place: BenchPlace, cap: int | None, link: HostLink) -> StreamD
 
 
 def random_base(size: Size, place: BenchPlace) -> Base:
-    """The base that `streamed_company` makes, all of it on the device."""
+    """The base that `streamed_jobs_aboard` makes, all of it on the device."""
     return _random_base(size, place, Layout((StageLayers(0, size.layers, resident=True),))).whole
 
 

@@ -140,7 +140,7 @@ def test_two_runs_give_the_same_bits(base):
 
 @pytest.mark.parametrize("route", [Route.segmented, Route.tiled])
 def test_a_nan_in_one_job_does_not_reach_the_others_by_any_route(base, route):
-    """Bits differ where company does, and Adam makes whole steps of them: within what company does."""
+    """Bits differ with the jobs aboard, and Adam makes whole steps of that: within what other jobs change."""
     jobs = [ready(base, f"job{i}", i) for i in range(4)]
     with_it, _, _ = trained(base, jobs, rounds=4, route=route)
     without, _, _ = trained(base, jobs[:2] + jobs[3:], rounds=4, route=route)

@@ -114,7 +114,7 @@ def test_an_early_stop_ends_the_job_inside_its_window_and_the_others_equal_the_r
     trainer.run(seen.append)
     ended = status(tmp_path / "out")["jobs"]["stops"]
     last = ended["step"]
-    assert ended["reason"] == f"stopped early at step {last}: no better validation loss in 1 look"
+    assert ended["reason"] == f"stopped early at step {last}: no better validation loss in 1 evaluation"
     assert last % WINDOW_ROUNDS != 0, "the test wants an end inside a window"
     of_it = [event for event in seen if event.job == "stops"]
     assert isinstance(of_it[-1], Evaluated)
@@ -241,8 +241,8 @@ def test_a_job_that_always_breaks_off_stops_at_once_and_blocks_nobody(base, tmp_
 
 
 def test_a_job_cancelled_while_all_are_evaluated_reports_no_evaluation(base, tmp_path):
-    looks = {"eval": {"fraction": 0.3, "every": 2}}
-    trainer = bench.trainer(base, tmp_path / "out", [job("a", 4, **looks), job("b", 4, **looks)])
+    evaluations = {"eval": {"fraction": 0.3, "every": 2}}
+    trainer = bench.trainer(base, tmp_path / "out", [job("a", 4, **evaluations), job("b", 4, **evaluations)])
     seen = []
 
     def callback(event):
@@ -259,8 +259,8 @@ def test_a_job_cancelled_while_all_are_evaluated_reports_no_evaluation(base, tmp
 def test_keep_best_exports_the_weights_of_the_best_evaluation(base, tmp_path):
     eager = {"eval": {"fraction": 0.3, "every": 1}, "learning_rate": 0.03, "schedule": "constant"}
     bench.train(base, tmp_path / "out", [job("a", 8, keep="best", **eager)])
-    looks = {step: loss for step, what, loss in numbers(tmp_path / "out", "a") if what == "eval_loss"}
-    best = min(looks, key=looks.__getitem__)
+    evaluations = {step: loss for step, what, loss in numbers(tmp_path / "out", "a") if what == "eval_loss"}
+    best = min(evaluations, key=evaluations.__getitem__)
     assert 0 < best < 8, "the test wants a best that is neither the start nor the end"
     assert status(tmp_path / "out")["jobs"]["a"]["best_step"] == best
     trainer = bench.trainer(base, tmp_path / "again", [job("a", 8, **eager)])

@@ -1,4 +1,4 @@
-"""A job's losses and weights depend on its own spec and seed only: never on company, packing or capacity."""
+"""A job's losses and weights depend on its own spec and seed only, never on other jobs or packing."""
 
 from functools import cache
 
@@ -34,9 +34,9 @@ def run(tmp_path_factory):
     return cache(lambda *case: train(tmp_path_factory.mktemp("run"), *case))
 
 
-def train(output, dtype, company, capacity):
-    """Job a among `company` others: what became of it, and the executed Programs."""
-    jobs = [job("a", 0), *(job(f"other{i}", i) for i in range(1, company + 1))]
+def train(output, dtype, others, capacity):
+    """Job a among `others` other jobs: what became of it, and the executed Programs."""
+    jobs = [job("a", 0), *(job(f"other{i}", i) for i in range(1, others + 1))]
     base = bench.base("llama", dtype)
     trainer = bench.trainer(base, output, jobs, options=Options(capacity=capacity))
     trainer.run()
@@ -47,20 +47,20 @@ CASES = {"with one other": (1, 64), "with seven others": (7, 96), "with another 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_company_and_capacity_change_nothing_in_float64(case, run):
+def test_other_jobs_and_capacity_change_nothing_in_float64(case, run):
     alone, _ = run(torch.float64, 0, 64)
-    company, capacity = CASES[case]
-    together, _ = run(torch.float64, company, capacity)
+    others, capacity = CASES[case]
+    together, _ = run(torch.float64, others, capacity)
     oracle.assert_equal_float64(together, alone)
 
 
 @pytest.mark.slow
-def test_company_and_capacity_change_nothing_in_float32(run):
+def test_other_jobs_and_capacity_change_nothing_in_float32(run):
     """As near to the float64 run as twice what float32 costs the job alone, and losses to 1e-5."""
     exact, _ = run(torch.float64, 0, 64)
     alone, _ = run(torch.float32, 0, 64)
-    for company, capacity in CASES.values():
-        together, _ = run(torch.float32, company, capacity)
+    for others, capacity in CASES.values():
+        together, _ = run(torch.float32, others, capacity)
         oracle.assert_equal_float32(together, alone, alone, exact)
 
 

@@ -14,7 +14,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import RowsHere, Visitor, lay
+from weftune.run.passes.rows import RowsHere, StageVisit, lay
 from weftune.run.resident_adapters import ResidentAdapters
 from weftune.run.training.roster import Roster
 from weftune.trainer.job import lay_out
@@ -55,14 +55,14 @@ def went_round(captured):
         for _ in range(3):
             between, last = [], []
             for number, here in enumerate(rows):
-                between.append(passes[0].forward(Visitor(number, 0), here, None, True).h_TD)
+                between.append(passes[0].forward(StageVisit(number, 0), here, None, True).h_TD)
             for number, here in enumerate(rows):
-                made = passes[1].forward(Visitor(number, 1), here, between[number], True)
+                made = passes[1].forward(StageVisit(number, 1), here, between[number], True)
                 last.append(made.h_TD.clone())
             for number, here in enumerate(rows):
                 dh_TD = torch.ones_like(last[number]) * (number + 1)
-                back = passes[1].backward(Visitor(number, 1), here, between[number], dh_TD)
-                passes[0].backward(Visitor(number, 0), here, None, back.dgiven_TD)
+                back = passes[1].backward(StageVisit(number, 1), here, between[number], dh_TD)
+                passes[0].backward(StageVisit(number, 0), here, None, back.dgiven_TD)
             found += last
         gradients = [one.gradient.clone() for roster in rosters for one in roster.trainings.values()]
     torch.cuda.synchronize()

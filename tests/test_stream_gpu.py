@@ -26,7 +26,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.executor import rows_at_once
 from weftune.run.measure.waited import Waited
-from weftune.run.passes.rows import Visitor
+from weftune.run.passes.rows import StageVisit
 from weftune.run.stream import adapter_steps
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
 from weftune.run.training.state import new_training
@@ -170,15 +170,15 @@ def go_round(inputs, streamed, microbatches, rows):
 
     for stage in range(last):
         for number in range(microbatches):
-            inputs.give(Visitor(number, stage + 1), made(number, stage + 1))
+            inputs.give(StageVisit(number, stage + 1), made(number, stage + 1))
             if stage:
-                inputs.passed(Visitor(number, stage))
+                inputs.passed(StageVisit(number, stage))
     for stage in range(last, 0, -1):
         for number in range(microbatches):
             if stage > 1:
-                inputs.bring(Visitor(number, stage - 1))
-            values.append((16.0 * stage + number, inputs.read(Visitor(number, stage))[::512, 0].clone()))
-            inputs.drop(Visitor(number, stage))
+                inputs.bring(StageVisit(number, stage - 1))
+            values.append((16.0 * stage + number, inputs.read(StageVisit(number, stage))[::512, 0].clone()))
+            inputs.drop(StageVisit(number, stage))
     return values
 
 

@@ -132,7 +132,7 @@ def test_who_leaves_changes_neither_the_weights_nor_the_gradients_of_the_others(
         assert torch.equal(again[job], before[job])
 
 
-def test_gradients_in_company_are_those_of_each_job_alone(llama, crowd):
+def test_gradients_of_jobs_together_are_those_of_each_job_alone(llama, crowd):
     banks, weights = crowd
     jobs, samples = list(weights), random_samples((8, 3, 10, 6))
     # A sample's last row is to predict the next sample's first token, so that token comes along as nobody's.
@@ -204,7 +204,7 @@ def test_a_pass_inside_a_pass_is_a_bug_and_a_failed_pass_is_unbound(llama, crowd
     assert len(logits(llama, banks, microbatch)) == 1
 
 
-def test_dropout_acts_in_training_only_and_not_by_company():
+def test_dropout_acts_in_training_only_and_not_by_other_jobs():
     base = tiny_base("llama")
     dropping = LoraSpec(rank=4, alpha=8.0, dropout=0.5)
     weights = random_weights(base, dropping, 0)

@@ -22,7 +22,7 @@ EVERY = {"gpt2": ("c_attn", "c_proj", "c_fc"), "qwen2": ("proj",), "llama": ("pr
 EXACT = 1e-9
 
 
-def company(family):
+def all_kinds(family):
     every = EVERY[family]
     return {
         "lora": LoraSpec(rank=3, alpha=6.0),
@@ -60,7 +60,7 @@ def alone(family, member, weights, tokens_L):
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_kinds_that_add_and_kinds_that_scale_share_a_site_on_every_route(family, route):
     base = tiny_base(family)
-    specs, banks = company(family), empty_banks(base)
+    specs, banks = all_kinds(family), empty_banks(base)
     weights = {job: drawn(base, spec, seed) for seed, (job, spec) in enumerate(specs.items())}
     for job, spec in specs.items():
         attach(banks, base, job, spec, weights[job])
@@ -80,7 +80,7 @@ def test_where_lora_is_alone_in_a_microbatch_its_kernels_run_though_others_are_a
     base = tiny_base("llama", torch.float32)
     banks, name = empty_banks(base), "model.layers.1.self_attn.k_proj"
     for job in ("lora", "gate"):
-        spec = company("llama")[job]
+        spec = all_kinds("llama")[job]
         attach(banks, base, job, spec, drawn(base, spec, 0))
     kernels = []
     linear = LoraBank.linear
@@ -95,7 +95,7 @@ def test_where_lora_is_alone_in_a_microbatch_its_kernels_run_though_others_are_a
 @pytest.mark.usefixtures("toys")
 def test_a_captured_pass_refuses_rows_of_a_kind_without_kernels_and_no_others():
     base = tiny_base("llama")
-    specs, banks = company("llama"), empty_banks(base)
+    specs, banks = all_kinds("llama"), empty_banks(base)
     limits = []
     for job in ("lora", "gate"):
         attach(banks, base, job, specs[job], drawn(base, specs[job], 0))
@@ -138,7 +138,7 @@ def test_sites_that_share_their_input_are_scaled_each_by_itself():
 @pytest.mark.parametrize("route", [Route.segmented, Route.tiled])
 def test_a_nan_of_one_kind_stays_with_its_owner(route):
     base = tiny_base("llama")
-    specs = {job: company("llama")[job] for job in ("lora", "gate", "tied")}
+    specs = {job: all_kinds("llama")[job] for job in ("lora", "gate", "tied")}
     microbatch = together([*specs], random_samples((5, 4, 6)))
 
     def run(sick):
@@ -161,7 +161,7 @@ def test_a_nan_of_one_kind_stays_with_its_owner(route):
 @pytest.mark.usefixtures("toys")
 def test_beside_other_kinds_the_error_is_at_most_twice_that_of_plain_torch_in_the_same_dtype(dtype):
     base = tiny_base("qwen2", dtype)
-    specs = {job: company("qwen2")[job] for job in ("lora", "gate", "tied")}
+    specs = {job: all_kinds("qwen2")[job] for job in ("lora", "gate", "tied")}
     banks, samples = empty_banks(base), random_samples((9, 8, 10))
     weights = {job: drawn(base, spec, seed) for seed, (job, spec) in enumerate(specs.items())}
     for job, spec in specs.items():

@@ -106,7 +106,7 @@ def test_a_nan_in_one_sample_does_not_reach_the_others_on_a_gpu(family: str, dty
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sample_does_not_depend_on_its_place_or_company(family: str) -> None:
+def test_a_sample_does_not_depend_on_its_place_or_neighbours(family: str) -> None:
     base = base_of(tiny(family))
     first, second, third = random_samples((9, 13, 4))
     here_TD = base.hidden(packed([first, second, third]))[9:22]

@@ -12,15 +12,15 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import gpu_site, site_sweep
-from benchmarks.site_case import Company, SiteCase, made_up_case
+from benchmarks.site_case import SiteAdapters, SiteCase, made_up_case
 from benchmarks.site_floor import ROUTES, Need, Rates, Timed, beside_floors, needs
 from tests.interpreter import interpret
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a GPU")
 
-EIGHT = Company("8 x r16", (16,) * 8)
+EIGHT = SiteAdapters("8 x r16", (16,) * 8)
 H200 = Rates(operations=800e6, bytes=4.2e6)
-SMALL = Company("small", (2, 20), rows=40)
+SMALL = SiteAdapters("small", (2, 20), rows=40)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_floors_are_those_of_the_bytes_that_were_reckoned_by_hand() -> None:
 
 
 def test_of_small_ranks_only_their_own_count() -> None:
-    mixed, largest = (Company("", ranks) for ranks in ((8, 64), (64, 64)))
-    less, more = (needs(company, 4096, 4096, shares=32)["sum of ds"] for company in (mixed, largest))
+    mixed, largest = (SiteAdapters("", ranks) for ranks in ((8, 64), (64, 64)))
+    less, more = (needs(adapters, 4096, 4096, shares=32)["sum of ds"] for adapters in (mixed, largest))
     assert less.bytes == pytest.approx(more.bytes * 36 / 64)
 
 
@@ -117,7 +117,7 @@ def test_a_sweep_tries_every_option_of_the_kernel_that_was_asked_for(
         return dict.fromkeys(steps, float(replays))
 
     monkeypatch.setattr(site_sweep, "microseconds", once)
-    monkeypatch.setattr(site_sweep, "site_case", lambda company, features, outputs: case)
+    monkeypatch.setattr(site_sweep, "site_case", lambda adapters, features, outputs: case)
     found = site_sweep.sweep(SMALL, ((32, 48),), [kernel], seconds=600.0)
     tried = found["small"]["32 -> 48"]
     assert set(tried) == {kernel}

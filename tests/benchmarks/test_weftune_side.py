@@ -5,39 +5,41 @@ import pytest
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.llama import SIZES, build
 from weftune.bench.timing import here
-from weftune.bench.weftune_side import Company, random_samples, resident, rows_useful
+from weftune.bench.weftune_side import JobsAboard, random_samples, resident, rows_useful
 
 
 @pytest.fixture
-def company() -> Company:
+def together() -> JobsAboard:
     place = here(toy=True)
     assert place is not None
     return resident(build(SIZES["toy"], place), place.device)
 
 
-def test_jobs_train_on_the_lengths_they_were_given_and_begin_anew_after_the_last(company: Company) -> None:
-    company.join("a", LoraSpec(rank=2), [[5, 7], [9]], seed=0)
-    company.join("b", LoraSpec(rank=3), [[4]], seed=1)
-    before = company.executor.aboard["a"].master.clone()
-    program = company.plan(3, capacity=64)
+def test_jobs_train_on_the_lengths_they_were_given_and_begin_again_at_the_end(
+    together: JobsAboard,
+) -> None:
+    together.join("a", LoraSpec(rank=2), [[5, 7], [9]], seed=0)
+    together.join("b", LoraSpec(rank=3), [[4]], seed=1)
+    before = together.executor.aboard["a"].master.clone()
+    program = together.plan(3, capacity=64)
     batches = {(batch.job, batch.step): batch for batch in program.batches}
     assert [batches["a", step].tokens for step in (1, 2, 3)] == [12, 9, 12]
     assert batches["a", 3].samples == batches["a", 1].samples
     assert batches["a", 1].supervised == 10
-    passes = company.run(program)
+    passes = together.run(program)
     assert rows_useful(passes) == 12 + 9 + 12 + 3 * 4
-    assert company.executor.aboard["a"].progress.step == 3
-    assert not company.executor.aboard["a"].master.equal(before)
-    assert company.plan(1, capacity=64).batches[0].step == 4
+    assert together.executor.aboard["a"].progress.step == 3
+    assert not together.executor.aboard["a"].master.equal(before)
+    assert together.plan(1, capacity=64).batches[0].step == 4
 
 
-def test_one_leaves_and_the_others_go_on(company: Company) -> None:
+def test_one_leaves_and_the_others_go_on(together: JobsAboard) -> None:
     for seed, job in enumerate("abc"):
-        company.join(job, LoraSpec(rank=2), [[6]], seed)
-    company.run(company.plan(1, capacity=64))
-    company.leave("b")
-    company.run(company.plan(1, capacity=64))
-    assert {job: training.progress.step for job, training in company.executor.aboard.items()} == {
+        together.join(job, LoraSpec(rank=2), [[6]], seed)
+    together.run(together.plan(1, capacity=64))
+    together.leave("b")
+    together.run(together.plan(1, capacity=64))
+    assert {job: training.progress.step for job, training in together.executor.aboard.items()} == {
         "a": 2,
         "c": 2,
     }

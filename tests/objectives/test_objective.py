@@ -160,7 +160,7 @@ def test_held_out_pairs_are_evaluated_against_their_own_references_and_counted_a
         gap = margin[0::2] - margin[1::2]
         nll = -plain_sums(aboard.plain("sft")[0], plain).sum()
     assert found.loss == pytest.approx(-logsigmoid(0.3 * gap).sum().item(), rel=EXACT)
-    assert (found.hits, found.tokens) == (int((gap > 0).sum()), 2)
+    assert (found.correct, found.tokens) == (int((gap > 0).sum()), 2)
     assert others.loss == pytest.approx(nll.item(), rel=EXACT)
     assert others.tokens == supervised(plain)
 

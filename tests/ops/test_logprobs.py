@@ -31,7 +31,7 @@ def test_values_and_gradients_equal_plain_log_softmax(rows, softcap, bias, multi
         targets[::2] = head.logits(h).argmax(-1)[::2]
     coefficients = torch.randn(rows, dtype=dtype, device=device)
 
-    got, hits = target_logprobs(h, targets, head)
+    got, correct = target_logprobs(h, targets, head)
     (gradient,) = torch.autograd.grad((got * coefficients).sum(), h)
 
     logits = head.logits(h)
@@ -39,9 +39,9 @@ def test_values_and_gradients_equal_plain_log_softmax(rows, softcap, bias, multi
     (expected,) = torch.autograd.grad((want * coefficients).sum(), h)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(gradient, expected)
-    assert torch.equal(hits, logits.argmax(-1) == targets)
-    assert hits[::2].all()
-    assert not hits.all() or rows < 2
+    assert torch.equal(correct, logits.argmax(-1) == targets)
+    assert correct[::2].all()
+    assert not correct.all() or rows < 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -51,8 +51,8 @@ def test_a_hit_is_a_target_than_which_no_token_is_more_probable(softcap, dtype, 
     head = Head(torch.eye(4, dtype=dtype, device=device), softcap=softcap)
     rows = [[1.0, 2.0, 3.0, 0.0], [1.0, 2.0, 3.0, 0.0], [-1.0, -2.0, -3.0, -4.0], [2.0, 0.0, 2.0, 1.0]]
     h = torch.tensor(rows, dtype=dtype, device=device)
-    _, hits = target_logprobs(h, torch.tensor([2, 1, 3, 2], device=device), head)
-    assert hits.tolist() == [True, False, False, True]
+    _, correct = target_logprobs(h, torch.tensor([2, 1, 3, 2], device=device), head)
+    assert correct.tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -86,11 +86,11 @@ def test_the_multiplier_scales_values_and_gradients_whatever_it_is(multiplier, d
 def test_hits_have_no_gradient_and_without_one_wanted_none_is_made(dtype, device):
     head = Head(torch.randn(5, 3, dtype=dtype, device=device))
     h, targets = torch.randn(2, 3, dtype=dtype, device=device), torch.tensor([4, 0], device=device)
-    logprobs, hits = target_logprobs(h, targets, head)
+    logprobs, correct = target_logprobs(h, targets, head)
     assert logprobs.grad_fn is None
     got, again = target_logprobs(h.requires_grad_(), targets, head)
     assert not again.requires_grad
     assert got.requires_grad
     assert torch.equal(got, logprobs)
-    assert torch.equal(again, hits)
+    assert torch.equal(again, correct)
     assert [saved.shape for saved in got.grad_fn.saved_tensors] == [h.shape]

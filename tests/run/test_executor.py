@@ -25,8 +25,8 @@ def two(base, **keys):
 
 
 def plain_sums(samples, chosen):
-    """Summed loss, hits and supervised tokens by transformers' own forward; a new adapter changes nothing."""
-    model, loss, hits, supervised = tiny("llama"), 0.0, 0, 0
+    """Loss, correct predictions and supervised tokens by transformers; a new adapter changes nothing."""
+    model, loss, correct, supervised = tiny("llama"), 0.0, 0, 0
     for index in chosen:
         ids = torch.tensor(samples.tokens(index).tolist())
         wanted = torch.tensor(samples.mask(index)[1:].tolist())
@@ -34,9 +34,9 @@ def plain_sums(samples, chosen):
             logits = model(ids[None]).logits[0, :-1]
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         loss -= logprobs[wanted].sum().item()
-        hits += int((logits.argmax(-1) == ids[1:])[wanted].sum())
+        correct += int((logits.argmax(-1) == ids[1:])[wanted].sum())
         supervised += int(wanted.sum())
-    return loss, hits, supervised
+    return loss, correct, supervised
 
 
 def run(made, jobs, rounds, **keys):
@@ -55,10 +55,10 @@ def test_a_step_is_reported_with_the_values_of_a_plain_forward(base):
     (job,) = jobs = [aboard.ready(base, "a", steps=1)]
     (stepped,) = (e for e in run(aboard.executor(base, jobs), jobs, 1, capacity=24) if isinstance(e, Stepped))
     chosen = job.order.batch(1)
-    loss, hits, supervised = plain_sums(job.data.train, chosen)
+    loss, correct, supervised = plain_sums(job.data.train, chosen)
     assert (stepped.job, stepped.step) == ("a", 1)
     assert stepped.outcome.loss == pytest.approx(loss / supervised, rel=1e-12)
-    assert stepped.outcome.token_accuracy == hits / supervised
+    assert stepped.outcome.token_accuracy == correct / supervised
     assert stepped.outcome.tokens == job.data.train.lengths[chosen].sum()
     assert stepped.outcome.learning_rate == 1e-2
     assert stepped.outcome.grad_norm > 0
@@ -68,13 +68,13 @@ def test_a_step_is_reported_with_the_values_of_a_plain_forward(base):
 def test_an_evaluation_is_reported_once_with_the_values_of_a_plain_forward(base, capacity):
     jobs = two(base, eval={"fraction": 0.4})
     events = run(aboard.executor(base, jobs), jobs, 0, capacity=capacity, begins=True)
-    looks = {event.job: event for event in events if isinstance(event, Evaluated)}
-    assert len(looks) == sum(isinstance(event, Evaluated) for event in events) == 2
+    evaluations = {event.job: event for event in events if isinstance(event, Evaluated)}
+    assert len(evaluations) == sum(isinstance(event, Evaluated) for event in events) == 2
     for job in jobs:
-        loss, hits, supervised = plain_sums(job.data.evaluation, range(len(job.data.evaluation)))
-        look = looks[job.name]
-        assert look.loss == pytest.approx(loss / supervised, rel=1e-12)
-        assert (look.step, look.tokens, look.token_accuracy) == (0, supervised, hits / supervised)
+        loss, correct, supervised = plain_sums(job.data.evaluation, range(len(job.data.evaluation)))
+        found = evaluations[job.name]
+        assert found.loss == pytest.approx(loss / supervised, rel=1e-12)
+        assert (found.step, found.tokens, found.token_accuracy) == (0, supervised, correct / supervised)
     assert not any(isinstance(event, SaveDue) for event in events)
 
 

@@ -97,8 +97,8 @@ def as_worker(wires):
         for _ in range(4):
             courses = [job.course(executor.aboard[job.name].progress.step, 2, begins) for job in jobs]
             program, begins = plan_window(courses, cut, CAPACITY), False
-            looks = {one.microbatch for one, _ in program.compute() if isinstance(one, Evaluate)}
-            laid = {n: lay_out(plan, n in looks, by_name) for n, plan in enumerate(program.microbatches)}
+            held_out = {one.microbatch for one, _ in program.compute() if isinstance(one, Evaluate)}
+            laid = {n: lay_out(plan, n in held_out, by_name) for n, plan in enumerate(program.microbatches)}
             events += executor.run(program, delivered(program, laid))
             evaluations += agreed.report.evaluations
             transport.settle()

@@ -187,9 +187,9 @@ def test_a_forward_finds_the_parts_of_its_stage_made_and_behind_it_those_of_the_
     take_aboard(executor, [job])
     forward = executor._forward
 
-    def noted(visitor, window):
-        forward(visitor, window)
-        behind.append((visitor.stage, make.made))
+    def noted(visit, window):
+        forward(visit, window)
+        behind.append((visit.stage, make.made))
 
     monkeypatch.setattr(executor, "_forward", noted)
     with before_passes(executor, lambda stage: passes.append((stage, make.made))):

@@ -10,9 +10,9 @@ from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.ops.adamw import AdamState, update
 from weftune.plan.cost.ring import ring_bytes
 from weftune.plan.program.layout import Layout, StageLayers
-from weftune.run.stream.adapter_steps import TravelBegun, TravelSteps
-from weftune.run.stream.adapters import Travel
-from weftune.run.stream.weights import Gone
+from weftune.run.stream.adapter_steps import TravellingSteps, TravellingStepsBegun
+from weftune.run.stream.adapters import AdapterPlaces
+from weftune.run.stream.weights import JointEvent
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import OpenBatch, Training
 from weftune.run.training.steps import Due, take_steps
@@ -45,14 +45,14 @@ def new(name, sizes=SIZES, outside="nowhere", seed=0, dtype=torch.float32, weigh
 def steps_for(stages=4, make=update, dtype=torch.bfloat16):
     """A stage a layer; every other one stays."""
     held = tuple(StageLayers(n, n + 1, resident=n % 2 == 0) for n in range(stages))
-    return TravelSteps(Travel(Layout(held, slots=(1,), travels=True).on(0), CPU, dtype), make)
+    return TravellingSteps(AdapterPlaces(Layout(held, slots=(1,), travels=True).on(0), CPU, dtype), make)
 
 
-def aboard(steps, *company):
-    for training in company:
+def aboard(steps, *together):
+    for training in together:
         steps.travel.board(training)
         steps.fit(training.job)
-    return [Due(training, supervised=6) for training in company]
+    return [Due(training, supervised=6) for training in together]
 
 
 def hand_in(steps, training, gradient, loss=1.5):
@@ -81,11 +81,11 @@ def drawn(training, seed, size=1.0):
     return size * torch.randn(training.master.shape, generator=generator, dtype=training.master.dtype)
 
 
-def begin(steps, company):
-    begun = TravelBegun(steps)
-    norm_J = steps.travel.gradient_norms([one.training.job for one in company])
-    steps.begin(begun, company, norm_J, Gone)
-    assert all(one.training.open is None for one in company)
+def begin(steps, together):
+    begun = TravellingStepsBegun(steps)
+    norm_J = steps.travel.gradient_norms([one.training.job for one in together])
+    steps.begin(begun, together, norm_J, JointEvent)
+    assert all(one.training.open is None for one in together)
     return begun
 
 
@@ -120,7 +120,7 @@ class Short:
 
 def promised_bytes(steps, value):
     """What the plan counts for the buffers of whoever is aboard."""
-    company = [one.by_stage for one in steps.travel.travellers.values()]
-    stages = {stage for by_stage in company for stage in by_stage}
-    sizes = [[by_stage[stage].size for by_stage in company if stage in by_stage] for stage in stages]
+    together = [one.by_stage for one in steps.travel.travellers.values()]
+    stages = {stage for by_stage in together for stage in by_stage}
+    sizes = [[by_stage[stage].size for by_stage in together if stage in by_stage] for stage in stages]
     return max(ring_bytes(parts, value) for parts in sizes)

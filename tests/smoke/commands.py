@@ -34,13 +34,13 @@ def weftune(*words: str | Path, code: int = 0, cwd: Path | None = None) -> Ended
     ended = subprocess.run(
         asked, capture_output=True, text=True, cwd=cwd, env=surroundings(), timeout=200, check=False
     )
-    said = ended.stdout + ended.stderr + rank_logs(words)
+    said = ended.stdout + ended.stderr + worker_logs(words)
     assert ended.returncode == code, f"{' '.join(map(str, words))} ended with {ended.returncode}:\n{said}"
     assert "Traceback" not in said, said
     return Ended(ended.returncode, said)
 
 
-def rank_logs(words: tuple[str | Path, ...]) -> str:
+def worker_logs(words: tuple[str | Path, ...]) -> str:
     """What the processes of a run have written, which says why one of them ended."""
     output = next((Path(after) for word, after in pairwise(words) if word == "--output"), None)
     return "" if output is None else "".join(path.read_text() for path in output.glob("ranks/*.log"))

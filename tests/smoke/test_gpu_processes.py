@@ -44,13 +44,13 @@ def test_several_processes_on_one_gpu(stories, plain, tmp_path, flags):
 
 
 def assert_times_are_the_devices(output: Path) -> None:
-    """Passes on a rank follow one another, and the device is not busy for longer than they took."""
+    """Passes on a worker follow one another, and the device is not busy for longer than they took."""
     events = [
         one for one in json.loads((output / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"
     ]
     passes = [one for one in events if one["cat"] in ("Forward", "Backward")]
-    for rank in (0, 1):
-        own = sorted((one["ts"], one["ts"] + one["dur"]) for one in passes if one["tid"] == rank)
+    for worker in (0, 1):
+        own = sorted((one["ts"], one["ts"] + one["dur"]) for one in passes if one["tid"] == worker)
         assert own
         assert all(before[1] <= after[0] + 100 for before, after in pairwise(own))
     assert (output / "timelines.json").exists()

@@ -40,7 +40,7 @@ def test_a_plan_under_a_cap_is_the_cut_of_the_run(tall, tmp_path):
     assert "stream" in (tmp_path / "plan.json").read_text()
 
 
-def test_a_pipeline_under_a_cap_streams_over_its_ranks(tall, plain_tall, tmp_path):
+def test_a_pipeline_under_a_cap_streams_over_its_workers(tall, plain_tall, tmp_path):
     output = tmp_path / "output"
     weftune("train", tall, "--output", output, "--pipeline", "2", "--gpu-memory", "5GiB")
     assert_trained(output, plain_tall, TALL_STEPS)

@@ -1,8 +1,8 @@
-"""All banks of a base: woven into its sites, bound to one microbatch around each pass.
+"""All banks of a base: attached to its sites, bound to one microbatch around each pass.
 
-Each site's linear gets a forward of ours: it multiplies all rows by the frozen weight once, between what the
-kinds with rows there do to input and output. On the tiled route, kernels of a kind that is alone there do all
-of it at once. Outside a bound pass it is the base's own forward. Sites that share their input may form a
+Each site's linear gets a forward of ours: it multiplies all rows by the frozen weight once, and the kinds
+with rows there change input and output. On the tiled route, if one kind is alone at a site, its kernels do
+all of it at once. Outside a bound pass it is the base's own forward. Sites that share their input may form a
 group, whose weights are stacked.
 
 Shapes: T rows, K inputs, N outputs of a site or a group.
@@ -40,7 +40,7 @@ SLOTS = 64
 
 @dataclass(slots=True)
 class Aboard:
-    """A job and its flat vectors: what passes read, and where gradients add up."""
+    """A job and its flat vectors: the weights that passes read, and the accumulated gradient."""
 
     member: Member
     layout: VectorLayout
@@ -49,16 +49,16 @@ class Aboard:
     gradient: Tensor
     totals: Parameters
     groups: tuple[SiteGroup, ...]
-    """Where its adapter is."""
+    """The groups of sites with its adapter."""
     tiled: bool
     """Whether its kind has kernels on the tiled route."""
     rows_before: Tensor | None
-    """What it puts before every sample, [rows, D]."""
+    """Rows that it puts before every sample, [rows, D]."""
 
 
 @dataclass(slots=True)
 class SiteGroup:
-    """Sites that share their input, with whoever is aboard there."""
+    """Sites that share their input, with the adapters attached there."""
 
     sites: tuple[SiteShape, ...]
     frozen: Frozen
@@ -91,7 +91,7 @@ class Banks:
         self._pass: Pass | None = None
         self._whole_sites = tuple(whole_sites or sites)
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
-        """By kind and key; kept as long as anybody aboard reads them."""
+        """By kind and key; kept while a job aboard reads them."""
         self._modules = {site.name: modules[site.name] for site in sites}
         shapes = {site.name: site for site in sites}
         grouped = {name for names in groups for name in names}
@@ -110,7 +110,7 @@ class Banks:
             embedding.forward = partial(self._embed, embedding.forward)
 
     def unweave(self) -> None:
-        """Give every site its own forward back: the base is as it was."""
+        """Restore every site's own forward: the base is as it was."""
         for module in self._modules.values():
             module.__dict__.pop("forward", None)
         if self._embedding is not None:
@@ -158,7 +158,8 @@ class Banks:
             group.banks[kind.name].attach(member, slot, views, totals)
 
     def _refuse_shared(self, member: Member, layout: VectorLayout, travels: bool) -> None:
-        """What all sites share must be where all sites are: its gradient is of all of them."""
+        """Refuse parameters shared by all sites where not all sites are here: their gradient is a sum over
+        all of them."""
         if not any(parameter.site == SHARED for parameter in layout.parameters):
             return
         where = None
@@ -180,7 +181,7 @@ class Banks:
         self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _constants_for(self, spec: Any) -> Parameters:
-        """What the kind reads at all sites and nobody trains: made once for all jobs that share it."""
+        """Constants that the kind reads at all sites: computed once for all jobs that share them."""
         if (key := _constants_of(spec)) is None:
             return {}
         if key not in self._constants:
@@ -193,7 +194,7 @@ class Banks:
         self.aboard[job].weights.copy_(master)
 
     def zero(self, job: str) -> None:
-        """A dead job's weights are zeros until it is detached, so that nothing of it can spread."""
+        """Zero a dead job's weights until it is detached, so that nothing of it can spread."""
         self.aboard[job].weights.zero_()
 
     def _free_slot(self) -> int:
@@ -210,28 +211,28 @@ class Banks:
         return list({id(group): group for group in self._groups.values()}.values())
 
     def limits(self) -> tuple[object, ...]:
-        """What a captured pass was made for, beside its rows: room for slots, ranks, and who may drop."""
+        """What a captured pass depends on besides its rows: slots, ranks, and who may use dropout."""
         banks = (bank for group in self._distinct() for bank in group.banks.values())
         return self.slots, tuple(bank.limits() for bank in banks if bank.tiled)
 
     def capturable(self, microbatch: Microbatch) -> bool:
-        """Whether a captured pass serves the microbatch. It is captured without knowing for whom: kinds that
-        have no kernels which read that from tensors would be missing from it."""
+        """Whether a captured pass can serve the microbatch. It is captured without knowing whose rows come,
+        so kinds without kernels that read this from tensors would be missing from it."""
         return all(aboard.tiled for aboard in map(self._through, microbatch.segments) if aboard is not None)
 
     def _through(self, segment: Segment) -> Aboard | None:
-        """Whose adapter the rows of a segment pass through."""
+        """The job whose adapter the rows of a segment pass through."""
         return None if segment.through is None else self.aboard.get(segment.through)
 
     # -- passes ------------------------------------------------------------------------------------------
 
     def _totals(self, microbatch: Microbatch) -> dict[str, Parameters]:
-        """Where each job's gradients of a pass are added."""
+        """The accumulators of each job's gradients."""
         found = map(self._through, microbatch.segments)
         return {aboard.member.job: aboard.totals for aboard in found if aboard is not None}
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
-        """Whose rows are where, as the tiled kernels want to know it: a slot's rows stand together."""
+        """The slots of the rows, as the tiled kernels need them: rows of a slot are contiguous."""
         seats: list[Seat] = []
         for segment in microbatch.segments:
             if (aboard := self._through(segment)) is None:
@@ -247,7 +248,7 @@ class Banks:
     def bound(
         self, microbatch: Microbatch, route: Route, training: bool, rows: Rows | None = None
     ) -> Iterator[None]:
-        """Weave the adapters of `microbatch` through every forward inside, recomputation included."""
+        """Apply the adapters of `microbatch` in every forward inside, also in recomputation."""
         assert self._pass is None, "a pass is already bound"
         if route is Route.tiled and rows is None:
             rows = Rows.empty(microbatch.rows, self.slots, self._like.device)

@@ -1,4 +1,4 @@
-"""What a kind of adapter must offer."""
+"""The protocol of a kind of adapter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A job as its kind sees it: its adapter spec and the seed its randomness hangs on."""
+    """A job as its kind sees it: its adapter spec and the seed of its random numbers."""
 
     job: str
     spec: Any
@@ -58,7 +58,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a site must know of the pass it is in."""
+    """The pass that a site is in."""
 
     microbatch: Microbatch
     route: Route
@@ -66,11 +66,11 @@ class Pass:
     anchor: Tensor
     """A scalar that requires a gradient and never gets one; see `ops.lora.Blocks`."""
     totals: Mapping[str, Parameters]
-    """Where the gradients of each job add up."""
+    """The accumulators of each job's gradients."""
     rows: Rows | None = None
-    """How the rows are dealt out, for the tiled route."""
+    """The assignment of rows to programs, for the tiled route."""
     choices: Choices | None = None
-    """What was measured about its kernels on this device."""
+    """Measured choices between kernels on this device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ class SiteBank(Protocol):
     """At a group of sites that share their input, the parameters of all adapters of one kind aboard."""
 
     tiled: bool
-    """Whether `linear` is there: kernels that read whose rows are where from `Pass.rows`, so that a captured
-    pass serves whoever comes. A bank without them is asked for its `parts` on every route."""
+    """Whether `linear` is available: kernels that read the owner of each row from `Pass.rows`, so that a
+    captured pass serves any jobs. A bank without it is asked for its `parts` on every route."""
 
     def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
-        """Take a job aboard; `weights` is what passes read (beside what is trained, the kind's constants),
-        `totals` is where its gradients add up."""
+        """Attach a job; `weights` is what passes read (trained parameters and the kind's constants), `totals`
+        are the accumulators of its gradients."""
 
     def detach(self, job: str) -> None: ...
 
@@ -101,7 +101,8 @@ class SiteBank(Protocol):
         """From now on slots may be numbered up to `slots`."""
 
     def limits(self) -> object:
-        """What kernels were launched for, beside who is aboard: equal limits, equal launches."""
+        """What kernels are compiled and launched for, besides the jobs aboard: equal limits, equal
+        launches."""
 
     def present(self, bound: Pass) -> bool:
         """Whether any of its jobs has rows in the pass."""
@@ -126,7 +127,7 @@ class Kind(Protocol):
         embeddings: those of its parameter ROWS, shared by all sites."""
 
     def constants_key(self, spec: Any) -> Hashable | None:
-        """What the constants hang on: jobs with equal keys share them. None: there are none."""
+        """The key of the constants: jobs with equal keys share them. None: there are none."""
 
     def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
         """Tensors that are read at all sites and never trained nor saved in a checkpoint, by name; in the

@@ -1,4 +1,4 @@
-"""A bank for kinds that say in plain torch what one job does at one site: on every route one after another.
+"""A bank for kinds written in plain torch, one job at one site at a time, on every route.
 
 Shapes: T rows, K inputs, N outputs of a site; L rows of one job.
 """
@@ -30,7 +30,7 @@ class JobAt:
     weights: Parameters
 
     def trained(self, name: str) -> Tensor:
-        """A parameter of this site; its gradient finds its way."""
+        """A parameter of this site, with its gradient accumulated."""
         return self._trained(self.site.name, name)
 
     def shared(self, name: str) -> Tensor:
@@ -73,7 +73,7 @@ class PlainBank:
         del self._aboard[job]
 
     def resize(self, slots: int) -> None:
-        """Slots are nothing to it."""
+        """Nothing depends on the number of slots."""
 
     def limits(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""The kinds of adapters that there are. A site never names a kind: it asks here."""
+"""The registry of adapter kinds. A site never names a kind: it asks here."""
 
 from __future__ import annotations
 

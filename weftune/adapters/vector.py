@@ -1,4 +1,4 @@
-"""Where each parameter of an adapter stands in the one flat vector that its optimizer sees."""
+"""The layout of an adapter's parameters in the one flat vector that its optimizer sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ParameterShape:
     name: str
     shape: tuple[int, ...]
     rate: float = field(default=1.0, compare=False)
-    """It learns at so many times the job's learning rate. The vector is the same whatever it is."""
+    """Multiplies the job's learning rate for this parameter. The vector's layout does not depend on it."""
 
     @property
     def size(self) -> int:

@@ -24,7 +24,7 @@ from weftune.errors import BaseModelError
 NAME = "weftune"
 
 HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings"})
-"""Keywords that reach an attention but have done their work before it."""
+"""Keywords that an attention receives but can ignore: they took effect before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a layer weighs the rows of one sample."""
+    """A layer's attention rule within one sample."""
 
     scale: float | None
     window: int | None

@@ -102,10 +102,10 @@ def write_checksums(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> str:
-    """The name of a file of a converted folder that is not what was written; "" where all are.
+    """The name of a file of a converted folder whose checksum does not hold; "" if all do.
 
-    Every byte is looked at, which brings it to memory for whoever loads it next. A folder from before there
-    were checksums is not trusted.
+    Every byte is read, which also brings the files to memory for the load that follows. A folder without
+    checksums is not trusted.
     """
     try:
         stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
@@ -116,7 +116,7 @@ def damaged(folder: Path) -> str:
 
 @cache
 def _damaged(folder: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
-    """Looked at once in a process, as long as no file changes."""
+    """The same, computed once in a process, as long as no file changes."""
     try:
         record = json.loads((folder / CHECKSUMS).read_bytes())
         if not {"config.json", "model.safetensors"} <= record.keys():

@@ -1,8 +1,8 @@
-"""Which files of a base may be opened: safetensors, under names that stay inside the base's own folder.
+"""The files of a base that may be opened: safetensors, under names that stay inside the base's own folder.
 
-A pickle (`pytorch_model.bin`) runs what its maker wrote as soon as it is opened, and `weights_only` has been
-got round more than once; so none is opened, and who has one is told how to convert it. No torch here: verbs
-that only count look at it too.
+A pickle (`pytorch_model.bin`) runs its maker's code as soon as it is opened, and `weights_only` has been
+circumvented more than once. So none is opened, and the user is told how to convert it. No torch here:
+commands that only count import this too.
 """
 
 from __future__ import annotations

@@ -49,14 +49,14 @@ ENDS = {
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module of another stage: hands on what it is given."""
+    """Replaces a module of another stage: returns its input."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
 
 class NoPositions(nn.Module):
-    """In the place of learned positions, which the first stage has added already."""
+    """Replaces learned positions, which the first stage has added already."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(())
@@ -119,7 +119,7 @@ def stage_of(
 
 
 def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:
-    """What is left of a base of which only so many layers are here."""
+    """The shape of a base of which only so many layers are here."""
     return ModelShape(
         layers=layers,
         hidden=whole.hidden,
@@ -133,7 +133,7 @@ def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelS
 
 
 def cut(model: PreTrainedModel, held: LayerRange) -> None:
-    """Put `Elsewhere` in the place of everything that `held` does not need."""
+    """Replace everything that `held` does not need by `Elsewhere`."""
     keep(model, [held])
 
 

@@ -23,7 +23,7 @@ from weftune.bench.llama import SIZES, build
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number
 from weftune.bench.timing import fresh, here
-from weftune.bench.weftune_side import Company, resident
+from weftune.bench.weftune_side import JobsAboard, resident
 
 ALLOWED_GROWTH = 0.01
 MOST_RANK = 64
@@ -43,10 +43,10 @@ class ChurnState:
 
 
 class Churn:
-    """A company whose members come and go by dice."""
+    """Jobs aboard that join and leave at random."""
 
-    def __init__(self, company: Company, places: int, capacity: int) -> None:
-        self.company = company
+    def __init__(self, together: JobsAboard, places: int, capacity: int) -> None:
+        self.together = together
         self.places = places
         self.capacity = capacity
         self.came = self.left = 0
@@ -69,7 +69,7 @@ class Churn:
             if change % TOLD == 0:
                 seconds = time.perf_counter() - began
                 print(f"walk {seed}: {change} changes in {seconds:.0f} s", flush=True)
-            aboard = list(self.company.stocks)
+            aboard = list(self.together.stocks)
             if not aboard or (len(aboard) < self.places and sizes.random() < 0.5):
                 self._join(ranks.randint(1, MOST_RANK), sizes.choice(SAMPLES), sizes.choice(TOKENS))
             else:
@@ -77,11 +77,11 @@ class Churn:
             self._round()
 
     def empty(self) -> ChurnState:
-        for job in list(self.company.stocks):
-            self.company.leave(job)
-        device = self.company.base.device
+        for job in list(self.together.stocks):
+            self.together.leave(job)
+        device = self.together.base.device
         fresh(device)
-        captures = self.company.executor.captures
+        captures = self.together.executor.captures
         if device.type != "cuda":
             resident = psutil.Process().memory_info().rss
             return ChurnState(resident, resident, captures)
@@ -90,15 +90,15 @@ class Churn:
     def _join(self, rank: int, samples: int, tokens: int) -> None:
         self.came += 1
         adapter = LoraSpec(rank=rank, alpha=2.0 * rank)
-        self.company.join(f"job{self.came}", adapter, [[tokens] * samples], seed=self.came)
+        self.together.join(f"job{self.came}", adapter, [[tokens] * samples], seed=self.came)
 
     def _leave(self, job: str) -> None:
         self.left += 1
-        self.company.leave(job)
+        self.together.leave(job)
 
     def _round(self) -> None:
-        if self.company.stocks:
-            self.company.run(self.company.plan(1, self.capacity))
+        if self.together.stocks:
+            self.together.run(self.together.plan(1, self.capacity))
 
 
 def growth(before: int, after: int) -> float:
@@ -112,8 +112,8 @@ def main() -> None:
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     size = SIZES["toy" if asked.toy else asked.shape]
-    company = resident(build(size, place), place.device)
-    churn = Churn(company, 2 if asked.toy else asked.places, asked.capacity)
+    together = resident(build(size, place), place.device)
+    churn = Churn(together, 2 if asked.toy else asked.places, asked.capacity)
     changes = 8 if asked.toy else asked.changes
     churn.fill()
     churn.empty()

@@ -66,12 +66,12 @@ def with_weftune(
     shares: list[float] = []
 
     def run() -> MeasuredStep:
-        company = resident(build(size, place), place.device)
+        together = resident(build(size, place), place.device)
         for job in range(len(rounds[0])):
             batches = [jobs[job] for jobs in rounds]
-            company.join(f"job{job}", LoraSpec(rank=rank, alpha=2.0 * rank), batches, seed=job)
-        measured = measure(company.block(capacity), place, pace)
-        passes = company.run(company.plan(len(rounds), capacity))
+            together.join(f"job{job}", LoraSpec(rank=rank, alpha=2.0 * rank), batches, seed=job)
+        measured = measure(together.block(capacity), place, pace)
+        passes = together.run(together.plan(len(rounds), capacity))
         shares.append(1 - rows_useful(passes) / rows_computed(passes))
         return measured
 

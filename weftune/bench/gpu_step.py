@@ -24,7 +24,7 @@ from weftune.bench.processes import ProcessTask, peft_at_once
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, fresh, gemm_rate, here, measure
-from weftune.bench.weftune_side import Company, resident
+from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
@@ -41,14 +41,14 @@ class StepRow:
     """False for the base alone, which is no way to train."""
 
 
-def aboard(task: ProcessTask) -> Company:
+def aboard(task: ProcessTask) -> JobsAboard:
     """Every job aboard one executor."""
     work = task.work
-    company = resident(build(task.size, task.place), task.place.device)
+    together = resident(build(task.size, task.place), task.place.device)
     for at in range(work.jobs):
         adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
-        company.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
-    return company
+        together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
+    return together
 
 
 def together(task: ProcessTask, capacity: int) -> MeasuredStep:

@@ -52,7 +52,7 @@ class Stock:
         return GlobalBatch(job, step, placed, int(self.samples.supervised[first:end].sum()))
 
 
-class Company:
+class JobsAboard:
     """Jobs aboard one executor."""
 
     def __init__(self, executor: Executor) -> None:
@@ -125,9 +125,9 @@ class Company:
         )
 
 
-def resident(model: PreTrainedModel, device: torch.device) -> Company:
+def resident(model: PreTrainedModel, device: torch.device) -> JobsAboard:
     """All of the base on the device."""
-    return Company(resident_executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
+    return JobsAboard(resident_executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:

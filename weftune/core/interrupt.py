@@ -17,7 +17,7 @@ FINISHING = 10.0
 
 
 class Leaving:
-    """A wish to stop, as whoever runs a window hears of it."""
+    """A request to stop, as seen by the code that runs a window."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self._stop = stop

@@ -1,4 +1,4 @@
-"""Where Weftune keeps what it can make again."""
+"""The cache folder: files that can be made again."""
 
 from __future__ import annotations
 

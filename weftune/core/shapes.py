@@ -25,19 +25,19 @@ def layer_of(site: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the memory model must know of a base."""
+    """The sizes of a base that the memory model needs."""
 
     layers: int
     hidden: int
     vocabulary: int
     parameters: int
     bytes_per_value: int
-    """In which passes and adapters compute, and the base is held unless `site_bytes_per_value` says more."""
+    """Of passes and adapters, and of the base's weights unless `site_bytes_per_value` says otherwise."""
     sites: tuple[SiteShape, ...]
     context: int
     """The longest sample that the base has positions for."""
     site_bytes_per_value: float | None = None
-    """Of the sites' weights, where they are held in another form than passes and adapters compute in."""
+    """Of the sites' weights, where they are stored in another format than passes compute in."""
 
     @property
     def weight_bytes_per_value(self) -> float:
@@ -74,12 +74,12 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
-    """What the scheduler must know of a job to say whether it fits."""
+    """The sizes of a job that the scheduler needs to say whether it fits."""
 
     name: str
     priority: int
     order: int
-    """Its place in the file; earlier goes first among equals."""
+    """Its position in the jobs file; earlier goes first among equals."""
     trainable: int
     """Adapter parameters."""
     longest: int

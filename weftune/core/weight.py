@@ -1,4 +1,4 @@
-"""A frozen weight of the base that is no matrix at hand: held in fewer bits, say.
+"""Frozen weights of the base that are not plain matrices: stored in fewer bits, for example.
 
 A linear of the base that has such a weight offers it by a method `frozen_weight`.
 
@@ -20,10 +20,11 @@ class FrozenWeight(Protocol):
     def held_bytes(self) -> int: ...
 
     def matrix(self) -> Tensor:
-        """[N, K] as passes multiply by it: made whenever it is asked for, kept no longer than a product."""
+        """The matrix [N, K] that passes multiply by: computed at every call, kept no longer than a
+        product."""
 
     def part(self, low: int, high: int) -> FrozenWeight:
-        """Of the outputs `low` to `high`."""
+        """The weight of the outputs `low` to `high`."""
 
 
 Weight = Tensor | FrozenWeight

@@ -1,4 +1,4 @@
-"""Which format the rows have, seen from their columns, and each row brought to one of four forms."""
+"""The format of rows, detected from their columns, and each row converted to one of four forms."""
 
 from __future__ import annotations
 

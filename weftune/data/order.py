@@ -1,4 +1,4 @@
-"""In which order a job sees its samples: a pure function of its seed and the epoch."""
+"""The order in which a job sees its samples: a pure function of its seed and the epoch."""
 
 from __future__ import annotations
 

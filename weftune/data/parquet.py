@@ -1,8 +1,8 @@
-"""Parquet files, looked at before they are read: a few bytes of one can stand for gigabytes.
+"""Parquet files, checked before they are read: a few bytes of one can stand for gigabytes.
 
 One long text in the dictionary of a column and a count of its repeats is enough. The sizes that a file states
-of itself bound what becomes of it, if they are true and small. Where they are not small, the file is read
-once in a limited process, which counts what comes out and keeps nothing of it.
+bound its content, if they are true and small. Where they are not small, the file is read once in a limited
+process, which counts what comes out and keeps nothing.
 """
 
 from __future__ import annotations

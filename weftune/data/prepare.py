@@ -1,4 +1,4 @@
-"""The one public entry: what a job says about its data, to samples."""
+"""The public entry of this package: from a job's data keys to samples."""
 
 from __future__ import annotations
 

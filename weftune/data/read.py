@@ -1,4 +1,5 @@
-"""A path, a Hub id or rows from Python become a `Table`: rows that stream, and the hash of their content."""
+"""Opens a path, a Hub id or rows from Python as a `Table`: rows that stream, and the hash of their
+content."""
 
 from __future__ import annotations
 

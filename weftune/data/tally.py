@@ -1,4 +1,4 @@
-"""What happened to the rows of one table on their way to samples, counted, and told in sentences."""
+"""Counts of what happened to the rows of one table on their way to samples, and sentences about it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A job's part of a window, from its samples and its spec: which global batches, when it evaluates and saves.
+"""A job's course in a window, from its samples and its spec: its global batches, evaluations and saves.
 
-Without torch, so that `weftune plan` makes the courses that a run will make.
+Without torch, so that `weftune plan` makes the same courses as a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAST_SAVE_EVERY = 25
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """All that a job will train on."""
+    """The whole training of a job."""
 
     job: str
     data: Prepared

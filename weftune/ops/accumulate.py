@@ -1,4 +1,4 @@
-"""A trained weight as autograd sees it, where its gradient is added up in a vector of ours."""
+"""A trained weight for autograd whose gradient is accumulated in a vector of ours."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def accumulated(weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-    """The weight, to compute with; what it would get as its gradient is added to `total`.
+    """The weight, to compute with; its gradient is added to `total` instead of `.grad`.
 
-    `anchor` is a scalar that requires a gradient and gets none: it has autograd record what is made of it.
+    `anchor` is a scalar that requires a gradient and gets none: it makes autograd record the computation.
     """
     return _Accumulated.apply(anchor, weight, total)
 

@@ -45,7 +45,7 @@ class AdamState:
             mine.copy_(theirs)
 
     def within(self, start: int, stop: int) -> AdamState:
-        """Of the parameters from `start` to `stop`."""
+        """The state of the parameters `start` to `stop`."""
         return AdamState(
             master=self.master[start:stop],
             exp_avg=self.exp_avg[start:stop],
@@ -66,7 +66,7 @@ class RateRun:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step of a job does."""
+    """One step of a job."""
 
     state: AdamState
     step: int
@@ -74,7 +74,7 @@ class Update:
     learning_rate: float
     weight_decay: float
     factor: float
-    """What the gradient is multiplied by: below 1 where it is clipped."""
+    """The gradient is multiplied by this: below 1 where it is clipped."""
     betas: tuple[float, float] = BETAS
     eps: float = EPS
     rates: tuple[RateRun, ...] = ()
@@ -111,8 +111,8 @@ def gradient_norms(states: Sequence[AdamState]) -> Tensor:
 
 
 def square_sums(vectors: Sequence[Tensor]) -> Tensor:
-    """Of each vector, in float64 [J]: with so many digits to spare that the norm of a gradient whose parts
-    were summed apart is that of the whole. Only where kernels are at hand."""
+    """The sum of squares of each vector, in float64 [J]: precise enough that sums over parts give the norm of
+    the whole. Only where kernels are available."""
     from weftune.ops.triton import adamw as kernels
 
     device, blocks = vectors[0].device, max(-(-vector.numel() // BLOCK) for vector in vectors)
@@ -131,9 +131,9 @@ def square_sums(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
-    """Make every step; which jobs' weights are finite after it, bool [J].
+    """Apply every step; returns which jobs' weights are finite afterwards, bool [J].
 
-    On a GPU the factors may stay on the device: `factor_J` stands for those of the updates, and a job whose
+    On a GPU the factors may stay on the device: `factor_J` replaces those of the updates, and a job whose
     factor is below 0 makes no step; only its gradient is zeroed.
     """
     if any(one.rates for one in updates):
@@ -158,7 +158,7 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
 
 
 def _update_runs(updates: Sequence[Update], factor_J: Tensor | None) -> Tensor:
-    """The same where jobs have several learning rates: each of their runs is updated as a job would be."""
+    """The same where jobs have several learning rates: each of their runs is updated like a job."""
     runs = [one.runs() for one in updates]
     counts = torch.tensor([len(each) for each in runs])
     flat = [run for each in runs for run in each]

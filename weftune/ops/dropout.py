@@ -2,8 +2,8 @@
 
 Row and feature are each hashed by the 32-bit finaliser of MurmurHash3 (fmix32) to an odd number, and the bits
 of a value are the product of the two: one multiplication, where a hash of its own would take a dozen passes.
-Neither company, packing, splitting nor recomputation can change them, and a GPU kernel can draw them.
-int32 arithmetic wraps, which is what the hash wants; shifts are made logical with a mask.
+The bits do not depend on other jobs, packing, splitting or recomputation, and a GPU kernel can compute them.
+int32 arithmetic wraps, as the hash needs it; shifts are made logical with a mask.
 
 Shapes: T rows, K features.
 """

@@ -32,17 +32,17 @@ class _TargetLogprobs(torch.autograd.Function):
         wants_gradient = ctx.needs_input_grad[0]
         rows = max(1, CHUNK_BYTES.get(h_SD.device.type, 64 << 20) // (4 * head.weight_VD.shape[0]))
         by_chunk = _by_kernel if kernels_at_hand(h_SD) else _by_torch
-        logprobs, hits, gradients = [], [], []
+        logprobs, correct, gradients = [], [], []
         for h, targets in zip(h_SD.split(rows), targets_S.split(rows), strict=True):
-            logprob, hit, gradient = by_chunk(h, targets, head, wants_gradient)
+            logprob, right, gradient = by_chunk(h, targets, head, wants_gradient)
             logprobs.append(logprob)
-            hits.append(hit)
+            correct.append(right)
             gradients.append(gradient)
         if wants_gradient:
             ctx.save_for_backward(torch.cat(gradients))
-        hits_S = torch.cat(hits)
-        ctx.mark_non_differentiable(hits_S)
-        return torch.cat(logprobs), hits_S
+        correct_S = torch.cat(correct)
+        ctx.mark_non_differentiable(correct_S)
+        return torch.cat(logprobs), correct_S
 
     @staticmethod
     def backward(ctx: Any, d_S: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
@@ -54,10 +54,10 @@ def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> t
     logits = head.logits(h)
     normalised = torch.log_softmax(logits, dim=-1)
     logprobs = normalised.gather(1, targets[:, None]).squeeze(1)
-    hits = logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=-1)
+    correct = logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=-1)
     if not wants_gradient:
-        return logprobs, hits, h
-    return logprobs, hits, _hidden_gradient(normalised, logits, targets, head).to(h.dtype)
+        return logprobs, correct, h
+    return logprobs, correct, _hidden_gradient(normalised, logits, targets, head).to(h.dtype)
 
 
 def _hidden_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -76,15 +76,15 @@ def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> 
 
     z = linear(h, head.weight_VD, head.bias_V)
     logprobs = torch.empty(len(h), dtype=torch.float32, device=h.device)
-    hits = torch.empty(len(h), dtype=torch.bool, device=h.device)
+    correct = torch.empty(len(h), dtype=torch.bool, device=h.device)
     if not len(h):
-        return logprobs, hits, h
+        return logprobs, correct, h
     with torch.cuda.device_of(h):
         kernels.target_logprobs[(len(h),)](
             z,
             targets,
             logprobs,
-            hits,
+            correct,
             z.shape[1],
             head.multiplier,
             head.softcap or 1.0,
@@ -93,4 +93,4 @@ def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> 
             BLOCK=4096,
             num_warps=8,
         )
-    return logprobs, hits, z @ head.weight_VD if wants_gradient else h
+    return logprobs, correct, z @ head.weight_VD if wants_gradient else h

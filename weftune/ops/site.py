@@ -85,7 +85,8 @@ def _in_float32(x_TK: Tensor, weight_NK: Tensor, _: None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The frozen weight gets no gradient; a matrix that was made of it is made again in the backward."""
+    """The frozen weight gets no gradient; a matrix that was computed from it is recomputed in the
+    backward."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""What was predicted beside what was measured, window by window, and how far apart they were.
+"""Predictions beside measurements, window by window, and their errors.
 
-Counted are windows whose company or lengths differ from the window before: the others repeat what was just
-seen. Windows with a first pass of its kind, which may compile kernels or capture a graph, are counted apart.
+Only windows count whose jobs or lengths differ from the window before: the others repeat what was just seen.
+Windows with a first pass of its kind, which may compile kernels or capture a graph, are counted separately.
 """
 
 from __future__ import annotations

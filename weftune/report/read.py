@@ -50,7 +50,7 @@ class WindowLine:
     predicted_peak_bytes: float | None
     jobs: int = 0
     changed: bool = True
-    """Whether its company or the lengths of its samples differ from the window before."""
+    """Whether its jobs or the lengths of its samples differ from the window before."""
     unsettled: int = 0
     """Passes in which kernels were compiled or a graph captured."""
     source: str = ""

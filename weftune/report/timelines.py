@@ -1,4 +1,4 @@
-"""A pipeline's last window as foreseen and as measured: kept in the output, drawn one above the other."""
+"""A pipeline's last window as predicted and as measured: kept in the output, drawn one above the other."""
 
 from __future__ import annotations
 

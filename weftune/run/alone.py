@@ -1,4 +1,5 @@
-"""One worker that has the whole base decides by itself which Steps are made, and reports all that happens."""
+"""The agreement of a single worker that has the whole base: it decides every Step by itself and reports
+everything."""
 
 from __future__ import annotations
 
@@ -17,32 +18,33 @@ from weftune.run.measure.waited import Waited
 from weftune.run.parts import AdapterState, TimedPass
 from weftune.run.training.evaluation import Evaluations, EvaluationSums
 from weftune.run.training.roster import Roster
-from weftune.run.training.steps import Due, NoStep, Underway
+from weftune.run.training.steps import Due, NoStep, StepsUnderway
 
 NOTHING_TO_DO = Program(capacity=0, microbatches=(), batches=(), devices=((),))
 
 
 @dataclass(slots=True)
 class _Asked:
-    """Steps of which nobody has heard yet, and the passes before them."""
+    """Steps whose outcomes have not been reported yet, and the passes before them."""
 
-    underway: Underway
+    underway: StepsUnderway
     settled: bool
     timed: list[TimedPass]
 
 
 class Alone:
     def __init__(self, roster: Roster, adapters: AdapterState, runs_behind: bool) -> None:
-        """`runs_behind`: the device does its work after it was asked for, so that nobody asks it at once how
-        long it took."""
+        """`runs_behind`: the device works asynchronously, so durations are read later, not right after a
+        pass."""
         self._roster, self._adapters, self._runs_behind = roster, adapters, runs_behind
         self._program = NOTHING_TO_DO
         self._evaluations = Evaluations(NOTHING_TO_DO)
         self._timed: list[TimedPass] = []
-        """Passes since the last Steps, not reported yet."""
+        """Passes since the last Steps that have not been reported yet."""
         self._asked: _Asked | None = None
         self._made: set[str] = set()
-        """The kinds of passes and Steps made so far: the first of each sets up what the next find ready."""
+        """The kinds of passes and Steps seen so far. The first of each kind also pays for setting things
+        up."""
 
     @property
     def shortage(self) -> str:
@@ -56,7 +58,7 @@ class Alone:
         pass
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """Without the dead: nobody else counts on their rows."""
+        """The microbatch without dead jobs: no other worker depends on their rows."""
         return plan.without(self._roster.dead)
 
     def receive(self, action: Recv) -> Tensor:
@@ -81,13 +83,13 @@ class Alone:
             self._timed = []
 
     def _again(self, kind: str) -> bool:
-        """Whether something of this kind has been made before."""
+        """Whether this kind was seen before."""
         before = kind in self._made
         self._made.add(kind)
         return before
 
     def _report_passes(self, passes: Sequence[TimedPass]) -> Iterator[Event]:
-        """The device must have done them."""
+        """Report passes whose end the device has reached."""
         for timed in passes:
             time = PassTime(
                 work=work_of(timed.plan, self._roster.sizes()),
@@ -118,7 +120,7 @@ class Alone:
             self._adapters.kill(segment.job)
             yield Failed(segment.job, f"its evaluation loss at step {segment.step} is {more.loss}")
         elif self._evaluations.left[key] == 0:
-            mean, accuracy = found.loss / found.tokens, found.hits / found.tokens
+            mean, accuracy = found.loss / found.tokens, found.correct / found.tokens
             yield Evaluated(segment.job, segment.step, mean, found.tokens, accuracy)
 
     # -- Steps -------------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class Alone:
                 yield Stepped(job, one.training.progress.step, outcome)
 
     def ends_early(self) -> bool:
-        """Nothing of unfinished global batches is kept."""
+        """Unfinished global batches are dropped."""
         self._timed = []
         self._adapters.abandon()
         return True

@@ -1,4 +1,4 @@
-"""Which parts an executor is composed of, as its worker's layout says."""
+"""Builds an executor from its parts, as the worker's layout says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.training.roster import Roster
 
 Agrees = Callable[[Roster, AdapterState, ActionTimer], Agreement]
-"""Makes a worker's side of an agreement with others."""
+"""Builds one worker's side of the agreement with the others."""
 
 
 def resident_executor(
@@ -39,8 +39,8 @@ def resident_executor(
     worker: int = 0,
     agrees: Agrees | None = None,
 ) -> Executor:
-    """For a base that stays on its device, or the one stage of it that is this worker's; passes are captured
-    where they can be, if `graphs`."""
+    """An executor for a base that stays on its device, or for the one stage of it that this worker has.
+    Passes are captured as CUDA graphs where possible, if `graphs`."""
     part = part or one_device(base.shape.layers).on(0)
     adapted = AdaptedBase(base, route)
     stages = {part.own[0]: base}
@@ -68,8 +68,8 @@ def streamed_executor(
     make: Make = update,
     pool: Pool | None = None,
 ) -> Executor:
-    """For stages that take turns on a device. `make` makes the updates of adapters that travel. Passes are
-    captured where they can be, if `graphs`; with a `pool`, in it."""
+    """An executor for stages that take turns on a device. `make` applies the updates of adapters that travel.
+    Passes are captured as CUDA graphs where possible, if `graphs`, in `pool` if one is given."""
     base, part = streamed.whole, streamed.part
     adapted = AdaptedBase(base, route)
     streamed.refuse_copies()

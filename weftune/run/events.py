@@ -1,4 +1,4 @@
-"""What the executor reports while it runs a Program."""
+"""Events that the executor reports while it runs a Program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A job's held-out samples were looked at after `step`."""
+    """A job was evaluated on its held-out samples after `step`."""
 
     job: str
     step: int
@@ -44,12 +44,12 @@ class Failed:
     job: str
     reason: str
     unsaved: bool = False
-    """Whether it is its checkpoint that could not be written: the job itself is sound and can go on."""
+    """Whether the job itself is sound and only its checkpoint could not be written, so that it can go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """One pass over the base: what it held and how long it took."""
+    """One pass over the base: its contents and its duration."""
 
     microbatch: MicrobatchPlan
     time: PassTime
@@ -57,7 +57,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class StepsMade:
-    """Steps that were made together: of how many jobs and parameters, and how long they took."""
+    """Steps that were made together: how many jobs and parameters, and how long they took."""
 
     time: StateTime
 
@@ -66,4 +66,4 @@ Event = Stepped | Evaluated | SaveDue | Failed | Passed | StepsMade
 
 
 class OutOfMemory(RuntimeError):
-    """A pass did not fit. Nothing of the unfinished global batches has been kept."""
+    """A pass did not fit into memory. Unfinished global batches have been dropped."""

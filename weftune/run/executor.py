@@ -43,7 +43,7 @@ from weftune.run.measure.memory import is_out_of_memory
 from weftune.run.measure.timers import ActionTimer
 from weftune.run.parts import Activations, AdapterState, Agreement, Fetch, Passes, TimedPass, Weights
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import LaidMicrobatch, RowsHere, Visitor, lay
+from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit, lay
 from weftune.run.passes.scorer import Scorer, Scores
 from weftune.run.training import checkpoint
 from weftune.run.training.roster import Roster
@@ -52,7 +52,7 @@ from weftune.run.training.state import Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an executor is composed of."""
+    """The parts that an executor is composed of."""
 
     weights: Weights
     activations: Activations
@@ -64,13 +64,13 @@ class Parts:
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A microbatch between its first and its last visit here."""
+class _InFlight:
+    """A microbatch between its first and its last visit to the stages of this worker."""
 
     rows: RowsHere
     timed: TimedPass
     scores: Scores | None = None
-    """Once it has been through the last stage of all, if that is here."""
+    """Its scores, once it has passed the last stage of the model, if that is here."""
 
 
 class Executor:
@@ -83,15 +83,16 @@ class Executor:
         parts: Parts,
         worker: int = 0,
     ) -> None:
-        """`worker` is its number in Programs, of all replicas; `part` and `stages` are what it has."""
+        """`worker` is this worker's number in Programs, over all replicas; `part` and `stages` are its share
+        of the base."""
         self.base, self.banks, self.layers = adapted.base, adapted.banks, adapted.layers
         self.part, self.stages, self.worker = part, stages, worker
         self.weights, self.activations, self.passes = parts.weights, parts.activations, parts.passes
         self.adapters, self.agreement, self.scorer = parts.adapters, parts.agreement, parts.scorer
         self._adapted, self._roster, self._timer = adapted, roster, parts.timer
-        self._flights: dict[int, _Flight] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
-        """Laid out ahead."""
+        """The next microbatch, laid out ahead."""
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 
     # -- jobs --------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class Executor:
 
     @property
     def home(self) -> torch.device:
-        """Where the state of whoever comes aboard is kept."""
+        """The device that keeps the training state of jobs aboard."""
         return self.adapters.home
 
     @property
@@ -116,7 +117,7 @@ class Executor:
 
     @property
     def captures(self) -> int | None:
-        """How many CUDA graphs were captured so far; None where passes are not captured."""
+        """How many CUDA graphs have been captured so far; None where passes are not captured."""
         return self.passes.captures
 
     def attach(self, training: Training) -> None:
@@ -126,18 +127,18 @@ class Executor:
         return self.adapters.detach(job)
 
     def kill(self, job: str) -> None:
-        """From here on the job's rows and actions are skipped; the Program stands for the others."""
+        """Skip the job's rows and actions from here on. The Program stays as it is for the others."""
         self.adapters.kill(job)
 
     def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
         self.aboard[job].note_evaluation(loss, keep_best, min_delta)
 
     def save(self, job: str, folder: Path) -> None:
-        """Write a checkpoint of where the job stands."""
+        """Write a checkpoint of the job's current state."""
         checkpoint.save(folder, self.aboard[job])
 
     def save_now(self, job: str, folder: Path) -> None:
-        """The same between windows; where one process holds all, there is no difference."""
+        """The same between windows. With one process there is no difference."""
         self.save(job, folder)
 
     def unweave(self) -> None:
@@ -154,8 +155,9 @@ class Executor:
         stop: Callable[[], bool] = lambda: False,
         overdue: Callable[[], bool] = lambda: False,
     ) -> Iterator[Event]:
-        """Run every action. Once `stop` says so, ends where next no job is inside a step; if that is not soon
-        or `overdue` says so, computes nothing more, and unfinished global batches are dropped."""
+        """Run every action. Once `stop` returns True, the run ends at the next moment when no job is inside a
+        step. If that is not soon, or if `overdue` returns True, nothing more is computed and unfinished
+        global batches are dropped."""
         self._refuse(program)
         with self._adapted.on_stream():
             self._timer.begin_window()
@@ -186,7 +188,7 @@ class Executor:
                 yield from self._end(action)
 
     def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:
-        """What happens, also where the memory does not suffice for it."""
+        """The events of an action; a shortage of memory becomes an event too."""
         shortage = ""
         try:
             yield from events
@@ -200,17 +202,18 @@ class Executor:
             self.agreement.fall_short(shortage)
 
     def _under_way(self) -> bool:
-        """Whether a global batch is open, or a round: stages are where a plan wants them only at its end."""
-        return bool(self._flights) or self._roster.inside_a_step()
+        """Whether a global batch or a round is unfinished. Stages are where the next plan expects them only
+        at the end of a round."""
+        return bool(self._in_flight) or self._roster.inside_a_step()
 
     def _end(self, action: Action) -> Iterator[Event]:
-        """Tell that an action ran, and let go of a microbatch that has been everywhere here."""
+        """Report that an action ran, and release a microbatch that has made all its visits here."""
         span = self._timer.stop()
         passed: TimedPass | None = None
-        if isinstance(action, Compute) and (flight := self._flights.get(action.microbatch)) is not None:
+        if isinstance(action, Compute) and (flight := self._in_flight.get(action.microbatch)) is not None:
             flight.timed.add(action, span)
             if self._is_last_visit(action):
-                passed = self._flights.pop(action.microbatch).timed
+                passed = self._in_flight.pop(action.microbatch).timed
         yield from self.agreement.ran(action, span, passed)
 
     def _is_last_visit(self, action: Compute) -> bool:
@@ -218,9 +221,9 @@ class Executor:
         return action in (Backward(number, own[0]), Evaluate(number, own[-1]))
 
     def _drop(self) -> Iterator[Event]:
-        """What is under way ends unfinished, but for Steps that were asked for."""
+        """Drop everything unfinished, except Steps that were already asked for."""
         yield from self.agreement.settle()
-        self._flights.clear()
+        self._in_flight.clear()
         self._next = None
         self.activations.forget()
         self.passes.abandon()
@@ -237,19 +240,19 @@ class Executor:
                 self.adapters.leave(stage)
                 self.weights.evict(stage)
             case Recv(number, stage, "gradient"):
-                self.activations.give_gradient(Visitor(number, stage), self.agreement.receive(action))
+                self.activations.give_gradient(StageVisit(number, stage), self.agreement.receive(action))
             case Recv(number, stage):
                 given_TD = self.agreement.receive(action)
-                self.activations.give(Visitor(number, stage), given_TD, returns=number in window.trained)
+                self.activations.give(StageVisit(number, stage), given_TD, returns=number in window.trained)
             case Send(number, stage, what):
-                self.agreement.send(action, self.activations.take_outgoing(Visitor(number, stage), what))
+                self.agreement.send(action, self.activations.take_outgoing(StageVisit(number, stage), what))
             case Forward(number, stage):
-                self._forward(Visitor(number, stage), window)
+                self._forward(StageVisit(number, stage), window)
             case Backward(number, stage):
-                self._backward(Visitor(number, stage), window)
+                self._backward(StageVisit(number, stage), window)
             case Evaluate(number, stage):
                 yield from self.agreement.evaluate(stage, window.program.microbatches[number])
-                yield from self._evaluate(Visitor(number, stage), window)
+                yield from self._evaluate(StageVisit(number, stage), window)
             case Reduce():
                 self.agreement.reduce(action)
             case Save(job, step):
@@ -257,107 +260,108 @@ class Executor:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def _forward(self, visitor: Visitor, window: _Window) -> None:
-        plan = window.program.microbatches[visitor.microbatch]
-        flight = self._flight(visitor, window, evaluates=False)
+    def _forward(self, visit: StageVisit, window: _Window) -> None:
+        plan = window.program.microbatches[visit.microbatch]
+        flight = self._microbatch(visit, window, evaluates=False)
         # Not before: what is laid out is laid out while what the first part of Steps needs comes.
-        self._use(visitor.stage, plan, returning=False)
+        self._use(visit.stage, plan, returning=False)
         if flight is not None:
-            self._pass_forward(flight, visitor, window.program)
+            self._pass_forward(flight, visit, window.program)
         # Behind the pass, so that the device has work while the host asks.
-        self.adapters.ask_ahead(visitor.stage, plan.jobs)
+        self.adapters.ask_ahead(visit.stage, plan.jobs)
 
-    def _pass_forward(self, flight: _Flight, visitor: Visitor, program: Program) -> None:
-        last = visitor.stage == self._last
+    def _pass_forward(self, flight: _InFlight, visit: StageVisit, program: Program) -> None:
+        last = visit.stage == self._last
         keep = last or self.part.layout.pipelined
-        made = self.passes.forward(visitor, flight.rows, self._given(visitor), keep)
+        made = self.passes.forward(visit, flight.rows, self._given(visit), keep)
         flight.timed.settled &= made.settled
         if last:
             leaf_TD = made.h_TD.detach().requires_grad_()
             counts = program.supervised, program.samples
             flight.scores = self.scorer.score(leaf_TD, flight.rows.laid, *counts)
             return
-        self.activations.give(Visitor(visitor.microbatch, visitor.stage + 1), made.h_TD)
-        if visitor.stage > 0:
-            self.activations.passed(visitor)
+        self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), made.h_TD)
+        if visit.stage > 0:
+            self.activations.passed(visit)
 
-    def _backward(self, visitor: Visitor, window: _Window) -> None:
-        number, stage = visitor.microbatch, visitor.stage
+    def _backward(self, visit: StageVisit, window: _Window) -> None:
+        number, stage = visit.microbatch, visit.stage
         self._use(stage, window.program.microbatches[number], returning=True)
-        if (flight := self._flights.get(number)) is None:
+        if (flight := self._in_flight.get(number)) is None:
             return
         if (before := self._own_before(stage)) > 0:
-            self.activations.bring(Visitor(number, before))
+            self.activations.bring(StageVisit(number, before))
         scores = flight.scores if stage == self._last else None
-        dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visitor)
-        made = self.passes.backward(visitor, flight.rows, self._given(visitor), dh_TD)
+        dh_TD = scores.gradient_TD(self.dead) if scores else self.activations.take_gradient(visit)
+        made = self.passes.backward(visit, flight.rows, self._given(visit), dh_TD)
         flight.timed.settled &= made.settled
         self.adapters.note_backward(stage, flight.timed.plan.jobs)
         if made.dgiven_TD is not None:
-            self.activations.drop(visitor)
-            self.activations.give_gradient(Visitor(number, stage - 1), made.dgiven_TD)
+            self.activations.drop(visit)
+            self.activations.give_gradient(StageVisit(number, stage - 1), made.dgiven_TD)
         if stage == self.part.own[-1]:
             self._collect(flight)
         if stage == self.part.own[0]:
             self._lay_ahead(number, window)
 
-    def _evaluate(self, visitor: Visitor, window: _Window) -> Iterator[Event]:
-        plan = window.program.microbatches[visitor.microbatch]
-        flight = self._flight(visitor, window, evaluates=True)
-        self._use(visitor.stage, plan, returning=False)
+    def _evaluate(self, visit: StageVisit, window: _Window) -> Iterator[Event]:
+        plan = window.program.microbatches[visit.microbatch]
+        flight = self._microbatch(visit, window, evaluates=True)
+        self._use(visit.stage, plan, returning=False)
         if flight is not None:
-            given_TD = self._given(visitor)
-            h_TD = self.passes.evaluate(visitor, flight.rows, given_TD)
+            given_TD = self._given(visit)
+            h_TD = self.passes.evaluate(visit, flight.rows, given_TD)
             if given_TD is not None:
-                self.activations.drop(visitor)
-            if visitor.stage == self._last:
+                self.activations.drop(visit)
+            if visit.stage == self._last:
                 sums = self.scorer.evaluate(h_TD, flight.rows.laid)
                 yield from self.agreement.evaluated(flight.rows.laid.microbatch.segments, sums)
             else:
-                self.activations.give(Visitor(visitor.microbatch, visitor.stage + 1), h_TD, returns=False)
-        self.adapters.ask_ahead(visitor.stage, plan.jobs)
+                self.activations.give(StageVisit(visit.microbatch, visit.stage + 1), h_TD, returns=False)
+        self.adapters.ask_ahead(visit.stage, plan.jobs)
 
     def _use(self, stage: int, plan: MicrobatchPlan, returning: bool) -> None:
-        """From here on the device may read the stage, with the weights there of the microbatch's jobs."""
+        """Make the stage's weights, and the adapters of the microbatch's jobs there, readable by the
+        device."""
         self.adapters.use(stage, plan.jobs, returning)
         if self.weights.use(stage):
             self._timer.start()
 
-    def _given(self, visitor: Visitor) -> Tensor | None:
-        return self.activations.read(visitor) if visitor.stage else None
+    def _given(self, visit: StageVisit) -> Tensor | None:
+        return self.activations.read(visit) if visit.stage else None
 
     @property
     def _last(self) -> int:
-        """Of all stages, wherever they are."""
+        """The last stage of the model, whichever worker has it."""
         return len(self.part.stages) - 1
 
     def _own_before(self, stage: int) -> int:
-        """The stage here that goes back next, or -1."""
+        """The stage of this worker whose backward comes next, or -1."""
         at = self.part.own.index(stage)
         return self.part.own[at - 1] if at else -1
 
-    def _collect(self, flight: _Flight) -> None:
-        """Where a microbatch goes back first, what it came to is counted; loss and hits only by the worker
-        that knows them, which may forget its scores then."""
+    def _collect(self, flight: _InFlight) -> None:
+        """Add a microbatch's losses and correct predictions to the open global batches, at its last backward
+        here. Only the worker that has the last stage knows them; it may drop its scores afterwards."""
         segments, scores = flight.rows.laid.microbatch.segments, flight.scores
         flight.scores = None
         if scores is not None:
-            self._roster.collect(segments, scores.losses, scores.hits)
+            self._roster.collect(segments, scores.losses, scores.correct)
         else:
             self._roster.collect(segments, [self._none] * len(segments), [self._none.long()] * len(segments))
 
     # -- rows --------------------------------------------------------------------------------------------
 
-    def _flight(self, visitor: Visitor, window: _Window, evaluates: bool) -> _Flight | None:
-        """The microbatch's, begun at its first visit here; None if nobody in it is alive."""
-        if visitor.stage == self.part.own[0]:
-            plan = self.agreement.alive(window.program.microbatches[visitor.microbatch])
+    def _microbatch(self, visit: StageVisit, window: _Window, evaluates: bool) -> _InFlight | None:
+        """The state of a microbatch, created at its first visit here; None if all its jobs are dead."""
+        if visit.stage == self.part.own[0]:
+            plan = self.agreement.alive(window.program.microbatches[visit.microbatch])
             if plan.segments:
-                if not (evaluates or self._flights):
+                if not (evaluates or self._in_flight):
                     self.passes.begin_round()
                 rows = RowsHere(self._laid(plan, window, evaluates))
-                self._flights[visitor.microbatch] = _Flight(rows, TimedPass(plan, training=not evaluates))
-        return self._flights.get(visitor.microbatch)
+                self._in_flight[visit.microbatch] = _InFlight(rows, TimedPass(plan, training=not evaluates))
+        return self._in_flight.get(visit.microbatch)
 
     def _laid(self, plan: MicrobatchPlan, window: _Window, evaluates: bool) -> LaidMicrobatch:
         if not evaluates and self._next is not None and self._next[0] == plan:
@@ -365,19 +369,20 @@ class Executor:
         return lay(window.fetch(plan, evaluates), plan.rows, self.base.device)
 
     def _lay_ahead(self, number: int, window: _Window) -> None:
-        """Lay the next microbatch out while a GPU computes: at a Step the host would wait for it."""
+        """Lay out the next microbatch while a GPU computes: at a Step the host would have to wait for the
+        GPU."""
         self._next = None
         if (
             self._adapted.stream is not None
             and number + 1 in window.trained
-            and number + 1 not in self._flights
+            and number + 1 not in self._in_flight
         ):
             plan = self.agreement.alive(window.program.microbatches[number + 1])
             if plan.segments:
                 self._next = plan, lay(window.fetch(plan, False), plan.rows, self.base.device)
 
     def _refuse(self, program: Program) -> None:
-        """A plan may be priced for devices and streams that are not here."""
+        """Refuse a Program that was planned for devices or streams that do not exist here."""
         layout = self.part.layout
         if len(program.devices) != layout.workers * layout.replicas:
             raise PlanError(
@@ -404,13 +409,13 @@ class Executor:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A Program, what lays out its microbatches, and this worker's list."""
+    """A Program, the function that lays out its microbatches, and this worker's list of actions."""
 
     program: Program
     fetch: Fetch
     actions: tuple[Action, ...]
     trained: frozenset[int]
-    """Microbatches that come back."""
+    """Microbatches that have a backward."""
 
     @classmethod
     def of(cls, program: Program, fetch: Fetch, worker: int) -> _Window:
@@ -420,7 +425,8 @@ class _Window:
 
 
 def rows_at_once(program: Program, worker: int = 0) -> int:
-    """The most rows that are between a worker's first Forward of them and its last Backward."""
+    """The largest number of rows that are in flight on a worker: between their first Forward and their last
+    Backward."""
     actions = program.devices[worker]
     first = min((one.stage for one in actions if isinstance(one, Forward)), default=0)
     rows = most = 0

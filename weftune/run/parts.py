@@ -1,4 +1,5 @@
-"""What an executor is composed of. There are several classes of each part; the executor asks none which."""
+"""Protocols of the parts of an executor. Each has several implementations, and the executor never asks which
+it has."""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ from weftune.run.events import Event
 from weftune.run.measure.timers import Span
 from weftune.run.measure.waited import Waited
 from weftune.run.passes.plain import MadeBackward, MadeForward
-from weftune.run.passes.rows import RowsHere, Visitor
+from weftune.run.passes.rows import RowsHere, StageVisit
 from weftune.run.training.evaluation import EvaluationSums
 from weftune.run.training.state import Training
-from weftune.run.training.steps import Due, Outcome, Sums, Underway
+from weftune.run.training.steps import Due, Outcome, StepsUnderway, Sums
 
 Fetch = Callable[[MicrobatchPlan, bool], Microbatch]
-"""Lays out the planned samples, of the training or (True) of the held-out rows, as tensors."""
+"""Lays out planned samples as tensors: of the training rows, or (True) of the held-out rows."""
 
 
 class Weights(Protocol):
-    """Where the base's weights are: they stay, or stages come and go."""
+    """The base's weights: resident on the device, or streamed stage by stage."""
 
     waited: Waited
 
@@ -50,34 +51,34 @@ class Weights(Protocol):
 
 
 class Activations(Protocol):
-    """What stages are given, kept until their backward or offloaded, and what goes to other workers."""
+    """Inputs of stages, kept or offloaded until their backward, and tensors that go to other workers."""
 
     @property
     def empty(self) -> bool: ...
 
     def reserve(self, rows: int) -> None: ...
 
-    def give(self, to: Visitor, given_TD: Tensor, returns: bool = True) -> None: ...
+    def give(self, to: StageVisit, given_TD: Tensor, returns: bool = True) -> None: ...
 
-    def read(self, by: Visitor) -> Tensor: ...
+    def read(self, by: StageVisit) -> Tensor: ...
 
-    def passed(self, by: Visitor) -> None: ...
+    def passed(self, by: StageVisit) -> None: ...
 
-    def bring(self, to: Visitor) -> None: ...
+    def bring(self, to: StageVisit) -> None: ...
 
-    def drop(self, by: Visitor) -> None: ...
+    def drop(self, by: StageVisit) -> None: ...
 
-    def give_gradient(self, to: Visitor, dh_TD: Tensor) -> None: ...
+    def give_gradient(self, to: StageVisit, dh_TD: Tensor) -> None: ...
 
-    def take_gradient(self, by: Visitor) -> Tensor: ...
+    def take_gradient(self, by: StageVisit) -> Tensor: ...
 
-    def take_outgoing(self, to: Visitor, what: What) -> Tensor | None: ...
+    def take_outgoing(self, to: StageVisit, what: What) -> Tensor | None: ...
 
     def forget(self) -> None: ...
 
 
 class Passes(Protocol):
-    """How a microbatch goes through a stage: kernel by kernel, or by replaying what was captured."""
+    """Passes of a microbatch through a stage: kernel by kernel, or by replaying a captured graph."""
 
     @property
     def captures(self) -> int | None: ...
@@ -90,20 +91,20 @@ class Passes(Protocol):
     def begin_round(self) -> None: ...
 
     def forward(
-        self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, keep: bool
+        self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool
     ) -> MadeForward: ...
 
     def backward(
-        self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
     ) -> MadeBackward: ...
 
-    def evaluate(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None) -> Tensor: ...
+    def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor: ...
 
     def abandon(self) -> None: ...
 
 
 class AdapterState(Protocol):
-    """Where adapters live, with their masters and moments: on the device, or in host memory."""
+    """Adapters with their master weights and moments: on the device, or in host memory."""
 
     @property
     def home(self) -> torch.device: ...
@@ -129,7 +130,7 @@ class AdapterState(Protocol):
 
     def heard_before(self, stage: int) -> bool: ...
 
-    def step(self, due: Sequence[Due]) -> Underway: ...
+    def step(self, due: Sequence[Due]) -> StepsUnderway: ...
 
     def sums(self, training: Training) -> Sums: ...
 
@@ -138,13 +139,13 @@ class AdapterState(Protocol):
 
 @dataclass(slots=True)
 class TimedPass:
-    """How long a microbatch was at the stages here, and not what passed between its visits. It holds no
-    tensors: the device may have yet to come to it."""
+    """The time that a microbatch spent in the stages of this worker, without the time between its visits. It
+    holds no tensors, since the device may not have finished it yet."""
 
     plan: MicrobatchPlan
     training: bool
     settled: bool = True
-    """Whether nothing was set up for it."""
+    """Whether it ran without compiling or capturing anything."""
     forward: list[Span] = field(default_factory=list)
     backward: list[Span] = field(default_factory=list)
 
@@ -153,8 +154,8 @@ class TimedPass:
 
 
 class Agreement(Protocol):
-    """How it is decided what is computed, which Steps are made, and who hears of it: by this worker alone, or
-    together with others."""
+    """Decides what is computed and which Steps are made, and who is told: this worker alone, or together with
+    others."""
 
     @property
     def shortage(self) -> str:
@@ -163,21 +164,22 @@ class Agreement(Protocol):
     def begin_window(self, program: Program) -> None: ...
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """What of a microbatch is computed."""
+        """The part of a microbatch that is computed."""
 
     def receive(self, action: Recv) -> Tensor: ...
 
     def send(self, action: Send, tensor_TD: Tensor | None) -> None:
-        """To another worker; zeros where it was never made, since a plan fixes what is sent."""
+        """Send a tensor to another worker; zeros where it was never computed, since the plan fixes what is
+        sent."""
 
     def ran(self, action: Action, span: Span, passed: TimedPass | None) -> Iterator[Event]:
-        """An action ran here; with it a microbatch may have ended its way through the stages here."""
+        """An action ran here; with it a microbatch may have finished its visits to the stages here."""
 
     def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:
-        """A microbatch of held-out samples comes to a stage."""
+        """A microbatch of held-out samples arrives at a stage."""
 
     def evaluated(self, segments: Sequence[Segment], sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """It has been through the last one."""
+        """A microbatch of held-out samples has passed the last stage."""
 
     def reduce(self, action: Reduce) -> None: ...
 
@@ -186,21 +188,21 @@ class Agreement(Protocol):
     def save(self, job: str, step: int) -> Iterator[Event]: ...
 
     def settle(self) -> Iterator[Event]:
-        """Report the Steps that were asked for; waits for them."""
+        """Wait for the Steps that were asked for, and report them."""
 
     def fall_short(self, why: str) -> None:
-        """A pass did not fit, and what was under way here has been dropped."""
+        """A pass did not fit into memory, and everything unfinished here has been dropped."""
 
     def ends_early(self) -> bool:
-        """Nothing more is computed, since somebody cannot wait for the window's end. Whether it ends here, or
-        others wait for what is still to be sent."""
+        """Compute nothing more, since somebody cannot wait for the window's end. True if the window ends
+        here, False if other workers still wait for tensors from here."""
 
     def end_window(self, waited: Waited) -> None:
-        """`waited` is what the device has waited for its weights since it began."""
+        """`waited` is how long the device has waited for weights since it began."""
 
 
 def delivered(program: Program, microbatches: Mapping[int, Microbatch]) -> Fetch:
-    """Of microbatches that another worker has laid out, by their numbers in the Program."""
+    """A `Fetch` over microbatches that another worker has laid out, by their numbers in the Program."""
     evaluated = {
         action.microbatch for actions in program.devices for action in actions if isinstance(action, Evaluate)
     }

@@ -1,8 +1,6 @@
-"""Measures what the device at hand takes for passes over a base of few layers, for Steps, and their peaks.
-
-The passes are the executor's own, so what is measured is what training does: routes, captured graphs and all.
-Two bases of the same widths and different depths tell a layer from what surrounds it; weights are random.
-"""
+"""Measures the time and the memory peak of passes over a shallow base, and of Steps, on this device. Passes
+are the executor's own, so routes and captured graphs are those of training. Two bases of the same widths and
+different depths separate the cost of a layer from the rest; weights are random."""
 
 from __future__ import annotations
 
@@ -44,11 +42,11 @@ from weftune.run.training.state import new_training
 DEPTHS = (1, 4)
 RANKS = (8, 64)
 REPEATS = {"cpu": 3, "cuda": 5}
-"""Settled passes of each case. On a GPU two more come before them: one compiles, one captures."""
+"""Passes measured for each case. On a GPU two more come before them: one compiles, one captures."""
 RECIPE = Recipe(steps=10**9, learning_rate=1e-6, schedule="constant")
 
 Watch = Callable[[int, int], None]
-"""Hears how many cases are done, of how many."""
+"""Is told how many cases are done, of how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +127,7 @@ def _cases(device: torch.device) -> Sequence[ProfileCase]:
 
 
 def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: torch.device) -> Base:
-    """A base as `config` says, but for its depth."""
+    """A base of `config` with another depth."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = depth
     if getattr(config, "layer_types", None):
@@ -142,7 +140,7 @@ def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: t
 @dataclass(frozen=True, slots=True)
 class _Found:
     passes: Sequence[tuple[PassTime, int]]
-    """Each with the bytes that it held at most."""
+    """Each pass with its memory peak in bytes."""
     steps: Sequence[StateTime]
 
 
@@ -162,7 +160,7 @@ class _Bench:
         self.executor.unweave()
 
     def measure(self, case: ProfileCase) -> _Found:
-        """The median of its settled passes; nothing where it does not fit."""
+        """The median of the measured passes; nothing where the case does not fit into memory."""
         names = [f"job{number}" for number in range(case.jobs)]
         spec = LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:

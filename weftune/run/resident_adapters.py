@@ -1,4 +1,4 @@
-"""Adapters that live on the device, with their masters and moments, and are stepped there."""
+"""Adapters that stay on the device, with their master weights and moments, and are stepped there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weftune.run.training.steps import (
     NoStep,
     Outcome,
     StepsBegun,
+    StepsUnderway,
     Sums,
-    Underway,
     batch_sums,
     begin_steps,
     close_batch,
@@ -29,7 +29,7 @@ class ResidentAdapters:
     def __init__(self, adapted: AdaptedBase, roster: Roster) -> None:
         self._adapted, self._roster = adapted, roster
         self.home = adapted.base.device
-        """Where the state of whoever comes aboard is kept."""
+        """The device that keeps the training state of jobs aboard."""
 
     # -- jobs --------------------------------------------------------------------------------------------
 
@@ -46,45 +46,45 @@ class ResidentAdapters:
         return self._roster.trainings.pop(job)
 
     def kill(self, job: str) -> None:
-        """From here on the job's rows and actions are skipped."""
+        """Skip the job's rows and actions from here on."""
         self._roster.dead.add(job)
         with self._adapted.on_stream():
             self._adapted.banks.zero(job)
             self._roster.trainings[job].forget_open_batch()
 
     def abandon(self) -> None:
-        """Open batches end unfinished."""
+        """Drop the open global batches."""
         self._roster.forget_open_batches()
 
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> None:
-        """From here on the device may read the weights of these jobs in that stage; `returning`: for a
+        """Make the weights of these jobs in that stage readable by the device. `returning`: for a
         backward."""
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
-        """A pass over the stage has been asked for: prepare what the next ones need."""
+        """Prepare what the next passes need, after a pass over the stage was asked for."""
 
     def note_backward(self, stage: int, jobs: Collection[str]) -> None:
-        """Gradients of these jobs were added to in that stage."""
+        """Note that gradients of these jobs were added to in that stage."""
 
     def leave(self, stage: int) -> None:
-        """The stage is about to go."""
+        """The stage is about to be evicted."""
 
     # -- Steps -------------------------------------------------------------------------------------------
 
     @property
     def heard_first(self) -> bool:
-        """Whether what came of Steps must be known before others are asked for."""
+        """Whether the outcome of Steps must be known before others are asked for."""
         return True
 
     def heard_before(self, stage: int) -> bool:
-        """Whether it must be known before an evaluation goes through the stage."""
+        """Whether the outcome must be known before an evaluation passes the stage."""
         return True
 
-    def step(self, due: Sequence[Due]) -> Underway:
-        """Ask for Steps, each decided by what its own batch came to. Where kernels make them, the device is
-        only asked for them: while it is at them the host goes on to the next pass."""
+    def step(self, due: Sequence[Due]) -> StepsUnderway:
+        """Ask for Steps; each is decided by the sums of its own batch. Where kernels make the updates, the
+        device works on them while the host goes on to the next pass."""
         watch = Stopwatch(self.home)
         master = due[0].training.master
         by_kernels = kernels_run(master.device, master.dtype)
@@ -93,11 +93,11 @@ class ResidentAdapters:
         return _Steps(begun, watch, made=not by_kernels)
 
     def sums(self, training: Training) -> Sums:
-        """What the open batch of a job came to here; waits for the device."""
+        """The sums of a job's open batch here; waits for the device."""
         return batch_sums([training])[0]
 
     def make(self, due: Due, sums: Sums) -> Outcome:
-        """Make a Step of a batch that came to these sums, on which all workers have agreed."""
+        """Make a Step from the batch's sums, on which all workers have agreed."""
         update = due.training.update(sums.norm)
         (reason,) = make_updates([update])
         return NoStep(reason) if reason else close_batch(due, sums, update.learning_rate)

@@ -1,4 +1,5 @@
-"""What a run has to run on: the base loaded as its layout says, in this process or in several."""
+"""The engine of a run: the base loaded as its layout says, in this process or in several, and what the loop
+needs to plan with."""
 
 from __future__ import annotations
 
@@ -33,15 +34,15 @@ class Engine:
     executor: Executor | Driver
     choice: Choice
     known: CostModel
-    """What passes take before anything is measured."""
+    """The time model before anything has been measured."""
     watchers: tuple[Watcher, ...] = ()
-    """Who says more of the run than what its jobs came to."""
+    """Observers of windows that add notes at the end of the run."""
     pacing: Callable[[], Pacing | None] = lambda: None
-    """What is known of a pipeline's stages."""
+    """Measured speeds of a pipeline's stages."""
     price: Callable[[Sizes], Price | None] = lambda sizes: None
-    """What stands for the learned time model where several workers share a window, by job sizes."""
+    """By job sizes: predicts windows in place of the learned time model, where several workers share one."""
     other_peaks: Callable[[], Sequence[int]] = tuple
-    """Bytes that other workers have taken at the most."""
+    """Peaks of bytes in use on other workers."""
 
     @property
     def base(self) -> Base:
@@ -49,7 +50,7 @@ class Engine:
 
 
 def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
-    """Load the base as these jobs need it; `note` hears what was chosen."""
+    """Load the base as the choice for these jobs says; `note` is called with sentences about it."""
     # Before the base is loaded: the machine counts what the process holds without it.
     choice = choose(setup.shape, jobs, machine_here(setup))
     if choice.note:
@@ -93,7 +94,7 @@ def _of_workers(setup: Setup, staff: Staff, choice: Choice) -> Engine:
 
 
 def _price(driver: Driver, choice: Choice, sizes: Sizes) -> Price:
-    """By the stages' own passes; before there are any, by the profile."""
+    """A prediction from the stages' measured passes; before there are any, from the profile."""
 
     def price(program: Program) -> float | None:
         if driver.paces.measured:

@@ -1,4 +1,4 @@
-"""A finished job's adapter made into something else: an adapter for servers, or a whole model."""
+"""Exports of a finished job's adapter: an adapter for servers, or a merged model."""
 
 from __future__ import annotations
 

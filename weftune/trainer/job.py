@@ -1,4 +1,4 @@
-"""A job made ready to train: its data tokenised, its shares of a run turned into steps."""
+"""A job ready to train: its data tokenised, its numbers of steps settled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_ready(
     max_steps: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Ready:
-    """Tokenise a job's data and fix its numbers; `place` is its place in the file."""
+    """Tokenise a job's data and settle its numbers; `place` is its position in the jobs file."""
     kind = kind_named(spec.adapter.kind)
     try:
         kind.check_start(spec.adapter, shape.sites)

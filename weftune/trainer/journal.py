@@ -1,4 +1,4 @@
-"""What a run tells: lines and status for the store, rows for whoever watches, lines for the trackers."""
+"""Records of a run: lines and status for the store, rows for the view, lines for the trackers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """An executed window: what was promised beside what happened."""
+    """An executed window: predictions beside measurements."""
 
     program: Program
     promise: Promise
     outcome: Outcome
     cost: CostModel
-    """Fitted with this window's passes."""
+    """The time model, fitted with this window's passes."""
     sizes: Sizes
 
     def saved_seconds(self) -> float:
-        """What its jobs would have taken longer one after another, as the time model says."""
+        """How much longer its jobs would have taken one after another, by the time model."""
         alone = self.cost.alone_seconds(self.program.batches, self.program.capacity, self.sizes)
         trained = sum(one.seconds for one in self.outcome.passes if one.training)
         return 0.0 if alone is None else alone - trained
 
     def line(self) -> dict[str, Any]:
-        """For windows.jsonl."""
+        """The window's line of windows.jsonl."""
         program, promise, outcome = self.program, self.promise, self.outcome
         return {
             "capacity": program.capacity,
@@ -127,13 +127,13 @@ class Journal:
         self._aside(self.store.write_status)
 
     def promise(self, numbers: Mapping[str, Any]) -> None:
-        """What the first window of this process is to be like, written before it runs."""
+        """Write what this process promises of its first window, before it runs."""
         if self._windows == 0:
             content = json_text(numbers, indent=1).encode()
             self._aside(lambda: replace_file(self.store.records / PROMISE, content))
 
     def learned(self) -> Any:
-        """What `keep_learned` was last given in this output; None if there is nothing that can be read."""
+        """The learned models in this output; None if there are none that can be read."""
         try:
             return json.loads((self.store.records / LEARNED).read_bytes())
         except (OSError, ValueError):
@@ -144,7 +144,7 @@ class Journal:
         self._aside(lambda: replace_file(self.store.records / LEARNED, content))
 
     def move(self, name: str, state: State, reason: str = "") -> bool:
-        """Record a job's new state; says whether the disk has it."""
+        """Record a job's new state; True if it is on disk."""
         self.store.move_job(name, state, reason)
         recorded = self._aside(self.store.write_status)
         self.show(name, state=state, reason=reason)
@@ -159,7 +159,7 @@ class Journal:
         self.view.update(self._rows[name])
 
     def finish(self) -> None:
-        """At the run's end: bring to the disk what could not be written before."""
+        """At the run's end: write to disk what could not be written before."""
         self._aside(self.store.write_status)
 
     def _metrics(self, line: Mapping[str, Any]) -> None:
@@ -167,8 +167,8 @@ class Journal:
         self._log(line)
 
     def _aside(self, write: Callable[[], None]) -> bool:
-        """Make a write that training does not depend on: where it fails, that is said once, and what it
-        would have written comes with the next one. Says whether it was made."""
+        """Attempt a write that training does not depend on. A failure is reported once, and its content comes
+        with the next write. True if it succeeded."""
         try:
             write()
         except OutputError as error:

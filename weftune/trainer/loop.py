@@ -1,4 +1,4 @@
-"""Scheduler → planner → executor → store, over and over, until no job is left."""
+"""The training loop: scheduler → planner → executor → store, until no job is left."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ Callback = Callable[[Stepped | Evaluated], None]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a window may take: tokens in a microbatch, what must be recomputed for that, and seconds."""
+    """The limits of a window: tokens in a microbatch, what must be recomputed for that, and seconds."""
 
     capacity: int
     recompute: Recompute
     pace: WindowPace
-    """What says how many rounds the window has."""
+    """Predicts seconds, and so decides how many rounds the window has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Ahead:
 
 @dataclass(slots=True)
 class TimedWindow:
-    """What was measured in the window that runs."""
+    """Measurements of the running window."""
 
     passes: list[PassTime] = field(default_factory=list)
     steps: list[StateTime] = field(default_factory=list)
     saves: list[StateTime] = field(default_factory=list)
     callback: float = 0.0
-    """Seconds that the caller took to hear of steps: no part of the window."""
+    """Seconds spent in the caller's callback: not part of the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Ending:
 
 
 def lost_sentence(name: str, found: checkpoint.Survey) -> str:
-    """Why a job that has begun cannot go on: said, and left to the user, who may have a copy."""
+    """Why a job that has begun cannot go on. The decision is left to the user, who may have a copy."""
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
     return f"{what}{names}; put back a copy of one, or train it anew with --resume --restart {name}"
@@ -98,7 +98,7 @@ class Loop:
             known=engine.known, memory=replace(engine.choice.memory, fused=self.executor.fused)
         )
         self.seconds = 0.0
-        """Of all windows."""
+        """Seconds of all windows."""
         with suppress(ValueError):
             self.learned.resume(journal.learned())
         self.jobs: dict[str, Ready] = {}
@@ -112,7 +112,7 @@ class Loop:
     # -- jobs come ---------------------------------------------------------------------------------------
 
     def enter(self, job: Ready) -> None:
-        """Queue a job; it comes aboard at the next window that has room for it."""
+        """Queue a job; it is attached at the next window that has room for it."""
         self.jobs[job.name] = self.waiting[job.name] = job
         self.store.add_job(job.name)
         for note in job.data.notes:
@@ -122,7 +122,7 @@ class Loop:
         self.journal.show(job.name, state=State.QUEUED, steps=job.recipe.steps)
 
     def cancel(self, name: str) -> None:
-        """End a job where it stands: at once if it waits, before its next microbatch if it is aboard."""
+        """Cancel a job: at once if it waits, before its next microbatch if it is aboard."""
         if name in self.waiting:
             del self.waiting[name]
             self.journal.move(name, State.CANCELLED)
@@ -185,7 +185,8 @@ class Loop:
     # -- windows -----------------------------------------------------------------------------------------
 
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
-        """Train until every job has ended, or until `stop` asks for an end; then all is saved and waits."""
+        """Train until every job has ended, or until `stop` returns True; then everything is saved, and
+        unfinished jobs are paused."""
         try:
             self._run(stop, callback)
         finally:
@@ -207,7 +208,8 @@ class Loop:
             self._suspend()
 
     def _program(self, ahead: Ahead | None) -> Program:
-        """The window planned ahead if it still fits who is aboard, without those who left; else a new one."""
+        """The window that was planned ahead, without jobs that left, if it still fits those aboard; else a
+        new one."""
         cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
         room = self._room()
         beginners = frozenset(name for name in cursors if self._begins(name))
@@ -221,14 +223,15 @@ class Loop:
         return program
 
     def _forget_ended(self) -> None:
-        """Let go of the data of jobs that have left, which are open files. Not before a window that was
-        planned ahead has been taken: it may count on them."""
+        """Release the data of jobs that have left, which are open files. This waits until a window that was
+        planned ahead has been taken, since it may refer to them."""
         for name in list(self.jobs):
             if self.store.job(name).state.ended:
                 del self.jobs[name]
 
     def _begins(self, name: str) -> bool:
-        """Whether the job has yet to evaluate where it stands: at its start, or if something came between."""
+        """Whether the job is still to be evaluated at its current step: at its start, or after an
+        interruption."""
         job, progress = self.jobs[name], self.executor.aboard[name].progress
         if job.data.evaluation is None:
             return progress.step == 0
@@ -241,8 +244,8 @@ class Loop:
         ladder = self.executor.captures is not None
         return plan_window(courses, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
 
-    def _promise(self, program: Program, company: Company) -> Promise:
-        return self.learned.promise(program, company, self.engine.price(sizes_of(company)))
+    def _promise(self, program: Program, aboard: Company) -> Promise:
+        return self.learned.promise(program, aboard, self.engine.price(sizes_of(aboard)))
 
     def _peak_bytes(self) -> int:
         return max([peak_bytes(self.base.device), *self.engine.other_peaks()])
@@ -278,10 +281,10 @@ class Loop:
             watcher.end(program)
 
     def _execute(self, program: Program, stop: Callable[[], bool], callback: Callback | None) -> None:
-        company = {name: self.jobs[name].shape for name in self.executor.aboard}
-        promise = self._promise(program, company)
+        aboard = {name: self.jobs[name].shape for name in self.executor.aboard}
+        promise = self._promise(program, aboard)
         taken = self.learned.memory.taken
-        self.journal.promise(promise_numbers(self.choice.layout, program, company, promise, taken))
+        self.journal.promise(promise_numbers(self.choice.layout, program, aboard, promise, taken))
         self._timed = TimedWindow()
         own_peak, peak_before = begin_peak(self.base.device), self._peak_bytes()
         if not own_peak:
@@ -302,7 +305,7 @@ class Loop:
         seconds = time.monotonic() - began - timed.callback
         peak = self._peak_bytes()
         outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
-        self.learned.learn(program, company, outcome)
+        self.learned.learn(program, aboard, outcome)
         if self.learned.adopt():
             self.journal.keep_learned(self.learned.recorded())
         self.journal.window(
@@ -311,7 +314,7 @@ class Loop:
                 promise=promise,
                 outcome=outcome,
                 cost=self.learned.cost,
-                sizes=sizes_of(company),
+                sizes=sizes_of(aboard),
             )
         )
 
@@ -319,7 +322,8 @@ class Loop:
         return lay_out(plan, held_out, self.jobs)
 
     def _shrink(self, capacity: int) -> None:
-        """A pass did not fit: halve the capacity; at the longest sample send a job back; alone, give up."""
+        """After a shortage of memory: halve the capacity; at the longest sample, preempt a job; with one job
+        left, fail it."""
         release(self.base.device)
         shapes = self._shapes(name for name in self.executor.aboard if name not in self._endings)
         if not shapes:
@@ -370,8 +374,8 @@ class Loop:
         progress = training.progress
         self.journal.evaluation(event, progress)
         if spec.early_stop and progress.stale >= spec.early_stop.patience:
-            looks = plural(progress.stale, "look")
-            reason = f"stopped early at step {event.step}: no better validation loss in {looks}"
+            evaluations = plural(progress.stale, "evaluation")
+            reason = f"stopped early at step {event.step}: no better validation loss in {evaluations}"
             self._end(event.job, Ending(State.SUCCEEDED, reason))
 
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
@@ -384,7 +388,7 @@ class Loop:
         self._timed.saves.append(StateTime(1, parameters, time.monotonic() - began))
 
     def _pause_unsaved(self, name: str, trouble: str) -> None:
-        """A checkpoint could not be written: the job stops before more would be lost. One that has made its
+        """A checkpoint could not be written: pause the job before more would be lost. A job that has made its
         last step stays: its adapter may find room, and then no checkpoint is needed."""
         step = self.executor.aboard[name].progress.step
         if name in self._endings or step >= self.jobs[name].recipe.steps:
@@ -399,7 +403,7 @@ class Loop:
     # -- jobs go -----------------------------------------------------------------------------------------
 
     def _end(self, name: str, ending: Ending) -> None:
-        """Decide a job's end inside a window; it leaves at the window's end."""
+        """Decide a job's end inside a window; it is detached at the window's end."""
         self._endings[name] = ending
         self.executor.kill(name)
 
@@ -439,13 +443,13 @@ class Loop:
         return ending
 
     def _send_back(self, name: str, reason: str) -> None:
-        """Preempt a job: its state is saved and it waits for its turn again."""
+        """Preempt a job: its state is saved and it is queued again."""
         if self._leaves(name):
             self.journal.move(name, State.QUEUED, reason)
             self.waiting[name] = self.jobs[name]
 
     def _leaves(self, name: str) -> bool:
-        """Save a job and take it off the executor; where that fails it has an ending instead."""
+        """Save a job and detach it; where that fails it gets an ending instead."""
         self._save(name, self.executor.save_now)
         if name in self._endings:
             return False

@@ -1,4 +1,4 @@
-"""What the planner is told of the machine at hand: its devices, its memory, its link and its profile."""
+"""A description of this machine for the planner: devices, memory, link and profile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Setup:
 
     spec: BaseSpec
     base: Base | None
-    """Where it is in memory already."""
+    """The base, where it is in memory already."""
     device: torch.device
     shape: ModelShape
     staff: Staff | None
@@ -58,12 +58,12 @@ class Setup:
 
     @property
     def sharing(self) -> int:
-        """Workers on one device."""
+        """Workers that share one device."""
         return 1 if own_gpus(self.place, self.device) else self.place.local_workers
 
 
 def machine_here(setup: Setup) -> Machine:
-    """This process with its device, or with the other workers' like it."""
+    """This process's device, or those of all workers, which are alike."""
     if setup.base is not None and setup.gpu_memory is not None and setup.staff is None:
         raise UserError("gpu_memory: this base is on its device already; give its name and Weftune loads it")
     place, device = setup.place, setup.device
@@ -86,13 +86,14 @@ def machine_here(setup: Setup) -> Machine:
 
 
 def _resident_budget(setup: Setup) -> int:
-    """On a CPU a small GPU is pretended only for a base that is streamed."""
+    """The budget for a resident base. On a CPU a small GPU is pretended only for a base that is streamed."""
     return setup.budget if setup.on_gpu else setup.memory or budget_bytes(setup.device)
 
 
 def _stream_budget(setup: Setup) -> int | None:
-    """One GPU streams whenever the base does not fit; a CPU only where it is to pretend to be a small one;
-    several workers only where it was asked for, since they are wired for it when they meet."""
+    """The budget for a streamed base. One GPU streams whenever the base does not fit; a CPU only where it
+    pretends to be a small GPU; several workers only where it was asked for, since they must be connected for
+    it from the start."""
     if setup.staff is None:
         return None if setup.base is not None else setup.budget if setup.on_gpu else setup.gpu_memory
     if not setup.place.ring or setup.gpu_memory is None:
@@ -112,7 +113,7 @@ def _profile(setup: Setup) -> Profile | None:
 
 
 def _worker_profile(setup: Setup) -> Profile | None:
-    """With as many threads as each of the workers on this machine has."""
+    """A profile measured with as many threads as each worker of this machine has."""
     key = key_here(setup.shape, setup.device)
     if not setup.on_gpu:
         key = replace(key, threads=torch.get_num_threads())
@@ -125,7 +126,7 @@ def most_tokens(device: torch.device) -> int:
 
 
 def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
-    """What a run on this device will cut stages by, if the cache has a profile of it."""
+    """The costs that stages will be cut by, if the cache has a profile of this device."""
     profile = find_profile(key_here(shape, device))
     return measured_costs(profile, shape, typical_work(shape, most_tokens(device))) if profile else None
 
@@ -136,7 +137,7 @@ def host_budget() -> int:
 
 
 def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -> StreamDevice:
-    """With its link and its products as they are now."""
+    """The GPU with its link and its matrix products as measured now."""
     link = measure_link(device, base_dtype(spec, device))
     return gpu_place(budget, host, link.bandwidth, link.flops, link.both_ways)
 
@@ -144,7 +145,8 @@ def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -
 def from_files(
     spec: BaseSpec, device: torch.device, place: StreamDevice, short: HostTooSmall
 ) -> StreamDevice:
-    """The same place for a base whose weights stay in their files; if they cannot, both reasons."""
+    """The same machine for a base whose weights stay in their files; if they cannot, an error with both
+    reasons."""
     try:
         weights = weights_in_files(spec, device)
     except BaseModelError as error:

@@ -1,4 +1,4 @@
-"""What a job leaves in its folder: `job.yaml` at its start, an adapter with its tokenizer at its success."""
+"""The files of a job's folder: `job.yaml` at its start, the adapter with its tokenizer at its success."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = ["CHECKPOINTS", "JOB_FILE", "describe", "refuse_changes", "write_job_f
 PARTIAL = ".adapter.partial"
 """Inside a job's folder: an adapter that is being written."""
 BASE_KEYS = ("model", "dtype", "revision")
-"""What makes a base another one; how the user wrote it does not."""
+"""The keys that identify a base; how the user wrote its path does not."""
 NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
 def describe(job: Ready, base: BaseSpec) -> dict[str, Any]:
-    """What `job.yaml` says: the resolved spec, what it was trained on, and with which versions."""
+    """The content of `job.yaml`: the resolved spec, the data, and the versions of libraries."""
     data = job.data
     return {
         "format": FORMAT,
@@ -56,21 +56,21 @@ def describe(job: Ready, base: BaseSpec) -> dict[str, Any]:
 
 
 def retries_of(folder: Path) -> list[dict[str, Any]]:
-    """What the user has changed of a started job, the earliest first."""
+    """The retries of a started job, the earliest first."""
     found = read_job_file(folder)
     return list(found.values.get("retries", [])) if found else []
 
 
 def with_retries(description: dict[str, Any], folder: Path, *more: Retry) -> dict[str, Any]:
-    """A description with what its job's folder knows of retries, and `more` of them."""
+    """A description with the retries that its job's folder records, and `more` of them."""
     retries = [*retries_of(folder), *(retry.record() for retry in more)]
     return {**description, "retries": retries} if retries else description
 
 
 def refuse_changes(folder: Path, description: dict[str, Any], allowed: Collection[str] = ()) -> str:
-    """A started job goes on only as it began: a changed key, base or dataset is named and refused.
+    """Refuse to resume a job whose keys, base or dataset have changed, naming what changed.
 
-    Keys that are `allowed` may differ: the user has named them. Says what was found damaged, or "".
+    Keys that are `allowed` may differ: the user has named them. Returns what was found damaged, or "".
     """
     name = description["job"]["name"]
     try:
@@ -141,7 +141,7 @@ def write_result(
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Bring the result to the disk before the status speaks of it and its checkpoints go."""
+    """Sync the result to disk before the status reports it and its checkpoints are deleted."""
     paths = sorted(partial.rglob("*"), key=lambda path: path.name == CONFIG)
     for path in paths:
         if path.is_file():

@@ -1,4 +1,4 @@
-"""The front door from Python: `train("jobs.yaml")`, or a `Trainer` that jobs are added to."""
+"""The Python entry points: `train("jobs.yaml")`, or a `Trainer` that jobs are added to."""
 
 from __future__ import annotations
 
@@ -64,16 +64,17 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to run, as opposed to what: nothing here changes a job's result."""
+    """How to run, not what: nothing here changes a job's result."""
 
     device: str | None = None
     resume: bool = False
     restart: tuple[str, ...] = ()
-    """Jobs to train anew although they have started."""
+    """Jobs to train from the beginning although they have started."""
     retry: tuple[str, ...] = ()
-    """Jobs to go on with from their last checkpoint although they have failed or were cancelled."""
+    """Jobs to continue from their last checkpoint although they have failed or were cancelled."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key → the value that jobs of `retry` go on with; `jobs.retry.CHANGEABLE` are those allowed."""
+    """Dotted key → the value that jobs of `retry` continue with; `jobs.retry.CHANGEABLE` are those
+    allowed."""
     memory: int | None = None
     """Bytes the run may take; None: most of what is free."""
     gpu_memory: int | None = None
@@ -85,7 +86,7 @@ class Options:
     staff: Staff | None = None
     """The other workers, where the base is cut into stages; this process is the first of them."""
     share: int | None = None
-    """Which share of the output's jobs is trained here, where other processes train the others."""
+    """Which share of the jobs is trained here, where other processes train the others."""
 
 
 class Quiet:
@@ -124,7 +125,7 @@ class Trainer:
         self.jobs: dict[str, JobSpec] = {}
         self.interrupted = False
         self.loop: Loop | None = None
-        """What runs, while it runs."""
+        """The loop, while the run lasts."""
         self._place = place
 
     def add(self, job: JobSpec) -> Trainer:
@@ -143,13 +144,13 @@ class Trainer:
         return self
 
     def cancel(self, name: str) -> None:
-        """End one job of the run that is going on; the others go on."""
+        """Cancel one job of the run; the others go on."""
         if self.loop is None or name not in self.jobs:
             raise SpecError(f"There is no running job {name}.")
         self.loop.cancel(name)
 
     def run(self, callback: Callback | None = None) -> dict[str, Result]:
-        """Train until every job has ended or somebody interrupts. `callback` hears of every step."""
+        """Train until every job has ended or the run is interrupted. `callback` is called with every step."""
         device = self.base.device if isinstance(self.base, Base) else device_named(self.options.device)
         shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)
         self.check(shape)
@@ -184,7 +185,7 @@ class Trainer:
     # -- before ------------------------------------------------------------------------------------------
 
     def check(self, shape: ModelShape) -> None:
-        """All that can be found wrong before the output is touched."""
+        """Everything that can be refused before the output folder is touched."""
         if not self.jobs:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
@@ -207,7 +208,7 @@ class Trainer:
         )
 
     def unfinished(self, store: Store, shape: ModelShape) -> list[Ready]:
-        """The jobs that have not ended, and those to train anew, made ready."""
+        """The unfinished jobs, and those to train anew, ready to train."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
         self._sweep(store)
@@ -220,7 +221,7 @@ class Trainer:
         return ready
 
     def _tell_of_data(self, ready: Sequence[Ready]) -> None:
-        """What `weftune preview` says of the same jobs."""
+        """Notes about the data, the same as `weftune preview` prints."""
         found = [
             (job.name, sentence)
             for job in ready
@@ -230,7 +231,7 @@ class Trainer:
         self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
 
     def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:
-        """Once: who has divided the jobs into shares has told it before."""
+        """Warnings about the jobs; with shares, only the process that divided the jobs prints them."""
         for sentence in sentences if self.options.share is None else ():
             self.view.note(f"{kind}: {sentence}")
 
@@ -241,8 +242,8 @@ class Trainer:
             raise SpecError(f"--retry {name}: it has succeeded; train it anew with --restart {name}")
 
     def _is_lost(self, store: Store, name: str) -> bool:
-        """Whether a job that has begun has no checkpoint left to go on from. It is paused with the reason:
-        to begin anew is the user's decision."""
+        """Whether a job that has begun has no checkpoint left. It is paused with the reason: starting again
+        is the user's decision."""
         if name in self.options.restart:
             return False
         folder = self.output / name / CHECKPOINTS
@@ -263,13 +264,14 @@ class Trainer:
         return True
 
     def _sweep(self, store: Store) -> None:
-        """A kill may have come between a job's success and the end of its checkpoints."""
+        """Delete checkpoints of finished jobs: a kill may have come between a job's success and their
+        deletion."""
         for name, job in store.status.jobs.items():
             if job.state is State.SUCCEEDED:
                 shutil.rmtree(self.output / name / CHECKPOINTS, ignore_errors=True)
 
     def _clear(self, name: str) -> None:
-        """Renamed before it is removed: half a folder could look like a job that goes on."""
+        """Delete a job's folder; it is renamed first, since half a folder could pass for a job to resume."""
         old = self.output / f".{name}.old"
         shutil.rmtree(old, ignore_errors=True)
         if (self.output / name).exists():
@@ -283,7 +285,7 @@ class Trainer:
         return name in store.status.jobs and store.job(name).state.ended
 
     def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[Ready]:
-        """Every job made ready, or the mistakes of all of them at once."""
+        """Every job ready to train, or the mistakes of all of them at once."""
         ready: list[Ready] = []
         mistakes: list[Mistake] = []
         for job in jobs:
@@ -311,7 +313,7 @@ class Trainer:
         return ready
 
     def _as_retried(self, job: JobSpec) -> JobSpec:
-        """The job with what retries have changed, those of earlier runs and one of this."""
+        """The job with the changes of its retries, of earlier runs and of this one."""
         with suppress(DamagedJobFile):
             job = as_retried(job, retries_of(self.output / job.name))
         return with_changes(job, self.options.changes) if job.name in self.options.retry else job
@@ -335,7 +337,7 @@ class Trainer:
         return self.output.absolute() / name / CHECKPOINTS
 
     def take_over(self, store: Store, ready: Sequence[Ready]) -> None:
-        """From here on the output holds a run: killed at any later moment, it can be resumed."""
+        """Make the output a run: killed at any later moment, it can be resumed."""
         for name in self.options.restart:
             store.restart_job(name)
         for job in ready:
@@ -348,7 +350,8 @@ class Trainer:
             self._clear(name)
 
     def _record_retries(self, store: Store, ready: Sequence[Ready]) -> None:
-        """In job.yaml, by which later resumptions know the changed keys, and as a note of the job."""
+        """Record retries in job.yaml, so that later resumptions know the changed keys, and as a note of the
+        job."""
         for job in ready:
             if job.name not in self.options.retry:
                 continue
@@ -364,7 +367,7 @@ class Trainer:
         return Loop(engine, self.tokenizer, store, journal)
 
     def _rewind(self, store: Store, ready: Sequence[Ready]) -> None:
-        """Metrics beyond a job's newest checkpoint will be written again."""
+        """Drop metrics beyond a job's newest checkpoint: they will be written again."""
         found = {job.name: checkpoint.newest_progress(self.output / job.name / CHECKPOINTS) for job in ready}
         progress = {name: one or Progress() for name, one in found.items()}
         store.rewind(
@@ -381,7 +384,7 @@ class Trainer:
             self.view.note(f"warning: {error}; --resume finds out by the folders of the jobs.")
 
     def _tell(self, store: Store) -> Callable[[str], None]:
-        """Say a sentence to whoever watches, and keep it with the run."""
+        """Show a sentence to the user, and keep it with the run."""
 
         def tell(sentence: str) -> None:
             store.note(sentence)
@@ -398,7 +401,7 @@ class Trainer:
         self.loop = None
 
     def results(self, store: Store) -> dict[str, Result]:
-        """How every job stands; drawn as a report, unless others are still at work."""
+        """The results of all jobs; also draws the report, unless other processes are still training."""
         if self.options.share is None:
             try:
                 write_report(self.output)

@@ -1,4 +1,4 @@
-"""Who looks at a run's windows and says at its end what is worth knowing beside what its jobs came to."""
+"""Observers of a run's windows, which add notes or files at its end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Watcher(Protocol):
         """A window is about to run."""
 
     def end(self, program: Program) -> None:
-        """It has run."""
+        """The window has run."""
 
     def close(self, output: Path, seconds: float, note: Note) -> None:
-        """The run is over, whatever ended it; its windows took so many seconds."""
+        """The run is over, however it ended; its windows took so many seconds."""
 
 
 class StreamWatcher:
-    """Of a base that is streamed in this process: what came from the host, and what was waited for it."""
+    """For a base that is streamed in this process: bytes loaded from the host, and time waited for them."""
 
     def __init__(self, executor: Executor, choice: Choice) -> None:
         self._executor, self._choice = executor, choice
@@ -57,7 +57,7 @@ class StreamWatcher:
 
 
 class WorkerStreamWatcher:
-    """The same of several workers."""
+    """The same for several workers."""
 
     def __init__(self, driver: Driver, choice: Choice) -> None:
         self._driver, self._choice = driver, choice
@@ -80,14 +80,15 @@ class WorkerStreamWatcher:
 
 
 class TimelineWatcher:
-    """Of several workers: a trace of all windows, and a drawing of the last one as foreseen and as it was."""
+    """For several workers: a trace of all windows, and a chart of the last one as predicted and as
+    measured."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._trace = Trace()
         self._foreseen: Drawn | None = None
         self._timelines: Timelines | None = None
-        """The last window in which jobs trained, once paces were known."""
+        """The last window with training, once speeds were known."""
 
     def begin(self, program: Program) -> None:
         # Made before the window runs: afterwards the paces have learnt from it.

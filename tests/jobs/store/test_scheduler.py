@@ -56,7 +56,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 120), st.integers(-1, 1)), max_size=8)
 
 
 @given(SIZES, st.lists(st.integers(1, 40), max_size=2))
-def test_every_job_gets_one_answer_and_company_always_fits(
+def test_every_job_gets_one_answer_and_those_aboard_always_fit(
     waiting: list[tuple[int, int]], aboard: list[int]
 ) -> None:
     jobs = [shape(f"w{n}", size, priority, n) for n, (size, priority) in enumerate(waiting)]

@@ -5,14 +5,14 @@ import torch
 
 from tests import bench
 from tests.adapters.aboard import attach, together
-from tests.adapters.test_kinds import company, drawn
+from tests.adapters.test_kinds import all_kinds, drawn
 from tests.adapters.toys import toys  # noqa: F401 (a fixture)
 from tests.base.packs import random_samples
 from weftune.ops.lora.routes import Route
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.graphs import CapturedPasses
 from weftune.run.passes.plain import PlainPasses
-from weftune.run.passes.rows import RowsHere, Visitor, lay
+from weftune.run.passes.rows import RowsHere, StageVisit, lay
 
 
 @pytest.mark.usefixtures("toys")
@@ -20,7 +20,7 @@ def test_kinds_without_kernels_are_never_missing_from_passes_that_could_be_captu
     """Here nothing can be: a pass that asked for it would fail."""
     base = bench.base("gpt2")
     adapted = AdaptedBase(base, Route.tiled)
-    for seed, (job, spec) in enumerate(company("gpt2").items()):
+    for seed, (job, spec) in enumerate(all_kinds("gpt2").items()):
         attach(adapted.banks, base, job, spec, drawn(base, spec, seed))
     microbatch = together(["lora", "gate"], random_samples((5, 6)))
     laid = lay(microbatch, microbatch.rows, bench.CPU)
@@ -29,10 +29,10 @@ def test_kinds_without_kernels_are_never_missing_from_passes_that_could_be_captu
     for passes in (plain, CapturedPasses(plain), CapturedPasses(plain)):
         for aboard in adapted.banks.aboard.values():
             aboard.gradient.zero_()
-        visitor, rows = Visitor(0, 0), RowsHere(laid)
-        made = passes.forward(visitor, rows, None, keep=True)
+        visit, rows = StageVisit(0, 0), RowsHere(laid)
+        made = passes.forward(visit, rows, None, keep=True)
         assert made.settled
-        passes.backward(visitor, rows, None, torch.ones_like(made.h_TD))
+        passes.backward(visit, rows, None, torch.ones_like(made.h_TD))
         gradients.append([adapted.banks.aboard[job].gradient.clone() for job in ("lora", "gate")])
     for found in gradients:
         assert all(gradient.norm() > 1e-3 for gradient in found)

@@ -22,7 +22,7 @@ from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Stepped
 from weftune.run.passes.rows import lay
-from weftune.run.passes.stage_graphs import MOST_KEYS, GraphVisit, StageGraphs, Way
+from weftune.run.passes.stage_graphs import MOST_KEYS, GraphVisit, StageGraphs, VisitKind
 from weftune.run.training.state import new_training
 from weftune.trainer.job import lay_out
 
@@ -30,9 +30,9 @@ STAGES = 3
 LENGTH = 7
 ADAPTER = {"rank": 4, "dropout": 0.1, "targets": ["v_proj"]}
 ROUND = [
-    *(GraphVisit(Way.forward, stage) for stage in range(STAGES - 1)),
-    GraphVisit(Way.turn, STAGES - 1),
-    *(GraphVisit(Way.backward, stage) for stage in reversed(range(STAGES - 1))),
+    *(GraphVisit(VisitKind.forward, stage) for stage in range(STAGES - 1)),
+    GraphVisit(VisitKind.turn, STAGES - 1),
+    *(GraphVisit(VisitKind.backward, stage) for stage in reversed(range(STAGES - 1))),
 ]
 """The visits of a microbatch."""
 
@@ -83,7 +83,7 @@ def ready(base, name, length=LENGTH, **keys):
 # -- which visits are captured, and when -----------------------------------------------------------------
 
 
-class Company:
+class StagedJobs:
     """Graphs of a streamed base, and microbatches that visit its stages; nothing is computed."""
 
     def __init__(self, pool):
@@ -112,118 +112,116 @@ class Company:
 
 def test_a_visit_is_captured_in_the_second_round_that_has_it_and_never_again():
     pool = Repeating()
-    company, laid = Company(pool), [Company(Repeating()).laid() for _ in range(2)]
-    assert company.round(*laid) == [False] * 2 * len(ROUND)
-    assert pool.captured == company.graphs.captures == 0
-    assert company.round(*laid) == [True] * 2 * len(ROUND)
+    jobs, laid = StagedJobs(pool), [StagedJobs(Repeating()).laid() for _ in range(2)]
+    assert jobs.round(*laid) == [False] * 2 * len(ROUND)
+    assert pool.captured == jobs.graphs.captures == 0
+    assert jobs.round(*laid) == [True] * 2 * len(ROUND)
     # The last stage's forward and backward are captured apart: the head comes between them.
-    assert (pool.captured, company.graphs.captures) == (len(ROUND) + 1, len(ROUND))
+    assert (pool.captured, jobs.graphs.captures) == (len(ROUND) + 1, len(ROUND))
     for _ in range(3):
-        assert all(company.round(*laid))
-    assert company.graphs.captures == len(ROUND)
+        assert all(jobs.round(*laid))
+    assert jobs.graphs.captures == len(ROUND)
 
 
 def test_only_visits_for_which_nothing_is_set_up_are_settled():
-    company, settled = Company(Repeating()), []
+    jobs, settled = StagedJobs(Repeating()), []
     for _ in range(3):
-        company.graphs.begin_round()
-        settled.append([company.graphs.serve(visit, company.laid()).settled for visit in ROUND])
+        jobs.graphs.begin_round()
+        settled.append([jobs.graphs.serve(visit, jobs.laid()).settled for visit in ROUND])
     assert settled == [[False] * len(ROUND), [False] * len(ROUND), [True] * len(ROUND)]
 
 
 def test_a_job_that_joins_with_no_larger_rank_is_served_by_what_was_captured():
-    company = Company(Repeating())
+    jobs = StagedJobs(Repeating())
     for _ in range(2):
-        company.round(company.laid())
-    captures = company.graphs.captures
-    company.join("second", 3)
-    assert all(company.round(company.laid()))
-    assert company.graphs.captures == captures
-    company.join("third", 48)
-    assert not any(company.round(company.laid()))
-    assert all(company.round(company.laid()))
-    assert company.graphs.captures == 2 * captures
+        jobs.round(jobs.laid())
+    captures = jobs.graphs.captures
+    jobs.join("second", 3)
+    assert all(jobs.round(jobs.laid()))
+    assert jobs.graphs.captures == captures
+    jobs.join("third", 48)
+    assert not any(jobs.round(jobs.laid()))
+    assert all(jobs.round(jobs.laid()))
+    assert jobs.graphs.captures == 2 * captures
 
 
 @pytest.mark.usefixtures("toys")
 def test_a_kind_without_kernels_is_passed_plainly_and_others_are_served_by_what_was_captured():
-    company = Company(Repeating())
+    jobs = StagedJobs(Repeating())
     for _ in range(2):
-        company.round(company.laid())
-    captures = company.graphs.captures
+        jobs.round(jobs.laid())
+    captures = jobs.graphs.captures
     spec = GateSpec(("v_proj",))
-    adapter = kind_named("gate").layout(spec, company.base.whole.shape.sites)
-    company.banks.attach(
-        Member("gate", spec, 0), adapter, torch.ones(adapter.size), torch.zeros(adapter.size)
-    )
+    adapter = kind_named("gate").layout(spec, jobs.base.whole.shape.sites)
+    jobs.banks.attach(Member("gate", spec, 0), adapter, torch.ones(adapter.size), torch.zeros(adapter.size))
     for _ in range(3):
-        mixed = company.round(company.laid(), company.laid(name="gate"))
+        mixed = jobs.round(jobs.laid(), jobs.laid(name="gate"))
         assert mixed == [True, False] * len(ROUND)
-    assert company.graphs.captures == captures
-    assert company.graphs.serve(ROUND[0], company.laid(name="gate")).settled
+    assert jobs.graphs.captures == captures
+    assert jobs.graphs.serve(ROUND[0], jobs.laid(name="gate")).settled
 
 
 def test_all_graphs_share_two_buffers_of_a_microbatch():
-    company = Company(Repeating())
+    jobs = StagedJobs(Repeating())
     graphs = []
     for length in (LENGTH, 2 * LENGTH):
         for _ in range(2):
-            company.graphs.begin_round()
-            graphs += [company.graphs.serve(visit, company.laid(length)).graph for visit in ROUND]
+            jobs.graphs.begin_round()
+            graphs += [jobs.graphs.serve(visit, jobs.laid(length)).graph for visit in ROUND]
     buffers = [graph._buffers for graph in graphs if graph is not None]
     assert len(buffers) == 2 * len(ROUND)
     assert {len(one.h_TD) for one in buffers} == {LENGTH, 2 * LENGTH}
     for name in ("h_TD", "dh_TD"):
         assert len({getattr(one, name).untyped_storage().data_ptr() for one in buffers}) == 1
-    assert buffers[0].h_TD.untyped_storage().nbytes() == 4 * LENGTH * company.base.whole.shape.hidden * 4
+    assert buffers[0].h_TD.untyped_storage().nbytes() == 4 * LENGTH * jobs.base.whole.shape.hidden * 4
 
 
 def test_longer_microbatches_want_larger_buffers_and_everything_captured_again():
-    company = Company(Repeating())
+    jobs = StagedJobs(Repeating())
     for _ in range(2):
-        company.round(company.laid())
-    captures = company.graphs.captures
-    company.graphs.reserve(4 * LENGTH)
-    assert all(company.round(company.laid()))
-    company.graphs.reserve(5 * LENGTH)
-    assert all(company.round(company.laid()))
-    assert company.graphs.captures == 2 * captures
+        jobs.round(jobs.laid())
+    captures = jobs.graphs.captures
+    jobs.graphs.reserve(4 * LENGTH)
+    assert all(jobs.round(jobs.laid()))
+    jobs.graphs.reserve(5 * LENGTH)
+    assert all(jobs.round(jobs.laid()))
+    assert jobs.graphs.captures == 2 * captures
 
 
 def test_where_plain_passes_find_no_room_beside_them_graphs_are_given_up_until_the_next_round():
     pool = Repeating()
-    company = Company(pool)
-    known, new = company.laid(), company.laid(2 * LENGTH)
+    jobs = StagedJobs(pool)
+    known, new = jobs.laid(), jobs.laid(2 * LENGTH)
     for _ in range(2):
-        company.round(known)
+        jobs.round(known)
     cleared = pool.cleared
     # There is room: those of the one are kept while the other is met.
-    assert company.round(known, company.laid(3 * LENGTH)) == [True, False] * len(ROUND)
+    assert jobs.round(known, jobs.laid(3 * LENGTH)) == [True, False] * len(ROUND)
     pool.room = False
     # The first visit is replayed before anybody else needs memory.
-    assert company.round(known, new) == [True] + [False] * (2 * len(ROUND) - 1)
+    assert jobs.round(known, new) == [True] + [False] * (2 * len(ROUND) - 1)
     assert pool.cleared == cleared + 1
-    captures = company.graphs.captures
-    assert all(company.round(known, new))
-    assert company.graphs.captures == captures + 2 * len(ROUND)
-    # A look is such a pass, too.
-    company.graphs.make_room()
+    captures = jobs.graphs.captures
+    assert all(jobs.round(known, new))
+    assert jobs.graphs.captures == captures + 2 * len(ROUND)
+    # An evaluation is such a pass, too.
+    jobs.graphs.make_room()
     assert pool.cleared == cleared + 2
-    assert all(company.round(known))
+    assert all(jobs.round(known))
 
 
 def test_for_want_of_memory_a_key_stays_plain_and_others_do_not():
     pool = Repeating(short_at={3})
-    company = Company(pool)
-    short, other = company.laid(), company.laid(2 * LENGTH)
-    company.round(short)
-    assert company.round(short) == [True, True] + [False] * (len(ROUND) - 2)
+    jobs = StagedJobs(pool)
+    short, other = jobs.laid(), jobs.laid(2 * LENGTH)
+    jobs.round(short)
+    assert jobs.round(short) == [True, True] + [False] * (len(ROUND) - 2)
     assert pool.cleared > 0
-    company.round(short, other)
+    jobs.round(short, other)
     for _ in range(2):
-        assert company.round(short, other) == [False, True] * len(ROUND)
-    assert len(company.graphs.refused) == 1
-    assert company.graphs.serve(ROUND[0], short).settled
+        assert jobs.round(short, other) == [False, True] * len(ROUND)
+    assert len(jobs.graphs.refused) == 1
+    assert jobs.graphs.serve(ROUND[0], short).settled
 
 
 def test_another_error_in_a_capture_is_told():
@@ -231,22 +229,22 @@ def test_another_error_in_a_capture_is_told():
         def capture(self, work):
             raise ArithmeticError("a mistake")
 
-    company = Company(Broken())
-    company.round(company.laid())
+    jobs = StagedJobs(Broken())
+    jobs.round(jobs.laid())
     with pytest.raises(ArithmeticError, match="a mistake"):
-        company.round(company.laid())
+        jobs.round(jobs.laid())
 
 
 def test_of_too_many_keys_the_one_met_longest_ago_is_forgotten():
-    company = Company(Repeating())
-    laid = [company.laid(length) for length in range(3, 4 + MOST_KEYS)]
+    jobs = StagedJobs(Repeating())
+    laid = [jobs.laid(length) for length in range(3, 4 + MOST_KEYS)]
     assert len(laid) == MOST_KEYS + 1
     for _ in range(2):
-        company.round(laid[0])
-    company.round(*laid[1:-1])
-    assert all(company.round(laid[0]))
-    company.round(*laid[1:])
-    assert not any(company.round(laid[0]))
+        jobs.round(laid[0])
+    jobs.round(*laid[1:-1])
+    assert all(jobs.round(laid[0]))
+    jobs.round(*laid[1:])
+    assert not any(jobs.round(laid[0]))
 
 
 # -- the bits --------------------------------------------------------------------------------------------

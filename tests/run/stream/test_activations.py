@@ -33,7 +33,7 @@ from weftune.run.assemble import resident_executor
 from weftune.run.events import OutOfMemory
 from weftune.run.executor import rows_at_once
 from weftune.run.measure.waited import Waited
-from weftune.run.passes.rows import Visitor
+from weftune.run.passes.rows import StageVisit
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
 
 ROUND = 200
@@ -204,7 +204,7 @@ def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_ba
     inputs = keeper(4, rows=8)
     given_TD = torch.randn(8, inputs.width)
     values, gone = given_TD.clone(), weakref.ref(given_TD)
-    at = Visitor(0, 1)
+    at = StageVisit(0, 1)
     inputs.give(at, given_TD)
     del given_TD
     assert torch.equal(inputs.read(at), values)
@@ -220,9 +220,9 @@ def test_an_input_is_off_the_device_between_its_forward_and_the_stage_behinds_ba
 
 def test_a_round_larger_than_what_was_reserved_is_a_bug():
     inputs = keeper(3, rows=8)
-    inputs.give(Visitor(0, 1), torch.zeros(5, inputs.width))
+    inputs.give(StageVisit(0, 1), torch.zeros(5, inputs.width))
     with pytest.raises(AssertionError, match="more rows than were reserved"):
-        inputs.give(Visitor(1, 1), torch.zeros(4, inputs.width))
+        inputs.give(StageVisit(1, 1), torch.zeros(4, inputs.width))
 
 
 def there_and_back(inputs, given, last):
@@ -231,16 +231,16 @@ def there_and_back(inputs, given, last):
     for stage in range(last):
         for number in numbers:
             if stage:
-                yield inputs.read(Visitor(number, stage)).clone()
-            inputs.give(Visitor(number, stage + 1), given[stage + 1][number].clone())
+                yield inputs.read(StageVisit(number, stage)).clone()
+            inputs.give(StageVisit(number, stage + 1), given[stage + 1][number].clone())
             if stage:
-                inputs.passed(Visitor(number, stage))
+                inputs.passed(StageVisit(number, stage))
     for stage in range(last, 0, -1):
         for number in numbers:
             if stage > 1:
-                inputs.bring(Visitor(number, stage - 1))
-            yield inputs.read(Visitor(number, stage)).clone()
-            inputs.drop(Visitor(number, stage))
+                inputs.bring(StageVisit(number, stage - 1))
+            yield inputs.read(StageVisit(number, stage)).clone()
+            inputs.drop(StageVisit(number, stage))
 
 
 @settings(max_examples=30, deadline=None)

@@ -33,7 +33,7 @@ from weftune.run.stream import adapter_steps
 from weftune.run.stream.adapter_steps import ALIGNMENT, pieces
 from weftune.run.stream.adapters import OUTSIDE, StagePart
 from weftune.run.stream.buffers import PieceLanes
-from weftune.run.stream.weights import Gone
+from weftune.run.stream.weights import JointEvent
 from weftune.run.training.steps import NoStep
 
 
@@ -124,15 +124,15 @@ def test_piece_by_piece_a_step_has_the_bits_of_the_whole(cut, outside, dtype, se
         patch.setattr(adapter_steps, "PIECE", piece)
         steps = steps_for(len(sizes), dtype=WEIGHTS[dtype])
         one, other = (new("a", sizes, outside, seed, dtype) for _ in range(2))
-        company = aboard(steps, one)
+        together = aboard(steps, one)
         for step in range(3):
             gradient = drawn(one, 100 * seed + step, 10.0 ** -(seed % 7))
             hand_in(steps, one, gradient)
-            begun = begin(steps, company)
+            begun = begin(steps, together)
             left = steps.all_left()
             shuffled.shuffle(left)
             for pair in left:
-                steps.ask([pair], Gone())
+                steps.ask([pair], JointEvent())
             assert begun.outcomes() == [expected(other, gradient)]
             assert_same(one, other)
         assert_the_device_has_them(steps, one)
@@ -146,23 +146,23 @@ def test_outcomes_and_weights_are_those_of_steps_that_are_waited_for(dtypes, pie
     monkeypatch.setattr(adapter_steps, "PIECE", piece)
     dtype, weights = dtypes
     steps = steps_for(dtype=weights)
-    company, others = (
+    together, others = (
         [new(name, seed=seed, dtype=dtype, weights=weights) for seed, name in enumerate("abc")]
         for _ in range(2)
     )
-    due = aboard(steps, *company)
+    due = aboard(steps, *together)
     for step in range(3):
-        gradients = [drawn(one, 7 * step + seed, 10.0 ** (seed - 2)) for seed, one in enumerate(company)]
-        for one, gradient in zip(company, gradients, strict=True):
+        gradients = [drawn(one, 7 * step + seed, 10.0 ** (seed - 2)) for seed, one in enumerate(together)]
+        for one, gradient in zip(together, gradients, strict=True):
             hand_in(steps, one, gradient)
         begun = begin(steps, due)
-        steps.ask(steps.all_left(), Gone())
+        steps.ask(steps.all_left(), JointEvent())
         wanted = [expected(other, gradient) for other, gradient in zip(others, gradients, strict=True)]
         assert_told(begun.outcomes(), wanted)
-        for one, other in zip(company, others, strict=True):
+        for one, other in zip(together, others, strict=True):
             assert_same(one, other)
             assert_the_device_has_them(steps, one)
-    assert [one.progress.step for one in company] == [3, 3, 3]
+    assert [one.progress.step for one in together] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("at", [0, 301, -1])
@@ -191,7 +191,7 @@ def test_a_job_that_can_make_no_step_fails_alone(dtypes, loss, gradient, weights
     hand_in(steps, bad, spoilt, loss)
     hand_in(steps, good, drawn(good, 6))
     begun = begin(steps, due)
-    steps.ask(steps.all_left(), Gone())
+    steps.ask(steps.all_left(), JointEvent())
     made, failed = begun.outcomes()
     assert failed == NoStep(sentence)
     assert bad.progress.step == 0
@@ -212,9 +212,9 @@ def vectors(training):
 
 def test_what_the_first_stages_need_is_made_first_and_each_pass_wants_its_own_jobs_parts():
     steps = steps_for()
-    company = [new("a", outside="before"), new("b", outside="behind", seed=1), new("c", seed=2)]
-    due = aboard(steps, *company)
-    for one in company:
+    together = [new("a", outside="before"), new("b", outside="behind", seed=1), new("c", seed=2)]
+    due = aboard(steps, *together)
+    for one in together:
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)
     assert steps.all_left() == [
@@ -225,13 +225,13 @@ def test_what_the_first_stages_need_is_made_first_and_each_pass_wants_its_own_jo
     assert steps.left(1, ["c", "a"]) == [("c", 1), ("a", 1)]
     assert steps.left(0, ["a", "c"]) == [("a", 0), ("a", OUTSIDE), ("c", 0)]
     assert steps.left(3, "b") == [("b", 3), ("b", OUTSIDE)]
-    steps.ask(steps.left(0, ["a"]), Gone())
+    steps.ask(steps.left(0, ["a"]), JointEvent())
     assert not steps.left(0, ["a"])
     assert [stage for stage in (OUTSIDE, 0, 1, 2, 3) if steps.unfinished("a", stage)] == [1, 2, 3]
     assert steps.left(0, "bc") == [("b", 0), ("b", OUTSIDE), ("c", 0)]
     with pytest.raises(AssertionError, match="not all made"):
         begun.outcomes()
-    steps.ask(steps.all_left(), Gone())
+    steps.ask(steps.all_left(), JointEvent())
     assert not any(steps.left(stage, "abc") for stage in range(4))
     assert len(begun.outcomes()) == 3
 
@@ -247,7 +247,7 @@ def test_a_stage_that_comes_before_its_part_is_made_brings_no_weights_of_that_jo
     steps.travel.come(1, steps.unfinished)
     assert torch.equal(steps.travel.room("a", 1), torch.full((77,), 7.0, dtype=torch.bfloat16))
     assert torch.equal(steps.travel.room("b", 1), other.state.weights[301:378])
-    steps.ask([("a", 1)], Gone())
+    steps.ask([("a", 1)], JointEvent())
     assert torch.equal(steps.travel.room("a", 1), one.state.weights[301:378])
     assert bool(one.state.weights[301:378].isfinite().all())
     assert bool(one.state.weights[:301].isnan().all())
@@ -297,16 +297,16 @@ def test_on_a_gpu_a_pass_waits_for_what_was_asked_for_of_its_jobs_and_stage_and_
         return update(updates, factor_J)
 
     steps = steps_for(make=noting)
-    company = [new(name, seed=seed) for seed, name in enumerate("ab")]
-    due = aboard(steps, *company)
-    for one in company:
+    together = [new(name, seed=seed) for seed, name in enumerate("ab")]
+    due = aboard(steps, *together)
+    for one in together:
         hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
     steps._lanes = PieceLanes(up, making, down)
     with on(passes):
-        steps.ask(steps.left(0, "a"), Gone(("writable",)))
-        steps.ask(steps.left(0, "b"), Gone())
-        steps.ask(steps.left(1, "ab"), Gone())
+        steps.ask(steps.left(0, "a"), JointEvent(("writable",)))
+        steps.ask(steps.left(0, "b"), JointEvent())
+        steps.ask(steps.left(1, "ab"), JointEvent())
         # What comes waits for no pass: only where the weights go must be writable.
         assert (making.made, making.waited, up.waited, passes.waited) == (4, ["writable"], [], [])
         assert steps.asked(0, "ab") == [("a", 0), ("b", 0)]
@@ -343,7 +343,7 @@ def test_pieces_take_turns_in_the_buffers(monkeypatch):
     due = aboard(steps, one)
     hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
-    steps.ask(steps.all_left(), Gone())
+    steps.ask(steps.all_left(), JointEvent())
     assert len(seen) == sum(len(list(pieces(part, 1442))) for part in by_stage(steps, "a")) > 20
     assert len(set(seen[:PIECES])) == PIECES == 3
     assert all(seen[at] == seen[at % PIECES] for at in range(len(seen)))
@@ -383,7 +383,7 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
             hand_in(steps, one.training, gradient)
             twin_outcome = expected(twin, gradient)
             begun = begin(steps, [one])
-            steps.ask(steps.all_left(), Gone())
+            steps.ask(steps.all_left(), JointEvent())
             assert begun.outcomes() == [twin_outcome]
             assert_same(one.training, twin)
     assert held[2] == held[1]
@@ -401,21 +401,21 @@ def test_an_error_within_a_step_that_is_made_good_later_repeats_no_piece(at, hal
     dtype, weights = dtypes
     failing = Short(at, halfway)
     steps = steps_for(make=failing, dtype=weights)
-    company, others = (
+    together, others = (
         [new(name, seed=seed, dtype=dtype, weights=weights) for seed, name in enumerate("ab")]
         for _ in range(2)
     )
-    due = aboard(steps, *company)
-    for one in company:
+    due = aboard(steps, *together)
+    for one in together:
         hand_in(steps, one, drawn(one, 3))
     begun = begin(steps, due)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        steps.ask(steps.all_left(), Gone())
+        steps.ask(steps.all_left(), JointEvent())
     assert at <= failing.made < at + 3
-    steps.ask(steps.all_left(), Gone())
+    steps.ask(steps.all_left(), JointEvent())
     total = sum(len(list(pieces(part, 1442))) for job in "ab" for part in by_stage(steps, job))
     assert failing.made == total
     assert_told(begun.outcomes(), [expected(other, drawn(other, 3)) for other in others])
-    for one, other in zip(company, others, strict=True):
+    for one, other in zip(together, others, strict=True):
         assert_same(one, other)
         assert_the_device_has_them(steps, one)

@@ -35,9 +35,9 @@ def training(base):
     return aboard.training(base, aboard.ready(base, "a", clip=1.0))
 
 
-def open_batch(training, gradient=1.0, loss=1.5, hits=3, tokens=20):
+def open_batch(training, gradient=1.0, loss=1.5, correct=3, tokens=20):
     training.gradient.fill_(gradient)
-    training.open = OpenBatch(torch.tensor(loss), torch.tensor(hits), tokens)
+    training.open = OpenBatch(torch.tensor(loss), torch.tensor(correct), tokens)
 
 
 def test_a_step_out_of_memory_names_the_step_and_other_errors_are_not_hidden(training, monkeypatch):
@@ -61,12 +61,12 @@ def test_a_step_out_of_memory_names_the_step_and_other_errors_are_not_hidden(tra
 
 def test_what_open_batches_came_to_is_told_in_the_order_of_the_jobs(base):
     trainings = [aboard.training(base, aboard.ready(base, name)) for name in "ab"]
-    open_batch(trainings[0], gradient=0.5, loss=1.25, hits=3)
-    open_batch(trainings[1], gradient=2.0, loss=2.5, hits=7, tokens=11)
+    open_batch(trainings[0], gradient=0.5, loss=1.25, correct=3)
+    open_batch(trainings[1], gradient=2.0, loss=2.5, correct=7, tokens=11)
     root = math.sqrt(trainings[0].master.numel())
     first, second = batch_sums(trainings)
-    assert (first.loss, first.hits) == (1.25, 3.0)
-    assert (second.loss, second.hits) == (2.5, 7.0)
+    assert (first.loss, first.correct) == (1.25, 3.0)
+    assert (second.loss, second.correct) == (2.5, 7.0)
     assert [first.norm, second.norm] == pytest.approx([0.5 * root, 2.0 * root], rel=1e-5)
     assert open_sums(trainings).dtype == torch.float64
     assert open_sums(trainings).tolist() == [[1.25, 3.0], [2.5, 7.0]]
@@ -104,7 +104,7 @@ def test_a_norm_next_to_nothing_is_clipped_by_what_is_added_to_it(base):
 
 def test_the_reason_names_the_step_that_was_to_come(training):
     training.progress.step = 6
-    assert why_no_step(training, Sums(loss=1.0, norm=1.0, hits=0.0)) is None
+    assert why_no_step(training, Sums(loss=1.0, norm=1.0, correct=0.0)) is None
     assert why_no_step(training, Sums(math.inf, 1.0, 0.0)) == "its loss at step 7 is inf"
     assert why_no_step(training, Sums(1.0, math.nan, 0.0)) == "its gradient norm at step 7 is nan"
 

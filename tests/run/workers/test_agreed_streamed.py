@@ -84,7 +84,7 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
         executor.attach(aboard.training(base, job))
     if poison is not None:
         executor.banks.write(poison, torch.full_like(executor.aboard[poison].master, math.nan))
-    events, looks, begins = [], [], True
+    events, evaluations, begins = [], [], True
     by_name = {job.name: job for job in jobs}
     for _ in range(8):
         steps = {name: training.progress.step for name, training in executor.aboard.items()}
@@ -99,14 +99,14 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
             events.append(event)
             if isinstance(event, Stepped) and event.job == cancelled:
                 executor.kill(cancelled)
-        looks += agreed.report.evaluations
+        evaluations += agreed.report.evaluations
         transport.settle()
     assert executor.weights.there == set(executor.part.waiting)
     if len(executor.part.streamed) > executor.part.slots:
         all_of_it = sum(source.size for source in streamed.sources.values())
         assert executor.weights.waited.copied_bytes > 2 * all_of_it
     steps = {name: training.progress.step for name, training in executor.aboard.items()}
-    return events, looks, views(executor.aboard), steps
+    return events, evaluations, views(executor.aboard), steps
 
 
 @cache
@@ -156,12 +156,12 @@ def test_losses_evaluations_and_adapters_have_the_bits_of_one_process(name, dtyp
     assert all(answer[3] == {"a": 3, "b": 4, "c": 5, "d": 4} for answer in answers)
     (ending,) = (answer for answer in answers if answer[1])
     sums = {}
-    for look in ending[1]:
-        key = look.job, look.step
-        sums[key] = sums[key] + look if key in sums else look
-    looked = {key: look.loss / look.tokens for key, look in sums.items()}
-    assert looked == {(one.job, one.step): one.loss for one in events if isinstance(one, Evaluated)}
-    assert set(looked) == {("d", 0), ("d", 2), ("d", 4)}
+    for evaluation in ending[1]:
+        key = evaluation.job, evaluation.step
+        sums[key] = sums[key] + evaluation if key in sums else evaluation
+    found = {key: evaluation.loss / evaluation.tokens for key, evaluation in sums.items()}
+    assert found == {(one.job, one.step): one.loss for one in events if isinstance(one, Evaluated)}
+    assert set(found) == {("d", 0), ("d", 2), ("d", 4)}
     for happened, *_ in answers:
         saves = [one.step for one in happened if isinstance(one, SaveDue) and one.job == "d"]
         assert saves == [2]

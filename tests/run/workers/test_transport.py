@@ -136,7 +136,7 @@ SENDS = {
     "activation": lambda transport, value: transport.send(Send(0, 1, "activation", 1), value),
     "gradient": lambda transport, value: transport.send(Send(0, 0, "gradient", 0), value),
     "sums": lambda transport, value: transport.sums_to_before(value),
-    "word": lambda transport, value: transport.word_on(value),
+    "decision": lambda transport, value: transport.pass_decision_on(value),
     "share": lambda transport, value: transport.exchange.hand_out(("a", 1), value),
 }
 
@@ -146,7 +146,7 @@ def lane_in(lanes, way):
         "activation": lanes.activation_in,
         "gradient": lanes.gradient_in,
         "sums": lanes.sums_in,
-        "word": lanes.word_in,
+        "decision": lanes.decision_in,
         "share": lanes.shares_in[0] if lanes.shares_in else None,
     }
     return found[way]
@@ -157,7 +157,7 @@ def has_lane_out(lanes, way):
         "activation": lanes.activation_out,
         "gradient": lanes.gradient_out,
         "sums": lanes.sums_out,
-        "word": lanes.words_out,
+        "decision": lanes.decisions_out,
         "share": lanes.shares_out,
     }
     return bool(found[way])
@@ -189,7 +189,7 @@ def settle_each_way(wires):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ways"), [(1, {"activation", "gradient", "sums", "word"}), (2, {"word", "share"})]
+    ("replicas", "ways"), [(1, {"activation", "gradient", "sums", "decision"}), (2, {"decision", "share"})]
 )
 def test_whatever_a_transport_sends_is_with_its_receiver_once_it_has_settled(replicas, ways):
     first, second = run_workers(2, settle_each_way, replicas=replicas)

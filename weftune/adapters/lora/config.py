@@ -1,4 +1,4 @@
-"""What a PEFT config of LoRA means as a spec of ours. No torch here: `jobs` looks at it too."""
+"""A PEFT config of LoRA as a spec of ours. No torch here: `jobs` imports it too."""
 
 from __future__ import annotations
 

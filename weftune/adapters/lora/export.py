@@ -1,4 +1,5 @@
-"""Two ways out of an adapter folder: one that every server scales right, and into the base's own weights.
+"""Two exports of an adapter folder: one that every server scales correctly, and a merge into the base's
+weights.
 
 Shapes: r rank at a site, R the largest rank, K inputs, N outputs.
 """

@@ -1,4 +1,4 @@
-"""What a LoRA job may say about its adapter, what it costs, and how PEFT names it."""
+"""The adapter keys of a LoRA job, its cost, and its names in PEFT."""
 
 from __future__ import annotations
 

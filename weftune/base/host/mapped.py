@@ -1,7 +1,7 @@
-"""Safetensors files whose weights stay where they are: mapped read-only, and read through the page cache.
+"""Safetensors files that are mapped read-only and read through the page cache.
 
-A mapped page that cannot be read ends the process by a signal. So pages are asked for before they are
-touched, in a way that gives an error instead. They are handed back after: the process holds what it reads.
+A mapped page that cannot be read ends the process by a signal. So pages are requested before they are
+touched, in a way that gives an error instead, and released afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stored:
 
 
 class MappedFile:
-    """All bytes of one file; other files may take its name, and it may lose it: these stay the same."""
+    """All bytes of one file. They stay the same if the file is replaced or deleted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,11 +78,11 @@ class MappedFile:
         self._advise(start, stop, mmap.MADV_DONTNEED)
 
     def expect(self, start: int, stop: int) -> None:
-        """Have the system fetch these bytes meanwhile."""
+        """Ask the system to read these bytes ahead."""
         self._advise(start, stop, mmap.MADV_WILLNEED)
 
     def leave_cache(self, size: int) -> None:
-        """Have the system forget so many bytes, the first, as if memory were short; where it can."""
+        """Drop the first so many bytes from the page cache, as if memory were short, where the system can."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, size, os.POSIX_FADV_DONTNEED)
 

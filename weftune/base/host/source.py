@@ -1,4 +1,4 @@
-"""Where the bytes of a streamed stage lie while it is not on the device: in host memory, or in its files."""
+"""The bytes of a streamed stage while it is not on the device: in host memory, or in its files."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class StageSource(Protocol):
 
     @property
     def blocks(self) -> bool:
-        """Whether `copy_to` waits for files, so that whoever computes meanwhile has a thread call it."""
+        """Whether `copy_to` waits for files, so that a thread should call it."""
         ...
 
     def copy_to(self, slot: Tensor) -> None:
-        """All of them, on the current stream."""
+        """Copy all bytes, on the current stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostStage:
-    """One run of host memory, page-locked if the device is a GPU."""
+    """A stage in contiguous host memory, page-locked if the device is a GPU."""
 
     held: Tensor
     blocks = False
@@ -55,11 +55,11 @@ class HostStage:
 class _Buffer:
     held: Tensor
     sent: torch.cuda.Event | None
-    """On a GPU: when what it held last has arrived."""
+    """On a GPU: done when its last content has arrived."""
 
 
 class Staging:
-    """Two page-locked buffers: one is filled while what the other holds is on its way."""
+    """Two page-locked buffers: one is filled while the other is copied."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK_BYTES) -> None:
         self.chunk = chunk
@@ -71,7 +71,7 @@ class Staging:
         )
 
     def bring(self, fill: Callable[[Tensor], None], place: Tensor) -> None:
-        """Have `fill` write the bytes for `place`, a chunk at the most, and send them on."""
+        """Let `fill` write at most one chunk of bytes for `place`, and copy them to it."""
         buffer = self._next
         if buffer.sent is not None:
             buffer.sent.synchronize()
@@ -85,7 +85,7 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """A parameter of a stage, which begins at the byte `start` of it."""
+    """A parameter of a stage, at the byte `start` of it."""
 
     start: int
     held: MappedTensor
@@ -95,19 +95,19 @@ class SourcePart:
         return self.start + self.held.stop - self.held.start
 
     def read(self, start: int, out: Tensor) -> None:
-        """What `out` has of it, which holds the stage's bytes from `start` on."""
+        """Read the part of it that `out` covers, which holds the stage's bytes from `start` on."""
         first, last = max(self.start, start), min(self.stop, start + len(out))
         if first < last:
             self.held.read(first - self.start, last - self.start, out[first - start : last - start])
 
     def expect(self, start: int, stop: int) -> None:
-        """What of it lies between these bytes of the stage will be read next."""
+        """Ask the system to read ahead its part of these bytes of the stage."""
         self.held.expect(max(self.start, start) - self.start, min(self.stop, stop) - self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class MappedStage:
-    """Parameters in mapped files, brought a chunk at a time."""
+    """A stage in mapped files, copied a chunk at a time."""
 
     parts: tuple[SourcePart, ...]
     staging: Staging | None

@@ -1,7 +1,7 @@
-"""A base whose layers live in host memory, or in their files, and take turns in a few places of the device.
+"""A base whose layers live in host memory, or in their files, and take turns in a few slots of the device.
 
-Every streamed stage is a number of bytes on the host and has one place on the device, its slot, where the
-parameters of its layers lie: to bring a stage is to copy its bytes there, and no address ever changes.
+Every streamed stage is a run of bytes on the host and has one slot on the device, where the parameters of its
+layers lie: to load a stage is to copy its bytes there, and no address ever changes.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class WeightPiece:
 @dataclass(frozen=True, eq=False)
 class StreamedBase:
     whole: Base
-    """All of it; the parameters of streamed layers hold what their slot holds."""
+    """The whole base; the parameters of streamed layers hold what is in their slot."""
     part: OnWorker
     sources: Mapping[int, StageSource]
-    """Streamed stage → where its bytes come from; resident stages have none there."""
+    """Streamed stage → the source of its bytes; resident stages have none."""
     arena: Tensor
     """[slots, bytes] on the device."""
 
@@ -72,12 +72,12 @@ class StreamedBase:
         return tuple(stage_view(self.whole, self.part.held(n)) for n in range(len(self.part.stages)))
 
     def slot(self, stage: int) -> Tensor:
-        """The bytes of a streamed stage's place on the device."""
+        """The slot of a streamed stage on the device."""
         return self.arena[self.part.slot(stage), : self.sources[stage].size]
 
     def refuse_copies(self) -> None:
-        """Once adapters are woven in: sites that are multiplied together must read what comes to their slot,
-        not a copy that was made of it before anything came."""
+        """Refuse a base in which sites that are multiplied together read a copy of their weights, and not
+        their slot."""
         arena = self.arena.untyped_storage().data_ptr()
         for stage in self.part.streamed:
             for piece in _pieces(self.whole.model, self.part.held(stage)):
@@ -86,8 +86,8 @@ class StreamedBase:
 
 
 def load_streamed(spec: BaseSpec, device: torch.device, layout: Layout, mapped: bool = False) -> StreamedBase:
-    """From the base's files, each tensor straight to where it stays: streamed ones in host memory, or, if
-    `mapped`, where they are."""
+    """Load a base from its files, each tensor straight to its place: streamed ones to host memory, or, if
+    `mapped`, left where they are."""
     model, files = outlined(spec, device)
     with explained(spec):
         weights = map_weights(model, files, spec.model) if mapped else None
@@ -99,8 +99,8 @@ def load_streamed(spec: BaseSpec, device: torch.device, layout: Layout, mapped: 
 
 
 def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
-    """Where a base's weights lie that a run on `device` would read in every step; BaseModelError says why it
-    cannot."""
+    """The files of a base whose weights a run on `device` would read in every step; BaseModelError says why
+    it cannot."""
     model, files = outlined(spec, device)
     with explained(spec):
         return map_weights(model, files, spec.model)
@@ -109,7 +109,7 @@ def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
 def stream_model(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout
 ) -> StreamedBase:
-    """From a model that is in memory, which is taken over."""
+    """Stream a model that is in memory, which is taken over."""
     refuse_uncut(model.config, spec.model)
     values = dict(model.named_parameters())
 
@@ -136,7 +136,7 @@ def streamed_base(
 
 
 def placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None = None) -> StreamedBase:
-    """Put the values of a base, of which there are only names and shapes so far, where they stay."""
+    """Fill in the values of a base that has only names and shapes so far, each where it stays."""
     model, device = base.model, base.device
     _take_pages(device)
     pieces = {stage: _pieces(model, part.held(stage)) for stage in part.streamed}
@@ -157,9 +157,9 @@ def placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None 
 
 
 def _take_pages(device: torch.device) -> None:
-    """Have torch's allocator take memory of a GPU page by page from here on: what is free in several places
-    then serves one large tensor, and a run comes as close to its limit as it was planned. Users who have
-    settings of their own keep them."""
+    """Let torch's allocator take GPU memory page by page from here on: free memory in several places then
+    serves one large tensor, and a run comes as close to its limit as planned. Users who have settings of
+    their own keep them."""
     asked = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if device.type == "cuda" and not asked:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -1,5 +1,5 @@
-"""What one of several workers has of a base that they stream together: its own stages, of which some stay on
-its device and the others wait in host memory, and the ends of the base that belong to them."""
+"""One worker's part of a base that several workers stream together: its own stages, resident or in host
+memory, and the embedding or head that belongs to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weftune.plan.program.layout import OnWorker
 
 
 def load_on_worker(spec: BaseSpec, device: torch.device, part: OnWorker) -> StreamedBase:
-    """Read only the tensors of the worker's own stages, each straight to where it stays."""
+    """Load only the tensors of the worker's own stages, each straight to its place."""
     model, files = outlined(spec, device)
     whole = model_shape(model, model.dtype)
     with explained(spec):
@@ -35,7 +35,7 @@ def load_on_worker(spec: BaseSpec, device: torch.device, part: OnWorker) -> Stre
 def stream_on_worker(
     model: PreTrainedModel, spec: BaseSpec, device: torch.device, part: OnWorker
 ) -> StreamedBase:
-    """From a model that is in memory, which is taken over."""
+    """Stream the worker's part of a model that is in memory, which is taken over."""
     refuse_uncut(model.config, spec.model)
     whole = model_shape(model, model.dtype)
     keep(model, [part.held(stage) for stage in part.own])

@@ -1,4 +1,4 @@
-"""What can be said of the jobs only once the base is known: targets that match nothing, ranks too wide."""
+"""Checks of jobs that need the base: targets that match nothing, ranks larger than a layer's width."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def _endings(shape: ModelShape) -> list[str]:
 
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
-    """What will work, and may yet not be what was meant: one sentence each."""
+    """Warnings about jobs that will run but may not be what the user meant: one sentence each."""
     return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape))
 
 
 def data_warnings(job: JobSpec, samples: int, steps: int) -> Iterator[str]:
-    """The same, of what is known only when the data is: so many samples, and steps of the whole run."""
+    """Warnings that need the data: the number of samples, and of steps in the run."""
     if job.batch_size > samples:
         yield (
             f"batch_size {job.batch_size} is over the number of its training samples, {samples}: every step "

@@ -1,4 +1,4 @@
-"""What somebody may have meant: a near name, or none."""
+"""Suggestions for a mistyped name: the nearest known one, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each key of a job was written, so that a mistake can point at it."""
+"""The place in the file where each key of a job was written, so that a mistake can point at it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Loc = tuple[str | int, ...]
 """The way to a value: `("jobs", 2, "adapter", "rank")`."""
 
 ROWS = "rows"
-"""The key under which rows given from Python travel; never looked into, for they may be millions."""
+"""The key of rows given from Python; its value is never read here, for there may be millions."""
 
 
 @dataclass(frozen=True, slots=True)

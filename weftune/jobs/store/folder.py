@@ -16,11 +16,11 @@ from weftune.jobs.store.status import RunStatus, from_json, to_json
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 LEARNED = "learned.json"
-"""The models that plans are made by, as the run has learned them."""
+"""The learned models that later windows are planned with."""
 PROMISE = "promise.json"
-"""What a run said of its first window before it began: layout, who is aboard, seconds, bytes."""
+"""What a run promised of its first window before it began: layout, jobs aboard, seconds, bytes."""
 RANKS = "ranks"
-"""The folder of the logs of other processes than the one that prints, which begin before the run does."""
+"""The folder of the other processes' logs, which begin before the run does."""
 
 
 def lock_folder(folder: Path, named: Path) -> int:

@@ -37,8 +37,8 @@ def found_job(folder: Path) -> JobStatus:
     """How a job stands by its folder: finished if its adapter is there, else waiting to go on."""
     lines = [line for line in _lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
-    looks = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
-    best = min(looks, key=lambda line: float(line["eval_loss"]), default={})
+    evaluations = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
+    best = min(evaluations, key=lambda line: float(line["eval_loss"]), default={})
     made = max((int(_number(line.get("step"))) for line in steps), default=0)
     is_finished = all((folder / name).is_file() for name in (CONFIG, WEIGHTS))
     return JobStatus(

@@ -1,7 +1,7 @@
-"""Who comes aboard next.
+"""The scheduler: which jobs are admitted next.
 
-The order is strict: priority, then place in the file, and nobody overtakes. A small job behind a large one
-waits although it would fit, because otherwise a stream of small ones could keep the large one out for ever.
+The order is strict: priority, then position in the file, and no job overtakes another. A small job behind a
+large one waits although it would fit: otherwise a stream of small jobs could keep the large one out for ever.
 The one exception is a job too large to run even alone: it is set aside and blocks nobody.
 """
 
@@ -27,7 +27,7 @@ class Admission:
 
 def admit(waiting: Sequence[JobShape], aboard: Sequence[JobShape], fits: Fits) -> Admission:
     """Admit as many of `waiting` as fit beside those `aboard`, in strict order."""
-    company = list(aboard)
+    together = list(aboard)
     admitted: list[str] = []
     reasons: dict[str, str] = {}
     too_large: dict[str, str] = {}
@@ -38,10 +38,10 @@ def admit(waiting: Sequence[JobShape], aboard: Sequence[JobShape], fits: Fits) -
             too_large[job.name] = alone
         elif first_refused is not None:
             reasons[job.name] = f"it waits behind {first_refused}, which comes first"
-        elif (reason := fits([*company, job])) is not None:
+        elif (reason := fits([*together, job])) is not None:
             reasons[job.name] = reason
             first_refused = job.name
         else:
-            company.append(job)
+            together.append(job)
             admitted.append(job.name)
     return Admission(tuple(admitted), reasons, too_large)

@@ -34,7 +34,8 @@ from weftune.plan.layout.split import DeviceShare
 SHARES = ".shares"
 """The folder of the shares' stores, as long as they are at work; no job can have its name."""
 DEALT = "shares.json"
-"""Who trained together the last time that jobs were divided, and what that took beside what was predicted."""
+"""Which jobs trained together when jobs were last divided, and the seconds that took beside the
+prediction."""
 LEAVING = 10.0
 """Seconds that the processes of a launcher that was killed have to notice it."""
 
@@ -53,7 +54,7 @@ def share_folders(output: Path) -> list[Path]:
 
 
 def deal(output: Path, status: RunStatus, shares: Sequence[DeviceShare]) -> None:
-    """Make a store for every share, with all that is known of its jobs. All of them appear at once."""
+    """Create a store for every share, with everything known of its jobs. All of them appear at once."""
     fresh = output / f"{SHARES}.new"
     shutil.rmtree(fresh, ignore_errors=True)
     for number, share in enumerate(shares):
@@ -82,8 +83,8 @@ def _lines(folder: Path, jobs: Collection[str]) -> bytes:
 
 
 def gather(output: Path, whole: RunStatus) -> RunStatus:
-    """What the shares wrote, brought into the output's own files; the status is the caller's to write, and
-    then `dissolve` to be called."""
+    """Merge what the shares wrote into the output's own files. The caller then writes the status and calls
+    `dissolve`."""
     folders = share_folders(output)
     with ExitStack() as locks:
         for folder in folders:
@@ -100,7 +101,7 @@ def gather(output: Path, whole: RunStatus) -> RunStatus:
 
 
 def dissolve(output: Path) -> None:
-    """Renamed before it is removed: half a share would look like one that knows little."""
+    """Delete the shares; renamed first, since half a share could pass for a complete one."""
     old = output / f"{SHARES}.old"
     shutil.rmtree(old, ignore_errors=True)
     if (output / SHARES).exists():

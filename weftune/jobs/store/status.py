@@ -1,4 +1,4 @@
-"""What status.json says of a run and of each of its jobs."""
+"""The records of status.json: a run, and each of its jobs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunStatus:
     updated: float = 0.0
     seconds: float = 0.0
     solo_seconds: float | None = None
-    """What the same jobs would have taken one after another."""
+    """Predicted seconds of the same jobs one after another."""
     peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)

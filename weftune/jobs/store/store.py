@@ -203,13 +203,13 @@ class Store:
         A cursor of -1 drops the evaluation at step 0 too. Jobs that are not named keep all their lines.
         `evaluated` is the last step that a job has evaluated, where that may be less than its cursor.
         """
-        looks = cursors if evaluated is None else evaluated
+        eval_cursors = cursors if evaluated is None else evaluated
 
         def is_done(line: Mapping[str, Any]) -> bool:
             job, step = line.get("job"), line.get("step")
             if not (isinstance(job, str) and job in cursors and isinstance(step, int)):
                 return True
-            return step <= (looks if "eval_loss" in line else cursors)[job]
+            return step <= (eval_cursors if "eval_loss" in line else cursors)[job]
 
         self._metrics.keep(is_done)
         self._windows.keep(lambda line: True)

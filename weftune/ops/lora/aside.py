@@ -1,7 +1,7 @@
-"""Work that the device may do beside what its stream is asked for next.
+"""Work on a second stream, beside the main stream's next kernels.
 
-A frozen product leaves multiprocessors idle in its last turn. What needs memory more than arithmetic, and is
-not needed by the product, finds its time there.
+A matrix product leaves multiprocessors idle in its last wave. Memory-bound work that the product does not
+depend on can use that time.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 class Aside:
     def __init__(self, device: torch.device) -> None:
-        """What is done aside waits for all that the stream has been asked for until now."""
+        """The second stream first waits for everything launched on the current stream until now."""
         self._stream = _stream(device) if device.type == "cuda" else None
         self._ready = torch.cuda.current_stream(device).record_event() if self._stream else None
 
     @contextmanager
     def done(self) -> Iterator[None]:
-        """What is asked for within is done aside; what the stream is asked for afterwards waits for it.
+        """Work launched within runs on the second stream; later work of the main stream waits for it.
 
-        It may allocate nothing: memory that it gave back would not be known to be in use by it.
+        It must not allocate: the allocator would not know that freed memory is still in use there.
         """
         if self._stream is None or self._ready is None:
             yield

@@ -1,8 +1,8 @@
-"""Which order of the tiled route is the fastest for a site: measured on the device at hand, then remembered.
+"""The fastest order of the tiled route for a site: measured on this device, then cached.
 
-Whether dA and dB are better made beside the frozen product of the backward or before it is decided by what
-that leaves idle, how much of dy a cache holds and how the kernels fill the device. No formula knows that of a
-GPU that nobody has seen, and a trial of a few passes does. The orders compute the same sums and differ in the
+Whether dA and dB are better computed beside the frozen product of the backward or before it depends on what
+the product leaves idle, how much of dy a cache holds and how the kernels fill the device. No formula predicts
+that for an unknown GPU, but a trial of a few passes does. All orders compute the same sums and differ in the
 last bits only; two runs that find the same file choose the same, and give the same bits.
 
 Shapes: T rows, K inputs, N outputs of all parts.
@@ -23,14 +23,14 @@ from weftune.ops.lora.table import Group
 from weftune.ops.lora.weave import Order, rank_block
 
 TIE = 1.01
-"""An order this near to the fastest is as good, so that noise does not choose between them."""
+"""An order within this share of the fastest counts as equal, so that noise does not decide."""
 MOST_ROWS = 1 << 14
 """More rows than these keep every part of a device as busy, and would only make the trial longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All that a trial depends on, beside the machine."""
+    """Everything that a trial depends on, except the machine."""
 
     dtype: torch.dtype
     features: int

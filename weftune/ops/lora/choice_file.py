@@ -1,7 +1,7 @@
-"""The file of measured orders: one for every kind of device and version of what compiles for it.
+"""The cache file of measured orders: one for every kind of device and version of its compiler.
 
 It can be deleted at any time: what is missing is measured again. Processes that write at once replace the
-file whole, so it is never half written; at worst one of them measures a shape again another day.
+file whole, so it is never half written; at worst one of them measures a shape again later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weftune.ops.lora.weave import Order
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a measurement holds for."""
+    """The machine that a measurement is valid for."""
 
     device: str
     capability: str
@@ -66,7 +66,8 @@ class ChoiceFile:
         return {contest: found for contest, entry in entries if (found := _measured(entry)) is not None}
 
     def add(self, contest: str, measured: MeasuredOrder, orders: Sequence[Order]) -> MeasuredOrder:
-        """What stands from now on: what another process wrote meanwhile, if it is one of the orders."""
+        """The order that is valid from now on: what another process wrote meanwhile, if it is one of the
+        orders."""
         known = self.read()
         if contest not in known or known[contest].order not in orders:
             known[contest] = measured

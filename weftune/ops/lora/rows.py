@@ -1,6 +1,7 @@
-"""What the tiled kernels read about a microbatch: how its rows are dealt out to programs, in device memory.
+"""The rows of a microbatch as the tiled kernels read them: how they are assigned to programs, in device
+memory.
 
-Sizes and addresses never change: who is aboard is content, replaced by one copy, so that a captured graph
+Sizes and addresses never change: the jobs aboard are content, replaced by one copy, so that a captured graph
 sees it.
 
 Shapes: T rows of the microbatch, S slots, G tiles, Q pieces, M sums, U runs, V blocks and one.
@@ -36,7 +37,8 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How the rows of a microbatch are dealt out to programs. Stays as it is until the backward is done."""
+    """How the rows of a microbatch are assigned to programs. It must not change until the backward is
+    done."""
 
     tile: int
     piece: int
@@ -70,7 +72,8 @@ class Rows:
         return 2 * len(self.sums_M3)
 
     def fill(self, seats: Sequence[Seat], token_index: np.ndarray) -> None:
-        """Deal out the rows of another microbatch, which need not fill the capacity; by one async copy."""
+        """Assign the rows of another microbatch, which may be smaller than the capacity, by one async
+        copy."""
         rows, slots = len(self.token_index_T), len(self.key_S)
         assert len({seat.slot for seat in seats}) == len(seats), "a slot holds one segment of a microbatch"
         shapes = _row_shapes(rows, slots, self.tile, self.piece)

@@ -1,4 +1,5 @@
-"""What the tiled kernels read about a group of sites: where each slot's adapters are, in device memory.
+"""The adapters of a group of sites as the tiled kernels read them: the addresses of each slot, in device
+memory.
 
 Sizes and addresses never change: jobs join and leave by changing entries, so that a captured graph sees it.
 
@@ -48,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """Where the kernels find each slot's adapter at each site of a group."""
+    """The address of each slot's adapter at each site of a group."""
 
     aligned: bool
     """Every address is a multiple of ALIGNMENT."""

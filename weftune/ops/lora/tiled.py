@@ -65,7 +65,7 @@ class _Woven(torch.autograd.Function):
         weave: Weave,
         made: FrozenWeight | None,
     ) -> Tensor:
-        """`made`: what the matrix was made of, and will be again in the backward."""
+        """`made`: what the matrix is computed from; the backward recomputes it."""
         x_TK = x_TK.contiguous()
         y_TN, s_TPR = forward(x_TK, weight_NK, bias_N, residual_TN, weave)
         ctx.weave, ctx.made = weave, made
@@ -108,7 +108,7 @@ def backward(
 
 
 def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave) -> Tensor:
-    """dx needs nothing but ds; dA and dB are made while the frozen product is."""
+    """dx needs only ds; dA and dB are computed beside the frozen product."""
     ds_TPR = ds(dy_TN, weave)
     partial_da_QPRK, partial_db_QRN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
     aside = Aside(x_TK.device)

@@ -1,7 +1,5 @@
-"""How the tiled route is launched for one group and one microbatch: blocks, warps, shares of a sum.
-
-Nothing here depends on who is aboard.
-"""
+"""Launch parameters of the tiled route for one group and one microbatch: blocks, warps, shares of a sum. They
+do not depend on who is aboard."""
 
 from __future__ import annotations
 
@@ -37,11 +35,11 @@ FUSED_COLUMNS = 128
 
 class Order(StrEnum):
     """Whether the adapters' part is added to a frozen product that the library has written in float32, or
-    within a product of our own, before it is written; and whether dA and dB are made beside the product of
-    the backward, which costs a second read of dy, or before it.
+    inside a fused product before it is written; and whether dA and dB are computed beside the product of the
+    backward, which costs a second read of dy, or before it.
 
-    In each of them all is summed up in float32 and rounded once. A young adapter adds less than the last
-    digit of what the frozen weights give, so a product that is rounded before it is added to would lose it.
+    All of them sum in float32 and round once. A young adapter adds less than the last digit of the frozen
+    product, so a product rounded before the addition would lose it.
     """
 
     wide = "wide"

@@ -1,4 +1,4 @@
-"""What stands between a tensor and the kernels: whether they can run on it, and the layout that they read."""
+"""Whether the Triton kernels can run on a tensor, and the memory layout that they read."""
 
 from __future__ import annotations
 

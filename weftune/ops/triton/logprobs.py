@@ -30,7 +30,7 @@ def target_logprobs(
     z,
     targets,
     logprobs,
-    hits,
+    correct,
     vocabulary,
     multiplier,
     softcap,
@@ -59,7 +59,7 @@ def target_logprobs(
     norm = most + tl.log(total)
     wanted = _capped(tl.load(z + target), multiplier, softcap, CAPS)
     tl.store(logprobs + row, wanted - norm)
-    tl.store(hits + row, wanted >= most)
+    tl.store(correct + row, wanted >= most)
     if GRADIENT:
         # All loads of the target's own logit must be done before it is overwritten.
         tl.debug_barrier()

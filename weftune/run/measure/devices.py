@@ -1,4 +1,4 @@
-"""The devices of this machine, as the planner wants to know them."""
+"""The devices of this machine, as records for the planner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weftune.run.measure.memory import GPU_SHARE, budget_bytes, taken_bytes
 
 
 def devices_here(device: torch.device, budget: int | None) -> Devices:
-    """Those of the kind of `device`; `budget` is what the user allows a run on each of them."""
+    """Devices of the kind of `device`; `budget` is what the user allows a run on each of them."""
     if device.type != "cuda":
         return Devices("machine", 1, budget or budget_bytes(device), taken_bytes(device))
     # Not what is free: to ask for that leaves a context on every GPU, in a process that needs none.
@@ -19,7 +19,8 @@ def devices_here(device: torch.device, budget: int | None) -> Devices:
 
 
 def devices_asked(count: int | None, kind: str | None) -> tuple[str, ...]:
-    """What `--gpus COUNT` means here, None being all; with `--device cpu` so many processes on the CPU."""
+    """The devices that `--gpus COUNT` asks for, None meaning all. With `--device cpu`, that many processes on
+    the CPU."""
     text = "all" if count is None else str(count)
     if kind == "cpu":
         if count is None:

@@ -1,5 +1,5 @@
-"""How fast bytes come from the host or from files, and how fast the device multiplies: what a streamed plan
-hangs on."""
+"""Measures bandwidth from host memory and from files, and the speed of matrix products: the inputs of a
+streamed plan."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from weftune.run.measure.timers import Stopwatch
 
 SAMPLE_BYTES = 256 << 20
 SIDE = 8192
-"""Of the matrices that are multiplied."""
+"""Side of the matrices that are multiplied."""
 REACHED = 0.85
-"""Of a plain product's speed, what whole layers reach in their forward."""
+"""The share of a plain product's speed that the forward of whole layers reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class HostLink:
     bandwidth: float
     """Bytes per second from the host."""
     both_ways: float
-    """The same while as many go back."""
+    """The same while as many bytes go back."""
     flops: float
-    """What forward passes reach in a second."""
+    """Floating-point operations per second that forward passes reach."""
 
 
 PRETENDED = HostLink(PRETENDED_BANDWIDTH, PRETENDED_BANDWIDTH, PRETENDED_FLOPS)
@@ -45,11 +45,9 @@ def measure_link(device: torch.device, dtype: torch.dtype) -> HostLink:
 
 
 def measure_files(files: Sequence[MappedFile]) -> float:
-    """Bytes per second out of some of these files, in chunks as a run reads them.
-
-    Weights stay in their files where memory is too short for them, and then the page cache is, too: what the
-    cache holds of a sample leaves it first. What the system keeps all the same will be as fast as it seems.
-    """
+    """Bytes per second when reading some of these files, in chunks as a run reads them. Weights stay in their
+    files only where memory is too small for them, so the page cache is too: the sample is dropped from the
+    cache first. If the system keeps it anyway, the run will be as fast."""
     out = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     left, seconds = SAMPLE_BYTES, 0.0
     for file in files:
@@ -97,7 +95,7 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _quickest(device: torch.device, work: Callable[[], object], times: int = 4) -> float:
-    """Seconds; the first time also sets things up."""
+    """The smallest of several times in seconds; the first call also sets things up."""
     found = []
     for _ in range(times):
         watch = Stopwatch(device)

@@ -1,4 +1,4 @@
-"""What the device has and what was taken of it."""
+"""The memory of a device: its budget, what is in use and the peak."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import torch
 
 CPU_SHARE = 0.85
 GPU_SHARE = 0.92
-"""How much of what is free a run may plan with; the rest is for the allocator and for others."""
+"""The share of free memory that a run may plan with; the rest is for the allocator and for others."""
 CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""How torch says it on a CPU, in a plain RuntimeError: with malloc, and with mimalloc, as on ARM."""
+"""How torch reports a shortage on a CPU, in a plain RuntimeError: with malloc, and with mimalloc, as on
+ARM."""
 
 
 def taken_bytes(device: torch.device) -> int:
-    """What this process holds before the base is loaded."""
+    """Bytes that this process holds before the base is loaded."""
     return 0 if device.type == "cuda" else resident_bytes(device)
 
 
 def resident_bytes(device: torch.device) -> int:
-    """What is taken now."""
+    """Bytes in use now."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def budget_bytes(device: torch.device) -> int:
-    """What a run may take on this device in all, what it already holds included."""
+    """Bytes that a run may use on this device in all, including what it already holds."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
@@ -39,17 +40,15 @@ def budget_bytes(device: torch.device) -> int:
 
 
 def limit_bytes(device: torch.device, most: int | None) -> None:
-    """Have torch take no more of a GPU from here on: so that a promise is kept, whoever breaks it."""
+    """Cap torch's allocator on a GPU, so that the promised limit is kept."""
     if most is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), device)
 
 
 def begin_peak(device: torch.device) -> bool:
-    """From here on `peak_bytes` speaks of the time since; False where it cannot be made to.
-
-    On a GPU it never is: what a captured pass takes was counted when it was captured.
-    """
+    """Reset the peak that `peak_bytes` reports; False where it cannot be reset. On a GPU it never is: the
+    memory of a captured pass was counted when it was captured."""
     if device.type == "cuda":
         return False
     try:
@@ -60,7 +59,7 @@ def begin_peak(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was taken, ever or since `begin_peak`."""
+    """The peak of memory in use, ever or since `begin_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -68,7 +67,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Hand back memory that is held but not used."""
+    """Return memory to the device that is held but not used."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
@@ -77,7 +76,8 @@ def release(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Also where the end of a graph's capture has complained about what the shortage left behind."""
+    """Whether an error is a shortage of memory, also where the end of a graph capture has replaced the
+    original error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):

@@ -1,4 +1,4 @@
-"""Moments and durations on a device: on a GPU by events, since it does its work after it was asked for."""
+"""Moments and durations on a device. On a GPU they are events, since it works asynchronously."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import pairwise
 import torch
 
 Moment = float | torch.cuda.Event
-"""Of a `Clock`."""
+"""A moment of a `Clock`."""
 
 
 class Clock:
-    """Moments on a device, told in seconds of the machine's clock, so that those of several workers compare.
+    """Moments on a device, in seconds of the machine's clock, so that several workers can be compared.
 
-    A GPU does its work after it was asked for: there a moment is an event between two pieces of work, and it
-    can be told when the device has come to it.
+    A GPU works asynchronously: there a moment is an event between two pieces of work, and its time is known
+    once the device has reached it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Clock:
             self._zero_seconds = time.time()
 
     def mark(self) -> Moment:
-        """What was asked for so far has been done, what is asked for next has not begun."""
+        """The moment between the work asked for so far and the work asked for next."""
         return self._event() if self._on_gpu else time.time()
 
     def seconds(self, moment: Moment) -> float:
@@ -45,13 +45,13 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From one moment to another."""
+    """The time between two moments."""
 
     start: Moment
     stop: Moment
 
     def seconds(self) -> float:
-        """Waits until the device has come to its end."""
+        """The duration; waits until the device has reached its end."""
         if isinstance(self.start, float) and isinstance(self.stop, float):
             return self.stop - self.start
         assert not isinstance(self.start, float), "both moments are of one clock"
@@ -61,7 +61,7 @@ class Span:
 
 
 class ActionTimer:
-    """When actions ran on a device, one after another."""
+    """Start and end of actions that run one after another on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,23 +69,24 @@ class ActionTimer:
         self._began = self._clock.mark()
 
     def begin_window(self) -> None:
-        """Moments are told by a clock that is set anew: on a GPU it drifts."""
+        """Restart the clock: on a GPU it drifts."""
         self._clock = Clock(self._device)
 
     def start(self) -> None:
-        """Also in the middle of an action: what it has waited for others so far is not counted."""
+        """Start an action, or restart it in the middle: time spent waiting for others so far is not
+        counted."""
         self._began = self._clock.mark()
 
     def stop(self) -> Span:
         return Span(self._began, self._clock.mark())
 
     def told(self, span: Span) -> tuple[float, float]:
-        """Both ends, in seconds of the machine's clock; only within the window."""
+        """Start and end in seconds of the machine's clock; only valid within the window."""
         return self._clock.seconds(span.start), self._clock.seconds(span.stop)
 
 
 class Stopwatch:
-    """Seconds on a device between marks; on a GPU they are known only when it has got there."""
+    """Seconds between marks on a device; on a GPU they are known only once it has reached them."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -102,7 +103,7 @@ class Stopwatch:
             self._times.append(time.perf_counter())
 
     def laps(self) -> list[float]:
-        """From each mark to the next."""
+        """Seconds from each mark to the next."""
         if self._on_gpu:
             self._events[-1].synchronize()
             return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]

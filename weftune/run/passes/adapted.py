@@ -1,4 +1,4 @@
-"""A base with the adapters of everybody aboard woven in: what all parts of an executor work on."""
+"""A base with the adapters of all jobs aboard: what every part of an executor works on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weftune.run.passes.layers import Layers
 
 
 class AdaptedBase:
-    """All that one worker has of a base."""
+    """One worker's share of a base, with its adapters."""
 
     def __init__(self, base: Base, route: Route | None = None) -> None:
         self.base = base
@@ -48,7 +48,8 @@ class AdaptedBase:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """A captured pass must not run on the default stream. Each waits for what the other has begun."""
+        """Run on a stream other than the default one, as captured passes must; each stream waits for what the
+        other has begun."""
         if self.stream is None:
             yield
             return
@@ -62,5 +63,6 @@ class AdaptedBase:
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:
-    """Tiled where its kernels run, else one job after another: neither lets a NaN travel."""
+    """The tiled route where its kernels run, else the segmented one: neither spreads one job's NaN to
+    another."""
     return Route.tiled if device.type == "cuda" and kernels_run(device, dtype) else Route.segmented

@@ -1,4 +1,4 @@
-"""What captured passes are made for, and what they read of a microbatch, at addresses that never change.
+"""The keys of captured passes, and their inputs at addresses that never change.
 
 Shapes: T rows, B boundaries of samples.
 """
@@ -21,7 +21,7 @@ LEAST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class GraphKey:
     rows: int
     longest: int
     samples: int
@@ -30,10 +30,10 @@ class Key:
     recompute: Recompute
 
 
-def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute) -> Key:
+def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute) -> GraphKey:
     lengths = laid.microbatch.sample_lengths
     even = len(set(lengths)) == 1
-    return Key(
+    return GraphKey(
         rows=laid.microbatch.rows,
         longest=lengths[0] if even else bucket(max(lengths), LEAST),
         samples=len(lengths) if even else bucket(len(lengths), 1),
@@ -43,10 +43,10 @@ def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute) -> Key:
     )
 
 
-class Feed:
-    """For passes of one key."""
+class GraphInputs:
+    """The input tensors of all graphs of one key."""
 
-    def __init__(self, banks: Banks, key: Key, device: torch.device) -> None:
+    def __init__(self, banks: Banks, key: GraphKey, device: torch.device) -> None:
         self._banks = banks
         self._boundaries_B = torch.full((key.samples + 1,), key.rows, dtype=torch.int32, device=device)
         self._tokens_T = torch.zeros(key.rows, dtype=torch.int64, device=device)
@@ -64,7 +64,7 @@ class Feed:
         self.pack = Pack((key.rows,), self._boundaries_B, key.longest, key.even)
 
     def fill(self, laid: LaidMicrobatch) -> None:
-        """With a microbatch whose rows are dealt out here."""
+        """Fill in a microbatch, and compute whose its rows are."""
         lengths = torch.tensor((0, *laid.microbatch.sample_lengths), dtype=torch.int32).cumsum(0)
         boundaries_B = torch.full((len(self._boundaries_B),), len(self._tokens_T), dtype=torch.int32)
         boundaries_B[: len(lengths)] = lengths
@@ -73,18 +73,18 @@ class Feed:
         self._positions_T.copy_(laid.microbatch.positions_T)
         self.rows.fill(self._banks.seats(laid.microbatch), laid.token_index)
 
-    def copy(self, laid: LaidMicrobatch, dealt: Membership) -> None:
-        """From a microbatch whose rows have been dealt out, on the device: it comes here at every stage, and
-        often nobody else has come meanwhile."""
+    def copy(self, laid: LaidMicrobatch, membership: Membership) -> None:
+        """Copy a microbatch whose rows are on the device already. It comes here at every stage, and is often
+        still there from the stage before."""
         if self._held is laid:
             return
-        assert dealt.rows is not None
-        boundaries_B = dealt.pack.boundaries
+        assert membership.rows is not None
+        boundaries_B = membership.pack.boundaries
         self._boundaries_B[: len(boundaries_B)].copy_(boundaries_B)
         self._boundaries_B[len(boundaries_B) :].fill_(len(self._tokens_T))
         self._tokens_T.copy_(laid.microbatch.tokens_T)
         self._positions_T.copy_(laid.microbatch.positions_T)
-        self.rows.buffer.copy_(dealt.rows.buffer)
+        self.rows.buffer.copy_(membership.rows.buffer)
         self._held = laid
 
 

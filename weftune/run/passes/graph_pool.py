@@ -1,4 +1,4 @@
-"""Memory of captured work: taken once for the hungriest, and nobody else's while graphs are kept."""
+"""The memory pool of captured work: sized by the largest graph, and reserved while graphs are kept."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 from weftune.run.measure.memory import release
 
 Work = Callable[[], None]
-"""Reads and writes at addresses that never change."""
+"""Work that reads and writes at addresses that never change."""
 
 
 class Pool(Protocol):
     def capture(self, work: Work) -> Work:
-        """What does the work again; whether it is done now, too, nobody may rely on."""
+        """A function that replays the work. Whether the work is also done now is not specified."""
 
     def has_room(self) -> bool:
-        """Whether work that is not captured finds as much memory beside what is held here."""
+        """Whether uncaptured work finds as much memory beside the pool."""
 
     def clear(self) -> None:
-        """Hand everything back; all that was captured must have been given up."""
+        """Free the pool; all graphs in it must have been dropped."""
 
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is asked for within. Meanwhile other threads may ask their own streams for copies: of stages that
-    are read out of their files, or of what goes to another worker.
+    """Capture what is launched within. Other threads may use their own streams meanwhile: for stages that are
+    read from files, or for tensors to another worker.
 
-    Python collects no garbage: with it graphs or page-locked memory could go, and that ends a capture.
+    Garbage collection is off: freeing graphs or page-locked memory would end a capture.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -44,8 +44,8 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
 
 
 class GraphPool:
-    """On a GPU. Work is captured and done one piece at a time, so that every piece may use the same memory:
-    what it leaves behind must lie elsewhere."""
+    """A pool on a GPU. Work is captured and replayed one piece at a time, so all pieces may share the same
+    memory: their results must lie elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -22,20 +22,20 @@ from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Program
 from weftune.plan.program.recompute import NOTHING
-from weftune.run.passes.graph_inputs import Feed, Key, key_of
+from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.graph_pool import captured
 from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
-from weftune.run.passes.rows import LaidMicrobatch, RowsHere, Visitor
+from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit
 
 MOST_GRAPHS = 128
-"""When so many are kept, the one that was used longest ago is dropped."""
+"""How many graphs are kept; beyond that the least recently used one is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a graph is captured for."""
+    """What a graph is captured for: stage, key and instance."""
 
-    key: Key
+    key: GraphKey
     stage: int
     instance: int
 
@@ -49,11 +49,11 @@ class CapturedPasses:
         self._banks = plain.adapted.banks
         self._captures = 0
         self._recompute = NOTHING
-        self._seen: set[tuple[Key, int]] = set()
+        self._seen: set[tuple[GraphKey, int]] = set()
         self._graphs: dict[_Place, Graph] = {}
         self._pools: list[Any] = []
-        """One for each instance."""
-        self._open: dict[Visitor, _Place] = {}
+        """One memory pool for each instance."""
+        self._open: dict[StageVisit, _Place] = {}
 
     @property
     def captures(self) -> int:
@@ -70,27 +70,27 @@ class CapturedPasses:
     def begin_round(self) -> None:
         pass
 
-    def forward(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
+    def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
         assert keep, "a forward that is recomputed is captured otherwise"
         if not self._banks.capturable(rows.laid.microbatch):
-            return self._plain.forward(visitor, rows, given_TD, keep)
+            return self._plain.forward(visit, rows, given_TD, keep)
         before = self._captures
-        place = self._place(visitor.stage, rows.laid)
+        place = self._place(visit.stage, rows.laid)
         if place is None:
-            return MadeForward(self._plain.forward(visitor, rows, given_TD, keep).h_TD, settled=False)
-        self._open[visitor] = place
+            return MadeForward(self._plain.forward(visit, rows, given_TD, keep).h_TD, settled=False)
+        self._open[visit] = place
         return MadeForward(self._graphs[place].forward(rows.laid, given_TD), self._captures == before)
 
     def backward(
-        self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
     ) -> MadeBackward:
-        place = self._open.pop(visitor, None)
+        place = self._open.pop(visit, None)
         if place is None:
-            return self._plain.backward(visitor, rows, given_TD, dh_TD)
+            return self._plain.backward(visit, rows, given_TD, dh_TD)
         return MadeBackward(self._graphs[place].backward(dh_TD))
 
-    def evaluate(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
-        return self._plain.evaluate(visitor, rows, given_TD)
+    def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
+        return self._plain.evaluate(visit, rows, given_TD)
 
     def abandon(self) -> None:
         self._plain.abandon()
@@ -99,7 +99,7 @@ class CapturedPasses:
         self._pools.clear()
 
     def _place(self, stage: int, laid: LaidMicrobatch) -> _Place | None:
-        """Where a graph for the microbatch is; None the first time its key is met."""
+        """The place of the microbatch's graph; None the first time its key is seen."""
         key = key_of(laid, self._banks, self._recompute)
         place = _Place(key, stage, self._free_instance())
         if place in self._graphs:
@@ -115,7 +115,7 @@ class CapturedPasses:
         return place
 
     def _free_instance(self) -> int:
-        """The first of which no pass is open."""
+        """The first instance without an open pass."""
         taken = {place.instance for place in self._open.values()}
         instance = next(number for number in range(len(taken) + 1) if number not in taken)
         while len(self._pools) <= instance:
@@ -129,15 +129,15 @@ class CapturedPasses:
 
 
 class Graph:
-    """One captured pass: inputs are copied in, forward and backward are replayed."""
+    """One captured pass: inputs are copied in, then forward and backward are replayed."""
 
-    def __init__(self, base: Base, banks: Banks, key: Key, pool: Any) -> None:
-        self._feed = feed = Feed(banks, key, base.device)
+    def __init__(self, base: Base, banks: Banks, key: GraphKey, pool: Any) -> None:
+        self._inputs = feed = GraphInputs(banks, key, base.device)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shape = (0 if base.first else key.rows, base.shape.hidden)
         self._given_TD = torch.zeros(shape, dtype=base.dtype, device=base.device)
         self._hands_on, self._takes = not base.last, not base.first
-        """Whether a stage after reads what it makes, and whether one before made what it is given."""
+        """Whether a later stage reads its output, and whether an earlier stage made its input."""
         stream = torch.cuda.current_stream(base.device)
         with banks.bound(feed.microbatch, Route.tiled, True, feed.rows):
             with captured(self._forward, pool, stream):
@@ -155,16 +155,16 @@ class Graph:
         self._h_TD = h_TD.detach()
 
     def forward(self, laid: LaidMicrobatch, given_TD: Tensor | None) -> Tensor:
-        """Hidden states. The last ones are there until `backward`; others are a copy, which may be sent while
-        the graph is replayed for somebody else."""
-        self._feed.fill(laid)
+        """Hidden states. Those of the last stage stay valid until `backward`; others are a copy, which may be
+        sent while the graph is replayed for another microbatch."""
+        self._inputs.fill(laid)
         if given_TD is not None:
             self._given_TD.copy_(given_TD)
         self._forward.replay()
         return self._h_TD.clone() if self._hands_on else self._h_TD
 
     def backward(self, dh_TD: Tensor) -> Tensor | None:
-        """The gradient of what was given, if anything was."""
+        """The gradient of the input, if there was one."""
         self._dh_TD.copy_(dh_TD)
         if self._returns:
             self._backward.replay()

@@ -29,15 +29,15 @@ from weftune.ops.swiglu import swiglu
 from weftune.plan.program.recompute import Recompute
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2"})
-"""Families whose layers are exactly that, whatever else their configs say."""
+"""Families whose layers have exactly this form, whatever else their configs say."""
 
 
 class Layers:
-    """The decoder layers of a base, if its family is known here; else none."""
+    """The decoder layers of a base whose family is known here; of others, none."""
 
     def __init__(self, base: Base) -> None:
         self.recompute = Recompute()
-        """What passes make again in their backward instead of keeping it."""
+        """What the backward recomputes instead of keeping it from the forward."""
         self._decoder = cast(Any, base.model.base_model)
         self._config: Any = base.model.config
         known = self._config.model_type in FAMILIES and self._config.hidden_act == "silu"
@@ -51,7 +51,8 @@ class Layers:
         """Whether the final norm is here too."""
         heads = [module.self_attn.head_dim for module in self.modules]
         self.capturable = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
-        """Whether a pass asks the device nothing: layers are known, and attention finds samples itself."""
+        """Whether a pass never waits for the device: its layers are fused, and attention finds sample
+        boundaries by itself."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -68,7 +69,7 @@ class Layers:
             norm.forward = partial(_norm, norm.weight, norm.variance_epsilon)
 
     def unfuse(self) -> None:
-        """Give every layer its own forward back."""
+        """Restore every layer's own forward."""
         for module in self.modules:
             module.__dict__.pop("forward", None)
         if self.modules and self._norms:
@@ -120,21 +121,22 @@ class FusedLayer:
         h_TD = self._o(seen_THD.flatten(1), h_TD)
         h_TD, gate_up_TN = self._normed(h_TD, self._between, self._gate_up)
         act_TI = swiglu(gate_up_TN)
-        with self._made_again(act_TI, partial(swiglu, gate_up_TN.detach())):
+        with self._recomputed(act_TI, partial(swiglu, gate_up_TN.detach())):
             return self._down(act_TI, h_TD)
 
     def _normed(
         self, h_TD: Tensor, norm: Any, linear: Callable[[Tensor, Tensor | None], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """What goes around a branch, and the linears at its beginning."""
+        """The residual around a branch, and the linears at its beginning."""
         h_TD, n_TD = skip_rms_norm(h_TD, norm.weight, norm.variance_epsilon)
         make = partial(rms_norm, h_TD.detach(), norm.weight, norm.variance_epsilon)
-        with self._made_again(n_TD, make):
+        with self._recomputed(n_TD, make):
             return h_TD, linear(n_TD, None)
 
     @contextmanager
-    def _made_again(self, made: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
-        """Where outputs are recomputed, a node that would keep `made` keeps the way to make it instead."""
+    def _recomputed(self, made: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
+        """Where outputs are recomputed, autograd keeps a function that recomputes `made` instead of the
+        tensor."""
         if not self._layers.recompute.outputs:
             yield
             return

@@ -1,7 +1,7 @@
-"""Microbatches through the stages of a base and back, launched kernel by kernel.
+"""Forward and backward of microbatches through the stages of a base, launched kernel by kernel.
 
-A pass over the last stage ends at the last hidden states. What comes after them (head, losses) sees a leaf,
-and hands its gradient back.
+A pass over the last stage ends at the last hidden states. Head and losses work on a leaf tensor, whose
+gradient starts the backward.
 
 Shapes: T rows, D hidden width.
 """
@@ -19,39 +19,38 @@ from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Program
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.passes.rows import LaidMicrobatch, Membership, RowsHere, Visitor, deal
+from weftune.run.passes.rows import LaidMicrobatch, Membership, RowsHere, StageVisit, membership_of
 
 
 @dataclass(frozen=True, slots=True)
 class MadeForward:
     h_TD: Tensor
     settled: bool = True
-    """Whether later passes like it will be made so, too, and nothing was set up for this one."""
+    """Whether nothing was set up for this pass, so that later ones take as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class MadeBackward:
     dgiven_TD: Tensor | None
-    """What goes back to the stage before; None at the first one."""
+    """The gradient for the stage before; None at the first stage."""
     settled: bool = True
 
 
 class PlainPasses:
-    """Where a forward is kept, its pass stays open until its backward; else it is recomputed from its
-    input."""
+    """A forward that is kept stays open until its backward; any other is recomputed from its input."""
 
     def __init__(self, adapted: AdaptedBase, stages: Mapping[int, Base]) -> None:
         self.adapted, self.stages = adapted, stages
-        self._open: dict[Visitor, Plain] = {}
+        self._open: dict[StageVisit, Plain] = {}
 
     @property
     def captures(self) -> int | None:
-        """How many CUDA graphs were captured so far; None where passes are not captured."""
+        """How many CUDA graphs have been captured so far; None where passes are not captured."""
         return None
 
     @property
     def refused(self) -> int:
-        """Sizes of microbatches whose passes should be captured, but for lack of memory are not."""
+        """Sizes of microbatches whose passes are not captured for lack of memory."""
         return 0
 
     def begin_window(self, program: Program) -> None:
@@ -59,50 +58,52 @@ class PlainPasses:
             self.adapted.layers.recompute = program.recompute
 
     def begin_round(self) -> None:
-        """Microbatches begin to come while none is under way."""
+        """A round of microbatches begins; none is in flight."""
 
-    def forward(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
-        """One stage's forward of a microbatch; if it is to be kept, `backward` must follow."""
-        assert visitor not in self._open, "a pass is still open"
-        passed = self._pass(visitor, rows, given_TD)
+    def forward(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, keep: bool) -> MadeForward:
+        """One stage's forward of a microbatch. If it is kept, `backward` must follow."""
+        assert visit not in self._open, "a pass is still open"
+        passed = self._pass(visit, rows, given_TD)
         if not keep:
             return MadeForward(passed.forward_only())
-        self._open[visitor] = passed
+        self._open[visit] = passed
         return MadeForward(passed.forward())
 
     def backward(
-        self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
+        self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
     ) -> MadeBackward:
-        """Add the gradients of everybody aboard to their totals. What was not kept is recomputed."""
-        passed = self._open.pop(visitor, None)
+        """Add to the gradients of all jobs in the microbatch. A forward that was not kept is recomputed
+        first."""
+        passed = self._open.pop(visit, None)
         if passed is None:
-            passed = self._pass(visitor, rows, given_TD)
+            passed = self._pass(visit, rows, given_TD)
             passed.forward()
         passed.backward(dh_TD)
         return MadeBackward(None if given_TD is None else passed.dgiven_TD)
 
     @torch.no_grad()
-    def evaluate(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
-        """Hidden states without dropout and without a way back."""
-        return self._pass(visitor, rows, given_TD).forward(training=False)
+    def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
+        """Hidden states without dropout and without gradients."""
+        return self._pass(visit, rows, given_TD).forward(training=False)
 
-    def holds(self, visitor: Visitor) -> bool:
+    def holds(self, visit: StageVisit) -> bool:
         """Whether the forward of this visit was kept here."""
-        return visitor in self._open
+        return visit in self._open
 
     def abandon(self) -> None:
-        """What is under way ends unfinished; memory that only makes passes faster is given up."""
+        """Drop open passes, and free memory that only makes passes faster."""
         self._open.clear()
 
-    def _pass(self, visitor: Visitor, rows: RowsHere, given_TD: Tensor | None) -> Plain:
+    def _pass(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Plain:
         given = None if given_TD is None else given_TD.detach()
         adapted = self.adapted
-        base = self.stages[visitor.stage]
-        return Plain(base, adapted.banks, rows.laid, adapted.route, given, rows.dealt(adapted))
+        base = self.stages[visit.stage]
+        return Plain(base, adapted.banks, rows.laid, adapted.route, given, rows.membership(adapted))
 
 
 class Plain:
-    """One microbatch through a base, or through a stage of it that is given what the stage before made."""
+    """One microbatch through a base, or through a stage of it, which is given the output of the stage
+    before."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Plain:
         laid: LaidMicrobatch,
         route: Route,
         given_TD: Tensor | None = None,
-        dealt: Membership | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self.base = base
         self.banks = banks
@@ -119,18 +120,18 @@ class Plain:
         self.route = route
         self._given_TD = given_TD
         self._h_TD: Tensor | None = None
-        self._dealt = dealt or deal(base, banks, laid, route)
+        self._membership = membership or membership_of(base, banks, laid, route)
 
     def forward(self, training: bool = True) -> Tensor:
         if training and self._given_TD is not None:
             self._given_TD.requires_grad_()
-        with self.banks.bound(self.laid.microbatch, self.route, training, self._dealt.rows):
-            self._h_TD = self.base.hidden(self.laid.microbatch, self._dealt.pack, self._given_TD)
+        with self.banks.bound(self.laid.microbatch, self.route, training, self._membership.rows):
+            self._h_TD = self.base.hidden(self.laid.microbatch, self._membership.pack, self._given_TD)
         return self._h_TD
 
     @torch.no_grad()
     def forward_only(self) -> Tensor:
-        """A forward of which nothing but the result is kept."""
+        """A forward without anything kept for a backward."""
         return self.forward()
 
     def backward(self, dh_TD: Tensor) -> None:
@@ -138,12 +139,12 @@ class Plain:
         if not self._h_TD.requires_grad:
             return  # a first stage on which nobody has an adapter
         # A layer that is recomputed must see the adapters of its own microbatch.
-        with self.banks.bound(self.laid.microbatch, self.route, True, self._dealt.rows):
+        with self.banks.bound(self.laid.microbatch, self.route, True, self._membership.rows):
             self._h_TD.backward(dh_TD)
 
     @property
     def dgiven_TD(self) -> Tensor:
-        """What goes back to the stage before, once `backward` has run."""
+        """The gradient for the stage before, once `backward` has run."""
         assert self._given_TD is not None
         assert self._given_TD.grad is not None
         return self._given_TD.grad

@@ -1,4 +1,4 @@
-"""A microbatch brought to the device, padded to the rows that its pass computes, and whose its rows are.
+"""A microbatch on the device: padded to the rows that its pass computes, with the job of each row.
 
 Shapes: T rows, S supervised rows.
 """
@@ -41,7 +41,8 @@ class LaidMicrobatch:
 
 
 def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobatch:
-    """The supervised rows are found on the host, so that the device is not asked how many there are."""
+    """Move a microbatch to the device. Supervised rows are found on the host, so that nobody waits for the
+    device."""
     rows_S = (microbatch.targets_T != IGNORED).nonzero().squeeze(1)
     begins = torch.tensor([segment.start for segment in microbatch.segments[1:]], dtype=rows_S.dtype)
     sections = torch.searchsorted(rows_S, begins).tolist()
@@ -52,7 +53,7 @@ def lay(microbatch: Microbatch, rows: int, device: torch.device) -> LaidMicrobat
 
 
 def padded(microbatch: Microbatch, rows: int) -> Microbatch:
-    """The microbatch with `rows` rows: those of nobody come last, in samples no longer than the longest."""
+    """The microbatch padded to `rows` rows: padding comes last, in samples no longer than the longest."""
     missing = rows - microbatch.rows
     if missing <= 0:
         return microbatch
@@ -70,14 +71,14 @@ def padded(microbatch: Microbatch, rows: int) -> Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Whose the rows of a microbatch are, and where its samples begin."""
+    """The job of each row of a microbatch, and where its samples begin."""
 
     rows: Rows | None
     pack: Pack
 
 
-def deal(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) -> Membership:
-    """The same for every stage that the microbatch passes."""
+def membership_of(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) -> Membership:
+    """The membership of a microbatch's rows; it is the same for every stage."""
     rows = None
     if route is Route.tiled:
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
@@ -86,7 +87,7 @@ def deal(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) -> Member
 
 
 @dataclass(frozen=True, slots=True)
-class Visitor:
+class StageVisit:
     """A microbatch at a stage."""
 
     microbatch: int
@@ -95,13 +96,13 @@ class Visitor:
 
 @dataclass(slots=True)
 class RowsHere:
-    """A microbatch as the passes of all stages here read it."""
+    """A microbatch as the passes of all stages of a worker read it."""
 
     laid: LaidMicrobatch
-    _dealt: Membership | None = None
+    _membership: Membership | None = None
 
-    def dealt(self, adapted: AdaptedBase) -> Membership:
-        """Made when it is first asked for: captured passes of a whole base deal rows out by themselves."""
-        if self._dealt is None:
-            self._dealt = deal(adapted.base, adapted.banks, self.laid, adapted.route)
-        return self._dealt
+    def membership(self, adapted: AdaptedBase) -> Membership:
+        """Computed at first use: captured passes of a whole base compute it by themselves."""
+        if self._membership is None:
+            self._membership = membership_of(adapted.base, adapted.banks, self.laid, adapted.route)
+        return self._membership

@@ -1,4 +1,4 @@
-"""From last hidden states to what every job's rows come to: the only caller of an objective.
+"""Losses and scores of every job from the last hidden states: the only caller of an objective.
 
 Shapes: T rows of a microbatch, D hidden width, S supervised rows among them, B samples of a segment.
 """
@@ -24,16 +24,17 @@ from weftune.run.training.evaluation import EvaluationSums
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a microbatch came to, one loss and one count of hits for each segment."""
+    """The result of a microbatch: for each segment its loss and its number of correct predictions."""
 
     segments: tuple[Segment, ...]
     leaf_TD: Tensor
-    """The last hidden states, as a leaf of the losses."""
+    """The last hidden states, as a leaf that losses are differentiated by."""
     losses: list[Tensor]
-    hits: list[Tensor]
+    correct: list[Tensor]
 
     def gradient_TD(self, dead: Collection[str] = ()) -> Tensor:
-        """Of all losses with respect to the last hidden states; the rows of dead jobs weigh nothing."""
+        """The gradient of all losses with respect to the last hidden states; rows of dead jobs weigh
+        nothing."""
         alive = [
             loss for segment, loss in zip(self.segments, self.losses, strict=True) if segment.job not in dead
         ]
@@ -46,17 +47,17 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A segment's rows behind the head."""
+    """A segment's log-probabilities after the head."""
 
     segment: Segment
     logprobs_S: Tensor
-    hits_S: Tensor
+    correct_S: Tensor
     samples: tuple[_Sample, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A sample in a microbatch: its last row, where it stands in its global batch, its supervised rows."""
+    """A sample in a microbatch: its last row, its offset in its global batch, its supervised rows."""
 
     last: int
     offset: int
@@ -64,16 +65,16 @@ class _Sample:
 
 
 class Scorer:
-    """Of the worker that has the last stage; others have no head, and score nothing."""
+    """The scorer of the worker that has the last stage; other workers have no head and score nothing."""
 
     def __init__(self, head: Head | None) -> None:
         self._head = head
         self.objectives: dict[str, Objective] = {}
-        """Job → objective, where it is another than supervised fine-tuning."""
+        """Job → objective, where it is not supervised fine-tuning."""
         self.scalar_heads: dict[str, ScalarHead] = {}
         self._references: defaultdict[tuple[str, int, bool], _References] = defaultdict(dict)
-        """Job, step and whether they are held out → what its samples were scored without gradients, until a
-        later step is trained."""
+        """Job, step and whether they are held out → the log-probabilities that its samples were given without
+        gradients, until a later step is trained."""
 
     def score(
         self,
@@ -82,7 +83,7 @@ class Scorer:
         supervised: Callable[[Segment], int],
         samples: Callable[[Segment], int] | None = None,
     ) -> Scores:
-        """Training: `supervised` and `samples` count those of a segment's whole global batch."""
+        """Losses for training: `supervised` and `samples` count those of a segment's whole global batch."""
         found = list(self._scored(leaf_TD, laid))
         losses = []
         for one in found:
@@ -90,17 +91,18 @@ class Scorer:
             count = None if samples is None else samples(one.segment)
             batch = BatchFacts(supervised(one.segment), count, self._mean(one.segment))
             losses.append(self._objective(one).loss(self._samples(one, leaf_TD), batch))
-        return Scores(laid.microbatch.segments, leaf_TD, losses, [one.hits_S.sum() for one in found])
+        return Scores(laid.microbatch.segments, leaf_TD, losses, [one.correct_S.sum() for one in found])
 
     @torch.no_grad()
     def evaluate(self, h_TD: Tensor, laid: LaidMicrobatch) -> list[EvaluationSums]:
         """Sums over the held-out rows of each segment."""
         found = list(self._scored(h_TD, laid))
         sums = [self._objective(one).evaluated(self._samples(one, h_TD, held_out=True)) for one in found]
-        hits = [
-            one.hits_S.sum() if own.hits is None else own.hits for one, own in zip(found, sums, strict=True)
+        correct = [
+            one.correct_S.sum() if own.correct is None else own.correct
+            for one, own in zip(found, sums, strict=True)
         ]
-        losses, counts = torch.stack([own.loss for own in sums]).tolist(), torch.stack(hits).tolist()
+        losses, counts = torch.stack([own.loss for own in sums]).tolist(), torch.stack(correct).tolist()
         return [
             EvaluationSums(loss, count, own.count)
             for loss, count, own in zip(losses, counts, sums, strict=True)
@@ -108,7 +110,7 @@ class Scorer:
 
     @torch.no_grad()
     def refer(self, h_TD: Tensor, laid: LaidMicrobatch, held_out: bool = False) -> None:
-        """Keep what the samples of a microbatch were scored, by whichever adapter, for the losses of their
+        """Keep the log-probabilities of a microbatch's samples under some adapter, for the losses of their
         global batches or for the evaluation of that step."""
         for one in self._scored(h_TD, laid):
             kept = self._references[one.segment.job, one.segment.step, held_out]
@@ -117,14 +119,14 @@ class Scorer:
                 kept.setdefault(sample.offset, {})[one.segment.adapter] = part_S
 
     def forget(self) -> None:
-        """Drop all that was scored for batches that are not trained after all."""
+        """Drop the log-probabilities of batches that will not be trained after all."""
         self._references.clear()
 
     def _objective(self, one: _Scored) -> Objective:
         return self.objectives.get(one.segment.job, SFT)
 
     def _samples(self, one: _Scored, h_TD: Tensor, held_out: bool = False) -> SampleScores:
-        """What the segment's objective sees of its samples."""
+        """The samples of a segment as its objective sees them."""
         job = one.segment.job
         if job not in self.objectives:
             return SampleScores(one.logprobs_S, (), ())
@@ -160,13 +162,13 @@ class Scorer:
         assert self._head is not None, "only the last stage has a head"
         h_SD = h_TD.index_select(0, laid.rows_S)
         targets_S = laid.microbatch.targets_T.index_select(0, laid.rows_S)
-        logprobs_S, hits_S = target_logprobs(h_SD, targets_S, self._head)
-        parts = logprobs_S.tensor_split(laid.sections), hits_S.tensor_split(laid.sections)
-        for segment, own_S, own_hits_S in zip(laid.microbatch.segments, *parts, strict=True):
-            yield _Scored(segment, own_S, own_hits_S, self._samples_of(segment, laid))
+        logprobs_S, correct_S = target_logprobs(h_SD, targets_S, self._head)
+        parts = logprobs_S.tensor_split(laid.sections), correct_S.tensor_split(laid.sections)
+        for segment, own_S, own_correct_S in zip(laid.microbatch.segments, *parts, strict=True):
+            yield _Scored(segment, own_S, own_correct_S, self._samples_of(segment, laid))
 
     def _samples_of(self, segment: Segment, laid: LaidMicrobatch) -> tuple[_Sample, ...]:
-        """Whoever asks for them; of supervised fine-tuning, nobody does."""
+        """The samples of a segment, if its objective needs them; supervised fine-tuning does not."""
         if segment.job not in self.objectives:
             return ()
         stops = list(accumulate(laid.microbatch.sample_lengths))

@@ -1,7 +1,7 @@
-"""What stages were given, from their forward to their backward: kept on the device, or offloaded to host
-memory and brought back in time.
+"""Inputs of stages from their forward to their backward: kept on the device, or offloaded to host memory and
+fetched back in time.
 
-Shapes: G stages whose inputs wait, R rows of a round, T rows of a microbatch, D hidden width.
+Shapes: G stages with kept inputs, R rows of a round, T rows of a microbatch, D hidden width.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from weftune.base.host.pinned import host_vectors
 from weftune.base.host.streamed import StreamedBase
 from weftune.plan.program.program import What
 from weftune.run.measure.waited import Waited
-from weftune.run.passes.rows import Visitor
+from weftune.run.passes.rows import StageVisit
 
 CHUNK_BYTES = 8 << 20
 
 
 class KeptActivations:
-    """What stages here are given stays on the device from their forward to their backward. What goes to a
-    stage of another worker waits here until it is sent."""
+    """Inputs of this worker's stages, kept on the device from forward to backward. Outputs for another
+    worker's stage wait here until they are sent."""
 
     def __init__(self, own: Collection[int]) -> None:
-        """`own` are the stages here."""
+        """`own` are this worker's stages."""
         self._own = frozenset(own)
-        self._here: dict[Visitor, Tensor] = {}
-        self._gradients: dict[Visitor, Tensor] = {}
-        self._outgoing: dict[tuple[Visitor, What], Tensor] = {}
+        self._here: dict[StageVisit, Tensor] = {}
+        self._gradients: dict[StageVisit, Tensor] = {}
+        self._outgoing: dict[tuple[StageVisit, What], Tensor] = {}
 
     @property
     def rows_here(self) -> int:
-        """On the device, of all stages."""
+        """Rows kept on the device, over all stages."""
         return sum(len(given_TD) for given_TD in self._here.values())
 
     @property
@@ -43,55 +43,56 @@ class KeptActivations:
         return not (self._here or self._gradients or self._outgoing)
 
     def reserve(self, rows: int) -> None:
-        """Have room for rounds of so many rows; nothing is in flight."""
+        """Allocate for rounds of so many rows; nothing is in flight."""
 
-    def give(self, to: Visitor, given_TD: Tensor, returns: bool = True) -> None:
-        """The stage before has made it; whether the microbatch comes back."""
+    def give(self, to: StageVisit, given_TD: Tensor, returns: bool = True) -> None:
+        """Store the output of the stage before; `returns`: whether the microbatch has a backward."""
         if to.stage in self._own:
             self._here[to] = given_TD
         else:
             self._outgoing[to, "activation"] = given_TD
 
-    def read(self, by: Visitor) -> Tensor:
-        """From here on the arithmetic may read it."""
+    def read(self, by: StageVisit) -> Tensor:
+        """The input, readable by compute."""
         return self._here[by]
 
-    def passed(self, by: Visitor) -> None:
-        """The stage has made its forward; its backward is still to come."""
+    def passed(self, by: StageVisit) -> None:
+        """The stage has done its forward; its backward is still to come."""
 
-    def bring(self, to: Visitor) -> None:
-        """The microbatch's next visit here, on its way back, is this one."""
+    def bring(self, to: StageVisit) -> None:
+        """Announce that this is the microbatch's next backward here."""
 
-    def drop(self, by: Visitor) -> None:
-        """The stage has made its backward, or the microbatch does not come back."""
+    def drop(self, by: StageVisit) -> None:
+        """Drop an input: the stage has done its backward, or the microbatch has none."""
         del self._here[by]
 
-    def give_gradient(self, to: Visitor, dh_TD: Tensor) -> None:
-        """The stage after hands it back."""
+    def give_gradient(self, to: StageVisit, dh_TD: Tensor) -> None:
+        """Store the gradient from the stage after."""
         if to.stage in self._own:
             self._gradients[to] = dh_TD
         else:
             self._outgoing[to, "gradient"] = dh_TD
 
-    def take_gradient(self, by: Visitor) -> Tensor:
+    def take_gradient(self, by: StageVisit) -> Tensor:
         return self._gradients.pop(by)
 
-    def take_outgoing(self, to: Visitor, what: What) -> Tensor | None:
-        """What is to be sent; None where it was never made."""
+    def take_outgoing(self, to: StageVisit, what: What) -> Tensor | None:
+        """The tensor to send; None where it was never computed."""
         return self._outgoing.pop((to, what), None)
 
     def forget(self) -> None:
-        """A round ends unfinished. What was made for others is still sent to them."""
+        """Drop an unfinished round. What was computed for other workers is still sent to them."""
         self._here.clear()
         self._gradients.clear()
 
 
 class OffloadedActivations:
-    """Inputs are on the device only around the visits that read them.
+    """Inputs that are on the device only around the visits that read them.
 
-    An input leaves as soon as it is made, so that the copy has a whole visit's time, and is given up when its
-    stage has made its forward. It is asked for again when its microbatch goes back through the stage behind,
-    a visit ahead of its use. The last stage of all turns round at once: its inputs are kept.
+    An input is copied to the host as soon as it is computed, so that the copy has a whole visit's time, and
+    is dropped from the device after its stage's forward. It is fetched when its microbatch goes backward
+    through the stage behind, one visit ahead of its use. At the last stage the backward follows at once: its
+    inputs are kept.
     """
 
     def __init__(self, base: StreamedBase, waited: Callable[[], Waited]) -> None:
@@ -100,8 +101,8 @@ class OffloadedActivations:
         self._offloaded = part.offloaded
         self.width, self._dtype, self._device = whole.shape.hidden, whole.dtype, whole.device
         self._copies = _GpuCopies(self._device, waited) if whole.device.type == "cuda" else _Copies(waited)
-        self._away: set[Visitor] = set()
-        """Inputs that have left, or are about to, and come back."""
+        self._away: set[StageVisit] = set()
+        """Inputs that have been offloaded, or are about to be, and come back."""
         self._rows: dict[int, slice] = {}
         """Microbatch → its rows on the host, the same for every stage."""
         self._host_GRD = torch.empty(0)
@@ -117,7 +118,7 @@ class OffloadedActivations:
 
     @property
     def reserved_rows(self) -> int:
-        """Of a round, on the host."""
+        """Rows of a round that the host has room for."""
         return self._host_GRD.shape[1]
 
     def reserve(self, rows: int) -> None:
@@ -126,14 +127,14 @@ class OffloadedActivations:
             self._make_room(rows)
 
     def _make_room(self, rows: int) -> None:
-        """In place of what there was: both need not find room at once."""
+        """Allocate anew; the old tensors are freed first, so both need not fit at once."""
         self._copies.finish()
         self._host_GRD = torch.empty(0)
         shape = (len(self._offloaded), rows, self.width)
         [room] = host_vectors([(math.prod(shape), self._dtype)], self._device)
         self._host_GRD = room.view(shape)
 
-    def give(self, to: Visitor, given_TD: Tensor, returns: bool = True) -> None:
+    def give(self, to: StageVisit, given_TD: Tensor, returns: bool = True) -> None:
         self._kept.give(to, given_TD)
         if returns and to.stage in self._offloaded:
             self._away.add(to)
@@ -146,36 +147,36 @@ class OffloadedActivations:
             assert start + count <= self.reserved_rows, "the round has more rows than were reserved"
             self._rows[microbatch] = slice(start, start + count)
 
-    def _place_TD(self, of: Visitor) -> Tensor:
-        """On the host."""
+    def _place_TD(self, of: StageVisit) -> Tensor:
+        """An input's rows in host memory."""
         return self._host_GRD[self._offloaded.index(of.stage), self._rows[of.microbatch]]
 
-    def read(self, by: Visitor) -> Tensor:
+    def read(self, by: StageVisit) -> Tensor:
         self._copies.await_coming(by)
         return self._kept.read(by)
 
-    def passed(self, by: Visitor) -> None:
+    def passed(self, by: StageVisit) -> None:
         if by in self._away:
             self._copies.await_gone(by)
             self._kept.drop(by)
 
-    def bring(self, to: Visitor) -> None:
+    def bring(self, to: StageVisit) -> None:
         if to in self._away:
             self._away.remove(to)
             self._kept.give(to, self._copies.come(to, self._place_TD(to)))
 
-    def drop(self, by: Visitor) -> None:
+    def drop(self, by: StageVisit) -> None:
         self._kept.drop(by)
         if self._offloaded and by.stage == self._offloaded[0]:
             self._rows.pop(by.microbatch, None)
 
-    def give_gradient(self, to: Visitor, dh_TD: Tensor) -> None:
+    def give_gradient(self, to: StageVisit, dh_TD: Tensor) -> None:
         self._kept.give_gradient(to, dh_TD)
 
-    def take_gradient(self, by: Visitor) -> Tensor:
+    def take_gradient(self, by: StageVisit) -> Tensor:
         return self._kept.take_gradient(by)
 
-    def take_outgoing(self, to: Visitor, what: What) -> Tensor | None:
+    def take_outgoing(self, to: StageVisit, what: What) -> Tensor | None:
         return self._kept.take_outgoing(to, what)
 
     def forget(self) -> None:
@@ -186,72 +187,72 @@ class OffloadedActivations:
 
 
 class _Copies:
-    """On a pretended device every copy is made at once, and waited for."""
+    """Copies for a CPU that plays the device: each is made at once."""
 
     def __init__(self, waited: Callable[[], Waited]) -> None:
         self._waited = waited
 
-    def leave(self, visitor: Visitor, given_TD: Tensor, host_TD: Tensor) -> None:
+    def leave(self, visit: StageVisit, given_TD: Tensor, host_TD: Tensor) -> None:
         began = time.perf_counter()
         host_TD.copy_(given_TD)
         self._waited().seconds += time.perf_counter() - began
 
-    def await_gone(self, visitor: Visitor) -> None:
-        """From here on what is on the device may be given up."""
+    def await_gone(self, visit: StageVisit) -> None:
+        """Wait until the device's tensor may be freed."""
 
-    def come(self, visitor: Visitor, host_TD: Tensor) -> Tensor:
+    def come(self, visit: StageVisit, host_TD: Tensor) -> Tensor:
         began = time.perf_counter()
         here_TD = host_TD.clone()
         self._waited().seconds += time.perf_counter() - began
         self._waited().copied_bytes += host_TD.nbytes
         return here_TD
 
-    def await_coming(self, visitor: Visitor) -> None:
-        """From here on what has come may be read."""
+    def await_coming(self, visit: StageVisit) -> None:
+        """Wait until the copy may be read."""
 
     def finish(self) -> None:
-        """Nothing that is asked for from here on overtakes a copy."""
+        """Work asked for from here on comes after all copies."""
 
 
 class _GpuCopies:
-    """Streams of their own: in the queue of the Loads an input would wait for stages that are needed only
-    after it, and in that of the Evicts it would hold up a slot. Beside a stage an input is small.
+    """Copies on streams of their own: behind the Loads an input would wait for stages that are needed only
+    later, and behind the Evicts it would hold up a slot. An input is small compared to a stage.
 
-    Tensors are taken and given up on the stream of the arithmetic, which has then waited for their copy: so
-    what is on the device at once follows from the Program, not from how far the host runs ahead.
+    Tensors are allocated and freed on the compute stream, after it has waited for their copy. So what is on
+    the device at once follows from the Program, not from how far the host runs ahead.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], Waited]) -> None:
         self._waited = waited
         self._device = device
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._gone: dict[Visitor, torch.cuda.Event] = {}
-        self._there: dict[Visitor, torch.cuda.Event] = {}
+        self._gone: dict[StageVisit, torch.cuda.Event] = {}
+        self._there: dict[StageVisit, torch.cuda.Event] = {}
 
-    def leave(self, visitor: Visitor, given_TD: Tensor, host_TD: Tensor) -> None:
+    def leave(self, visit: StageVisit, given_TD: Tensor, host_TD: Tensor) -> None:
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
             # In chunks, between which what goes back of Steps finds its turn.
             rows = max(1, CHUNK_BYTES // given_TD[:1].nbytes)
             for given, host in zip(given_TD.split(rows), host_TD.split(rows), strict=True):
                 host.copy_(given, non_blocking=True)
-            self._gone[visitor] = _marked()
+            self._gone[visit] = _marked()
 
-    def await_gone(self, visitor: Visitor) -> None:
-        self._await(self._gone.pop(visitor))
+    def await_gone(self, visit: StageVisit) -> None:
+        self._await(self._gone.pop(visit))
 
-    def come(self, visitor: Visitor, host_TD: Tensor) -> Tensor:
+    def come(self, visit: StageVisit, host_TD: Tensor) -> Tensor:
         here_TD = torch.empty_like(host_TD, device=self._device)
         # Its memory may have been another tensor's, which the arithmetic has yet to read.
         self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             here_TD.copy_(host_TD, non_blocking=True)
-            self._there[visitor] = _marked()
+            self._there[visit] = _marked()
         self._waited().copied_bytes += host_TD.nbytes
         return here_TD
 
-    def await_coming(self, visitor: Visitor) -> None:
-        if (there := self._there.pop(visitor, None)) is not None:
+    def await_coming(self, visit: StageVisit) -> None:
+        if (there := self._there.pop(visit, None)) is not None:
             self._await(there)
 
     def _await(self, copied: torch.cuda.Event) -> None:
@@ -266,7 +267,7 @@ class _GpuCopies:
 
 
 def _marked() -> torch.cuda.Event:
-    """When the current stream comes here."""
+    """An event at the current point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -1,11 +1,11 @@
-"""Steps of adapters that live in host memory: gradient, master and moments come to the device in pieces, are
-updated there and go back, those of a stage before its first pass in the next round.
+"""Steps of adapters that live in host memory. Gradient, master weights and moments come to the device in
+pieces, are updated there and go back; those of a stage before its first pass in the next round.
 
 Steps of a stage are asked for ahead of its passes, which wait for them and for nothing that was asked for
-later. Pieces of several jobs are updated together: asked for one by one, they keep the host longer than the
-device.
+later. Pieces of several jobs are updated together: launched one by one, they would take more of the host's
+time than of the device's.
 
-Nobody but the device writes a job's state between `begin` and the end of its last piece.
+Only the device writes a job's state between `begin` and the end of its last piece.
 
 Shapes: J jobs.
 """
@@ -23,9 +23,9 @@ from torch import Tensor
 from weftune.ops.adamw import AdamState, Update, update
 from weftune.ops.triton.at_hand import kernels_run
 from weftune.plan.cost.ring import PIECE, PIECES
-from weftune.run.stream.adapters import OUTSIDE, Pair, StagePart, Travel
+from weftune.run.stream.adapters import OUTSIDE, AdapterPlaces, Pair, StagePart
 from weftune.run.stream.buffers import Buffer, PieceLanes, bring, copy, give_back
-from weftune.run.stream.weights import Gone
+from weftune.run.stream.weights import JointEvent
 from weftune.run.training.steps import Due, Outcome, StepsBegun, factors, open_sums, open_tokens
 
 ALIGNMENT = 64
@@ -33,20 +33,20 @@ ALIGNMENT = 64
 at multiples of whatever a processor takes at a time, pieces get the bits of the whole."""
 
 Make = Callable[[Sequence[Update], Tensor | None], Tensor]
-"""Makes updates, with factors that are on the device; which jobs' weights are finite after it, bool [J]."""
+"""Applies updates with factors that are on the device; returns which jobs' weights are finite, bool [J]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Parameters of a part that are updated at a time."""
+    """Parameters of a part that are updated together."""
 
     inside: StagePart
     whole: StagePart
-    """The same and what lies between it and the next multiples: computed with, but not kept."""
+    """The same, extended to the next multiples: computed with, but not kept."""
 
     @property
     def kept(self) -> StagePart:
-        """What is inside, counted from the first of the whole."""
+        """The kept range, relative to the start of the whole."""
         first = self.whole.start
         return StagePart(self.inside.start - first, self.inside.stop - first)
 
@@ -59,39 +59,39 @@ class _Run:
     updates: tuple[Update, ...]
     tokens: tuple[int, ...]
     sums_J3: Tensor
-    """Loss, hits and norm."""
+    """Loss, correct predictions and norm."""
     factor_J: Tensor | None
-    """Where kernels make the updates; else the updates know theirs."""
-    gone: Gone
-    """When all gradients are on the host."""
+    """Factors on the device where kernels make the updates; otherwise each update has its own."""
+    gone: JointEvent
+    """Done when all gradients are on the host."""
     finite: tuple[list[Tensor], ...]
-    """For each job, whether the weights of its pieces are."""
+    """For each job, whether the weights of its pieces are finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Left:
-    """What is left of a job's Step in one stage."""
+    """The unfinished part of a job's Step in one stage."""
 
     run: _Run
     number: int
-    """Of the job in the run."""
+    """The job's index in the run."""
     part: StagePart
     pieces: list[Piece]
 
     @property
     def factor(self) -> Tensor | None:
-        """Where the device has it."""
+        """The factor on the device."""
         return None if self.run.factor_J is None else self.run.factor_J[self.number]
 
     @property
     def refused(self) -> bool:
-        """Whether the host knows that no step can be made; where it does not, the device will."""
+        """Whether the host already knows that the step is refused; otherwise the device decides."""
         return self.run.factor_J is None and self.run.updates[self.number].factor < 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Seated:
-    """A piece with its place in a buffer."""
+    """A piece and its place in a buffer."""
 
     pair: Pair
     left: _Left
@@ -100,7 +100,7 @@ class _Seated:
 
     @property
     def update(self) -> Update:
-        """With the state that is on the host."""
+        """The update of this piece, with the state that is on the host."""
         return self.left.run.updates[self.left.number]
 
     @property
@@ -109,10 +109,10 @@ class _Seated:
 
 
 @dataclass(slots=True)
-class TravelBegun:
-    """Steps whose outcomes will be read together."""
+class TravellingStepsBegun:
+    """Steps whose outcomes are read together."""
 
-    steps: TravelSteps
+    steps: TravellingSteps
     runs: list[_Run] = field(default_factory=list)
     used: bool = False
     """Whether one of the jobs has been in a pass since."""
@@ -126,26 +126,27 @@ class TravelBegun:
         return {one.training.job for one in self.due}
 
     def outcomes(self) -> list[Outcome]:
-        """All of them must have been made."""
+        """The outcomes; all Steps must have been made."""
         return [outcome for run in self.runs for outcome in self.steps.outcomes(run)]
 
 
-class TravelSteps:
-    def __init__(self, travel: Travel, make: Make = update) -> None:
+class TravellingSteps:
+    def __init__(self, travel: AdapterPlaces, make: Make = update) -> None:
         self.travel, self._make_update = travel, make
         self._left: dict[Pair, _Left] = {}
         self._buffers: list[Buffer] = []
         self._turn = 0
         self._lanes = PieceLanes.on(travel.device) if travel.device.type == "cuda" else None
         self._there: dict[Pair, torch.cuda.Event] = {}
-        """When the weights that were last asked for are made; until a pass has waited for it."""
+        """Done when the weights that were last asked for are updated; None once a pass has waited for it."""
         self._sent: torch.cuda.Event | None = None
-        """When the last gradients have left that were sent; until the passes' stream has waited for it."""
+        """Done when the last gradients have been copied to the host; None once the compute stream has waited
+        for it."""
         self._home: dict[int, torch.cuda.Event] = {}
-        """Stage → when its last piece has gone back."""
+        """Stage → done when its last piece is back on the host."""
 
     def fit(self, job: str) -> None:
-        """Have buffers for the pieces of a job that has come aboard, beside those of the others."""
+        """Allocate buffers for the pieces of a job that has come aboard, beside those of the others."""
         wanted = min(PIECE, max(self._stage_sizes(), default=0))
         if self._buffers and wanted <= len(self._buffers[0].state.master):
             return
@@ -158,7 +159,7 @@ class TravelSteps:
             self._buffers.append(Buffer(AdamState(*here)))
 
     def _stage_sizes(self) -> Iterable[int]:
-        """What all jobs' pieces of a stage would take beside each other."""
+        """Sizes of all jobs' pieces of a stage side by side."""
         sizes: Counter[int] = Counter()
         for traveller in self.travel.travellers.values():
             for stage, part in traveller.by_stage.items():
@@ -169,7 +170,7 @@ class TravelSteps:
     # -- asked for ---------------------------------------------------------------------------------------
 
     def send(self, stage: int) -> None:
-        """Have the gradients leave that were made where a stage stays, beside the passes of others."""
+        """Copy gradients of a resident stage to the host, beside the passes of other stages."""
         self.travel.measure(stage)
         if self._lanes is None:
             self.travel.send(stage)
@@ -180,15 +181,17 @@ class TravelSteps:
             self._sent = self._lanes.down.record_event()
 
     def wait_sent(self) -> None:
-        """From here on the current stream may write where they were."""
+        """Make the current stream wait until the gradients' tensors may be overwritten."""
         if self._sent is not None:
             torch.cuda.current_stream().wait_event(self._sent)
             self._sent = None
 
-    def begin(self, begun: TravelBegun, due: Sequence[Due], norm_J: Tensor, gone: Callable[[], Gone]) -> None:
-        """Close the open batches: their Steps are to be made, with gradients of these norms. The gradients
-        have been sent to the host; `gone` tells when they, and all else that the device was asked for until
-        then, will be there."""
+    def begin(
+        self, begun: TravellingStepsBegun, due: Sequence[Due], norm_J: Tensor, gone: Callable[[], JointEvent]
+    ) -> None:
+        """Close the open batches and register their Steps, with gradients of these norms. The gradients have
+        been sent to the host; `gone` is done when they, and everything else asked for until then, have
+        arrived."""
         trainings = [one.training for one in due]
         tokens = tuple(open_tokens(training) for training in trainings)
         sums_J2 = open_sums(trainings)
@@ -216,15 +219,16 @@ class TravelSteps:
                     self._left[training.job, stage] = _Left(run, number, part, found)
 
     def unfinished(self, job: str, stage: int) -> bool:
-        """Whether the job's weights of that stage have yet to be made."""
+        """Whether the job's weights of that stage are still to be updated."""
         return (job, stage) in self._left
 
     def left(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
-        """What of these jobs' Steps has yet to be made before a pass over the stage."""
+        """The unfinished Steps of these jobs that a pass over the stage depends on."""
         return [pair for pair in self._pairs(stage, jobs) if pair in self._left]
 
     def _pairs(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
-        """What passes of these jobs over the stage read; at both ends also what is outside all layers."""
+        """The parts that passes of these jobs over the stage read; at both ends also those outside all
+        layers."""
         last = len(self.travel.part.stages) - 1
         stages = (stage, OUTSIDE) if stage in (0, last) else (stage,)
         return [(job, one) for job in jobs for one in stages]
@@ -234,9 +238,9 @@ class TravelSteps:
 
     # -- made --------------------------------------------------------------------------------------------
 
-    def ask(self, pairs: Iterable[Pair], writable: Gone) -> None:
-        """Have these made beside whatever else the device does; their weights go to the host and, once they
-        are writable, to the places where their stages are. Whoever reads them there waits by `use`."""
+    def ask(self, pairs: Iterable[Pair], writable: JointEvent) -> None:
+        """Start these updates beside whatever else the device does. New weights go to the host and, once
+        `writable`, to where their stages are. Readers wait with `use`."""
         with self._made():
             _wait_for(writable)
         for seated in self._seated(pairs):
@@ -247,11 +251,11 @@ class TravelSteps:
                     del self._left[one.pair]
 
     def asked(self, stage: int, jobs: Iterable[str]) -> list[Pair]:
-        """What was asked for, and no pass of these jobs over the stage has waited for yet."""
+        """Updates that were started and that no pass of these jobs over the stage has waited for yet."""
         return [pair for pair in self._pairs(stage, jobs) if pair in self._there]
 
     def use(self, pairs: Iterable[Pair]) -> None:
-        """From here on the current stream may read what was asked for of these where their stages are."""
+        """Make the current stream wait for the updates that were started of these."""
         for there in dict.fromkeys(self._there.pop(pair) for pair in pairs):
             torch.cuda.current_stream().wait_event(there)
 
@@ -265,18 +269,18 @@ class TravelSteps:
         return begun.outcomes()
 
     def wait(self) -> None:
-        """Until all that was asked for is made and on the host."""
+        """Wait until everything that was started is finished and on the host."""
         for home in self._home.values():
             home.synchronize()
         self._there.clear()
 
     def wait_here(self, stage: int) -> None:
-        """Have the current stream read on the host what was asked for of the stage once it is there."""
+        """Make the current stream wait until the stage's updates are on the host."""
         if (home := self._home.get(stage)) is not None:
             torch.cuda.current_stream().wait_event(home)
 
     def _seated(self, pairs: Iterable[Pair]) -> Iterator[list[_Seated]]:
-        """The pieces of all pairs, by the buffer."""
+        """The pieces of all pairs, buffer by buffer."""
         room = len(self._buffers[0].state.master) if self._buffers else 0
         seated: list[_Seated] = []
         for pair in pairs:
@@ -308,7 +312,7 @@ class TravelSteps:
             give_back(made, [one.update.state.within(*one.piece.inside) for one in seated])
 
     def _update(self, buffer: Buffer, seated: Sequence[_Seated], here: Sequence[AdamState]) -> None:
-        """What has come of these pieces; their new weights also go where their stages are."""
+        """Update the pieces in the buffer; new weights also go to where their stages are."""
         factor_J = _factors(seated)
         if factor_J is not None:
             # Where the device finds that no step can be made, those of the buffer's last jobs would go back.
@@ -331,7 +335,7 @@ class TravelSteps:
 
     @contextmanager
     def _coming(self, buffer: Buffer) -> Iterator[None]:
-        """On the stream of what comes, once the buffer is free; updates asked for later wait for it."""
+        """On the incoming stream, once the buffer is free; later updates wait for it."""
         if self._lanes is None:
             yield
             return
@@ -342,12 +346,12 @@ class TravelSteps:
         self._lanes.make.wait_stream(self._lanes.up)
 
     def _made(self) -> AbstractContextManager[object]:
-        """On the stream of the updates."""
+        """On the stream of updates."""
         return nullcontext() if self._lanes is None else torch.cuda.stream(self._lanes.make)
 
     @contextmanager
     def _leaving(self, buffer: Buffer, stages: Iterable[int]) -> Iterator[None]:
-        """On the stream of what goes back, of these stages; the buffer is free when it has."""
+        """On the outgoing stream of these stages; the buffer is free afterwards."""
         if self._lanes is None:
             yield
             return
@@ -358,13 +362,13 @@ class TravelSteps:
         self._home |= dict.fromkeys(stages, buffer.free)
 
 
-def _wait_for(gone: Gone) -> None:
+def _wait_for(gone: JointEvent) -> None:
     for event in gone.events:
         torch.cuda.current_stream().wait_event(event)
 
 
 def pieces(part: StagePart, size: int) -> Iterator[Piece]:
-    """Of a part of a vector of so many parameters."""
+    """The pieces of a part of a vector with this many parameters."""
     first = part.start - part.start % ALIGNMENT
     for at in range(first, part.stop if part.size else first, PIECE):
         inside = StagePart(max(at, part.start), min(at + PIECE, part.stop))
@@ -377,7 +381,7 @@ def _aligned(count: int) -> int:
 
 
 def _factors(seated: Sequence[_Seated]) -> Tensor | None:
-    """Of the pieces' jobs, where the device has them."""
+    """The factors of the pieces' jobs on the device."""
     found = [one.left.factor for one in seated]
     known = [factor for factor in found if factor is not None]
     return torch.stack(known) if known else None

@@ -1,8 +1,8 @@
 """Adapters that live in host memory and travel with their stage.
 
-On the device a job has, for every place that a stage can be in, room for the stage's part of its weights and
-of its gradient. The weights come with the stage, the gradient leaves when the stage does or a Step wants it;
-masters and moments come only for their Steps (`adapter_steps.py`).
+On the device a job has, for every place that a stage can be in, room for that stage's part of its weights and
+of its gradient. Weights arrive with the stage; the gradient leaves with the stage or when a Step needs it.
+Master weights and moments come only for their Steps (`adapter_steps.py`).
 
 Shapes: J jobs.
 """
@@ -30,7 +30,7 @@ ENDS: Place = ("ends", 0)
 Pair = tuple[str, int]
 """A job, and a stage in which it has parameters."""
 OUTSIDE = -1
-"""In the place of a stage's number: sites before the first layer or behind the last, which stay."""
+"""Stands for a stage's number: sites before the first layer or after the last one, which stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class StagePart:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[int]:
-        """Both ends, to be handed on."""
+        """Start and stop, for unpacking."""
         return iter((self.start, self.stop))
 
 
 @dataclass(frozen=True, slots=True)
-class Traveller:
-    """One job: its parts by place and stage, and its room on the device."""
+class TravellingAdapter:
+    """One job's travelling adapter: its parts by place and stage, and its room on the device."""
 
     training: Training
     parts: Mapping[Place, Mapping[int, StagePart]]
@@ -63,7 +63,8 @@ class Traveller:
         return {stage: part for parts in self.parts.values() for stage, part in parts.items()}
 
     def parameters(self) -> tuple[Parameters, Parameters]:
-        """What passes read and what they add to, in the rooms of the places that the stages come to."""
+        """The parameters that passes read and the gradients that they add to, in the rooms of the stages'
+        places."""
         return self._views(self.weights), self._views(self.gradient)
 
     def _views(self, rooms: Mapping[Place, Tensor]) -> dict[tuple[str, str], Tensor]:
@@ -84,15 +85,15 @@ class Traveller:
         return found
 
 
-class Travel:
-    """All travellers, and which stage is in which place."""
+class AdapterPlaces:
+    """All travelling adapters, and which stage is in which place."""
 
     def __init__(self, part: OnWorker, device: torch.device, dtype: torch.dtype) -> None:
         self.part = part
         self.device, self.dtype = device, dtype
-        self.travellers: dict[str, Traveller] = {}
+        self.travellers: dict[str, TravellingAdapter] = {}
         self._made: set[Pair] = set()
-        """Whose gradient of which stage is on the device only."""
+        """Job and stage of gradients that are on the device only."""
         self._squares: dict[str, list[Tensor]] = {}
         """Job → sums of squares of the parts of its gradient that have left the device."""
         self._in: dict[Place, int] = {ENDS: OUTSIDE}
@@ -100,15 +101,15 @@ class Travel:
             if part.stages[number].resident:
                 self._in["stage", number] = number
 
-    def board(self, training: Training) -> Traveller:
-        """Room on the device for a job, filled for the stages that are there."""
+    def board(self, training: Training) -> TravellingAdapter:
+        """Allocate a job's room on the device, filled for the stages that are there."""
         parts: dict[Place, dict[int, StagePart]] = {}
         for stage, part in _parts(training.layout, self.part):
             parts.setdefault(self._place(stage), {})[stage] = part
         rooms = {place: max(part.size for part in held.values()) for place, held in parts.items()}
         training.state = _on_the_host(training.state, self.device)
         dtype = training.gradient.dtype
-        traveller = Traveller(
+        traveller = TravellingAdapter(
             training,
             parts,
             {place: torch.zeros(n, dtype=self.dtype, device=self.device) for place, n in rooms.items()},
@@ -127,47 +128,47 @@ class Travel:
     # -- with a stage ------------------------------------------------------------------------------------
 
     def come(self, stage: int, unfinished: Callable[[str, int], bool]) -> None:
-        """A stage comes to its place: so do the weights there of everybody for whom they are finished."""
+        """A stage is loaded into its place, with the weights of every job whose Steps there are finished."""
         self._in[self._place(stage)] = stage
         self.bring((job, stage) for job in self.travellers if not unfinished(job, stage))
 
     def measure(self, stage: int) -> None:
-        """Sum up the gradients that were made in the place of a stage which is about to go."""
+        """Sum the squares of gradients in the place of a stage that is about to be evicted."""
         self._measure((traveller, self._place(stage)) for traveller in self.travellers.values())
 
     def go(self, stage: int) -> None:
-        """A stage leaves its place: so do the gradients that were made there."""
+        """A stage is evicted from its place, with the gradients that were computed there."""
         self.send(stage)
         del self._in[self._place(stage)]
 
     def send(self, stage: int) -> None:
-        """Only the gradients that were made where a stage is."""
+        """Copy to the host only the gradients of a stage."""
         assert self.there(stage), f"stage {stage} is not in its place"
         place = self._place(stage)
         self._take((traveller, place) for traveller in self.travellers.values())
 
     def note_backward(self, stage: int, jobs: Iterable[str]) -> None:
-        """Gradients of these jobs were added to in the place of that stage."""
+        """Note that gradients of these jobs were added to in the place of that stage."""
         for job in jobs:
             self._made.add((job, stage))
             if stage in (0, len(self.part.stages) - 1):
                 self._made.add((job, OUTSIDE))
 
     def there(self, stage: int) -> bool:
-        """Whether the stage is in its place, or will be when what the device was asked for is done."""
+        """Whether the stage is in its place, or will be once the device has done what it was asked for."""
         return self._in.get(self._place(stage)) == stage
 
     # -- for a Step --------------------------------------------------------------------------------------
 
     def take_gradients(self, jobs: Iterable[str]) -> None:
-        """Send what the places hold to the host."""
+        """Copy the gradients in all places to the host."""
         places = [(self.travellers[job], place) for job in jobs for place in self._in]
         self._measure(places)
         self._take(places)
 
     def gradient_norms(self, jobs: Sequence[str]) -> Tensor:
-        """Of gradients that were all sent to the host, in float64 [J]. Where kernels can, the device has
-        summed them up before they left."""
+        """Norms of gradients that are all on the host, in float64 [J]. Where kernels can, the device has
+        summed the squares before they left."""
         states = [self.travellers[job].training.state for job in jobs]
         if not kernels_run(self.device, states[0].gradient.dtype):
             self.wait()
@@ -179,30 +180,30 @@ class Travel:
         return torch.stack(squares).sqrt()
 
     def room(self, job: str, stage: int) -> Tensor | None:
-        """For the job's weights of a stage on the device; None while it is not there."""
+        """The room for the job's weights of a stage on the device; None while the stage is not there."""
         if not self.there(stage):
             return None
         traveller, place = self.travellers[job], self._place(stage)
         return traveller.weights[place][: traveller.parts[place][stage].size]
 
     def bring_weights(self, jobs: Iterable[str]) -> None:
-        """To every place that holds a stage."""
+        """Copy these jobs' weights to every place that holds a stage."""
         self.bring((job, stage) for job in jobs for stage in self._in.values())
 
     def bring(self, pairs: Iterable[Pair]) -> None:
-        """Weights, from the host to the places where their stages are."""
+        """Copy weights from the host to the places where their stages are."""
         for job, stage in pairs:
             self._bring(self.travellers[job], stage)
 
     def forget(self, jobs: Iterable[str]) -> None:
-        """Drop gradients in the making."""
+        """Drop unfinished gradients."""
         for job in jobs:
             for room in self.travellers[job].gradient.values():
                 room.zero_()
             self._squares[job] = []
             self._made = {(other, stage) for other, stage in self._made if other != job}
 
-    def _bring(self, traveller: Traveller, stage: int) -> None:
+    def _bring(self, traveller: TravellingAdapter, stage: int) -> None:
         place = self._place(stage)
         assert self.there(stage), f"stage {stage} is not in its place"
         if (part := traveller.parts.get(place, {}).get(stage)) is not None:
@@ -210,9 +211,9 @@ class Travel:
             traveller.weights[place][: part.size].copy_(host, non_blocking=True)
 
     def _made_in(
-        self, places: Iterable[tuple[Traveller, Place]]
-    ) -> list[tuple[Traveller, StagePart, Tensor]]:
-        """Of these, where there is a gradient: whose, which part of it, and its room."""
+        self, places: Iterable[tuple[TravellingAdapter, Place]]
+    ) -> list[tuple[TravellingAdapter, StagePart, Tensor]]:
+        """Of these places, those with a gradient: the adapter, its part and its room."""
         found = []
         for traveller, place in places:
             stage = self._in[place]
@@ -221,15 +222,15 @@ class Travel:
                 found.append((traveller, part, traveller.gradient[place][: part.size]))
         return found
 
-    def _measure(self, places: Iterable[tuple[Traveller, Place]]) -> None:
+    def _measure(self, places: Iterable[tuple[TravellingAdapter, Place]]) -> None:
         made = self._made_in(places)
         if made and kernels_at_hand(made[0][2]):
             squares_J = square_sums([room for _, _, room in made])
             for (traveller, _, _), squares in zip(made, squares_J, strict=True):
                 self._squares[traveller.training.job].append(squares)
 
-    def _take(self, places: Iterable[tuple[Traveller, Place]]) -> None:
-        """A stage is gone back through once a round, so that what leaves is all there is."""
+    def _take(self, places: Iterable[tuple[TravellingAdapter, Place]]) -> None:
+        """Copy gradients to the host. A stage has one backward a round, so this is the whole gradient."""
         places = list(places)
         for traveller, part, room in self._made_in(places):
             traveller.training.gradient[part.start : part.stop].copy_(room, non_blocking=True)
@@ -237,7 +238,7 @@ class Travel:
         self._made -= {(traveller.training.job, self._in[place]) for traveller, place in places}
 
     def wait(self) -> None:
-        """Until the device has done what it was asked for."""
+        """Wait until the device has done what it was asked for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -248,14 +249,14 @@ class Travel:
 
 
 def _on_the_host(state: AdamState, device: torch.device) -> AdamState:
-    """The same in host memory that the device reads and writes by itself."""
+    """A copy in page-locked host memory, which the device reads and writes by itself."""
     vectors = [getattr(state, one.name) for one in fields(state)]
     found = host_vectors([(len(vector), vector.dtype) for vector in vectors], device)
     return AdamState(*(here.copy_(vector) for here, vector in zip(found, vectors, strict=True)))
 
 
 def _parts(layout: VectorLayout, part: OnWorker) -> Iterator[tuple[int, StagePart]]:
-    """Stage → its part; a flat vector holds the sites in the order of the layers."""
+    """Stage → its part of the flat vector, which holds the sites in the order of layers."""
     homes = [stage for stage, held in enumerate(part.stages) for _ in range(held.start, held.stop)]
     found: dict[int, StagePart] = {}
     at = 0

@@ -1,4 +1,4 @@
-"""What pieces of Steps pass through on the device: buffers, and streams of a GPU to come and go on."""
+"""Buffers that pieces of Steps pass through on the device, and the GPU streams that copy them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from weftune.ops.adamw import AdamState
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Pieces on the device."""
+    """Pieces of Steps on the device."""
 
     state: AdamState
     free: torch.cuda.Event | None = None
-    """When what it held last has gone back."""
+    """Done when its last content is back on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class PieceLanes:
-    """Streams of a GPU, beside that of the passes.
+    """Streams of a GPU beside the compute stream.
 
-    Updates have one of their own: a frozen product takes every multiprocessor, so that an update waits for
-    its end, and what comes next must not wait with it.
+    Updates have a stream of their own: a matrix product takes every multiprocessor, so an update waits for
+    its end, and the next copies must not wait with it.
     """
 
     up: torch.cuda.Stream
-    """What comes."""
+    """Copies to the device."""
     make: torch.cuda.Stream
-    """Updates of what has come."""
+    """Updates of pieces that have arrived."""
     down: torch.cuda.Stream
-    """What goes back."""
+    """Copies back to the host."""
 
     @classmethod
     def on(cls, device: torch.device) -> PieceLanes:
@@ -43,17 +43,17 @@ class PieceLanes:
 
 
 def bring(host: Sequence[AdamState], here: Sequence[AdamState]) -> None:
-    """Everything but the weights, which will be made."""
+    """Copy everything to the device but the weights, which will be computed."""
     copy([vector for one in here for vector in _coming(one)], [v for one in host for v in _coming(one)])
 
 
 def give_back(here: Sequence[AdamState], host: Sequence[AdamState]) -> None:
-    """Everything but the gradient, which nobody needs any longer."""
+    """Copy everything back but the gradient, which is no longer needed."""
     copy([vector for one in host for vector in _going(one)], [v for one in here for v in _going(one)])
 
 
 def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """All at once: one by one, Python takes longer to ask for small ones than a link to move them."""
+    """Copy all at once: one by one, Python takes longer to launch small copies than the link to make them."""
     torch._foreach_copy_(targets, sources, non_blocking=True)
 
 

@@ -1,5 +1,5 @@
-"""Adapters that live in host memory: their weights come with the stages, their gradients leave with them, and
-Steps are made piece by piece before the passes that need them.
+"""Adapters that live in host memory. Weights come with their stage, gradients leave with it, and Steps are
+made piece by piece before the passes that need them.
 
 Shapes: J jobs.
 """
@@ -17,27 +17,27 @@ import torch
 from weftune.ops.adamw import update
 from weftune.run.measure.timers import Stopwatch
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.stream.adapter_steps import Make, TravelBegun, TravelSteps
-from weftune.run.stream.adapters import Travel
+from weftune.run.stream.adapter_steps import Make, TravellingSteps, TravellingStepsBegun
+from weftune.run.stream.adapters import AdapterPlaces
 from weftune.run.stream.weights import StreamedWeights
 from weftune.run.training.roster import Roster
 from weftune.run.training.state import Training
-from weftune.run.training.steps import Due, NoStep, Outcome, Sums, Underway, open_sums
+from weftune.run.training.steps import Due, NoStep, Outcome, StepsUnderway, Sums, open_sums
 
 
 class TravellingAdapters:
     def __init__(
         self, adapted: AdaptedBase, roster: Roster, weights: StreamedWeights, make: Make = update
     ) -> None:
-        """`make` makes the updates."""
+        """`make` applies the updates."""
         self._adapted, self._roster, self._weights = adapted, roster, weights
         base = adapted.base
         self._part = weights.base.part
-        self.travel = Travel(self._part, base.device, base.dtype)
-        self.steps = TravelSteps(self.travel, make)
+        self.travel = AdapterPlaces(self._part, base.device, base.dtype)
+        self.steps = TravellingSteps(self.travel, make)
         self.home = torch.device("cpu")
         self._returning: int | None = None
-        """The stage that a round was last at on its way back, while it is in its place."""
+        """The stage of the latest backward of a round, while it is in its place."""
         self._underway: _Travelling | None = None
         weights.accompany(self._come, self._go)
 
@@ -80,7 +80,7 @@ class TravellingAdapters:
     # -- passes ------------------------------------------------------------------------------------------
 
     def use(self, stage: int, jobs: Collection[str], returning: bool) -> None:
-        """What is left of these jobs' Steps there is made first."""
+        """Unfinished Steps of these jobs in the stage are made first."""
         if self._underway is not None:
             self._underway.begun.used |= not self._underway.begun.jobs.isdisjoint(jobs)
         left = self.steps.left(stage, jobs)
@@ -94,16 +94,17 @@ class TravellingAdapters:
             self._returning = None
 
     def _return(self, stage: int) -> None:
-        """A round has come to this stage on its way back. The one behind it is through: if it stays, so that
-        no Evict sends its gradients, they leave now; else they would all be waited for at the Step."""
+        """The backward of a round has reached this stage. The stage behind it is finished: if it is resident,
+        so that no Evict sends its gradients, they are copied now; otherwise the Step would wait for all of
+        them."""
         if self._returning is not None and self._returning != stage:
             self.steps.send(self._returning)
         self._returning = stage
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
-        """What is left of Steps of this stage and of the next here comes while this one is at work: those of
-        everybody, since no pass has read there since, and these jobs' own first. The next stage has to wait
-        if it is not in its place yet."""
+        """Start unfinished Steps of this stage and of the next one here while this one computes: of all jobs,
+        since no pass has read there since, and of these jobs first. The next stage is skipped if it is not in
+        its place yet."""
         everybody = dict.fromkeys((*jobs, *self._roster.trainings))
         at = self._part.own.index(stage)
         for one in self._part.own[at : at + 2]:
@@ -121,7 +122,7 @@ class TravellingAdapters:
         self._returning = None
 
     def _come(self, stage: int) -> None:
-        """Beside a stage."""
+        """A stage is loaded."""
         self.steps.wait_here(stage)
         self.travel.come(stage, self.steps.unfinished)
 
@@ -132,18 +133,18 @@ class TravellingAdapters:
 
     @property
     def heard_first(self) -> bool:
-        """Only of jobs that have been in a pass since: what came of those is known by then."""
+        """Only for jobs that have been in a pass since: their outcomes are known by then."""
         return self._underway is not None and self._underway.begun.used
 
     def heard_before(self, stage: int) -> bool:
-        """An evaluation need not wait for all Steps; but whom a Step has failed has no loss."""
+        """An evaluation need not wait for all Steps; but a job whose Step failed has no loss."""
         return stage + 1 == len(self._part.stages)
 
-    def step(self, due: Sequence[Due]) -> Underway:
-        """Steps are only noted: what a pass of the next round needs of them is made before it, beside the
-        stage before. Those that nobody has heard of yet are heard of together."""
+    def step(self, due: Sequence[Due]) -> StepsUnderway:
+        """Register Steps. What a pass of the next round needs of them is made just before it, beside the
+        previous stage. Steps whose outcomes nobody has read yet are read together."""
         if self._underway is None:
-            self._underway = _Travelling(self, TravelBegun(self.steps))
+            self._underway = _Travelling(self, TravellingStepsBegun(self.steps))
         jobs = [one.training.job for one in due]
         with self._waiting():
             self._take_gradients(jobs)
@@ -153,24 +154,24 @@ class TravellingAdapters:
     def sums(self, training: Training) -> Sums:
         self._take_gradients([training.job])
         norm = float(self.travel.gradient_norms([training.job]))
-        loss, hits = open_sums([training])[0].tolist()
-        return Sums(loss=loss, norm=norm, hits=hits)
+        loss, correct = open_sums([training])[0].tolist()
+        return Sums(loss=loss, norm=norm, correct=correct)
 
     def make(self, due: Due, sums: Sums) -> Outcome:
-        begun = TravelBegun(self.steps)
+        begun = TravellingStepsBegun(self.steps)
         self.steps.begin(begun, [due], torch.tensor([sums.norm], dtype=torch.float64), self._weights.gone)
         self._make_all()
         (outcome,) = begun.outcomes()
         if isinstance(outcome, NoStep):
             return outcome
-        return replace(outcome, loss=sums.loss, token_accuracy=sums.hits / due.supervised)
+        return replace(outcome, loss=sums.loss, token_accuracy=sums.correct / due.supervised)
 
     def _take_gradients(self, jobs: Sequence[str]) -> None:
         self.steps.wait_sent()
         self.travel.take_gradients(jobs)
 
     def finish(self) -> None:
-        """Make what is left of the Steps that were asked for."""
+        """Finish the Steps that were asked for."""
         if self.steps.all_left():
             with self._waiting():
                 self._make_all()
@@ -181,7 +182,7 @@ class TravellingAdapters:
         self._underway = None
 
     def _make_all(self) -> None:
-        """What is left of Steps; all of it is on the host then."""
+        """Finish all Steps; afterwards everything is on the host."""
         with self._adapted.on_stream():
             for stage, pairs in groupby(self.steps.all_left(), key=itemgetter(1)):
                 self.steps.ask(list(pairs), self._weights.writable(stage))
@@ -189,7 +190,7 @@ class TravellingAdapters:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """For Steps: the arithmetic has nothing else to do meanwhile."""
+        """Count as waiting: compute has nothing else to do meanwhile."""
         watch = Stopwatch(self._adapted.base.device)
         with self._weights.waiting():
             yield
@@ -200,12 +201,12 @@ class TravellingAdapters:
 
 @dataclass(slots=True)
 class _Travelling:
-    """Steps whose outcomes will be read together."""
+    """Steps whose outcomes are read together."""
 
     adapters: TravellingAdapters
-    begun: TravelBegun
+    begun: TravellingStepsBegun
     waits: list[Stopwatch] = field(default_factory=list)
-    """What they kept the arithmetic waiting."""
+    """How long compute waited for them."""
 
     @property
     def due(self) -> Sequence[Due]:

@@ -1,8 +1,7 @@
-"""Brings stages of a streamed base to the device and gives their places up again, beside the arithmetic.
+"""Loads stages of a streamed base into slots of the device and evicts them, beside compute.
 
-Copies go through one queue in the order of the Program's Loads, which is the order of need: nothing that
-waits in it is more urgent than what is ahead of it. A place is overwritten only when the device is through
-with what it held.
+Copies go through one queue in the order of the Program's Loads, which is the order of need. A slot is
+overwritten only when the device has finished with its content.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from weftune.base.host.streamed import StreamedBase
 from weftune.run.measure.waited import Waited
 
 NOTHING_THERE = 0xFF
-"""What a pretended device's place is filled with when its stage has gone: NaN in every format, so that a use
-of it shows."""
+"""Fills a slot whose stage has been evicted, where a CPU plays the device: NaN in every format, so that a
+wrong use shows."""
 
 Beside = Callable[[int], None]
-"""What else is to be done for a stage, on the same queue."""
+"""Work to be done with a stage's copy, on the same queue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """What the device was asked for: done when all of these have come to pass."""
+class JointEvent:
+    """An event that is done when all of these are."""
 
     events: tuple[torch.cuda.Event, ...] = ()
 
@@ -41,13 +40,13 @@ class Gone:
 
 
 class ResidentWeights:
-    """All stages here stay: there is nothing to bring."""
+    """Weights of stages that all stay on the device: nothing is loaded."""
 
     def __init__(self) -> None:
         self.waited = Waited()
 
     def settle(self) -> None:
-        """Have there what a window begins with."""
+        """Load the stages that a window begins with."""
 
     def load(self, stage: int) -> None:
         raise AssertionError(f"stage {stage} stays, and is not brought")
@@ -56,24 +55,24 @@ class ResidentWeights:
         raise AssertionError(f"stage {stage} stays, and does not go")
 
     def use(self, stage: int) -> bool:
-        """From here on the device may read the stage; whether it may have to wait for it."""
+        """Make the stage readable by the device; True if the device may have to wait for it."""
         return False
 
 
 class StreamedWeights:
-    """Stages come to their places and go; those that stay are always there."""
+    """Weights of stages that are loaded into slots and evicted; resident ones are always there."""
 
     def __init__(self, base: StreamedBase) -> None:
         self.base = base
         self.there: set[int] = set()
-        """Streamed stages that were brought and not given up."""
+        """Streamed stages that are loaded now."""
         self.waited = Waited()
         self._coming: Beside = lambda stage: None
         self._going: Beside = lambda stage: None
         self._queue = _queue(self)
 
     def accompany(self, coming: Beside, going: Beside) -> None:
-        """What else is to be done for a stage that comes or goes, on the queue of its bytes."""
+        """Register work to be done with every Load and Evict, on the queue of its bytes."""
         self._coming, self._going = coming, going
 
     def load(self, stage: int) -> None:
@@ -90,24 +89,25 @@ class StreamedWeights:
         self._queue.evict(stage, self.base.part.slot(stage))
 
     def use(self, stage: int) -> bool:
-        """From here on the device may read the stage; whether it may have to wait for it."""
+        """Make the stage readable by the device; True if the device may have to wait for it."""
         if not self.base.part.stages[stage].resident:
             assert stage in self.there, f"stage {stage} is used but was not brought"
             self._queue.use(stage)
         return True
 
-    def gone(self) -> Gone:
-        """What has been sent to the host until now. Every pass before a Step is behind the device then."""
+    def gone(self) -> JointEvent:
+        """Done when everything sent to the host until now has arrived. All passes before a Step are finished
+        then."""
         return self._queue.gone()
 
-    def writable(self, stage: int) -> Gone:
-        """When weights of adapters whose Step was asked for with the last `gone`, and which no pass has read
-        since, may be written where the stage is."""
+    def writable(self, stage: int) -> JointEvent:
+        """Done when the stage's adapter weights may be overwritten: those whose Step was asked for with the
+        last `gone`, and which no pass has read since."""
         return self._queue.writable(stage)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What is done in here keeps the arithmetic waiting, unless the device is still busy."""
+        """Count the time in here as waiting, unless the device is still busy."""
         if self.base.whole.device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -120,7 +120,7 @@ class StreamedWeights:
         self.waited.note(ready, there)
 
     def settle(self) -> None:
-        """Have those stages there that a window begins with, whatever an unfinished one has left."""
+        """Load the stages that a window begins with, whatever an unfinished window has left."""
         waiting = set(self.base.part.waiting)
         for stage in sorted(self.there - waiting):
             self.evict(stage)
@@ -129,11 +129,11 @@ class StreamedWeights:
             self.load(stage)
 
     def fetch(self, stage: int) -> None:
-        """A stage's own bytes."""
+        """Copy a stage's bytes."""
         self.base.sources[stage].copy_to(self.base.slot(stage))
 
     def come(self, stage: int) -> None:
-        """What comes beside them."""
+        """Do the work registered for a Load."""
         self._coming(stage)
 
     def leave(self, stage: int) -> None:
@@ -141,7 +141,7 @@ class StreamedWeights:
 
 
 class _HostQueue:
-    """On a pretended device every copy is made at once, and waited for."""
+    """The queue for a CPU that plays the device: every copy is made at once."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
@@ -161,30 +161,30 @@ class _HostQueue:
     def settle(self) -> None:
         pass
 
-    def gone(self) -> Gone:
-        return Gone()
+    def gone(self) -> JointEvent:
+        return JointEvent()
 
-    def writable(self, stage: int) -> Gone:
-        return Gone()
+    def writable(self, stage: int) -> JointEvent:
+        return JointEvent()
 
 
 class _GpuQueue:
-    """Streams for what comes and what goes, and events between them and the arithmetic's."""
+    """Streams for Loads and for Evicts, and events between them and the compute stream."""
 
     def __init__(self, weights: StreamedWeights, stage_bytes: _Copied | _Read) -> None:
         device = weights.base.whole.device
         self._weights, self._bytes = weights, stage_bytes
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, torch.cuda.Event] = {}
-        """Slot → when nobody needs any longer what is in it."""
+        """Slot → done when its content is no longer needed."""
         self._beside: dict[int, torch.cuda.Event] = {}
-        """Stage → when the adapters have come with it, until it is first used."""
+        """Stage → done when the adapters have arrived with it; until its first use."""
         self._came: dict[int, torch.cuda.Event] = {}
-        """Stage → when the adapters last came with it."""
+        """Stage → done when the adapters last arrived with it."""
         self._writable: dict[int, torch.cuda.Event] = {}
-        """Stage → when nobody writes or reads any longer what it finds of adapters in its slot."""
+        """Stage → done when nobody reads or writes the adapters in its slot any longer."""
         self._stepped: torch.cuda.Event | None = None
-        """When the last pass before the last Step was made."""
+        """Done when the last pass before the last Step is finished."""
 
     def load(self, stage: int, slot: int) -> None:
         # If nobody has left it yet, room for adapters there may just be being made.
@@ -215,48 +215,48 @@ class _GpuQueue:
         self._weights.waited.note(ready, there or beside)
 
     def settle(self) -> None:
-        """A job that came aboard since a slot was left may still be given its room there."""
+        """A job that came aboard since a slot was left may still be copied there."""
         self._in.wait_stream(torch.cuda.current_stream())
 
-    def gone(self) -> Gone:
+    def gone(self) -> JointEvent:
         left, self._stepped = torch.cuda.Event(), torch.cuda.Event()
         left.record(self._out)
         self._stepped.record()
         # What has come until now came with weights from before this Step.
         self._writable = dict(self._came)
-        return Gone((left, self._stepped))
+        return JointEvent((left, self._stepped))
 
-    def writable(self, stage: int) -> Gone:
-        """A stage that came since the last Step may lie where others were read since."""
+    def writable(self, stage: int) -> JointEvent:
+        """A stage that was loaded since the last Step may lie where others were read since."""
         events = (self._stepped, self._writable.get(stage))
-        return Gone(tuple(event for event in events if event is not None))
+        return JointEvent(tuple(event for event in events if event is not None))
 
 
 class _Copied:
-    """A stage's bytes are copied in the stream that they are asked for in."""
+    """Copies a stage's bytes on the stream that asks for them."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
 
     def ask(self, stage: int, free: torch.cuda.Event) -> None:
-        """Have the bytes come once their place is free."""
+        """Start the copy once the slot is free."""
         self._weights.fetch(stage)
 
     def there(self, stage: int) -> torch.cuda.Event | None:
-        """When they have come; None: with what was asked for behind them."""
+        """Done when the bytes have arrived; None: they are ordered with what was asked for after them."""
         return None
 
 
 class _Read:
-    """A thread reads stages out of their files and sends them on, in a stream of its own, so that nothing the
-    main thread asks for stands behind a stage that is still being read, or before one."""
+    """A thread that reads stages from their files and copies them on a stream of its own. So nothing that the
+    main thread asks for waits behind a stage that is still being read, or delays one."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
         self._pages = torch.cuda.Stream(weights.base.whole.device)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._reads: dict[int, Future[torch.cuda.Event]] = {}
-        """Stage → known once all of it has been asked for: when it will have come."""
+        """Stage → its arrival event, available once all of its copies have been started."""
 
     def ask(self, stage: int, free: torch.cuda.Event) -> None:
         self._reads[stage] = self._reader.submit(self._read, stage, free)
@@ -272,7 +272,7 @@ class _Read:
 
 
 def _marked() -> torch.cuda.Event:
-    """When the current stream comes here."""
+    """An event at the current point of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -63,7 +63,7 @@ def save(folder: Path, training: Training) -> Path:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a checkpoint whose files are all written its name, and drop all but the newest."""
+    """Rename a completely written checkpoint to its final name, and drop all but the newest."""
     sync_folder(partial)
     # What stands there is damaged, or of the same step before its evaluation.
     shutil.rmtree(final, ignore_errors=True)
@@ -82,7 +82,7 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 
 def holds(folder: Path, progress: Progress) -> bool:
-    """Whether an intact checkpoint says exactly this."""
+    """Whether there is an intact checkpoint of exactly this progress."""
     there = _read(final_folder(folder, progress.step))
     return there is not None and there.progress == progress
 
@@ -112,16 +112,16 @@ def restore(folder: Path, training: Training) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What there is of a job's checkpoints."""
+    """The state of a job's checkpoints."""
 
     progress: Progress | None
-    """Where the newest intact one stands; None if there is none."""
+    """The progress of the newest intact one; None if there is none."""
     damaged: tuple[Path, ...]
-    """Those that are newer than it and cannot be used."""
+    """Newer ones that cannot be used."""
 
 
 def survey(folder: Path) -> Survey:
-    """Look for the newest intact checkpoint, without a model to put it into."""
+    """Find the newest intact checkpoint, without a model to load it into."""
     damaged: list[Path] = []
     for path in _newest_first(folder):
         if (stored := _read(path)) is not None:
@@ -131,12 +131,12 @@ def survey(folder: Path) -> Survey:
 
 
 def newest_progress(folder: Path) -> Progress | None:
-    """Where the newest intact checkpoint stands."""
+    """The progress of the newest intact checkpoint."""
     return survey(folder).progress
 
 
 def set_aside(damaged: Iterable[Path]) -> None:
-    """Take damaged checkpoints out of the count, so that two intact ones are kept; their files stay."""
+    """Rename damaged checkpoints, so that they do not count among the two that are kept; their files stay."""
     for path in damaged:
         target = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(target, ignore_errors=True)
@@ -150,7 +150,7 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One file of tensors, with where each parameter lies in its flat vectors."""
+    """One file of tensors, with the place of each parameter in its flat vectors."""
 
     layout: VectorLayout
     tensors: Mapping[str, Tensor]
@@ -161,13 +161,14 @@ class _Stored:
     progress: Progress
     parts: tuple[_Part, ...]
     best_is_master: bool
-    """Where the slices were written before it was known that their evaluation was the best."""
+    """Whether the best weights are the master weights: slices are written before their evaluation is
+    known."""
 
     def has(self, name: str) -> bool:
         return all(name in part.tensors for part in self.parts)
 
     def serves(self, training: Training) -> bool:
-        """Whether all parameters of `training` are there, in their shapes."""
+        """Whether it holds all parameters of `training`, in their shapes."""
         stored = {parameter for part in self.parts for parameter in part.layout.parameters}
         return stored.issuperset(training.layout.parameters)
 
@@ -197,7 +198,7 @@ def _read(path: Path) -> _Stored | None:
 
 
 def _whole_files(path: Path) -> dict[str, bytes] | None:
-    """The files of a checkpoint, in whatever format, or None where one is not what was written."""
+    """The files of a checkpoint of any format, or None where a checksum does not hold."""
     sums = (path / SUMS).read_bytes()
     names = [Path(line.partition("  ")[2]).name for line in sums.decode().splitlines()]
     content = {name: (path / name).read_bytes() for name in names}

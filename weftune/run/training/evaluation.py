@@ -1,4 +1,4 @@
-"""Evaluations in the making: what their microbatches came to so far, and how many are still to come."""
+"""Evaluations of a window: sums over the microbatches so far, and how many are still to come."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from weftune.plan.program.program import Evaluate, MicrobatchPlan, Program
 
-Key = tuple[str, int]
-"""A job, and the step after which it looks."""
+EvaluationKey = tuple[str, int]
+"""A job, and the step after which it is evaluated."""
 
 
 @dataclass(slots=True)
@@ -16,12 +16,12 @@ class EvaluationSums:
     """Sums over held-out samples of one job."""
 
     loss: float = 0.0
-    hits: int = 0
+    correct: int = 0
     tokens: int = 0
 
 
 class Evaluations:
-    """Those of one window."""
+    """The evaluations of one window."""
 
     def __init__(self, program: Program) -> None:
         self.left = Counter(
@@ -30,16 +30,16 @@ class Evaluations:
             if isinstance(action, Evaluate)
             for segment in plan.segments
         )
-        self._sums: defaultdict[Key, EvaluationSums] = defaultdict(EvaluationSums)
+        self._sums: defaultdict[EvaluationKey, EvaluationSums] = defaultdict(EvaluationSums)
 
     def begin(self, plan: MicrobatchPlan) -> None:
-        """One microbatch less is to come."""
+        """Count one microbatch as arrived."""
         self.left.subtract((segment.job, segment.step) for segment in plan.segments)
 
-    def add(self, key: Key, more: EvaluationSums) -> EvaluationSums:
-        """What the evaluation has come to with that."""
+    def add(self, key: EvaluationKey, more: EvaluationSums) -> EvaluationSums:
+        """Add a microbatch's sums; returns the sums so far."""
         so_far = self._sums[key]
         so_far.loss += more.loss
-        so_far.hits += more.hits
+        so_far.correct += more.correct
         so_far.tokens += more.tokens
         return so_far

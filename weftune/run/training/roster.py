@@ -1,4 +1,4 @@
-"""Who is aboard an executor, and who of them is dead."""
+"""The jobs aboard an executor, and which of them are dead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weftune.run.training.state import Training
 
 
 class Roster:
-    """All parts of an executor know the same one."""
+    """The jobs aboard; all parts of an executor share one roster."""
 
     def __init__(self) -> None:
         self.trainings: dict[str, Training] = {}
@@ -26,13 +26,16 @@ class Roster:
         """Whether a global batch is open."""
         return any(training.open is not None for training in self.trainings.values())
 
-    def collect(self, segments: Sequence[Segment], losses: Sequence[Tensor], hits: Sequence[Tensor]) -> None:
-        """Add what a microbatch came to to each job's open global batch; that of the dead is dropped."""
-        for segment, loss, hit in zip(segments, losses, hits, strict=True):
+    def collect(
+        self, segments: Sequence[Segment], losses: Sequence[Tensor], correct: Sequence[Tensor]
+    ) -> None:
+        """Add a microbatch's losses and correct predictions to each job's open global batch, except for dead
+        jobs."""
+        for segment, loss, count in zip(segments, losses, correct, strict=True):
             if segment.job not in self.dead:
-                self.trainings[segment.job].collect(segment, loss, hit)
+                self.trainings[segment.job].collect(segment, loss, count)
 
     def forget_open_batches(self) -> None:
-        """As if none of their microbatches had run."""
+        """Drop the open global batches, as if none of their microbatches had run."""
         for training in self.trainings.values():
             training.forget_open_batch()

@@ -11,7 +11,7 @@ Schedule = Literal["linear", "cosine", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one job trains, in numbers: everything the optimizer needs."""
+    """The optimizer settings of one job, as numbers."""
 
     steps: int
     learning_rate: float = 2e-4

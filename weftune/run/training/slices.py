@@ -49,7 +49,7 @@ def write_slice(folder: Path, training: Training, worker: int) -> Slice:
 def finish(
     folder: Path, progress: Progress, seed: int, slices: Mapping[int, Slice], keeps_best: bool
 ) -> Path:
-    """Write what binds the slices (worker → slice) together, and put the checkpoint in its place."""
+    """Write the state and checksums of all slices (worker → slice), and rename the checkpoint into place."""
     partial, final = partial_folder(folder, progress.step), final_folder(folder, progress.step)
     ordered = [slices[worker] for worker in sorted(slices)]
     state = {
@@ -68,6 +68,6 @@ def finish(
 
 
 def drop_partial(folder: Path) -> None:
-    """Remove what a run that ended suddenly left behind; nobody must be writing here."""
+    """Remove partial folders of a run that was killed; nobody must be writing here."""
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One job's training state: master weights, moments, gradients in the making, and where it stands.
+"""One job's training state: master weights, moments, accumulated gradients and progress.
 
 All parameters of an adapter live in one flat vector, so that a step is a handful of vector operations.
 """
@@ -19,29 +19,29 @@ from weftune.ops.adamw import AdamState, Update
 from weftune.run.training.schedule import Recipe, learning_rate
 
 LITTLE = 1e-6
-"""Added to a norm before anything is divided by it, as torch does."""
+"""Added to a norm before dividing by it, as torch does."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a job has behind it; saved in every checkpoint."""
+    """How far a job has come; saved in every checkpoint."""
 
     step: int = 0
     trained_tokens: int = 0
     best_step: int | None = None
     best_loss: float | None = None
     stale: int = 0
-    """Evaluations in a row that did not better the best by enough."""
+    """Consecutive evaluations without enough improvement over the best."""
     evaluated: int = -1
-    """The last step after which the held-out samples were looked at."""
+    """The step of the last evaluation."""
 
 
 @dataclass(slots=True)
 class OpenBatch:
-    """Sums over the microbatches of the global batch in the making."""
+    """Sums over the microbatches of an unfinished global batch."""
 
     loss: Tensor
-    hits: Tensor
+    correct: Tensor
     tokens: int = 0
     """Rows seen so far, prompt and completion alike."""
 
@@ -79,7 +79,7 @@ class Training:
         return self.state.gradient
 
     def update(self, norm: float = 0.0) -> Update:
-        """The next step, for a gradient of that norm."""
+        """The update of the next step, for a gradient of that norm."""
         step = self.progress.step + 1
         clip = self.recipe.clip
         return Update(
@@ -93,18 +93,18 @@ class Training:
             rates=self.layout.rates,
         )
 
-    def collect(self, segment: Segment, loss: Tensor, hits: Tensor) -> None:
-        """Add what a microbatch came to to the open global batch."""
+    def collect(self, segment: Segment, loss: Tensor, correct: Tensor) -> None:
+        """Add a microbatch's loss and correct predictions to the open global batch."""
         if self.open is None:
-            self.open = OpenBatch(torch.zeros_like(loss), torch.zeros_like(hits))
+            self.open = OpenBatch(torch.zeros_like(loss), torch.zeros_like(correct))
         self.open.loss += loss.detach()
-        self.open.hits += hits
+        self.open.correct += correct
         self.open.tokens += segment.stop - segment.start
 
-    def take_batch(self, gradient: Tensor, loss: Tensor, hits: Tensor, tokens: int) -> None:
-        """What the global batch came to everywhere, in the place of what was collected here."""
+    def take_batch(self, gradient: Tensor, loss: Tensor, correct: Tensor, tokens: int) -> None:
+        """Replace the sums collected here by those of the whole global batch over all replicas."""
         self.gradient.copy_(gradient)
-        self.open = OpenBatch(loss, hits, tokens)
+        self.open = OpenBatch(loss, correct, tokens)
 
     def forget_open_batch(self) -> None:
         """Drop the sums of an unfinished global batch, as if none of its microbatches had run."""
@@ -112,7 +112,8 @@ class Training:
         self.open = None
 
     def note_evaluation(self, loss: float, keep_best: bool, min_delta: float) -> bool:
-        """Whether this evaluation is the best so far; its weights are kept if asked for."""
+        """Record an evaluation; True if it is the best so far. Its weights are kept if the job keeps the
+        best."""
         best = self.progress.best_loss
         self.progress.evaluated = self.progress.step
         self.progress.stale = 0 if best is None or loss < best - min_delta else self.progress.stale + 1
@@ -136,8 +137,8 @@ def new_training(
     """A job at step 0, its weights drawn from its own seed or read from its `init_from`.
 
     Where `sites` are those of one stage, `whole_sites` are those of the base, which an `init_from` must fit.
-    Numbers are drawn on the device `drawn_on`, where it is another than the one that keeps them: a GPU does
-    so much faster than the host.
+    Numbers are drawn on the device `drawn_on`, which may differ from the device that keeps them: a GPU draws
+    much faster than the host.
     """
     kind = kind_named(member.spec.kind)
     layout = kind.layout(member.spec, sites)

@@ -1,7 +1,7 @@
-"""One optimizer step of every job whose global batch is complete.
+"""Optimizer steps of all jobs whose global batch is complete.
 
-On a GPU the device decides by itself what clipping leaves and whose step cannot be made, and the host need
-not wait: `begin_steps` asks for the steps, and what came of them is read when it is wanted.
+On a GPU the device itself computes the clipping factor and refuses a step that cannot be made, so the host
+need not wait: `begin_steps` launches the steps, and their outcomes are read later.
 
 Shapes: J jobs.
 """
@@ -24,7 +24,7 @@ from weftune.run.training.state import LITTLE, StepOutcome, Training
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A job whose open batch is complete, and how many supervised tokens that batch had."""
+    """A job whose open batch is complete, and the number of supervised tokens in that batch."""
 
     training: Training
     supervised: int
@@ -32,7 +32,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class NoStep:
-    """A job that could not make its step; the sentence becomes the reason of its failure."""
+    """A step that could not be made; the sentence becomes the reason of the job's failure."""
 
     reason: str
 
@@ -40,41 +40,41 @@ class NoStep:
 Outcome = StepOutcome | NoStep
 
 
-class Underway(Protocol):
-    """Steps that are being made."""
+class StepsUnderway(Protocol):
+    """Steps that have been asked for."""
 
     @property
     def due(self) -> Sequence[Due]: ...
 
     @property
     def made(self) -> bool:
-        """Whether they were made when they were asked for, so that what came of them is known."""
+        """Whether they were made at once, so that their outcomes are known."""
 
     def outcomes(self) -> Sequence[Outcome]:
-        """What came of them; waits for them."""
+        """Their outcomes; waits for them."""
 
     def seconds(self) -> float:
-        """What they took of the device's time, once their outcomes are known."""
+        """Seconds of device time, once their outcomes are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What a job's global batch came to."""
+    """The sums of a job's global batch."""
 
     loss: float
     norm: float
-    hits: float
+    correct: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepsBegun:
-    """Steps that the device was asked for. Their outcomes must be read before the next ones are begun."""
+    """Steps launched on the device. Their outcomes must be read before the next ones are launched."""
 
     due: tuple[Due, ...]
     updates: tuple[Update, ...]
     tokens: tuple[int, ...]
     values_J4: Tensor
-    """On the host, once `read` has come to pass: loss, hits, norm, and whether the weights are finite."""
+    """On the host, once `read` is done: loss, correct predictions, norm, whether the weights are finite."""
     read: torch.cuda.Event | None
 
     @classmethod
@@ -86,7 +86,7 @@ class StepsBegun:
         sums_J3: Tensor,
         finite_J: Tensor,
     ) -> StepsBegun:
-        """`sums_J3` are loss, hits and norm. Whatever comes later on this stream is not waited for."""
+        """`sums_J3` are loss, correct predictions and norm. Later work on this stream is not waited for."""
         values_J4 = torch.cat([sums_J3, finite_J[:, None].double()], dim=1)
         if not values_J4.is_cuda:
             return cls(due, updates, tokens, values_J4, None)
@@ -95,13 +95,13 @@ class StepsBegun:
         return cls(due, updates, tokens, host_J4, torch.cuda.current_stream().record_event())
 
     def outcomes(self) -> list[Outcome]:
-        """What came of every step. Where a NoStep comes back, the weights must not be used."""
+        """The outcome of every step. Where it is a NoStep, the weights must not be used."""
         if self.read is not None:
             self.read.synchronize()
         found: list[Outcome] = []
         rows = zip(self.due, self.updates, self.tokens, self.values_J4.tolist(), strict=True)
-        for one, made, tokens, (loss, hits, norm, finite) in rows:
-            sums = Sums(loss=loss, norm=norm, hits=hits)
+        for one, made, tokens, (loss, correct, norm, finite) in rows:
+            sums = Sums(loss=loss, norm=norm, correct=correct)
             reason = why_no_step(one.training, sums)
             if reason is None and not finite:
                 reason = _spoilt(made)
@@ -110,14 +110,14 @@ class StepsBegun:
 
 
 def take_steps(due: Sequence[Due]) -> list[Outcome]:
-    """Clip, step and close every open batch. Where a NoStep comes back, the weights must not be used."""
+    """Clip, step and close every open batch. Where the outcome is a NoStep, the weights must not be used."""
     if kernels_at_hand(due[0].training.master):
         return begin_steps(due).outcomes()
     return [_take_alone(one) for one in due]
 
 
 def begin_steps(due: Sequence[Due]) -> StepsBegun:
-    """Have the device make the steps of all jobs, each only if its loss and its gradient are finite."""
+    """Launch the steps of all jobs, each made only if its loss and its gradient are finite."""
     trainings = [one.training for one in due]
     tokens = tuple(open_tokens(training) for training in trainings)
     sums_J2 = open_sums(trainings)
@@ -130,7 +130,7 @@ def begin_steps(due: Sequence[Due]) -> StepsBegun:
 
 
 def factors(trainings: Sequence[Training], sums_J2: Tensor, norm_J: Tensor) -> Tensor:
-    """What clipping leaves of each gradient, in float64 [J]; below 0 where no step can be made."""
+    """The clipping factor of each gradient, in float64 [J]; below 0 where no step can be made."""
     clips = [training.recipe.clip or math.inf for training in trainings]
     clip_J = torch.tensor(clips, dtype=norm_J.dtype).to(norm_J.device, non_blocking=True)
     good_J = sums_J2[:, 0].isfinite() & norm_J.isfinite()
@@ -147,19 +147,19 @@ def _take_alone(due: Due) -> Outcome:
 
 
 def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
-    """What the open batches came to; waits for the device once."""
+    """The sums of the open batches; waits for the device once."""
     norm_J = gradient_norms([training.state for training in trainings])
     values = torch.cat([open_sums(trainings), norm_J[:, None]], dim=1).tolist()
-    return [Sums(loss=loss, norm=norm, hits=hits) for loss, hits, norm in values]
+    return [Sums(loss=loss, norm=norm, correct=correct) for loss, correct, norm in values]
 
 
 def open_sums(trainings: Sequence[Training]) -> Tensor:
-    """Loss and hits of the open batches, in float64 [J, 2]."""
+    """Loss and correct predictions of the open batches, in float64 [J, 2]."""
     return torch.stack([_sums(training) for training in trainings])
 
 
 def why_no_step(training: Training, sums: Sums) -> str | None:
-    """Why the job must not make its next step, or None."""
+    """Why the job's next step must not be made, or None."""
     step = training.progress.step + 1
     if not math.isfinite(sums.loss):
         return f"its loss at step {step} is {sums.loss}"
@@ -169,7 +169,7 @@ def why_no_step(training: Training, sums: Sums) -> str | None:
 
 
 def make_updates(updates: Sequence[Update]) -> list[str | None]:
-    """Make the updates; for each, why its weights must not be used, or None."""
+    """Apply the updates; for each, why its weights must not be used, or None."""
     if updates and kernels_at_hand(updates[0].state.master):
         finite = update(updates).tolist()
         return [None if good else _spoilt(one) for one, good in zip(updates, finite, strict=True)]
@@ -187,14 +187,14 @@ def _make_alone(one: Update) -> str | None:
 
 
 def close_batch(due: Due, sums: Sums, rate: float) -> StepOutcome:
-    """Count the step that was made."""
+    """Close the batch of a step that was made, and count the step."""
     tokens = open_tokens(due.training)
     due.training.open = None
     return counted(due, sums, rate, tokens)
 
 
 def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
-    """The job has made a step."""
+    """Count a step of the job."""
     progress = due.training.progress
     progress.step += 1
     progress.trained_tokens += tokens
@@ -202,25 +202,25 @@ def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
         loss=sums.loss,
         grad_norm=sums.norm,
         learning_rate=rate,
-        token_accuracy=sums.hits / due.supervised,
+        token_accuracy=sums.correct / due.supervised,
         tokens=tokens,
     )
 
 
 def open_tokens(training: Training) -> int:
-    """Rows of the open batch."""
+    """Rows in the open batch."""
     assert training.open is not None, "a step needs an open batch"
     return training.open.tokens
 
 
 def _sums(training: Training) -> Tensor:
-    """Loss and hits of the open batch, in float64 [2]."""
+    """Loss and correct predictions of the open batch, in float64 [2]."""
     assert training.open is not None, "a step needs an open batch"
-    return torch.stack([training.open.loss.double(), training.open.hits.double()])
+    return torch.stack([training.open.loss.double(), training.open.correct.double()])
 
 
 def batch_totals(training: Training) -> Tensor:
-    """The same in the dtype of the master weights, as replicas exchange them."""
+    """The same in the dtype of the master weights, as replicas exchange it."""
     return _sums(training).to(training.master.dtype)
 
 

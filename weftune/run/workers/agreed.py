@@ -1,9 +1,9 @@
-"""Workers that have a base together agree on every Step: what a batch came to is added up towards the first
-worker, which decides; the others take its word.
+"""Agreement of several workers on every Step. The sums of a batch are added up towards the first worker,
+which decides; the others follow its decision.
 
-A worker whose device has no room, or that is to end soon, computes nothing more in a window, but says and
-sends whatever the others wait for: zeros, and of every batch that it has not finished, that it is abandoned.
-So all of them come to the window's end, and a Step is made by all or by none.
+A worker that runs out of memory, or is to end soon, computes nothing more in the window, but still sends
+whatever the others wait for: zeros, and for every unfinished batch a note that it is abandoned. So all
+workers reach the window's end, and a Step is made by all or by none.
 
 Shapes: T rows of a microbatch, D hidden width, N numbers that replicas exchange for one job.
 """
@@ -39,15 +39,15 @@ from weftune.run.workers.replicas import BEHIND
 from weftune.run.workers.transport import Transport
 
 DEAD = math.nan
-"""Of a job that makes no Step from here on: its sums, and the word on its Step."""
+"""Marks the sums and the decision of a job that makes no more Steps."""
 ABANDONED = -math.inf
-"""Of a batch that a worker could not finish: its loss, and the word on its Step."""
+"""Marks the loss and the decision of a batch that a worker could not finish."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action, and when it ran on its worker's device, in seconds of the machine's clock. A Reduce or a
-    Step begins when it has what it waits for."""
+    """An action and its time on its worker's device, in seconds of the machine's clock. A Reduce or a Step
+    begins when everything that it waits for has arrived."""
 
     action: Action
     start: float
@@ -56,37 +56,42 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True)
 class PartEvaluation:
-    """What some of the held-out samples of one job came to after `step`."""
+    """Sums over some of the held-out samples of one job after `step`."""
 
     job: str
     step: int
     loss: float
-    hits: int
+    correct: int
     tokens: int
 
     def __add__(self, other: PartEvaluation) -> PartEvaluation:
-        loss, hits, tokens = self.loss + other.loss, self.hits + other.hits, self.tokens + other.tokens
-        return PartEvaluation(self.job, self.step, loss, hits, tokens)
+        return PartEvaluation(
+            job=self.job,
+            step=self.step,
+            loss=self.loss + other.loss,
+            correct=self.correct + other.correct,
+            tokens=self.tokens + other.tokens,
+        )
 
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What only one worker knows when its list of a window is through."""
+    """What only this worker knows at the end of its list of a window."""
 
     evaluations: list[PartEvaluation] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """Jobs that broke here after the first worker had given its word, with the reason."""
+    """Jobs that failed here after the first worker's decision, with the reason."""
     times: list[TimedAction] = field(default_factory=list)
     shortage: str = ""
-    """Why it could not compute all of the window, if it could not."""
+    """Why this worker could not compute the whole window, if so."""
     copied_bytes: int = 0
-    """That came from the host since the worker began, where stages take turns."""
+    """Bytes loaded from the host since the worker began, where stages take turns."""
     waited: float = 0.0
-    """Seconds that its device waited for them."""
+    """Seconds that its device waited for Loads."""
 
 
 class Agreed:
-    """One worker's side."""
+    """One worker's side of the agreement."""
 
     def __init__(
         self,
@@ -103,10 +108,11 @@ class Agreed:
         self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
         self._ran: list[tuple[Action, Span]] = []
         self._sums: dict[int, Tensor] = {}
-        """What batches came to here and beyond, on the first worker until it decides."""
+        """Sums of batches over this worker and all stages after it; on the first worker, until it decides."""
         self._beyond: dict[int, Tensor] = {}
-        """What batches came to on the stages after, where these ended in another order: replicas may."""
-        self._words: dict[int, float] = {}
+        """Sums of batches over the stages after, where they arrived in another order than here, as with
+        replicas."""
+        self._decisions: dict[int, float] = {}
 
     @property
     def shortage(self) -> str:
@@ -126,10 +132,10 @@ class Agreed:
         if self.shortage or self._roster.inside_a_step():
             self._adapters.abandon()
         assert not self._beyond, "sums came for which there is no Reduce"
-        assert not self._words, "a word was given that no Step took"
+        assert not self._decisions, "a decision was announced that no Step took"
 
     def alive(self, plan: MicrobatchPlan) -> MicrobatchPlan:
-        """All of it: the other workers count on its rows, and those of the dead weigh nothing."""
+        """The whole microbatch: other workers depend on its rows, and those of dead jobs weigh nothing."""
         return plan
 
     def receive(self, action: Recv) -> Tensor:
@@ -150,9 +156,9 @@ class Agreed:
         return iter(())
 
     def evaluated(self, segments: Sequence[Segment], sums: Sequence[EvaluationSums]) -> Iterator[Event]:
-        """Put together by the first worker at the window's end."""
+        """The first worker adds up all parts at the window's end."""
         for segment, more in zip(segments, sums, strict=True):
-            told = PartEvaluation(segment.job, segment.step, more.loss, more.hits, more.tokens)
+            told = PartEvaluation(segment.job, segment.step, more.loss, more.correct, more.tokens)
             self.report.evaluations.append(told)
         return iter(())
 
@@ -167,7 +173,7 @@ class Agreed:
         return False
 
     def save(self, job: str, step: int) -> Iterator[Event]:
-        """A Step that was abandoned is not saved."""
+        """An abandoned Step is not saved."""
         if job not in self._roster.dead and self._roster.trainings[job].progress.step == step:
             yield SaveDue(job, step)
 
@@ -180,7 +186,7 @@ class Agreed:
             self._add_up(action.job, action.step)
 
     def _hand_out(self, job: str, step: int) -> None:
-        """Tell the other replicas what this one's share of a batch came to on this stage."""
+        """Send the other replicas the gradient and sums of this replica's share of a batch."""
         training = self._roster.trainings[job]
         gradient_N = training.gradient
         if job in self._roster.dead or self.shortage:
@@ -191,7 +197,7 @@ class Agreed:
         self._transport.exchange.hand_out((job, step), message_N)
 
     def _add_shares(self, job: str, step: int) -> None:
-        """Put the sums over all replicas in the place of this one's."""
+        """Replace this replica's gradient and sums by those over all replicas."""
         total_N = self._transport.exchange.sum((job, step), self._worker)
         self._timer.start()
         if job not in self._roster.dead:
@@ -199,7 +205,7 @@ class Agreed:
             self._roster.trainings[job].take_batch(total_N[:-BEHIND], total_N[-2], total_N[-1], tokens)
 
     def _add_up(self, job: str, step: int) -> None:
-        """Add this worker's part of what the batch came to, and hand it on towards the first worker."""
+        """Add this worker's sums to those of the stages after, and send them towards the first worker."""
         program = self._program
         assert program is not None
         if program.replicas > 1:
@@ -217,13 +223,13 @@ class Agreed:
             self._transport.sums_to_before(torch.cat([sums.new_tensor([at]), sums]))
 
     def _own_sums(self, job: str) -> Tensor:
-        """Loss, hits and the squared norm of the gradient."""
+        """Loss, correct predictions and the squared norm of the gradient."""
         if job in self._roster.dead:
             return torch.full((3,), DEAD, dtype=torch.float64)
         if self.shortage:
             return torch.tensor([ABANDONED, 0.0, 0.0], dtype=torch.float64)
         own = self._adapters.sums(self._roster.trainings[job])
-        return torch.tensor([own.loss, own.hits, own.norm**2], dtype=torch.float64)
+        return torch.tensor([own.loss, own.correct, own.norm**2], dtype=torch.float64)
 
     def _sums_beyond(self, at: int) -> Tensor:
         while at not in self._beyond:
@@ -231,7 +237,7 @@ class Agreed:
             self._beyond[int(number)] = torch.tensor(sums, dtype=torch.float64)
         return self._beyond.pop(at)
 
-    # -- the word on a Step ------------------------------------------------------------------------------
+    # -- the decision on a Step -----------------------------------------------------------------------------
 
     def step(self, steps: Sequence[Step]) -> Iterator[Event]:
         for action in steps:
@@ -243,19 +249,19 @@ class Agreed:
             self._ran.append((action, self._timer.stop()))
 
     def _decide(self, job: str, step: int) -> Iterator[Event]:
-        """On the first worker: give the word, then make the step or let the job die."""
+        """On the first worker: announce the decision, then make the step or mark the job dead."""
         at, batch = self._batches[job, step]
-        loss, hits, squares = self._sums.pop(at).tolist()
+        loss, correct, squares = self._sums.pop(at).tolist()
         if job in self._roster.dead:
-            self._give_word(at, DEAD)
+            self._announce(at, DEAD)
             return
         if loss == ABANDONED:
-            self._give_word(at, ABANDONED)
+            self._announce(at, ABANDONED)
             return
         training = self._roster.trainings[job]
-        sums = Sums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, hits=hits)
+        sums = Sums(loss=loss, norm=math.sqrt(squares) if squares >= 0 else squares, correct=correct)
         reason = why_no_step(training, sums)
-        self._give_word(at, DEAD if reason else sums.norm)
+        self._announce(at, DEAD if reason else sums.norm)
         outcome = NoStep(reason) if reason else self._adapters.make(Due(training, batch.supervised), sums)
         if isinstance(outcome, NoStep):
             self._adapters.kill(job)
@@ -264,12 +270,12 @@ class Agreed:
             yield Stepped(job, training.progress.step, outcome)
 
     def _obey(self, job: str, step: int) -> None:
-        """On every other worker: make the step as the first one's word has it."""
+        """On every other worker: follow the first worker's decision."""
         at, batch = self._batches[job, step]
-        while at not in self._words:
-            number, norm = self._transport.word_from_before().tolist()
-            self._words[int(number)] = norm
-        norm = self._words.pop(at)
+        while at not in self._decisions:
+            number, norm = self._transport.decision_from_before().tolist()
+            self._decisions[int(number)] = norm
+        norm = self._decisions.pop(at)
         self._timer.start()
         if job in self._roster.dead or norm == ABANDONED:
             return
@@ -277,10 +283,10 @@ class Agreed:
             self._adapters.kill(job)
             return
         due = Due(self._roster.trainings[job], batch.supervised)
-        outcome = self._adapters.make(due, Sums(loss=0.0, norm=norm, hits=0.0))
+        outcome = self._adapters.make(due, Sums(loss=0.0, norm=norm, correct=0.0))
         if isinstance(outcome, NoStep):
             self.report.failures[job] = outcome.reason
             self._adapters.kill(job)
 
-    def _give_word(self, at: int, norm: float) -> None:
-        self._transport.word_on(torch.tensor([at, norm], dtype=torch.float64))
+    def _announce(self, at: int, norm: float) -> None:
+        self._transport.pass_decision_on(torch.tensor([at, norm], dtype=torch.float64))

@@ -1,7 +1,7 @@
-"""Messages between workers as bytes: a header of JSON and the raw bytes of tensors, never a pickle.
+"""Messages between workers as bytes: a JSON header and the raw bytes of tensors, never a pickle.
 
-A header says of every value what it is. Records are found by the name of their class among those that a
-message may hold, so that bytes can name nothing else; with a secret, what somebody else made is refused.
+The header gives the type of every value. A record is looked up by its class name among those that a message
+may hold, so bytes can name nothing else. With a secret, messages that were not signed with it are refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from weftune.errors import UserError
 
 ALIGNMENT = 64
-"""Bytes at whose multiples tensors begin."""
+"""Tensors begin at multiples of this many bytes."""
 DIGEST = hashlib.sha256().digest_size
 
 
 class Forged(UserError):
-    """A message was not signed with this run's secret, or has been changed on its way."""
+    """A message was not signed with this run's secret, or was changed on its way."""
 
 
 def encode(value: object, secret: bytes = b"") -> bytes:
@@ -57,16 +57,16 @@ def _digest(body: bytes, secret: bytes) -> bytes:
 
 
 class _Packer:
-    """Turns values into what JSON has, and lays their tensors aside."""
+    """Turns values into JSON, and collects their tensors."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.described: list[tuple[str, list[int], int]] = []
-        """Of each tensor its dtype, its shape and where its bytes begin."""
+        """For each tensor its dtype, its shape and where its bytes begin."""
         self._end = 0
 
     def plain(self, value: object) -> object:
-        """A list of its tag and what it holds; numbers, texts, truth and None stand for themselves."""
+        """A list of a tag and the contents; numbers, strings, booleans and None stand for themselves."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, Tensor):
@@ -125,7 +125,7 @@ def _value(plain: Any, tensors: list[Tensor], known: Mapping[str, type]) -> Any:
 
 
 def _record(kind: type, values: list[Any]) -> Any:
-    """With every field as it was, whatever the constructor would make of it."""
+    """A record with every field as sent, without running its constructor."""
     made: Any = object.__new__(kind)
     for one, value in zip(fields(kind), values, strict=True):
         object.__setattr__(made, one.name, value)
@@ -134,7 +134,7 @@ def _record(kind: type, values: list[Any]) -> Any:
 
 @cache
 def records_in(kind: Any) -> Mapping[str, type]:
-    """The records that a value of this type may hold, by name: those that its annotations lead to."""
+    """The records that a value of this type may hold, by name, found through its annotations."""
     found: dict[str, type] = {}
     _gather(kind, found)
     return found

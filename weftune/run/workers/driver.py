@@ -1,8 +1,8 @@
-"""The first worker of a pipeline: an executor like any other for whoever drives it, with the others
-behind it.
+"""The first worker of a pipeline. To its caller it is an executor like any other; behind it are the other
+workers.
 
-It runs its own stage, hands every command on, and puts together what only all workers know together:
-checkpoints, evaluations, and the adapters of jobs that leave.
+It runs its own stage, forwards every command, and combines what no worker knows alone: checkpoints,
+evaluations, and the adapters of jobs that leave.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from weftune.run.workers.paces import Paces
 from weftune.run.workers.transport import Transport
 
 EVERY = 0.5
-"""Seconds between two looks at whether somebody wants to stop, while the other workers end their windows."""
+"""Seconds between two checks for a request to stop, while the other workers finish their windows."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A checkpoint of which not all slices are written, or whose evaluation is not known."""
+    """A checkpoint that still lacks slices, or whose evaluation is not known yet."""
 
     folder: Path
     progress: Progress
@@ -85,19 +85,19 @@ class Driver:
         self.layout = layout
         self.paces = Paces([stage.count for stage in layout.stages])
         self.reports: list[WorkerReport] = []
-        """Of the last window, worker by worker."""
+        """Reports of the last window, in the order of workers."""
         self.peaks: list[int] = []
-        """The most bytes that each of the other workers has ever taken."""
+        """The peak of bytes in use on each of the other workers."""
         self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, wires.place.worker)
         self._checkpoints = checkpoints
         self._pending: dict[tuple[str, int], _Pending] = {}
         self._early: dict[tuple[str, int], dict[int, Saved]] = {}
-        """Slices that other workers wrote before this one came to its own."""
+        """Slices that other workers wrote before this one reached its own Save."""
         self._through: dict[int, Through] = {}
-        """Worker → its word that its list of this window is through."""
+        """Worker → its message that its list of this window is finished."""
         self._awaited: set[tuple[str, int]] = set()
-        """Evaluations of this window whose outcome is not known yet."""
+        """Evaluations of this window whose result is not known yet."""
         self._left = False
         """Whether this window ends early."""
 
@@ -105,7 +105,7 @@ class Driver:
 
     @property
     def aboard(self) -> dict[str, Training]:
-        """The first stage's slice of every job; its progress is the job's."""
+        """The first stage's slice of every job, which also holds the job's progress."""
         return self._own.aboard
 
     @property
@@ -126,7 +126,7 @@ class Driver:
         self._transport.close()
 
     def attach(self, training: Training) -> None:
-        """Take a job aboard on every worker; `training` is the first stage's slice, as it goes on."""
+        """Attach a job on every worker; `training` is the first stage's slice."""
         checkpoints = self._checkpoints(training.job)
         drop_partial(checkpoints)
         self._own.attach(training)
@@ -134,7 +134,7 @@ class Driver:
         self.staff.command_all(Attach(training.member, training.recipe, checkpoints, resumes))
 
     def detach(self, job: str) -> Training:
-        """The whole job, put together from the slices of all workers."""
+        """The whole job, assembled from the slices of all workers."""
         own = self._own.detach(job)
         self.staff.command_all(Detach(job))
         best = None if own.best is None else own.best.cpu()
@@ -150,7 +150,7 @@ class Driver:
         return _whole(own, parts, layout)
 
     def kill(self, job: str) -> None:
-        """The job makes no step from here on; the others hear of it with the word on its next one."""
+        """The job makes no more steps; the other workers learn of it with the next decision."""
         self._own.kill(job)
 
     def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
@@ -159,12 +159,13 @@ class Driver:
             self.staff.command_all(KeepBest(job))
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
-        """Run a window on all workers. One that has begun is finished, whatever `stop` says, unless that is
-        not soon: then nobody computes more of it, and unfinished global batches are dropped."""
+        """Run a window on all workers. A window that has begun is finished, even if `stop` returns True,
+        unless that would take long: then nothing more is computed, and unfinished global batches are
+        dropped."""
         self._left, leaving = False, Leaving(stop)
-        looks = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
-        held_out = {action.microbatch for action, _ in looks}
-        self._awaited = {(segment.job, segment.step) for _, plan in looks for segment in plan.segments}
+        evaluations = [(action, plan) for action, plan in program.compute() if isinstance(action, Evaluate)]
+        held_out = {action.microbatch for action, _ in evaluations}
+        self._awaited = {(segment.job, segment.step) for _, plan in evaluations for segment in plan.segments}
         microbatches = {
             number: fetch(plan, number in held_out)
             for number, plan in enumerate(program.microbatches)
@@ -192,7 +193,7 @@ class Driver:
         yield from self._end_window(program)
 
     def _leaves(self, leaving: Leaving) -> bool:
-        """Whether the window ends early; all workers hear of it at once."""
+        """Whether the window ends early; all workers are told at once."""
         if leaving.overdue() and not self._left:
             self._left = True
             self.staff.command_all(EndEarly())
@@ -224,36 +225,38 @@ class Driver:
 
     def _passed(self, program: Program) -> Iterator[Passed]:
         """Every microbatch's pass over the base, with its share of the workers' time."""
-        forth, back = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
+        forward, backward = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
         sizes = {job: training.layout.size for job, training in self.aboard.items()}
         for action, plan in program.compute():
             number = action.microbatch
             time = PassTime(
                 work=work_of(plan, sizes),
-                forward=forth[number],
-                backward=back.get(number, 0.0),
+                forward=forward[number],
+                backward=backward.get(number, 0.0),
                 training=isinstance(action, Forward),
             )
             yield Passed(plan, time)
 
     def _late_failures(self) -> Iterator[Event]:
-        """Jobs that broke on another worker after the word on their step was given."""
+        """Jobs that failed on another worker after the decision on their step."""
         for report in self.reports[1:]:
             for job, reason in report.failures.items():
                 if job not in self._own.dead:
                     self.kill(job)
                     yield Failed(job, reason)
 
-    def _evaluations(self, looks: Sequence[PartEvaluation]) -> Iterator[Event]:
+    def _evaluations(self, evaluations: Sequence[PartEvaluation]) -> Iterator[Event]:
         sums: dict[tuple[str, int], PartEvaluation] = {}
-        for look in looks:
-            key = look.job, look.step
-            sums[key] = sums[key] + look if key in sums else look
+        for evaluation in evaluations:
+            key = evaluation.job, evaluation.step
+            sums[key] = sums[key] + evaluation if key in sums else evaluation
         for one in sums.values():
             if one.job in self._own.dead:
                 continue
             if math.isfinite(one.loss):
-                yield Evaluated(one.job, one.step, one.loss / one.tokens, one.tokens, one.hits / one.tokens)
+                yield Evaluated(
+                    one.job, one.step, one.loss / one.tokens, one.tokens, one.correct / one.tokens
+                )
             else:
                 self.kill(one.job)
                 yield Failed(one.job, f"its evaluation loss at step {one.step} is {one.loss}")
@@ -261,7 +264,8 @@ class Driver:
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def save(self, job: str, folder: Path) -> None:
-        """At the Program's Save: write this worker's slice; the checkpoint is there when all have written."""
+        """At the Program's Save: write this worker's slice. The checkpoint is complete when all workers have
+        written theirs."""
         training = self.aboard[job]
         folder.mkdir(parents=True, exist_ok=True)
         pending = _Pending(folder, copy.copy(training.progress))
@@ -274,7 +278,7 @@ class Driver:
         self._pending[key] = pending
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Between windows: write a checkpoint of where the job stands, on all workers."""
+        """Between windows: write a checkpoint of the job's current state, on all workers."""
         if checkpoint.holds(folder, self.aboard[job].progress):
             return
         self.save(job, folder)
@@ -301,13 +305,13 @@ class Driver:
         self._pending[key].slices[worker] = answer.slice
 
     def _finish_saves(self) -> Iterator[Failed]:
-        """Name the checkpoints that are whole, but for those whose evaluation is still to come."""
+        """Rename complete checkpoints into place, except those whose evaluation is still to come."""
         for key in list(self._pending):
             if key not in self._awaited:
                 yield from self._finish(key)
 
     def _finish(self, key: tuple[str, int]) -> Iterator[Failed]:
-        """Put a checkpoint in its place if all its slices are written."""
+        """Rename a checkpoint into place if all its slices are written."""
         pending, job = self._pending[key], key[0]
         if len(pending.slices) < self.stages:
             return
@@ -333,7 +337,7 @@ def open_pipeline(
     delay: float = 0.0,
     most: int | None = None,
 ) -> Driver:
-    """Load what every worker has and wait until all of it is there; none takes more than `most` bytes of its
+    """Load every worker's part of the base, and wait for all. No worker uses more than `most` bytes of its
     GPU."""
     for worker in staff.workers:
         staff.command(worker, Begin(spec, layout.on(worker % layout.workers), delay, most))
@@ -348,7 +352,7 @@ def open_pipeline(
 
 
 def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int, float]:
-    """Microbatch → what its passes of these kinds took, divided by the number of workers."""
+    """Microbatch → seconds of its passes of these kinds, divided by the number of workers."""
     seconds: dict[int, float] = {}
     for report in reports:
         for one in report.times:
@@ -359,7 +363,7 @@ def shares(reports: Sequence[WorkerReport], kinds: type | UnionType) -> dict[int
 
 
 def _whole(own: Training, parts: Sequence[HandedOver], layout: VectorLayout) -> Training:
-    """A training with all parameters; its moments stay where they were, since nobody goes on with it."""
+    """A training state with all parameters. Moments stay on their workers, since the job is not continued."""
     stored = VectorLayout(tuple(parameter for part in parts for parameter in part.layout.parameters))
     master = layout.slice_of(stored, torch.cat([part.master for part in parts]))
     kept = [part.best for part in parts if part.best is not None]

@@ -19,27 +19,28 @@ from weftune.run.workers.mailbox import PeerLane
 from weftune.run.workers.transport import Lanes
 
 FOREVER = timedelta(days=30)
-"""Nobody is given up for being slow: who is gone is found by the heartbeat."""
+"""No timeout: a slow worker is not an error, and a lost one is found by the heartbeat."""
 
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(minutes=5)
-"""How long a worker waits for the store to be there, or for another worker to come."""
+"""How long a worker waits for the store, or for another worker to appear."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Which process of a pipeline this is."""
+    """The position of this process in a pipeline."""
 
     worker: int
     workers: int
     local_worker: int = 0
-    """Among the workers of this machine."""
+    """Its number among the workers of this machine."""
     local_workers: int = 1
     replicas: int = 1
-    """Copies of the pipeline; the first one's workers come first, each replica's in the order of stages."""
+    """Copies of the pipeline. The first replica's workers come first; within a replica the order is that of
+    stages."""
     ring: bool = False
-    """Whether there are more stages than workers, so that the last worker hands on to the first."""
+    """Whether there are more stages than workers, so that the last worker sends to the first."""
 
     @property
     def stages(self) -> int:
@@ -55,7 +56,8 @@ class WorkerPlace:
 
 
 def place_here() -> WorkerPlace | None:
-    """What torchrun, or our own launcher, says in the environment; None where this is the only process."""
+    """The position that torchrun, or our own launcher, has put in the environment; None if this is the only
+    process."""
     workers = _number("WORLD_SIZE", 1)
     if workers == 1 or "RANK" not in os.environ:
         return None
@@ -75,16 +77,17 @@ def _number(name: str, otherwise: int) -> int:
 
 
 SECRET = "WEFTUNE_SECRET"
-"""The variable whose text all machines of a run share."""
+"""The environment variable with a secret that all machines of a run share."""
 
 
 def secret() -> bytes:
-    """What the first worker's commands and the others' answers are signed with; empty where there is none."""
+    """The secret that signs commands and answers; empty where there is none."""
     return os.environ.get(SECRET, "").encode()
 
 
 def require_secret(place: WorkerPlace) -> None:
-    """On one machine workers meet on its loopback; across machines anybody in the network could speak."""
+    """Refuse workers on several machines without a secret: there anybody in the network could send messages.
+    On one machine they meet on the loopback."""
     if place.local_workers < place.workers and not secret():
         raise UserError(
             f"The workers of this run are on several machines, and {SECRET} is not set; set it to the same "
@@ -93,7 +96,7 @@ def require_secret(place: WorkerPlace) -> None:
 
 
 def attempt() -> int:
-    """How often torchrun has started all workers again; our own launcher says so with the command line."""
+    """How often torchrun has restarted all workers; our own launcher says so with the command line."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -102,13 +105,13 @@ class Wires:
     place: WorkerPlace
     lanes: Lanes
     commands: Mapping[int, Any]
-    """Worker → the group in which the first worker commands it."""
+    """Worker → the group in which the first worker sends it commands."""
     reports: Mapping[int, Any]
-    """Worker → the group in which it reports to the first worker."""
+    """Worker → the group in which it answers the first worker."""
 
 
 def connect(place: WorkerPlace, device: torch.device) -> Wires:
-    """Meet the other workers at the address in the environment, and lay all wires."""
+    """Connect to the other workers at the address in the environment, and create all groups."""
     # Not by `env://`: torchrun may keep its store over a restart, with addresses of workers that are gone.
     store = dist.PrefixStore(f"weftune/meet/{attempt()}", store_here(place))
     dist.init_process_group("gloo", store=store, rank=place.worker, world_size=place.workers, timeout=FOREVER)
@@ -117,7 +120,7 @@ def connect(place: WorkerPlace, device: torch.device) -> Wires:
 
 def store_here(place: WorkerPlace) -> dist.TCPStore:
     """A connection to the store at the address in the environment, the launcher's or the first worker's own.
-    Everybody who may wait in it needs one for itself."""
+    Every thread that may wait on it needs a connection of its own."""
     launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -130,8 +133,8 @@ def store_here(place: WorkerPlace) -> dist.TCPStore:
 
 
 def loopback_store() -> dist.TCPStore:
-    """A store of this machine's own processes: it listens on the loopback address alone, so that nobody in
-    the network can read its keys or have a worker declared lost."""
+    """A store for processes of this machine. It listens on the loopback address only, so that nobody in the
+    network can read its keys or have a worker declared lost."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -139,14 +142,14 @@ def loopback_store() -> dist.TCPStore:
     )
 
 
-Purpose = Literal["activation", "gradient", "sums", "word", "share"]
-SMALL: tuple[Purpose, ...] = ("sums", "word")
-"""What never leaves the host."""
+Purpose = Literal["activation", "gradient", "sums", "decision", "share", "command", "report"]
+SMALL: tuple[Purpose, ...] = ("sums", "decision")
+"""Purposes whose messages stay in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """From one worker to another, for one purpose."""
+    """A connection from one worker to another, for one purpose."""
 
     purpose: Purpose
     sender: int
@@ -154,7 +157,7 @@ class _Way:
 
 
 def _ways(place: WorkerPlace) -> Iterator[_Way]:
-    """All that a run needs, of all workers."""
+    """All connections that a run needs, of all workers."""
     stages = place.stages
     if place.ring:
         yield _Way("activation", place.workers - 1, 0)
@@ -163,11 +166,11 @@ def _ways(place: WorkerPlace) -> Iterator[_Way]:
         for worker in range(first, first + stages - 1):
             yield _Way("activation", worker, worker + 1)
             yield _Way("gradient", worker + 1, worker)
-            yield _Way("word", worker, worker + 1)
+            yield _Way("decision", worker, worker + 1)
             if first == 0:
                 yield _Way("sums", worker + 1, worker)
         if first > 0:
-            yield _Way("word", 0, first)
+            yield _Way("decision", 0, first)
     for sender in range(place.workers):
         for receiver in range(sender % stages, place.workers, stages):
             if receiver != sender:
@@ -175,14 +178,14 @@ def _ways(place: WorkerPlace) -> Iterator[_Way]:
 
 
 def lay_wires(place: WorkerPlace, device: torch.device) -> Wires:
-    """Every worker makes every group, in the same order, as torch wants it."""
+    """Create all groups. Every worker creates every group in the same order, as torch requires."""
     library = "nccl" if own_gpus(place, device) else "gloo"
     laid = {way: _group(way, "gloo" if way.purpose in SMALL else library) for way in _ways(place)}
     for way, group in laid.items():
         _greet(way, group, place, device if library == "nccl" else torch.device("cpu"))
     others = range(1, place.workers)
-    commands = {worker: _group(_Way("word", 0, worker), "gloo") for worker in others}
-    reports = {worker: _group(_Way("word", worker, 0), "gloo") for worker in others}
+    commands = {worker: _group(_Way("command", 0, worker), "gloo") for worker in others}
+    reports = {worker: _group(_Way("report", worker, 0), "gloo") for worker in others}
 
     def coming(purpose: Purpose) -> tuple[PeerLane, ...]:
         mine = [way for way in laid if way.purpose == purpose and way.receiver == place.worker]
@@ -199,8 +202,8 @@ def lay_wires(place: WorkerPlace, device: torch.device) -> Wires:
         gradient_out=_only(going("gradient")),
         sums_in=_only(coming("sums")),
         sums_out=_only(going("sums")),
-        word_in=_only(coming("word")),
-        words_out=going("word"),
+        decision_in=_only(coming("decision")),
+        decisions_out=going("decision"),
         shares_in=coming("share"),
         shares_out=going("share"),
     )
@@ -213,20 +216,21 @@ def _only(lanes: tuple[PeerLane, ...]) -> PeerLane | None:
 
 
 def own_gpus(place: WorkerPlace, device: torch.device) -> bool:
-    """Whether every worker of this machine has a GPU for itself; NCCL wants that."""
+    """Whether every worker of this machine has a GPU of its own, as NCCL requires."""
     return device.type == "cuda" and torch.cuda.device_count() >= place.local_workers
 
 
 def _greet(way: _Way, group: Any, place: WorkerPlace, device: torch.device) -> None:
-    """NCCL joins two workers in their first message, and whoever comes first waits there for the other. With
-    receives posted ahead, neighbours would wait for one another forever, each in a way of its own."""
+    """Send a first message on a connection. NCCL connects two workers at their first message, and whoever
+    comes first waits for the other. With receives posted ahead, neighbours would wait for each other
+    forever."""
     if way.purpose in SMALL:
         return
-    word = torch.zeros(1, device=device)
+    greeting = torch.zeros(1, device=device)
     if place.worker == way.sender:
-        dist.send(word, way.receiver, group=group)
+        dist.send(greeting, way.receiver, group=group)
     if place.worker == way.receiver:
-        dist.recv(word, way.sender, group=group)
+        dist.recv(greeting, way.sender, group=group)
 
 
 def _group(way: _Way, backend: str) -> Any:

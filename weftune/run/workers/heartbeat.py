@@ -1,7 +1,8 @@
-"""Who is still there: every worker of a pipeline leaves a mark in the store, and looks at the others' marks.
+"""A heartbeat: every worker of a pipeline writes a mark to the store every second and checks the others'
+marks.
 
-A worker that died or hangs leaves none. Whoever notices ends its own process at once: nothing that is still
-running could come to a good end, and the launcher starts all of them again from the last checkpoints.
+A worker that died or hangs writes none. Whoever notices ends its own process at once: nothing still running
+could finish, and the launcher restarts all workers from the last checkpoints.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ EVERY = 1.0
 LOST_AFTER = 7.0
 """Seconds without a new mark after which a worker counts as lost; checked every second, so within 10."""
 ABSENT_AFTER = 300.0
-"""Seconds after which a worker that never left a mark is lost, too: its machine may be slow to import."""
+"""Seconds after which a worker that never wrote a mark is lost; its machine may be slow to import."""
 LOST = 75
-"""The exit code of a worker that lost another: a failure that passes."""
+"""The exit code of a worker that lost another one: a failure that a restart can mend."""
 
 
 class Heartbeat:
@@ -42,14 +43,14 @@ class Heartbeat:
         self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
 
     def start(self) -> None:
-        """Leave the first mark before meeting the others: who has met all can then miss each of them."""
+        """Write the first mark before connecting: whoever has connected to all can then miss each of them."""
         self._store.set(self._key(self._place.worker), "0")
         self._answered = time.monotonic()
         self._thread.start()
         self._watch.start()
 
     def stop(self) -> None:
-        """Say that this worker ends as it should, so that nobody misses it."""
+        """Mark that this worker ends as it should, so that nobody counts it as lost."""
         self._stop.set()
         self._thread.join(LOST_AFTER)
         # The launcher may have gone first; then nobody is left to tell.
@@ -89,7 +90,7 @@ class Heartbeat:
                 return
 
     def _watch_store(self) -> None:
-        """A cut network answers neither yes nor no: what waits for the store would wait for minutes."""
+        """Watch the store from a second thread: on a cut network a call to it would wait for minutes."""
         while not self._stop.wait(EVERY):
             if time.monotonic() - self._answered > LOST_AFTER:
                 self._lose(f"the store that all workers share has not answered for {LOST_AFTER:.0f} seconds")
@@ -101,6 +102,6 @@ class Heartbeat:
 
 
 def leave(sentence: str) -> None:
-    """End this process from whatever it is doing: its main thread may wait for a worker that is gone."""
+    """End this process from any thread: its main thread may be waiting for a lost worker."""
     print(f"weftune: {sentence}", file=sys.stderr, flush=True)
     os._exit(LOST)

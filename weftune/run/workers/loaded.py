@@ -1,4 +1,5 @@
-"""What a worker has of the base, a stage that stays or several that take turns, and what runs its list."""
+"""A worker's part of the base (one resident stage, or several that take turns) and the executor that runs its
+list."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ from weftune.run.workers.transport import Transport
 
 
 def load_part(spec: BaseSpec, device: torch.device, part: OnWorker) -> Base | StreamedBase:
-    """A pipeline's worker has one stage, which stays; any other has stages that take turns."""
+    """Load a worker's part: in a pipeline one resident stage, otherwise stages that take turns."""
     if part.layout.pipelined:
         return load_stage(spec, device, part.held(part.worker))
     return load_on_worker(spec, device, part)
 
 
 def base_of(loaded: Base | StreamedBase) -> Base:
-    """All that is here of it."""
+    """The base behind a loaded part."""
     return loaded.whole if isinstance(loaded, StreamedBase) else loaded
 
 
 def worker_executor(
     loaded: Base | StreamedBase, part: OnWorker, transport: Transport, worker: int
 ) -> tuple[Executor, Agreed]:
-    """What runs the list of the worker of this number, and its side of the agreement with the others."""
+    """The executor of the worker with this number, and its side of the agreement with the others."""
     sides: list[Agreed] = []
 
     def agrees(roster: Roster, adapters: AdapterState, timer: ActionTimer) -> Agreed:

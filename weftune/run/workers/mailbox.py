@@ -16,23 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 AHEAD = 2
-"""Receives posted beyond the one that is waited for."""
+"""How many receives are posted beyond the one that is waited for."""
 
 
 class PeerLost(RuntimeError):
-    """Another worker is gone: what was to come from it, or go to it, never will."""
+    """Another worker is gone: messages from it or to it will never arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLane:
-    """One direction between two workers: its own process group, so that nothing stands in its way."""
+    """One direction between two workers, with a process group of its own, so that nothing else delays it."""
 
     group: Any
     peer: int
 
 
 class Inbox:
-    """Tensors from one worker, in order, a few of them posted ahead."""
+    """Receives tensors from one worker, in order, with a few receives posted ahead."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self._lane = lane
@@ -68,7 +68,8 @@ class Inbox:
 
 
 class Outbox:
-    """Tensors for one worker. A thread sends them in order, so that the sender never waits for its peer."""
+    """Sends tensors to one worker. A thread sends them in order, so that the sender never waits for its
+    peer."""
 
     def __init__(self, lane: PeerLane, delay: float = 0.0) -> None:
         self._lane = lane
@@ -90,7 +91,7 @@ class Outbox:
         self._queue.put((staged, ready))
 
     def settle(self) -> None:
-        """Wait until everything is with its receiver."""
+        """Wait until everything has been received."""
         self._queue.join()
         self._raise()
 
@@ -121,7 +122,7 @@ class Outbox:
 
 
 class DirectOutbox:
-    """Tensors for a worker with a GPU of its own: the library orders them behind the compute."""
+    """Sends tensors to a worker with a GPU of its own: the library orders them after the compute."""
 
     def __init__(self, lane: PeerLane) -> None:
         self._lane = lane
@@ -142,6 +143,6 @@ class DirectOutbox:
 
 
 def outbox_for(lane: PeerLane, device: torch.device, delay: float = 0.0) -> Outbox | DirectOutbox:
-    """With a `delay` every message takes so many seconds more."""
+    """An outbox for a lane; `delay` makes every message take so many seconds more."""
     direct = device.type == "cuda" and dist.get_backend(lane.group) == "nccl"
     return DirectOutbox(lane) if direct else Outbox(lane, delay)

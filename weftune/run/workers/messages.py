@@ -1,6 +1,6 @@
-"""What the first worker of a pipeline tells the others, and what they answer.
+"""Commands of the first worker of a pipeline, and the answers of the others.
 
-Commands are obeyed one after another, in the order in which they were given. A worker never decides.
+Commands are executed one after another, in the order in which they were sent. Only the first worker decides.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from weftune.run.workers.mailbox import PeerLost
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Load this part of a base. `delay` makes links slower, for tests and benchmarks."""
+    """Load this part of a base. `delay` slows the links down, for tests and benchmarks."""
 
     spec: BaseSpec
     part: OnWorker
     delay: float = 0.0
     most: int | None = None
-    """Bytes that the worker may take of its GPU, if not all."""
+    """Bytes that the worker may use of its GPU, if not all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +55,32 @@ class Attach:
 class RunProgram:
     program: Program
     microbatches: Mapping[int, Microbatch]
-    """Those that the worker's replica runs."""
+    """The microbatches that the worker's replica runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndEarly:
-    """Compute nothing more of the Program that runs. It is heard at once, whatever is being obeyed."""
+    """Compute nothing more of the running Program. It is read at once, even while another command runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """Of all evaluations so far this job's last was the best: keep its weights."""
+    """This job's last evaluation was its best: keep its weights."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSlice:
-    """Only the first replica's workers are told: the others hold the same."""
+    """Write a slice of a checkpoint. Only workers of the first replica are told, since the others hold the
+    same."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Give up the job; the first replica's workers hand its weights over."""
+    """Detach the job; workers of the first replica return its weights."""
 
     job: str
 
@@ -94,7 +95,7 @@ Command = Begin | Attach | RunProgram | EndEarly | KeepBest | SaveSlice | Detach
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The layers are loaded."""
+    """The part of the base is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +104,12 @@ class Saved:
     step: int
     slice: Slice | None
     error: str = ""
-    """Why there is no slice."""
+    """Why the slice could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Through:
-    """A window's list is through."""
+    """The worker has finished its list of a window."""
 
     report: WorkerReport
     peak_bytes: int
@@ -124,28 +125,29 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A user's mistake that only this worker could see; the sentence is for the first worker to show."""
+    """A user's mistake that only this worker could see; the first worker shows the sentence."""
 
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last that is heard of a worker that was sent home."""
+    """The last message of a worker that was dismissed."""
 
 
 Answer = Begun | Saved | Through | HandedOver | Refused | Ended
 
 
 class Orders:
-    """The worker's side: commands in, answers out. A thread hears commands, for one cannot wait."""
+    """The worker's side: commands in, answers out. A thread receives commands, since `EndEarly` cannot
+    wait."""
 
     def __init__(self, wires: Wires) -> None:
         worker = wires.place.worker
         self._commands, self._reports = wires.commands[worker], wires.reports[worker]
         self._heard: queue.Queue[Command | PeerLost | Forged] = queue.Queue()
         self.overdue = threading.Event()
-        """Whether the Program that runs is to end early."""
+        """Whether the running Program is to end early."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def take(self) -> Command:
@@ -175,13 +177,14 @@ class Orders:
 
 
 class Staff:
-    """The first worker's side: a thread for every worker hears its answers, so that nobody waits for them."""
+    """The first worker's side. A thread for every other worker receives its answers, so that nobody waits for
+    them."""
 
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
         self.workers = tuple(wires.commands)
         self.first_replica = tuple(worker for worker in self.workers if worker < wires.place.stages)
-        """Those who write checkpoints and hand adapters over."""
+        """Workers that write checkpoints and return adapters."""
         self._heard: queue.Queue[tuple[int, Answer | PeerLost | Forged]] = queue.Queue()
         self._listeners = [
             threading.Thread(target=self._listen, args=(worker,), daemon=True) for worker in self.workers
@@ -197,13 +200,13 @@ class Staff:
             self.command(worker, command)
 
     def dismiss(self) -> None:
-        """Send all workers home, and hear of it."""
+        """Dismiss all workers, and wait for their last answer."""
         self.command_all(End())
         for listener in self._listeners:
             listener.join()
 
     def heard(self, seconds: float = 0.0) -> tuple[int, Answer] | None:
-        """The next answer if there is one, or comes so soon."""
+        """The next answer, if there is one within this time."""
         try:
             return self._checked(*self._heard.get(seconds > 0, seconds or None))
         except queue.Empty:

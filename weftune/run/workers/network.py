@@ -1,7 +1,7 @@
-"""Which network interface reaches the other workers of a pipeline, for the libraries that must bind one.
+"""The network interface that reaches the other workers of a pipeline, for the libraries that must bind one.
 
-Left to themselves gloo and NCCL take the interface of the machine's own name: often the loopback, where
-others are on other machines, or one that the network reaches, where all are on this one.
+By default gloo and NCCL use the interface of the machine's own name: often the loopback, although others are
+on other machines, or a public one, although all are on this machine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import psutil
 from weftune.run.workers.groups import WorkerPlace
 
 LIBRARIES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Where each library is told the interface; what the user has set stays."""
+"""The environment variable that tells each library its interface; what the user has set stays."""
 
 
 def bind_interface(place: WorkerPlace) -> None:
-    """Tell the libraries which interface reaches the others. Where all are on this machine gloo listens on
-    the loopback alone; NCCL finds other ways there than the network."""
+    """Tell the libraries which interface reaches the others. Where all are on this machine, gloo listens on
+    the loopback only; NCCL needs no network there."""
     alone = place.local_workers == place.workers
     found = loopback() if alone else interface_towards(os.environ["MASTER_ADDR"])
     if found is not None:

@@ -1,4 +1,4 @@
-"""How fast each stage of a pipeline was, as lines over rows that the planner can use."""
+"""Measured speeds of the stages of a pipeline, as lines over the number of rows, for the planner."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weftune.run.workers.agreed import TimedAction, WorkerReport
 
 REMEMBERED = 200
 BACKWARD_GUESS = 1.5
-"""A backward over a forward, until one was measured."""
+"""Time of a backward divided by that of a forward, until one was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPace:
-    """One pass on one stage."""
+    """One measured pass of one stage."""
 
     rows: int
     seconds: float
@@ -57,17 +57,18 @@ class _Stage:
 
 class Paces:
     def __init__(self, layers: Sequence[int]) -> None:
-        """`layers` of each stage: what times are guessed from until there are any."""
+        """`layers`: of each stage; times are guessed from them until some are measured."""
         self._stages = [_Stage(count) for count in layers]
         self.loads: LoadPace | None = None
-        """Where stages come from the host: foreseen, not measured."""
+        """Times of Loads, where stages are streamed: predicted, not measured."""
 
     @property
     def measured(self) -> bool:
         return all(stage.forwards and stage.backwards for stage in self._stages)
 
     def learn(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """`reports` come worker by worker, replica after replica. A Step is of all stages of its worker."""
+        """Learn from a window. `reports` are in the order of workers, replica after replica; a Step belongs
+        to all stages of its worker."""
         for worker, report in enumerate(reports):
             homes = program.homes(program.replica(worker))
             here = [stage for stage, home in zip(self._stages, homes, strict=True) if home == worker]
@@ -92,20 +93,20 @@ class Paces:
         return tuple(stage.pace() if known else stage.guess() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
-        """The simulated time of a window, or None while nothing has been measured."""
+        """The simulated time of a window in seconds; None while nothing has been measured."""
         return mean(one.makespan for one in self.varied(program)) if self.measured else None
 
     def timeline(self, program: Program) -> Timeline:
-        """A window as the simulator foresees it, if every pass takes what its line says."""
+        """The simulated timeline of a window in which every pass takes its predicted time."""
         return timeline_foreseen(program, self.stages(), self.loads)
 
     def varied(self, program: Program) -> list[Timeline]:
-        """The same if passes vary as they did, a few times."""
+        """A few timelines of the same window whose passes vary as measured ones did."""
         return timelines_varied(program, self.stages(), self.loads)
 
 
 def line_through(passes: Sequence[MeasuredPace]) -> Line:
-    """Least squares over two parameters that may not be negative."""
+    """A least-squares line whose two parameters are not negative."""
     rows = np.array([one.rows for one in passes], dtype=float)
     seconds = np.array([one.seconds for one in passes], dtype=float)
     through_origin = Line(0.0, float(rows @ seconds / max(rows @ rows, 1.0)))

@@ -1,9 +1,9 @@
-"""What replicas of a stage made of a job's batch, handed out to one another and added up.
+"""Exchange of gradients between the replicas of a stage, summed for each job's batch.
 
-Everybody adds in the order of replicas, so that all of them hold the same bits, and two runs do too. Handing
-out never waits: gradients cross while the workers compute on.
+Every replica adds in the same order, so that all hold the same bits, and so do two runs. Sending never waits:
+gradients are on their way while the workers compute on.
 
-Shapes: N numbers of a message: a stage's slice of the gradient, and behind it loss and hits.
+Shapes: N numbers of a message: a stage's slice of the gradient, then loss and correct predictions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from weftune.plan.program.program import Program, Reduce
 from weftune.run.workers.mailbox import Inbox, PeerLane, outbox_for
 
 BEHIND = 2
-"""Numbers behind the gradient in a message."""
+"""How many numbers follow the gradient in a message."""
 
-Key = tuple[str, int]
+StepKey = tuple[str, int]
 """A job and its step."""
 
 
 class _Replica:
-    """What comes from the worker of one other replica, in the order of that worker's list."""
+    """Receives from one other replica's worker, in the order of that worker's list."""
 
     def __init__(self, lane: PeerLane, dtype: torch.dtype, device: torch.device) -> None:
         self.worker = lane.peer
         self._inbox = Inbox(lane, dtype, device)
-        self._coming: deque[Key] = deque()
-        self._came: dict[Key, Tensor] = {}
+        self._coming: deque[StepKey] = deque()
+        self._came: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
         coming = [
@@ -40,18 +40,20 @@ class _Replica:
         self._coming.extend((one.job, one.step) for one in coming)
         self._inbox.expect((sizes[one.job] + BEHIND,) for one in coming)
 
-    def contributes(self, key: Key) -> bool:
+    def contributes(self, key: StepKey) -> bool:
         return key in self._came or key in self._coming
 
-    def take(self, key: Key) -> Tensor:
-        """Its jobs may come to their ends in another order than here: what comes before is kept."""
+    def take(self, key: StepKey) -> Tensor:
+        """The message of a job's batch. The other replica may finish jobs in another order: earlier messages
+        are kept."""
         while key not in self._came:
             self._came[self._coming.popleft()] = self._inbox.take()
         return self._came.pop(key)
 
 
 class Exchange:
-    """One worker's side, for the workers that hold its stage in other replicas; without any it has no use."""
+    """One worker's side of the exchange with the workers that hold its stage in other replicas, if there are
+    any."""
 
     def __init__(
         self,
@@ -63,21 +65,21 @@ class Exchange:
     ) -> None:
         self._others = [_Replica(lane, dtype, device) for lane in lanes_in]
         self.outboxes = [outbox_for(lane, device, delay) for lane in lanes_out]
-        self._own: dict[Key, Tensor] = {}
+        self._own: dict[StepKey, Tensor] = {}
 
     def expect(self, program: Program, sizes: Mapping[str, int]) -> None:
-        """Post receives ahead. `sizes` are the parameters of every job's slice."""
+        """Post receives ahead. `sizes`: the parameters of every job's slice."""
         for other in self._others:
             other.expect(program, sizes)
 
-    def hand_out(self, key: Key, message_N: Tensor) -> None:
-        """`message_N` is taken over."""
+    def hand_out(self, key: StepKey, message_N: Tensor) -> None:
+        """Send a message to all other replicas; `message_N` must not be changed afterwards."""
         self._own[key] = message_N
         for outbox in self.outboxes:
             outbox.send(message_N)
 
-    def sum(self, key: Key, worker: int) -> Tensor:
-        """What all replicas handed out, in their order; waits for the last of them."""
+    def sum(self, key: StepKey, worker: int) -> Tensor:
+        """The sum over all replicas in their order; waits for the last of them."""
         parts_N = {other.worker: other.take(key) for other in self._others if other.contributes(key)}
         if key in self._own:
             parts_N[worker] = self._own.pop(key)

@@ -13,17 +13,17 @@ from weftune.plan.layout.mapping import Topology, cross_order
 
 PCI = Path("/sys/bus/pci/devices")
 STAGES = 4
-"""To a GPU, as the order is judged: how many there will be is not known yet when workers take their GPUs."""
+"""Stages per GPU when orders are compared: the real number is not known yet when workers take their GPUs."""
 
 
 def crossed_gpus(count: int) -> tuple[int, ...]:
-    """For each of so many workers the number of its GPU."""
+    """The number of each worker's GPU."""
     addresses = [_address(number) for number in range(count)]
     return cross_mapped([None if address is None else root_of(address) for address in addresses])
 
 
 def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
-    """GPUs in the order of their places, by the root complex of each; as they are where one is not known."""
+    """GPUs in the order of workers, chosen by root complex; unchanged where one of them is not known."""
     known = [root for root in roots if root is not None]
     names = list(dict.fromkeys(known))
     if len(known) < len(roots) or len(names) < 2:
@@ -34,13 +34,13 @@ def cross_mapped(roots: Sequence[str | None]) -> tuple[int, ...]:
 
 
 def root_of(address: str, devices: Path = PCI) -> str | None:
-    """The root complex above a PCI device, by its place in the kernel's tree; None where it does not tell."""
+    """The root complex above a PCI device, by its path in the kernel's tree; None where that does not say."""
     place = (devices / address).resolve()
     return next((part for part in place.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
 
 
 def _address(number: int) -> str | None:
-    """As the kernel writes it; not every version of torch tells."""
+    """The PCI address as the kernel writes it; not every version of torch has it."""
     gpu = torch.cuda.get_device_properties(number)
     numbers = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:

@@ -1,4 +1,4 @@
-"""What every worker of a pipeline did and when, as Chrome's trace viewer and Perfetto read it."""
+"""A trace of every worker's actions, for Chrome's trace viewer and Perfetto."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weftune.plan.program.timeline import Event, Lane, Timeline
 from weftune.run.workers.agreed import WorkerReport
 
 KEPT = 200_000
-"""Actions; of a longer run the last are kept."""
+"""How many actions are kept; of a longer run, the last ones."""
 
 
 class Trace:
@@ -35,7 +35,7 @@ class Trace:
         self._workers = 0
 
     def add(self, program: Program, reports: Sequence[WorkerReport]) -> None:
-        """The window that has just run."""
+        """Add the window that has just run."""
         self._workers = max(self._workers, len(reports))
         for worker, report in enumerate(reports):
             for one in report.times:
@@ -61,7 +61,7 @@ class Trace:
 
 
 def timeline_of(reports: Sequence[WorkerReport]) -> Timeline:
-    """What was measured, in the simulator's own terms: a worker is busy in its passes and its Steps."""
+    """The measured timeline in the simulator's terms: a worker is busy in its passes and its Steps."""
     passes = [
         Event(worker, Lane.compute, one.action, one.start, one.stop)
         for worker, report in enumerate(reports)

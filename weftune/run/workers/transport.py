@@ -1,6 +1,6 @@
-"""Hidden states and gradients between neighbours of a pipeline, moved while the device computes, and what
-workers tell one another to agree on steps. Receives are posted ahead in the order of the Program, which fixes
-their shapes.
+"""Messages between neighbours of a pipeline while a Program runs: hidden states and gradients, moved while
+the device computes, and the sums and decisions that workers agree on steps with. Receives are posted ahead in
+the order of the Program, which fixes their shapes.
 
 Shapes: T rows of a microbatch, D hidden width.
 """
@@ -18,48 +18,48 @@ from weftune.run.training.state import master_dtype
 from weftune.run.workers.mailbox import DirectOutbox, Inbox, Outbox, PeerLane, outbox_for
 from weftune.run.workers.replicas import Exchange
 
-WORD = 2
-"""Numbers in a word: which batch of the Program, and the norm of its gradient."""
+DECISION = 2
+"""Numbers in a decision: which batch of the Program, and the norm of its gradient."""
 SUMS = 4
-"""Numbers in what a batch came to: which batch, then loss, hits and the squared norm."""
+"""Numbers in the sums of a batch: which batch, then loss, correct predictions and the squared norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a worker exchanges with others; None where it has no neighbour on that side."""
+    """A worker's connections; None where it has no neighbour on that side."""
 
     activation_in: PeerLane | None
     activation_out: PeerLane | None
     gradient_in: PeerLane | None
     gradient_out: PeerLane | None
     sums_in: PeerLane | None
-    """What a batch came to on the stages after."""
+    """Sums of a batch over the stages after."""
     sums_out: PeerLane | None
-    word_in: PeerLane | None
+    decision_in: PeerLane | None
     """The first worker's decision on a step: from the stage before; a replica's first has it directly."""
-    words_out: tuple[PeerLane, ...]
+    decisions_out: tuple[PeerLane, ...]
     shares_in: tuple[PeerLane, ...] = ()
-    """What the same stage made of a batch in the other replicas, in their order."""
+    """Gradient and sums of a batch from the same stage of the other replicas, in their order."""
     shares_out: tuple[PeerLane, ...] = ()
 
 
 class Transport:
-    """All that passes between a worker and its neighbours while a Program runs."""
+    """All messages between a worker and its neighbours while a Program runs."""
 
     def __init__(
         self, lanes: Lanes, width: int, dtype: torch.dtype, device: torch.device, delay: float = 0.0
     ) -> None:
-        """With a `delay` every message takes so many seconds more: a slow link, for tests and benchmarks."""
+        """`delay` makes every message take so many seconds more: a slow link, for tests and benchmarks."""
         self._width, self._dtype, self._device = width, dtype, device
         cpu = torch.device("cpu")
         self._activation_in = _inbox(lanes.activation_in, dtype, device)
         self._gradient_in = _inbox(lanes.gradient_in, dtype, device)
         self._sums_in = _inbox(lanes.sums_in, torch.float64, cpu)
-        self._word_in = _inbox(lanes.word_in, torch.float64, cpu)
+        self._decision_in = _inbox(lanes.decision_in, torch.float64, cpu)
         self._activation_out = _outbox(lanes.activation_out, device, delay)
         self._gradient_out = _outbox(lanes.gradient_out, device, delay)
         self._sums_out = _outbox(lanes.sums_out, cpu, 0.0)
-        self._words_out = [outbox_for(lane, cpu) for lane in lanes.words_out]
+        self._decisions_out = [outbox_for(lane, cpu) for lane in lanes.decisions_out]
         self.exchange = Exchange(lanes.shares_in, lanes.shares_out, master_dtype(dtype), device, delay)
 
     def expect(self, program: Program, worker: int, sizes: Mapping[str, int]) -> None:
@@ -74,8 +74,8 @@ class Transport:
         if self._sums_in is not None:
             sums = [one for one in actions if isinstance(one, Reduce) and one.what == "norm"]
             self._sums_in.expect((SUMS,) for _ in sums)
-        if self._word_in is not None:
-            self._word_in.expect((WORD,) for one in actions if isinstance(one, Step))
+        if self._decision_in is not None:
+            self._decision_in.expect((DECISION,) for one in actions if isinstance(one, Step))
 
     def receive(self, action: Recv) -> Tensor:
         inbox = self._activation_in if action.what == "activation" else self._gradient_in
@@ -88,11 +88,11 @@ class Transport:
         outbox.send(tensor_TD)
 
     def zeros(self, rows: int) -> Tensor:
-        """In the place of hidden states or gradients that were never made."""
+        """Zeros in the shape of hidden states or gradients that were never computed."""
         return torch.zeros(rows, self._width, dtype=self._dtype, device=self._device)
 
     def sums_from_next(self) -> Tensor:
-        """What the next batch that is told of came to on all stages after."""
+        """The next sums of a batch over all stages after."""
         assert self._sums_in is not None, "the last stage, and other replicas than the first, hear of no sums"
         return self._sums_in.take()
 
@@ -100,17 +100,17 @@ class Transport:
         assert self._sums_out is not None, "the first stage keeps its sums"
         self._sums_out.send(sums)
 
-    def word_from_before(self) -> Tensor:
-        """The first worker's word on the next step, handed on at once."""
-        assert self._word_in is not None, "the first worker decides by itself"
-        word = self._word_in.take()
-        self.word_on(word)
-        return word
+    def decision_from_before(self) -> Tensor:
+        """The first worker's next decision, passed on at once."""
+        assert self._decision_in is not None, "the first worker decides by itself"
+        decision = self._decision_in.take()
+        self.pass_decision_on(decision)
+        return decision
 
-    def word_on(self, word: Tensor) -> None:
-        """To the stage after, and from the first worker to the other replicas too."""
-        for outbox in self._words_out:
-            outbox.send(word)
+    def pass_decision_on(self, decision: Tensor) -> None:
+        """Send a decision to the stage after, and from the first worker also to the other replicas."""
+        for outbox in self._decisions_out:
+            outbox.send(decision)
 
     def settle(self) -> None:
         for outbox in self._outboxes():
@@ -123,7 +123,7 @@ class Transport:
     def _outboxes(self) -> list[Outbox | DirectOutbox]:
         boxes = (self._activation_out, self._gradient_out, self._sums_out)
         alone = [box for box in boxes if box is not None]
-        return [*alone, *self._words_out, *self.exchange.outboxes]
+        return [*alone, *self._decisions_out, *self.exchange.outboxes]
 
 
 def _inbox(lane: PeerLane | None, dtype: torch.dtype, device: torch.device) -> Inbox | None:

@@ -35,7 +35,7 @@ from weftune.run.workers.transport import Transport
 
 
 def serve(wires: Wires, device: torch.device) -> None:
-    """Obey until the first worker says that it is over."""
+    """Execute commands until the first worker sends `End`."""
     orders = Orders(wires)
     first = orders.take()
     if isinstance(first, End):
