@@ -57,8 +57,7 @@ def test_a_cancelled_job_ends_within_two_steps_its_memory_returns_and_the_other_
     for windows in ([one for one in told if "own" in one] for told in workers):
         both = [one["own"] for one in windows if one["aboard"] == [OTHER, VICTIM]]
         alone = [one["own"] for one in windows if one["aboard"] == [OTHER]]
-        # The message in which a worker handed its weights over may be kept until another comes.
-        assert both[-1] - alone[-1] >= VECTORS - (mode.workers > 1)
+        assert both[-1] - alone[-1] >= VECTORS
 
 
 def notes(path):

@@ -221,14 +221,19 @@ class Staff:
         return worker, answer
 
     def _listen(self, worker: int) -> None:
-        answer: Answer | PeerLost | Forged | None = None
-        while not isinstance(answer, Ended | PeerLost | Forged):
-            try:
-                answer = receive_message(self.wires.reports[worker], worker)
-            except (PeerLost, Forged) as mistrusted:
-                answer = mistrusted
-            assert answer is not None
-            self._heard.put((worker, answer))
+        while self._hear_next(worker):
+            pass
+
+    def _hear_next(self, worker: int) -> bool:
+        """Whether there are more to come. A function of its own, so that nobody holds the last answer, with
+        the weights in it, while waiting for the next."""
+        answer: Answer | PeerLost | Forged
+        try:
+            answer = receive_message(self.wires.reports[worker], worker)
+        except (PeerLost, Forged) as mistrusted:
+            answer = mistrusted
+        self._heard.put((worker, answer))
+        return not isinstance(answer, Ended | PeerLost | Forged)
 
 
 KNOWN = {**records_in(Command), **records_in(Answer), **records_in(AdapterSpec)}
