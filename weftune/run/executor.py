@@ -188,7 +188,7 @@ class Executor:
                 yield from self._end(action)
 
     def _guarded(self, events: Iterator[Event]) -> Iterator[Event]:
-        """The events of an action; a shortage of memory becomes an event too."""
+        """The events of an action. Where memory does not suffice for it, everything unfinished is dropped."""
         shortage = ""
         try:
             yield from events
