@@ -20,10 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from weftune.base.load import inspect
+from weftune.base.spec import BaseSpec
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
+from weftune.plan.cost.profile import cpu_threads
 
 BAR = 0.15
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories15m"
@@ -94,7 +98,7 @@ def drawn(seed: int, folder: Path, vocabulary: int, scale: int) -> list[dict[str
 
 
 def options(mode: str, base_bytes: int) -> list[str]:
-    """A streamed base gets about half of what it would take with its passes."""
+    """A streamed base gets room for itself alone, without its passes."""
     limit = ["--gpu-memory", f"{base_bytes >> 10}KiB"]
     workers = ["--pipeline", str(WORKERS)]
     by_mode = {"one device": [], "streamed": limit, "pipeline": workers, "streamed workers": workers + limit}
@@ -160,12 +164,12 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     asked = _arguments().parse_args()
     config = json.loads((Path(asked.base) / "config.json").read_text())
-    weights = sum(path.stat().st_size for path in Path(asked.base).glob("*.safetensors"))
+    weights = inspect(BaseSpec(model=str(asked.base), dtype="float32"), torch.device("cpu")).base_bytes
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="weftune-promises-") as name:
         folder = Path(name)
         weftune(folder, "doctor", "--profile", "--base", str(asked.base), "--device", "cpu")
-        threads = max(1, (os.cpu_count() or 1) // WORKERS)
+        threads = cpu_threads(neighbours=WORKERS)
         if any(mode not in MODES[:2] for mode in asked.modes):
             weftune(
                 folder, "doctor", "--profile", "--base", str(asked.base), "--device", "cpu", threads=threads

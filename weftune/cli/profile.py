@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,10 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
     from weftune.run.profile import key_here
 
     spec, where, console = BaseSpec(model=base), device_named(device), Console()
-    shape, taken = inspect(spec, where), taken_bytes(where)
+    shape = inspect(spec, where)
+    # What a training process holds counts its modules.
+    import_module("weftune.trainer.trainer")
+    taken = taken_bytes(where)
     file = output or file_of(profile_folder(), key_here(shape, where))
     try:
         # Before the measuring, so that no minute of it is lost.

@@ -20,6 +20,7 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch, Segment
 from weftune.core.shapes import ModelShape
+from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.profile import LayeredPass, Profile, ProfileKey, cpu_threads, key_of
 from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.program.program import (
@@ -74,6 +75,7 @@ CASES = (
     ProfileCase(samples=16, length=32, supervised=0.5),
     ProfileCase(samples=1, length=512, supervised=0.1),
     ProfileCase(samples=8, length=128, supervised=0.25),
+    ProfileCase(samples=8, length=128),
     ProfileCase(jobs=4, samples=1, length=64, supervised=0.5),
     ProfileCase(jobs=4, samples=4, length=32, supervised=0.1),
     ProfileCase(samples=4, length=64, rank=RANKS[1], supervised=0.5),
@@ -97,8 +99,9 @@ def measure_profile(
     cases = [case for case in _cases(device) if case.length <= shape.context]
     passes: list[LayeredPass] = []
     steps: list[StateTime] = []
+    peaks = _Peaks(device)
     for number, depth in enumerate(DEPTHS):
-        with _Bench(_shallow(config, depth, dtype, device), device) as bench:
+        with _Bench(_shallow(config, depth, dtype, device), peaks) as bench:
             for done, case in enumerate(cases):
                 watch(number * len(cases) + done, len(DEPTHS) * len(cases))
                 found = bench.measure(case)
@@ -140,17 +143,39 @@ def _shallow(config: PretrainedConfig, depth: int, dtype: torch.dtype, device: t
 @dataclass(frozen=True, slots=True)
 class _Found:
     passes: Sequence[tuple[PassTime, int]]
-    """Each pass with its memory peak in bytes."""
+    """Each pass with the bytes of its memory peak beyond base and adapters; 0 where it was no new one."""
     steps: Sequence[StateTime]
+
+
+class _Peaks:
+    """The highest memory in use since the profile began, beyond what the process held then.
+
+    An allocator keeps what was freed and hands it out again, so a pass is seen only where it takes more than
+    all before it; what it takes then is what a process takes that runs nothing larger.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        release(device)
+        self._counts = begin_peak(device)
+        self._before = resident_bytes(device)
+        self._highest = 0
+
+    def beyond(self, known: int) -> int:
+        """Bytes of a new peak beyond `known` ones; 0 where there was none."""
+        highest = peak_bytes(self._device) - self._before if self._counts else 0
+        risen, self._highest = highest > self._highest, max(highest, self._highest)
+        return max(0, highest - known) if risen else 0
 
 
 class _Bench:
     """One shallow base and its executor."""
 
-    def __init__(self, base: Base, device: torch.device) -> None:
+    def __init__(self, base: Base, peaks: _Peaks) -> None:
         self.base = base
+        self.peaks = peaks
         self.executor = resident_executor(base)
-        self.repeats = REPEATS[device.type]
+        self.repeats = REPEATS[base.device.type]
         self.warmup = 1 if self.executor.captures is None else 2
 
     def __enter__(self) -> _Bench:
@@ -176,9 +201,6 @@ class _Bench:
                 self.executor.detach(name)
 
     def _run(self, case: ProfileCase, names: Sequence[str]) -> _Found:
-        release(self.base.device)
-        own_peak = begin_peak(self.base.device)
-        before = resident_bytes(self.base.device)
         rounds = self.warmup + self.repeats
         times, steps = [], []
         for event in self.executor.run(_program(case, names, rounds), self._fetch, lambda: False):
@@ -186,7 +208,9 @@ class _Bench:
                 times.append(event.time)
             elif isinstance(event, StepsMade):
                 steps.append(event.time)
-        peak = peak_bytes(self.base.device) - before if own_peak else 0
+        memory = MemoryModel(self.base.shape, budget=0)
+        parameters = sum(self.executor.aboard[name].layout.size for name in names)
+        known = self.base.shape.base_bytes + parameters * memory.bytes_per_parameter
         settled = [one for one in times[self.warmup :] if one.settled] or times[-1:]
         middle = replace(
             settled[0],
@@ -194,7 +218,7 @@ class _Bench:
             backward=median(one.backward for one in settled),
             settled=True,
         )
-        return _Found([(middle, max(0, peak))], steps[self.warmup :])
+        return _Found([(middle, self.peaks.beyond(known))], steps[self.warmup :])
 
     def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
         return _microbatch(plan, self.base.shape.vocabulary)

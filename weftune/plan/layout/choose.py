@@ -8,12 +8,12 @@ a stage each, or stream the base together where a stage does not fit one of them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.estimate import layer_bytes
-from weftune.plan.cost.memory import MemoryModel, gib
+from weftune.plan.cost.memory import SLACK_BYTES, UNFITTED, MemoryFit, MemoryModel, gib
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
@@ -159,10 +159,9 @@ def _by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -
 
 
 def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
-    memory, cost = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu), None
-    if machine.profile is not None:
-        memory = replace(memory, fit=memory_of(machine.profile, memory))
-        cost = cost_of(machine.profile, shape)
+    profile = machine.profile
+    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine, profile))
+    cost = None if profile is None else cost_of(profile, shape)
     together = fitting(jobs, memory)
     return Choice(
         shape=shape,
@@ -192,8 +191,8 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
     choice = found.choice
     if choice.whole:
         return None
-    beside = _beside(machine, choice.host_bytes)
     profile = machine.profile
+    beside = _beside(shape, machine, profile, choice.host_bytes)
     return Choice(
         shape=shape,
         layout=choice.cut,
@@ -228,9 +227,18 @@ def _streamed_memory(
     return MemoryModel(shape, budget, beside, machine.on_gpu, layout=layout, slack=place.slack)
 
 
-def _beside(machine: Machine, host_bytes: int) -> int:
+def _beside(shape: ModelShape, machine: Machine, profile: Profile | None, host_bytes: int) -> int:
     """A pretended device is a part of the host, and measured with the process and what lies in its memory."""
-    return 0 if machine.on_gpu else machine.taken + host_bytes
+    if machine.on_gpu:
+        return 0
+    gathered = int(_fit(shape, machine, profile).slack * SLACK_BYTES) if profile else 0
+    return machine.taken + host_bytes + gathered
+
+
+def _fit(shape: ModelShape, machine: Machine, profile: Profile | None) -> MemoryFit:
+    """Factors of the memory model, as the profile's passes over a resident base have taken memory."""
+    whole = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu)
+    return UNFITTED if profile is None else memory_of(profile, whole)
 
 
 # -- several workers -------------------------------------------------------------------------------------
@@ -240,7 +248,8 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
     """A stage for every worker; a replica that is one worker holds all of the base."""
     held, note = _layers(shape, machine)
     layout = in_stages(held, machine.replicas)
-    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, layout=layout)
+    fit = _fit(shape, machine, machine.worker_profile)
+    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, fit, layout)
     together = fitting(jobs, memory)
     counts = " + ".join(str(one.stop - one.start) for one in held)
     times = _stage_times(shape, machine)
@@ -285,7 +294,7 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
         return choose_for_workers(shape, together, later, place, machine.workers, machine.most, need)
 
     count, choice = _for_most(attempt, len(jobs))
-    beside = _beside(machine, choice.host_bytes)
+    beside = _beside(shape, machine, machine.worker_profile, choice.host_bytes)
     memory = _streamed_memory(shape, machine, choice.cut, beside, place)
     layer = layer_bytes(shape)
     loads = LoadPace(tuple(stage.count * layer for stage in choice.cut.stages), place.bandwidth)
