@@ -10,17 +10,16 @@ import psutil
 import pytest
 
 from tests.cases import slow_but
-from tests.launches import deep_folder
-from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole
+from tests.launches import copied
+from tests.outputs import assert_same_results, assert_whole
 
 REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("killed", slow_but([False, True], [False]))
-def test_torchrun_starts_the_same_pipeline_and_goes_on_after_a_restart(killed, tmp_path, forks):
+def test_torchrun_starts_the_same_pipeline_and_goes_on_after_a_restart(killed, tmp_path, trained_deep):
     """Where a worker is killed, torchrun starts all again with the words of the first time."""
-    place = deep_folder(tmp_path, FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=place) == 0
+    place = copied(trained_deep, tmp_path)
     output = place / "elastic"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["-m", "weftune", "train", "jobs.yaml", "--output", "elastic"]
