@@ -59,10 +59,10 @@ def samples(count: int, seed: int = 0, shortest: int = 4, longest: int = 20) -> 
     return made
 
 
-def questions(count: int) -> list[dict[str, str]]:
+def questions(count: int, characters: int = 160) -> list[dict[str, str]]:
     """Real short texts; tests that use them skip where the shared data is absent."""
     lines = (SHARED / "data" / "gsm8k_train.jsonl").read_text().split("\n")[:count]
-    return [{"text": json.loads(line)["messages"][0]["content"][:160]} for line in lines]
+    return [{"text": json.loads(line)["messages"][0]["content"][:characters]} for line in lines]
 
 
 def rows(made: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -17,13 +17,18 @@ settings.register_profile("weftune", deadline=None)
 settings.load_profile("weftune")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Torch's allocator on ARM takes a GiB of addresses ahead, which no limit of tests/forks.py would count.
+os.environ.setdefault("MIMALLOC_ARENA_RESERVE", "0")
 
 
-def _import_triton_for_its_interpreter() -> None:
+def pytest_configure(config):
     """Triton settles at its first import whether its own functions can be interpreted, and peft imports it.
 
-    The switch is off again when this returns: a test that wants kernels on the CPU asks for them.
+    The switch is off again when this returns: a test that wants kernels on the CPU asks for them. Who only
+    hands out tests to others waits for no imports.
     """
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
     import torch
 
     if torch.cuda.is_available() or find_spec("triton") is None:
@@ -31,9 +36,6 @@ def _import_triton_for_its_interpreter() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         import_module("triton")
-
-
-_import_triton_for_its_interpreter()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -82,5 +84,15 @@ def forks(_cache):
     """Real `weftune` processes; see tests/forks.py."""
     from tests.forks import Forks
 
-    with Forks() as made:
-        yield made
+    return Forks()
+
+
+@pytest.fixture(scope="session")
+def trained_deep(tmp_path_factory, forks):
+    """Four jobs on a model of four layers; `undisturbed` is what one process makes of them. To be copied."""
+    from tests.launches import deep_folder
+    from tests.outputs import FOUR_JOBS
+
+    folder = deep_folder(tmp_path_factory.mktemp("deep"), FOUR_JOBS)
+    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    return folder

@@ -1,5 +1,9 @@
 """Triton's interpreter, for kernels on a machine without a GPU."""
 
+import math
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
 
@@ -17,3 +21,58 @@ def interpret(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", mended)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _hasten(monkeypatch, interpreter)
+
+
+def _hasten(monkeypatch, interpreter):
+    """Leave out what it does again and again, or for nothing: two thirds of its time."""
+    patch_lang, patched = interpreter._patch_lang, set()
+
+    class UntilTheEnd:
+        """What is patched stays so while the test lasts."""
+
+        def set_attr(self, obj, name, value):
+            monkeypatch.setattr(obj, name, value, raising=False)
+
+        def restore(self):
+            pass
+
+    def patch_once(fn):
+        """It would patch the whole language at each call of a function inside a kernel."""
+        if id(fn.__globals__) not in patched:
+            patched.add(id(fn.__globals__))
+            patch_lang(fn)
+        return UntilTheEnd()
+
+    monkeypatch.setattr(interpreter, "_LangPatchScope", UntilTheEnd)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    # It would compute whether integers overflow, and assert it only where `debug` is set.
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    np_dtype, known = interpreter._get_np_dtype, {}
+
+    def known_dtype(type):
+        """It would make a table of all of them at each call."""
+        name = type.scalar.name
+        if name not in known:
+            known[name] = np_dtype(type)
+        return known[name]
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", known_dtype)
+    _share_shapes(monkeypatch)
+
+
+def _share_shapes(monkeypatch):
+    """Tensors of one shape share its constants, of which it would make new ones for each."""
+    from triton.language import core
+
+    @cache
+    def constants(shape):
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+
+    def init(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = constants(type.shape if type.is_block() else ())
+
+    monkeypatch.setattr(core.tensor, "__init__", init)

@@ -31,6 +31,11 @@ def deep_folder(folder: Path, jobs: list[dict[str, Any]], family: str = "opt", *
     return folder
 
 
+def copied(folder: Path, place: Path) -> Path:
+    """`place`, with all that is in the folder."""
+    return shutil.copytree(folder, place, dirs_exist_ok=True)
+
+
 def words(folder: Path, output: str, *more: str) -> list[str]:
     return ["train", str(folder / "jobs.yaml"), "--output", str(folder / output), *more]
 

@@ -4,18 +4,16 @@ import time
 
 import pytest
 
-from tests.launches import deep_folder
+from tests.launches import copied
 from tests.machines import two_machines
-from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole
+from tests.outputs import assert_same_results, assert_whole
 
 NOTICED = 10.0
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
-    folder = deep_folder(tmp_path_factory.mktemp("machines"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
-    return folder
+def place(tmp_path_factory, trained_deep):
+    return copied(trained_deep, tmp_path_factory.mktemp("machines"))
 
 
 @pytest.fixture

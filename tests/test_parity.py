@@ -121,7 +121,7 @@ def test_two_jobs_together_equal_solo_peft_on_stories15m_in_float32(steps, tmp_p
     real_model_equals_peft(
         {"model": str(bench.STORIES), "dtype": "float32"},
         str(bench.STORIES),
-        bench.questions(8),
+        bench.questions(8, 160 if steps == STEPS else 64),
         tmp_path,
         steps,
     )

@@ -11,8 +11,8 @@ import torch
 
 from tests import oracle
 from tests.cases import slow_but
-from tests.launches import Launch, deep_folder, fresh
-from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines, numbers, states, status
+from tests.launches import Launch, copied, deep_folder, fresh
+from tests.outputs import assert_same_results, assert_whole, lines, numbers, states, status
 from tests.plan.profiles import profile
 from tests.run.models import deep
 from weftune import JobSpec
@@ -25,10 +25,9 @@ from weftune.run.profile import key_here
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
+def place(tmp_path_factory, trained_deep):
     """A folder whose `undisturbed` is the output of one process."""
-    folder = deep_folder(tmp_path_factory.mktemp("pipeline"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
+    folder = copied(trained_deep, tmp_path_factory.mktemp("pipeline"))
     assert status(folder / "undisturbed")["jobs"]["stops"]["reason"].startswith("stopped early")
     return folder
 

@@ -8,18 +8,16 @@ import pytest
 
 import weftune.launch.supervise
 from tests.cases import slow_but
-from tests.launches import Launch, deep_folder, fresh
-from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines
+from tests.launches import Launch, copied, fresh
+from tests.outputs import assert_same_results, assert_whole, lines
 from weftune.run.workers.heartbeat import LOST
 
 NOTICED = 10.0
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
-    folder = deep_folder(tmp_path_factory.mktemp("lost"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
-    return folder
+def place(tmp_path_factory, trained_deep):
+    return copied(trained_deep, tmp_path_factory.mktemp("lost"))
 
 
 def strike(place, workers, worker, number, at):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import oracle
-from tests.launches import Launch, deep_folder, fresh
-from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole, lines, states
+from tests.launches import Launch, copied, deep_folder, fresh
+from tests.outputs import assert_same_results, assert_whole, lines, states
 from tests.test_pipeline import FLOAT32, trained
 from weftune.cli.train import with_replicas
 from weftune.errors import UserError
@@ -22,11 +22,9 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
+def place(tmp_path_factory, trained_deep):
     """A folder whose `undisturbed` is the output of one process."""
-    folder = deep_folder(tmp_path_factory.mktemp("replicas"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
-    return folder
+    return copied(trained_deep, tmp_path_factory.mktemp("replicas"))
 
 
 @pytest.fixture(scope="module")

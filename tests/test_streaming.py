@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from tests import bench
-from tests.launches import deep_folder, fresh
+from tests.launches import copied, fresh
 from tests.outputs import FOUR_JOBS, assert_same_job, assert_same_results, assert_whole, status
 from weftune import JobSpec, Options
 from weftune.errors import UserError
@@ -21,11 +21,9 @@ CROWDED = "1184KiB"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
+def place(tmp_path_factory, trained_deep):
     """A folder whose `undisturbed` is the output of a run with all of the base at hand."""
-    folder = deep_folder(tmp_path_factory.mktemp("streaming"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
-    return folder
+    return copied(trained_deep, tmp_path_factory.mktemp("streaming"))
 
 
 def stream(forks, place, output, memory, *more):

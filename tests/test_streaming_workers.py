@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tests.launches import Launch, deep_folder, fresh
+from tests.launches import Launch, copied, fresh
 from tests.outputs import FOUR_JOBS, assert_same_job, assert_same_results, assert_whole, status
 
 SMALL = {2: "870KiB", 3: "770KiB"}
@@ -16,11 +16,9 @@ SMALL = {2: "870KiB", 3: "770KiB"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
+def place(tmp_path_factory, trained_deep):
     """A folder whose `undisturbed` is the output of one process with all of the base at hand."""
-    folder = deep_folder(tmp_path_factory.mktemp("workers"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
-    return folder
+    return copied(trained_deep, tmp_path_factory.mktemp("workers"))
 
 
 def notes(output):

@@ -5,16 +5,14 @@ import signal
 import pytest
 
 from tests.cases import slow_but
-from tests.launches import Launch, deep_folder, fresh
-from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole
+from tests.launches import Launch, copied, fresh
+from tests.outputs import assert_same_results, assert_whole
 from tests.test_streaming_workers import SMALL, notes, pretended
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
-    folder = deep_folder(tmp_path_factory.mktemp("resumed"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
-    return folder
+def place(tmp_path_factory, trained_deep):
+    return copied(trained_deep, tmp_path_factory.mktemp("resumed"))
 
 
 def stream(place, output, *more):

@@ -1,10 +1,7 @@
 """Ctrl-C and SIGTERM finish the step and save; the exit code says how a run ended."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,8 +27,6 @@ from tests.outputs import (
 )
 from weftune import JobSpec, Options
 from weftune.core.interrupt import interrupts
-
-REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -84,29 +79,26 @@ def _runs(output: Path) -> bool:
     return (output / "status.json").exists() and states(output) == {"a": "running"}
 
 
-def test_a_real_command_hears_ctrl_c_and_the_second_one_stops_it_at_once(tmp_path):
-    """The one test here that pays for a whole `python -m weftune`: with steps too long to end in time."""
+def test_a_real_command_hears_ctrl_c_and_the_second_one_stops_it_at_once(tmp_path, forks):
+    """With steps too long to end in time."""
     job = {"name": "a", "steps": 1, "batch_size": 20_000, "adapter": {"rank": 4}}
     folder = jobs_folder(tmp_path, [job])
     row = (folder / "a.jsonl").read_text().splitlines()[0]
     (folder / "a.jsonl").write_text(f"{row}\n" * 20_000)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "weftune", "train", "jobs.yaml"]
-    with (folder / "log").open("w") as log:
-        child = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    forks.start("train", "jobs.yaml", cwd=folder)
     deadline = time.monotonic() + 120
     while not _runs(folder / "out"):
-        assert child.poll() is None, (folder / "log").read_text()
+        assert forks.running(), (folder / "log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    child.send_signal(signal.SIGINT)
+    forks.signal(signal.SIGINT)
     while "Stopping" not in (folder / "log").read_text():
-        assert child.poll() is None, (folder / "log").read_text()
+        assert forks.running(), (folder / "log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.01)
     began = time.monotonic()
-    child.send_signal(signal.SIGINT)
-    assert child.wait(timeout=60) == 130
+    forks.signal(signal.SIGINT)
+    assert forks.wait() == 130
     assert time.monotonic() - began < 10
     assert "Traceback" not in (folder / "log").read_text()
     assert not (folder / "out" / "metrics.jsonl").exists(), "its one step was not made"

@@ -10,17 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import deep_folder
-from tests.outputs import FOUR_JOBS, numbers
+from tests.outputs import numbers
 
 FILE = Path(__file__).parent / "losses.json"
 """Job → [step, "loss" or "eval_loss", the number], in float64."""
 
 
-def test_the_losses_are_those_that_were_recorded(tmp_path, forks):
-    folder = deep_folder(tmp_path, FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "out", cwd=folder) == 0
+def test_the_losses_are_those_that_were_recorded(trained_deep):
     for job, recorded in json.loads(FILE.read_text()).items():
-        found = numbers(folder / "out", job)
+        found = numbers(trained_deep / "undisturbed", job)
         assert [line[:2] for line in found] == [(step, what) for step, what, _ in recorded]
         assert [line[2] for line in found] == pytest.approx([line[2] for line in recorded], rel=1e-9)

@@ -9,18 +9,16 @@ from contextlib import suppress
 import pytest
 
 from tests.launch.modes import MODES
-from tests.launches import deep_folder
-from tests.outputs import FOUR_JOBS, assert_same_results, assert_whole
+from tests.launches import copied
+from tests.outputs import assert_same_results, assert_whole
 from weftune.launch.supervise import RESTARTS
 
 SEED = 20240607
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
-    folder = deep_folder(tmp_path_factory.mktemp("killed"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
-    return folder
+def place(tmp_path_factory, trained_deep):
+    return copied(trained_deep, tmp_path_factory.mktemp("killed"))
 
 
 def cases():

@@ -7,15 +7,13 @@ import pytest
 
 from tests.launch.mains import short_main
 from tests.launch.modes import modes
-from tests.launches import deep_folder
+from tests.launches import copied
 from tests.outputs import FOUR_JOBS, assert_same_job, assert_whole, status
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, forks):
-    folder = deep_folder(tmp_path_factory.mktemp("short"), FOUR_JOBS)
-    assert forks.weftune("train", "jobs.yaml", "--output", "undisturbed", cwd=folder) == 0
-    return folder
+def place(tmp_path_factory, trained_deep):
+    return copied(trained_deep, tmp_path_factory.mktemp("short"))
 
 
 @pytest.mark.parametrize("mode", modes("one device"))

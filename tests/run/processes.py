@@ -9,16 +9,26 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from typing import Any
 
 from weftune.launch.processes import PRELOADED
 
-MODULES = [*PRELOADED, "tests.bench", "tests.run.aboard", "transformers.models.opt.modeling_opt"]
+MODULES = [
+    *PRELOADED,
+    "pytest",
+    "tests.bench",
+    "tests.run.aboard",
+    "tests.launch.mains",
+    "transformers.models.opt.modeling_opt",
+]
 
 
 def context() -> Any:
+    """The server is started here: whoever asks for one later, with fewer modules, takes it as it is."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(MODULES)
+    ensure_running()
     return made
 
 
