@@ -91,7 +91,7 @@ class Case:
 
 
 def case_of(cluster: str, job_set: JobSet) -> Case:
-    found = outlook(make_ground(SHAPE, parse_cluster(cluster)), job_set.jobs(), compared=False)
+    found = outlook(make_ground(SHAPE, parse_cluster(cluster)), job_set.jobs())
     rows = ablate(found)
     return Case(
         cluster,

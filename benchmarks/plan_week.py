@@ -122,7 +122,7 @@ def woven(where: Ground, some: Sequence[Kind]) -> Curve:
     rows, seconds = [], []
     for count in TASK_COUNTS:
         jobs = [drawn_job(number, random.choice(list(some)), random) for number in range(count)]
-        found = outlook(where, jobs, compared=False).forecast
+        found = outlook(where, jobs).forecast
         rows.append(found.tokens / found.steps)
         seconds.append(found.step_seconds)
     return Curve(tuple(rows), tuple(seconds))

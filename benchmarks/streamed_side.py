@@ -151,9 +151,10 @@ def _random_base(size: Size, place: BenchPlace, cut: Layout) -> StreamedBase:
     model = outline(size, torch.device("meta"), place.dtype)
     return streamed_base(
         model,
+        model_shape(model, place.dtype),
         BaseSpec(model="random weights"),
         place.device,
-        cut,
+        cut.on(0),
         lambda name, out: fill_random(name, out, place),
     )
 

@@ -81,7 +81,7 @@ def every_draft(layers: int) -> Iterator[Draft]:
         sizes = tuple(stop - start for start, stop in pairwise(ends))
         for resident in product((False, True), repeat=len(sizes)):
             for slots in range(1, 5):
-                yield Draft(sizes, resident, slots)
+                yield Draft(sizes, resident, (slots,))
 
 
 def chosen(

@@ -76,7 +76,6 @@ def trains(program: Program, jobs: list[JobOutline]) -> None:
             SchemeOrder.alternating,
             SchemeOrder.multi_job,
             SchemeOrder.template,
-            SchemeOrder.one_at_a_time,
         ]
     ),
     st.booleans(),

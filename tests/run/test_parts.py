@@ -13,7 +13,6 @@ from tests.run.processes import run_workers
 from tests.run.test_streamed import evaluated_jobs, resident, take_aboard, windows
 from tests.run.workers.test_agreed import CAPACITY, assert_equal, losses_of, views, whole_base
 from weftune.base.host.streamed import stream_model
-from weftune.base.host.streamed_worker import stream_on_worker
 from weftune.base.spec import BaseSpec
 from weftune.plan.program.layout import Layout, StageLayers
 from weftune.plan.program.program import Evaluate
@@ -86,7 +85,9 @@ def as_worker(wires):
     for travels, offloads in WAYS:
         cut = layout(travels, offloads, (1, 1))
         part = cut.on(wires.place.worker)
-        streamed = stream_on_worker(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, part)
+        streamed = stream_model(
+            deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, cut, part.worker
+        )
         base = streamed.whole
         transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
         executor, agreed = worker_executor(streamed, part, transport, wires.place.worker)

@@ -305,7 +305,7 @@ def studied(wanted: Wanted, admission: Admission) -> tuple[Ablation, ...]:
 
     jobs = [one.job for one in wanted.jobs if one.name in admission.admitted]
     try:
-        return ablate(outlook(make_ground(wanted.shape, wanted.cluster, wanted.speeds), jobs, compared=False))
+        return ablate(outlook(make_ground(wanted.shape, wanted.cluster, wanted.speeds), jobs))
     except PlanError:
         return ()
 

@@ -64,24 +64,14 @@ def train(
     ] = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
-    from weftune.cli.early import refuse_device
     from weftune.errors import UserError
 
-    if restart and not resume:
-        raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
-    if retry and not resume:
-        raise UserError("--retry goes with --resume: it names the job of an earlier run to go on with")
-    if changes and not retry:
-        raise UserError("--set goes with --retry JOB, which goes on with that; else edit the jobs file")
     asked = TrainAsked(
         jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory,
         tuple(retry or ()), tuple(changes or ()),
     )  # fmt: skip
+    asked.refuse()
     stages = 1 if pipeline is None else stages_of(pipeline)
-    refuse_device(device)
-    for text, option in ((memory, "--memory"), (gpu_memory, "--gpu-memory")):
-        if text is not None:
-            bytes_of(text, option)
     if gpu_memory is not None:
         refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas)
     place = _place()
@@ -124,6 +114,22 @@ class TrainAsked:
     gpu_memory: str | None = None
     retry: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
+
+    def refuse(self) -> None:
+        """UserError where an option lacks the one it goes with, or its value cannot be read."""
+        from weftune.cli.early import refuse_device
+        from weftune.errors import UserError
+
+        if self.restart and not self.resume:
+            raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
+        if self.retry and not self.resume:
+            raise UserError("--retry goes with --resume: it names the job of an earlier run to go on with")
+        if self.changes and not self.retry:
+            raise UserError("--set goes with --retry JOB, which goes on with that; else edit the jobs file")
+        refuse_device(self.device)
+        for text, option in ((self.memory, "--memory"), (self.gpu_memory, "--gpu-memory")):
+            if text is not None:
+                bytes_of(text, option)
 
     def again(self) -> TrainAsked:
         """The same after a loss: what the first try has written is gone on with."""

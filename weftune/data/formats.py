@@ -36,8 +36,6 @@ NEEDED: dict[Format, tuple[tuple[str, ...], ...]] = {
 }
 """In the order of detection: the original Alpaca file also has a `text` column, so `text` comes last."""
 
-CHAT_FORMATS = ("messages", "sharegpt", "alpaca")
-
 
 @dataclass(frozen=True, slots=True)
 class Chat:

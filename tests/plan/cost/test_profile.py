@@ -22,7 +22,7 @@ from weftune.plan.cost.profile import (
     to_json,
     write_profile,
 )
-from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, speed_of
+from weftune.plan.cost.profile_cost import cost_of, directions, memory_of
 
 
 def test_what_was_written_is_read(tmp_path) -> None:
@@ -97,15 +97,6 @@ def test_one_layer_is_told_from_what_is_around_it() -> None:
     found = directions(profile(), SHAPE).forward
     assert found.layer.token == pytest.approx(LAYER.token, rel=0.1)
     assert found.head.supervised == pytest.approx(KINDS.head.supervised, rel=0.1)
-
-
-def test_a_speed_made_of_a_profile_prices_a_layer_as_it_was_measured() -> None:
-    speed = speed_of(profile(), SHAPE)
-    layer = counted(SHAPE).forward.layer
-    assert layer.token / speed.flops == pytest.approx(LAYER.token, rel=0.1)
-    assert layer.square / speed.attention_flops == pytest.approx(LAYER.square, rel=0.5)
-    assert speed.launch == pytest.approx(LAYER.fixed, rel=0.5)
-    assert "profile" in speed.source
 
 
 def test_activations_of_the_base_follow_from_the_peaks_of_few_layers() -> None:

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from tests.plan.stream_cases import DEVICES, base, gpu, job, sized
 from weftune.errors import PlanError
-from weftune.plan.layout.need import StreamCase
+from weftune.plan.layout.need import StreamCase, draft_of
 from weftune.plan.layout.one_device import choose_for_jobs
 from weftune.plan.layout.stream_choice import choose_stream, fits_streamed
-from weftune.plan.outlook.streamed import draft_of
 
 JOB_SETS = st.lists(
     st.tuples(st.sampled_from([5000, 80_000, 300_000]), st.integers(1, 60), st.integers(0, 2)),

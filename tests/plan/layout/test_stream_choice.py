@@ -32,7 +32,7 @@ from weftune.core.shapes import JobShape, ModelShape, SiteShape
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import FUSED_SLACK_BYTES, MemoryFit, MemoryModel
 from weftune.plan.cost.ring import PIECE, PIECES, TRAVEL_ROUNDS
-from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, hungriest
+from weftune.plan.layout.need import Draft, StreamCase, StreamDevice, draft_of, hungriest
 from weftune.plan.layout.search import plain_drafts
 from weftune.plan.layout.stream_choice import WAYS, StreamWay, capacities, choose_stream
 from weftune.plan.window.window import plan_window
@@ -76,7 +76,7 @@ def test_the_largest_and_the_smallest_stages_fit_with_all_that_passes_beside_the
     shape = base(layers)
     device = sized(device, share, shape, jobs, tokens)
     for case in cases(shape, jobs, device, 256, tokens):
-        streamed = [draft for draft in plain_drafts(case) if draft.slots == 1 and not any(draft.resident)]
+        streamed = [draft for draft in plain_drafts(case) if draft.slots == (1,) and not any(draft.resident)]
         assert all(case.device_bytes(draft) <= device.budget for draft in streamed)
 
 
@@ -107,7 +107,7 @@ def test_more_memory_is_never_slower(layers, jobs, device, share, tokens, more):
 
 
 def test_the_bytes_are_those_of_ends_residents_slots_adapters_inputs_and_one_stage_at_work():
-    draft = Draft((1, 2, 2, 1), (True, False, False, False), slots=2)
+    draft = Draft((1, 2, 2, 1), (True, False, False, False), slots=(2,))
     pair, fields = (job("a", 6000), job("b", 3000)), dict(taken=70, fused=False)
     kept = math.ceil(1.5 * 8 * HIDDEN * 2 * 30)
     inputs = 4 * 100 * HIDDEN * 2
@@ -125,14 +125,14 @@ def test_the_bytes_are_those_of_ends_residents_slots_adapters_inputs_and_one_sta
 
 def test_offloaded_inputs_leave_two_rounds_and_two_microbatches_on_the_device():
     """Of inputs and gradients each a round and a microbatch; inputs of the two inner stages wait there."""
-    draft = Draft((1, 2, 2, 1), (True, False, False, False), slots=2)
+    draft = Draft((1, 2, 2, 1), (True, False, False, False), slots=(2,))
     kept = StreamCase(base(6), (job("a", 6000),), gpu(NEVER), 100, 30, travels=False)
     offloaded = replace(kept, offloads=True)
     row, padded = HIDDEN * 2, 100 + 100 // 16
     assert kept.device_bytes(draft) - offloaded.device_bytes(draft) == (4 * padded - 2 * (padded + 30)) * row
     assert offloaded.host_bytes(draft) - kept.host_bytes(draft) == 2 * padded * row
-    longer = Draft((1, 1, 1, 1, 1, 1), (True, False, False, False, False, False), slots=2)
-    shorter = Draft((2, 1, 1, 1, 1), (True, False, False, False, False), slots=1)
+    longer = Draft((1, 1, 1, 1, 1, 1), (True, False, False, False, False, False), slots=(2,))
+    shorter = Draft((2, 1, 1, 1, 1), (True, False, False, False, False), slots=(1,))
     assert kept.device_bytes(longer) - kept.device_bytes(shorter) == padded * row - kept.kept_bytes
     assert offloaded.device_bytes(longer) - offloaded.device_bytes(shorter) == -kept.kept_bytes
 
@@ -146,7 +146,7 @@ def test_the_last_stage_makes_nothing_again_and_adapters_that_travel_come_before
     device = gpu(NEVER, flops=1e6, bandwidth=1e3)
     stay = StreamCase(base(4), (job(trainable=1000),), device, 100, 100, travels=False)
     layer, head = 2 * LAYER / 2 * 100 / 1e6, 2 * HIDDEN * VOCABULARY * 100 / 1e6
-    everything = Draft((1, 1, 2), (True,) * 3, 1)
+    everything = Draft((1, 1, 2), (True,) * 3, (1,))
     assert stay.seconds(everything) == pytest.approx((2 * 3 + 2 * 2) * layer + 2 * head)
     travel = replace(stay, travels=True)
     # The first stages' gradients leave while others compute, the last one's when all is done. Of the Steps
@@ -176,7 +176,7 @@ def test_of_a_stage_that_travels_its_parameters_come_and_go_as_often_as_they_mus
 
 
 def test_buffers_that_steps_pass_through_hold_what_the_largest_stage_has_of_all_jobs_up_to_a_piece():
-    draft = Draft((1, 3), (False, False), 1)
+    draft = Draft((1, 3), (False, False), (1,))
     small, huge = (job("a", 1000), job("b", 500)), (job("a", 3 * PIECE), job("b", 500))
     for together, piece in ((small, 3 * (250 + 125) + 2 * 128), (huge, PIECE)):
         travel = StreamCase(base(4), together, gpu(NEVER), 100, 100, travels=True)
@@ -205,9 +205,7 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
     def by_itself(choice):
         cut = choice.cut
         case = StreamCase(base(8), (large,), device, 60, 60, cut.travels, cut.offloads)
-        sizes = tuple(stage.stop - stage.start for stage in cut.stages)
-        resident = tuple(stage.resident for stage in cut.stages)
-        return case.fits(Draft(sizes, resident, cut.slots[0]))
+        return case.fits(draft_of(cut))
 
     assert (by_itself(alone), by_itself(both)) == (False, True)
     with pytest.raises(PlanError, match="each of the waiting ones by itself"):

@@ -13,11 +13,8 @@ from tests.plan.stream_cases import ENDS, JOBS, LAYER, NEVER, TOKENS, base, gpu,
 from tests.plan.window.test_streamed_workers import cuts
 from weftune.errors import HostTooSmall, PlanError
 from weftune.plan.cost.memory import MemoryModel, longest
-from weftune.plan.layout.need import StreamCase
-from weftune.plan.layout.stream_choice import capacities
-from weftune.plan.layout.worker_choice import choose_for_workers
-from weftune.plan.layout.worker_need import WorkersCase
-from weftune.plan.layout.worker_search import workers_cut
+from weftune.plan.layout.need import Draft, StreamCase, draft_of
+from weftune.plan.layout.stream_choice import capacities, choose_for_workers
 from weftune.plan.window.window import plan_window
 
 LAYERS = 6
@@ -25,8 +22,12 @@ PARTED = 1 << 30
 
 
 def case(jobs, device, workers, tokens, capacity, layers=LAYERS):
-    one = StreamCase(base(layers), tuple(jobs), device, tokens, capacity, travels=False)
-    return WorkersCase(one, workers)
+    return StreamCase(base(layers), tuple(jobs), device, tokens, capacity, travels=False, workers=workers)
+
+
+def single_layers(layers, workers):
+    """Each comes and goes through the one slot of its worker."""
+    return Draft((1,) * layers, (False,) * layers, (1,) * workers)
 
 
 def choose(layers, jobs, device, workers, most, tokens, later=()):
@@ -35,14 +36,14 @@ def choose(layers, jobs, device, workers, most, tokens, later=()):
     return choose_for_workers(base(layers), together, later, device, workers, most, PARTED)
 
 
-def every_cut(layers, workers):
+def every_draft(layers, workers):
     for chosen in product((False, True), repeat=layers - 1):
         ends = [0, *(end for end, here in enumerate(chosen, 1) if here), layers]
-        sizes = [stop - start for start, stop in pairwise(ends)]
+        sizes = tuple(stop - start for start, stop in pairwise(ends))
         if len(sizes) >= workers:
             for resident in product((False, True), repeat=len(sizes)):
                 for slots in (1, 2):
-                    yield workers_cut(sizes, resident, slots, workers)
+                    yield Draft(sizes, resident, (slots,) * workers)
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,13 +51,13 @@ def every_cut(layers, workers):
 def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, workers, room, bandwidth):
     device = gpu(NEVER, bandwidth=bandwidth)
     tokens = max(tokens, longest(jobs))
-    frugal = workers_cut([1] * LAYERS, [False] * LAYERS, 1, workers)
+    frugal = single_layers(LAYERS, workers)
     least = case(jobs, device, workers, tokens, longest(jobs)).device_bytes(frugal)
     device = replace(device, budget=least + room * LAYER // 20)
     found = choose(LAYERS, jobs, device, workers, 512, tokens)
     judged = case(jobs, device, workers, tokens, found.capacity)
-    assert judged.device_bytes(found.cut) == found.device_bytes <= device.budget
-    assert found.step_seconds == pytest.approx(judged.seconds(found.cut))
+    assert judged.device_bytes(draft_of(found.cut)) == found.device_bytes <= device.budget
+    assert found.step_seconds == pytest.approx(judged.seconds(draft_of(found.cut)))
     assert 0 <= found.unhidden < 1
     assert found.cut.layers == LAYERS
     plan_window([course("a", [[9, 9, 4], [7]])], found.cut, max(found.capacity, 9))
@@ -68,14 +69,14 @@ def test_what_is_chosen_fits_and_its_windows_are_legal(jobs, tokens, workers, ro
 def test_no_cut_that_fits_is_much_faster(workers, room, bandwidth, tokens):
     jobs, layers = [job()], 5
     device = gpu(NEVER, bandwidth=bandwidth)
-    frugal = workers_cut([1] * layers, [False] * layers, 1, workers)
+    frugal = single_layers(layers, workers)
     least = case(jobs, device, workers, tokens, 40, layers).device_bytes(frugal)
     device = replace(device, budget=least + room * LAYER // 20)
     found = choose(layers, jobs, device, workers, 512, tokens)
     for capacity in capacities(40, 512, tokens):
         judged = case(jobs, device, workers, tokens, capacity, layers)
         fastest = min(
-            (judged.seconds(one) for one in every_cut(layers, workers) if not judged.excess(one)),
+            (judged.seconds(one) for one in every_draft(layers, workers) if not judged.excess(one)),
             default=None,
         )
         assert fastest is None or found.step_seconds <= 1.1 * fastest
@@ -88,7 +89,7 @@ def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
     device = gpu(NEVER, fused=False)
     judged = case(jobs, device, chosen.workers, tokens, capacity, chosen.layers)
     memory = MemoryModel(base(chosen.layers), NEVER, layout=chosen, slack=device.slack)
-    assert memory.peak_bytes(jobs, capacity) == judged.device_bytes(chosen)
+    assert memory.peak_bytes(jobs, capacity) == judged.device_bytes(draft_of(chosen))
     room = memory.capacity(jobs, 10_000)
     assert room == 10_000
     tight = replace(memory, budget=memory.peak_bytes(jobs, capacity))
@@ -100,7 +101,7 @@ def test_who_is_aboard_is_counted_as_the_choice_counted(chosen, jobs, capacity):
 @given(JOBS, JOBS, st.integers(2, 4), st.integers(0, 60))
 def test_who_comes_later_fits_the_same_cut_alone(jobs, later, workers, room):
     device = gpu(NEVER, bandwidth=1e6)
-    frugal = workers_cut([1] * LAYERS, [False] * LAYERS, 1, workers)
+    frugal = single_layers(LAYERS, workers)
     large = [replace(one, batch_tokens=one.longest + 50, trainable=4 * one.trainable) for one in later]
     longest_later = max(one.longest for one in large)
     largest = replace(
@@ -123,15 +124,15 @@ def test_each_end_of_the_base_is_counted_on_its_rank():
         (3, True, (ENDS // 2, 0)),
         (4, True, (ENDS // 2, ENDS // 2)),
     ):
-        one = StreamCase(base(12, tied), (), gpu(NEVER, slack=0), 1, 1, travels=False)
-        cut = workers_cut([12 // stages] * stages, [False] * stages, 1, 2)
-        needs = [WorkersCase(one, 2).worker_need(cut.on(worker)).resident for worker in (0, 1)]
+        judged = StreamCase(base(12, tied), (), gpu(NEVER, slack=0), 0, 0, travels=False, workers=2)
+        draft = Draft((12 // stages,) * stages, (False,) * stages, (1, 1))
+        needs = [judged.worker_bytes(draft, worker) for worker in (0, 1)]
         assert tuple(need - 12 // stages * LAYER for need in needs) == wanted
 
 
 def test_the_more_ranks_the_shorter_a_round():
     device = gpu(NEVER, bandwidth=1e5)
-    least = case([job()], device, 2, 400, 40, 12).device_bytes(workers_cut([1] * 12, [False] * 12, 1, 2))
+    least = case([job()], device, 2, 400, 40, 12).device_bytes(single_layers(12, 2))
     device = replace(device, budget=least + LAYER)
     seconds = [choose(12, [job()], device, workers, 64, 400).step_seconds for workers in (2, 3, 4)]
     assert seconds == sorted(seconds, reverse=True)
@@ -140,7 +141,7 @@ def test_the_more_ranks_the_shorter_a_round():
 
 def test_it_says_what_it_chose_and_why():
     device = gpu(NEVER, bandwidth=1e6)
-    least = case([job()], device, 2, 100, 40).device_bytes(workers_cut([1] * 6, [False] * 6, 1, 2))
+    least = case([job()], device, 2, 100, 40).device_bytes(single_layers(6, 2))
     why = choose(6, [job()], replace(device, budget=least), 2, 100, 100).why
     assert why.startswith(
         "streamed over 2 workers in 6 stages of 1 layer, 0 of them resident, the others in 1 slot"
@@ -160,7 +161,7 @@ def test_what_does_not_fit_is_a_sentence():
     with pytest.raises(PlanError, match="job c does not fit: streamed over 2 workers with 40 tokens"):
         choose(6, [job()], gpu(5 * LAYER), 2, 64, 100, [huge])
     device = gpu(NEVER, host_budget=LAYER)
-    least = case([job()], device, 2, 100, 40).device_bytes(workers_cut([1] * 6, [False] * 6, 1, 2))
+    least = case([job()], device, 2, 100, 40).device_bytes(single_layers(6, 2))
     for later in ([], [job("b")]):
         with pytest.raises(HostTooSmall, match="weights that stay in their files are streamed to one device"):
             choose(6, [job()], replace(device, budget=least), 2, 64, 100, later)

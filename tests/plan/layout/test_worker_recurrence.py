@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.plan.program.test_check import course
 from tests.plan.window.test_streamed_workers import cut, cuts
 from weftune.plan.cost.time import Line
-from weftune.plan.layout.worker_recurrence import Hops, StagePasses, round_ends, round_seconds
+from weftune.plan.layout.recurrence import Hops, StageRound, round_ends, round_seconds
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
 from weftune.plan.program.program import Step
 from weftune.plan.program.simulate import simulate
@@ -20,7 +20,7 @@ SECONDS = st.integers(1, 30).map(lambda tenths: tenths / 10)
 def ends_simulated(stages, chosen, microbatches, bandwidth, rounds):
     """When the first worker makes each round's Step, by the simulator."""
     program = plan_window([course("a", [[10] * microbatches] * rounds)], chosen, 10)
-    passes = tuple(PassPrice(one.forward, one.backward) for one in stages)
+    passes = tuple(PassPrice(one.forward / microbatches, one.backward / microbatches) for one in stages)
     prices = Prices(
         (passes,) * len(program.microbatches), weight_bytes=tuple(one.load_bytes for one in stages)
     )
@@ -33,7 +33,9 @@ def ends_simulated(stages, chosen, microbatches, bandwidth, rounds):
 @given(cuts(), st.data(), st.integers(1, 5), st.integers(1, 3), st.sampled_from([0.5, 2.0, 20.0]))
 def test_rounds_end_when_the_simulator_says(chosen, data, microbatches, rounds, bandwidth):
     stages = [
-        StagePasses(data.draw(SECONDS), data.draw(SECONDS), data.draw(st.integers(1, 9)))
+        StageRound(
+            microbatches * data.draw(SECONDS), microbatches * data.draw(SECONDS), data.draw(st.integers(1, 9))
+        )
         for _ in chosen.stages
     ]
     found = round_ends(stages, chosen, microbatches, Hops(bandwidth=bandwidth), rounds)
@@ -41,7 +43,7 @@ def test_rounds_end_when_the_simulator_says(chosen, data, microbatches, rounds, 
 
 
 def test_a_microbatch_more_than_ranks_hides_a_hop_and_a_second_slot_hides_loads():
-    stages = [StagePasses(1.0, 2.0, 10)] * 8
+    stages = [StageRound(4 * 1.0, 4 * 2.0, 10)] * 8
     one, two = (cut(*[1] * 8, workers=2, slots=slots) for slots in (1, 2))
     bare = round_seconds(stages, one, 4, Hops(bandwidth=10 / 3))
     hidden = round_seconds(stages, two, 4, Hops(bandwidth=10 / 3))

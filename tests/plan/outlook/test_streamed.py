@@ -8,14 +8,13 @@ import pytest
 
 from tests.plan.outlooks import SHAPE, outline
 from weftune.plan.layout.choose import Machine, choose
-from weftune.plan.layout.need import StreamDevice
+from weftune.plan.layout.need import StreamDevice, draft_of
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.outlook.explain import explain_streams
 from weftune.plan.outlook.promise import first_window
 from weftune.plan.outlook.streamed import (
     StreamOutlook,
     ablate_streams,
-    draft_of,
     round_timeline,
     stream_outlook,
 )

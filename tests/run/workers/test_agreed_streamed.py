@@ -23,7 +23,7 @@ from tests.run.workers.test_agreed import (
     views,
     whole_base,
 )
-from weftune.base.host.streamed_worker import stream_on_worker
+from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.layout import Layout, StageLayers
@@ -76,7 +76,7 @@ def as_worker(wires, family, dtype, cut, make, poison=None, cancelled=None):
     """
     jobs = make(whole_base(family, dtype))
     spec = BaseSpec(model=f"tiny/{family}")
-    streamed = stream_on_worker(deep(family, dtype), spec, bench.CPU, cut.on(wires.place.worker))
+    streamed = stream_model(deep(family, dtype), spec, bench.CPU, cut, wires.place.worker)
     base = streamed.whole
     transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device)
     executor, agreed = worker_executor(streamed, streamed.part, transport, wires.place.worker)
@@ -125,8 +125,8 @@ def of(answers, place):
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_layers_are_fused_though_those_between_are_on_another_worker(worker):
-    cut = CUTS["two workers, a slot each"].on(worker)
-    streamed = stream_on_worker(deep("llama", torch.float32), BaseSpec(model="tiny/llama"), bench.CPU, cut)
+    cut, spec = CUTS["two workers, a slot each"], BaseSpec(model="tiny/llama")
+    streamed = stream_model(deep("llama", torch.float32), spec, bench.CPU, cut, worker)
     executor = streamed_executor(streamed, Route.tiled, worker=worker)
     assert executor.layers.paths == [f"model.layers.{at}" for at in range(worker, LAYERS, 2)]
     executor.unweave()
@@ -212,9 +212,7 @@ def test_a_job_that_the_first_worker_ends_makes_no_more_steps_anywhere():
 def test_stages_of_other_workers_are_nowhere_and_those_that_stay_have_no_copy_in_host_memory():
     cut = CUTS["two workers, one resident on each"]
     for worker, streamed, gone in ((0, {0}, (1, 3)), (1, {3}, (0, 2))):
-        held = stream_on_worker(
-            deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(worker)
-        )
+        held = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut, worker)
         assert set(held.sources) == streamed
         layers = held.whole.model.base_model.layers
         assert all(not list(layers[number].parameters()) for number in gone)
@@ -224,7 +222,7 @@ def test_stages_of_other_workers_are_nowhere_and_those_that_stay_have_no_copy_in
 
 def test_a_stage_that_has_left_its_worker_cannot_be_used():
     cut = CUTS["two workers, a slot each"]
-    base = stream_on_worker(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut.on(1))
+    base = stream_model(deep("llama", torch.float32), BaseSpec(model="tiny"), bench.CPU, cut, worker=1)
     executor = streamed_executor(base, worker=1)
     executor.weights.settle()
     assert executor.weights.there == {1}

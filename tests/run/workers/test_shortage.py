@@ -23,7 +23,7 @@ from tests.run.workers.test_agreed import (
     views,
     whole_base,
 )
-from weftune.base.host.streamed_worker import stream_on_worker
+from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
 from weftune.plan.program.layout import Layout, StageLayers, in_stages
 from weftune.plan.window.window import Pacing, plan_window
@@ -43,7 +43,9 @@ def opened(wires, layout):
         cuts = [0, *(stage.stop for stage in layout.stages)]
         return on_worker(cut("llama", torch.float64, wires.place, cuts), wires, cuts)
     part = layout.on(wires.place.worker)
-    streamed = stream_on_worker(deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, part)
+    streamed = stream_model(
+        deep("llama", torch.float64), BaseSpec(model="tiny"), bench.CPU, layout, part.worker
+    )
     transport = Transport(wires.lanes, streamed.whole.shape.hidden, torch.float64, bench.CPU)
     return *worker_executor(streamed, part, transport, wires.place.worker), transport
 

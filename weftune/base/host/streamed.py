@@ -27,9 +27,9 @@ from weftune.base.model import Base, own_config
 from weftune.base.place import explained
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
-from weftune.base.stages import ENDS, cut, decoder_of, outlined, refuse_uncut, shape_here
+from weftune.base.stages import ENDS, cut, decoder_of, keep, outlined, refuse_uncut, shape_here
 from weftune.base.weights import file_reader, make_buffers
-from weftune.core.shapes import LayerRange
+from weftune.core.shapes import LayerRange, ModelShape
 from weftune.plan.program.layout import Layout, OnWorker
 
 ALIGNMENT = 16
@@ -85,17 +85,20 @@ class StreamedBase:
                 assert parameter.untyped_storage().data_ptr() == arena, f"{piece.name} has left its slot"
 
 
-def load_streamed(spec: BaseSpec, device: torch.device, layout: Layout, mapped: bool = False) -> StreamedBase:
-    """Load a base from its files, each tensor straight to its place: streamed ones to host memory, or, if
-    `mapped`, left where they are."""
+def load_streamed(
+    spec: BaseSpec, device: torch.device, layout: Layout, mapped: bool = False, worker: int = 0
+) -> StreamedBase:
+    """Load a worker's stages from the base's files, each tensor straight to its place: streamed ones to host
+    memory, or, if `mapped`, left where they are."""
     model, files = outlined(spec, device)
     with explained(spec):
+        whole = _keep_own(model, layout.on(worker))
         weights = map_weights(model, files, spec.model) if mapped else None
         fill = None if files is None else file_reader(model, files)
         if fill is None:
             # The files name their weights in another way than the model does; transformers knows how.
-            return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout)
-        return streamed_base(model, spec, device, layout, fill, weights)
+            return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout, worker)
+        return streamed_base(model, whole, spec, device, layout.on(worker), fill, weights)
 
 
 def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
@@ -107,35 +110,47 @@ def weights_in_files(spec: BaseSpec, device: torch.device) -> MappedWeights:
 
 
 def stream_model(
-    model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout
+    model: PreTrainedModel, spec: BaseSpec, device: torch.device, layout: Layout, worker: int = 0
 ) -> StreamedBase:
-    """Stream a model that is in memory, which is taken over."""
+    """Stream a worker's stages of a model that is in memory, which is taken over."""
     refuse_uncut(model.config, spec.model)
+    whole = _keep_own(model, layout.on(worker))
     values = dict(model.named_parameters())
 
     def fill(name: str, out: Tensor) -> None:
         out.copy_(values.pop(name))
 
-    return streamed_base(model, spec, device, layout, fill)
+    return streamed_base(model, whole, spec, device, layout.on(worker), fill)
+
+
+def _keep_own(model: PreTrainedModel, part: OnWorker) -> ModelShape:
+    """Leave nothing but the worker's own stages in a model; the shape that it had before is returned."""
+    whole = model_shape(model, model.dtype)
+    keep(model, [part.held(stage) for stage in part.own])
+    return whole
 
 
 def streamed_base(
     model: PreTrainedModel,
+    whole: ModelShape,
     spec: BaseSpec,
     device: torch.device,
-    layout: Layout,
+    part: OnWorker,
     fill: Fill,
     mapped: MappedWeights | None = None,
 ) -> StreamedBase:
-    """`model` gives the names and shapes of all parameters, `fill` their values; what is streamed stays where
-    it is `mapped`, if it is."""
+    """`model` gives the names and shapes of the worker's parameters, `whole` the shape of all of the base and
+    `fill` the values; what is streamed stays where it is `mapped`, if it is."""
+    layers = part.layout.layers
+    assert whole.layers == layers, f"the base has {whole.layers} layers, not {layers}"
     refuse_modules(model, spec.model)
-    shape = model_shape(model, model.dtype)
-    assert shape.layers == layout.layers, f"the base has {shape.layers} layers, not {layout.layers}"
-    return placed(Base(model, spec, shape, device, model.dtype), layout.on(0), fill, mapped)
+    own = [part.held(stage) for stage in part.own]
+    shape = shape_here(model, whole, sum(one.stop - one.start for one in own))
+    held = LayerRange(own[0].start, own[-1].stop, layers)
+    return _placed(Base(model, spec, shape, device, model.dtype, held, whole.sites), part, fill, mapped)
 
 
-def placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None = None) -> StreamedBase:
+def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None) -> StreamedBase:
     """Fill in the values of a base that has only names and shapes so far, each where it stays."""
     model, device = base.model, base.device
     _take_pages(device)

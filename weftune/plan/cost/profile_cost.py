@@ -1,4 +1,4 @@
-"""From a profile to the time model of the whole base, to factors of its memory, and to a `Speed`.
+"""From a profile to the time model of the whole base, and to factors of its memory.
 
 One fit over all measured passes: what is outside the layers, and so many times what is in one. An adapter's
 parameters already count all its layers, so its term is outside.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from weftune.core.shapes import ModelShape
-from weftune.plan.cost.estimate import Speed, base_layers
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import FLOOR
 from weftune.plan.cost.nnls import non_negative
@@ -79,26 +78,6 @@ def source_of(profile: Profile) -> str:
     key = profile.key
     device = f"{key.device}, {key.threads} threads" if key.threads else key.device
     return f"from the profile of this {device} with torch {key.torch}"
-
-
-def speed_of(profile: Profile, shape: ModelShape) -> Speed:
-    """For `weftune plan`: what the device reached, forward and backward together, instead of a data sheet."""
-    found = directions(profile, shape)
-    layer = next(one for one in base_layers(shape, 0, apart=False) if one.kind == "layer")
-    token = (found.forward.layer.token + found.backward.layer.token) / 2
-    square = found.forward.layer.square
-    adapter = found.forward.adapter.adapter
-    fixed = (found.forward.layer.fixed + found.backward.layer.fixed) / 2
-    flops = layer.flops / token if token else float("inf")
-    return Speed(
-        flops=flops,
-        adapter_flops=2 / adapter if adapter else flops,
-        # What weights cost to read is in the measured fixed time of a pass.
-        bandwidth=float("inf"),
-        launch=fixed,
-        source=source_of(profile),
-        attention_flops=layer.square_flops / square if square else flops,
-    )
 
 
 def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:

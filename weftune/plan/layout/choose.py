@@ -8,7 +8,7 @@ a stage each, or stream the base together where a stage does not fit one of them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape, LayerRange, ModelShape
 from weftune.errors import HostTooSmall, PlanError
@@ -22,8 +22,15 @@ from weftune.plan.cost.time import CostModel, Sizes
 from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, recomputing
 from weftune.plan.layout.need import StreamDevice
-from weftune.plan.layout.one_device import choose_for_jobs, fits_whole, in_files, pretended_place
-from weftune.plan.layout.worker_choice import WorkersChoice, choose_for_workers
+from weftune.plan.layout.one_device import (
+    choose_for_jobs,
+    fits_whole,
+    in_files,
+    in_order,
+    most_that_fit,
+    pretended_place,
+)
+from weftune.plan.layout.stream_choice import StreamChoice, choose_for_workers
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
 from weftune.plan.window.length import WindowPace, first_pace
@@ -160,7 +167,7 @@ def _by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -
 
 def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
     profile = machine.profile
-    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine, profile))
+    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine))
     cost = None if profile is None else cost_of(profile, shape)
     together = fitting(jobs, memory)
     return Choice(
@@ -188,17 +195,32 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
     except HostTooSmall as short:
         place = machine.files(place, short)
         found = choose_for_jobs(shape, jobs, place, machine.most)
-    choice = found.choice
-    if choice.whole:
+    if found.choice.whole:
         return None
-    profile = machine.profile
-    beside = _beside(shape, machine, profile, choice.host_bytes)
+    choice = _as_streamed(shape, machine, place, found.choice, found.aboard)
+    if machine.profile is None:
+        return choice
+    return replace(choice, cost=_streamed_cost(shape, machine.profile, choice.layout, choice.unhidden))
+
+
+def _as_streamed(
+    shape: ModelShape,
+    machine: Machine,
+    place: StreamDevice,
+    choice: StreamChoice,
+    aboard: Sequence[JobShape],
+) -> Choice:
+    """By one worker or several, without the times of a profile."""
+    beside = _beside(shape, machine, choice.host_bytes)
+    rounds = TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS
     return Choice(
         shape=shape,
         layout=choice.cut,
         capacity=choice.capacity,
-        memory=_streamed_memory(shape, machine, choice.cut, beside, place),
-        aboard=found.aboard,
+        memory=MemoryModel(
+            shape, place.budget + beside, beside, machine.on_gpu, layout=choice.cut, slack=place.slack
+        ),
+        aboard=tuple(aboard),
         seconds=choice.step_seconds,
         bytes=choice.device_bytes,
         host_bytes=choice.host_bytes,
@@ -207,8 +229,7 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
         note=f"The base is {choice.why}.",
         mapped=choice.mapped,
         place=place,
-        rounds=TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS,
-        cost=None if profile is None else _streamed_cost(shape, profile, choice.cut, choice.unhidden),
+        rounds=rounds if machine.workers == 1 else PIPELINE_ROUNDS,
     )
 
 
@@ -220,23 +241,17 @@ def _streamed_cost(shape: ModelShape, profile: Profile, layout: Layout, unhidden
     return cost.times(1 / (1 - unhidden))
 
 
-def _streamed_memory(
-    shape: ModelShape, machine: Machine, layout: Layout, beside: int, place: StreamDevice
-) -> MemoryModel:
-    budget = place.budget + beside
-    return MemoryModel(shape, budget, beside, machine.on_gpu, layout=layout, slack=place.slack)
-
-
-def _beside(shape: ModelShape, machine: Machine, profile: Profile | None, host_bytes: int) -> int:
+def _beside(shape: ModelShape, machine: Machine, host_bytes: int) -> int:
     """A pretended device is a part of the host, and measured with the process and what lies in its memory."""
     if machine.on_gpu:
         return 0
-    gathered = int(_fit(shape, machine, profile).slack * SLACK_BYTES) if profile else 0
-    return machine.taken + host_bytes + gathered
+    fit = _fit(shape, machine)
+    return machine.taken + host_bytes + (0 if fit is UNFITTED else int(fit.slack * SLACK_BYTES))
 
 
-def _fit(shape: ModelShape, machine: Machine, profile: Profile | None) -> MemoryFit:
+def _fit(shape: ModelShape, machine: Machine) -> MemoryFit:
     """Factors of the memory model, as the profile's passes over a resident base have taken memory."""
+    profile = machine.profile if machine.workers * machine.replicas == 1 else machine.worker_profile
     whole = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu)
     return UNFITTED if profile is None else memory_of(profile, whole)
 
@@ -248,8 +263,7 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
     """A stage for every worker; a replica that is one worker holds all of the base."""
     held, note = _layers(shape, machine)
     layout = in_stages(held, machine.replicas)
-    fit = _fit(shape, machine, machine.worker_profile)
-    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, fit, layout)
+    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine), layout)
     together = fitting(jobs, memory)
     counts = " + ".join(str(one.stop - one.start) for one in held)
     times = _stage_times(shape, machine)
@@ -289,31 +303,16 @@ def _streamed_by_workers(shape: ModelShape, jobs: Sequence[JobShape], machine: M
         return None
     place, ordered = machine.place(budget), in_order(jobs)
 
-    def attempt(count: int) -> WorkersChoice:
+    def attempt(count: int) -> StreamChoice:
         together, later = ordered[:count], ordered[count:]
         return choose_for_workers(shape, together, later, place, machine.workers, machine.most, need)
 
-    count, choice = _for_most(attempt, len(jobs))
-    beside = _beside(shape, machine, machine.worker_profile, choice.host_bytes)
-    memory = _streamed_memory(shape, machine, choice.cut, beside, place)
+    count, found = _for_most(attempt, len(jobs))
     layer = layer_bytes(shape)
-    loads = LoadPace(tuple(stage.count * layer for stage in choice.cut.stages), place.bandwidth)
-    return Choice(
-        shape=shape,
-        layout=choice.cut,
-        capacity=choice.capacity,
-        memory=memory,
-        aboard=tuple(ordered[:count]),
-        seconds=choice.step_seconds,
-        bytes=choice.device_bytes,
-        host_bytes=choice.host_bytes,
-        unhidden=choice.unhidden,
-        why=choice.why,
-        note=f"The base is {choice.why}.",
-        place=place,
-        rounds=PIPELINE_ROUNDS,
+    return replace(
+        _as_streamed(shape, machine, place, found, ordered[:count]),
         times=_stage_times(shape, machine),
-        loads=loads,
+        loads=LoadPace(tuple(stage.count * layer for stage in found.cut.stages), place.bandwidth),
     )
 
 
@@ -325,21 +324,22 @@ def _parted_bytes(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine,
     return max(memory.least_bytes([job]) for job in jobs)
 
 
-def _for_most(attempt: Callable[[int], WorkersChoice], count: int) -> tuple[int, WorkersChoice]:
-    """For as many jobs as can be, by halving; if not one fits, the sentence that says why."""
-    found: WorkersChoice | None = None
-    why_not: PlanError | None = None
-    fits, too_many = 0, count + 1
-    while too_many - fits > 1:
-        tried = count if too_many > count else (fits + too_many) // 2
+def _for_most(attempt: Callable[[int], StreamChoice], count: int) -> tuple[int, StreamChoice]:
+    """For as many jobs as can be; if not one fits, the sentence that says why."""
+    found: dict[int, StreamChoice] = {}
+    errors: list[PlanError] = []
+
+    def fits(count: int) -> bool:
         try:
-            fits, found = tried, attempt(tried)
+            found[count] = attempt(count)
         except PlanError as error:
-            too_many, why_not = tried, error
-    if found is None:
-        assert why_not is not None
-        raise why_not
-    return fits, found
+            errors.append(error)
+        return count in found
+
+    most = most_that_fit(fits, count)
+    if not most:
+        raise errors[-1]
+    return most, found[most]
 
 
 def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
@@ -350,11 +350,6 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 
 
 # -- who is aboard ---------------------------------------------------------------------------------------
-
-
-def in_order(jobs: Sequence[JobShape]) -> list[JobShape]:
-    """As they would come aboard."""
-    return sorted(jobs, key=lambda job: (-job.priority, job.order))
 
 
 def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:

@@ -3,7 +3,6 @@ profile where there is one, else arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +14,7 @@ from weftune.plan.cost.layers import LayerCost
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import directions
 from weftune.plan.cost.time import PassWork
-from weftune.plan.layout.partition import StageLimit, balance
+from weftune.plan.layout.partition import StageLimit, balance, layer_sums, least_sum
 
 ANY = 1 << 62
 ROUNDING = 1e-9
@@ -49,26 +48,10 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
     each = [known.of(LayerRange(number, number + 1, shape.layers)) for number in range(shape.layers)]
     layers = [LayerCost("layer", forward=cost / 2, backward=cost / 2, weight_bytes=0) for cost in each]
     slowest = max(one.seconds for one in balance(layers, [StageLimit(ANY)] * stages))
-    cuts = _most_alike(each, stages, slowest * (1 + ROUNDING))
+    taken = layer_sums(layers, lambda layer: layer.forward + layer.backward)
+    squares = np.where(taken > slowest * (1 + ROUNDING), np.inf, taken**2)
+    _, cuts = least_sum(np.broadcast_to(squares, (stages, *squares.shape)))
     return tuple(LayerRange(start, stop, shape.layers) for start, stop in pairwise(cuts))
-
-
-def _most_alike(costs: Sequence[float], stages: int, most: float) -> list[int]:
-    """The cuts [0, …, layers] of least squares among those in which no stage costs more than `most`."""
-    ends = np.concatenate([[0.0], np.cumsum(costs)])
-    taken = ends[None, :] - ends[:, None]
-    squares = np.where(np.tri(len(ends), dtype=bool) | (taken > most), np.inf, taken**2)
-    best = np.full(len(ends), np.inf)
-    best[0] = 0.0
-    starts = []
-    for _ in range(stages):
-        sums = best[:, None] + squares
-        starts.append(sums.argmin(axis=0))
-        best = sums.min(axis=0)
-    cuts = [len(costs)]
-    for found in reversed(starts):
-        cuts.append(int(found[cuts[-1]]))
-    return cuts[::-1]
 
 
 def counted_costs(shape: ModelShape) -> PartCosts:

@@ -1,6 +1,8 @@
-"""What a cut for streaming needs of the device and of the host, and what a round of it takes.
+"""What a cut for streaming needs of each device and of the host, and what a round of it takes.
 
-All layers are alike; norms and biases, which the shape does not tell apart, are counted with the ends.
+All layers are alike; norms and biases, which the shape does not tell apart, are counted with the ends. Where
+several workers stream a base, each has what belongs to its own stages: layers, their adapters' state and
+their inputs.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from operator import ge
 
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.estimate import GPU_LAUNCH, layer_bytes
-from weftune.plan.cost.memory import MemoryModel
+from weftune.plan.cost.memory import ON_THE_WAY, MemoryModel
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
-from weftune.plan.layout.recurrence import StageRound, compute_seconds, slotted_seconds
+from weftune.plan.layout.recurrence import Hops, StageRound, compute_seconds, round_seconds, slotted_seconds
 from weftune.plan.program.layout import (
     BUFFERED,
     Layout,
@@ -41,7 +43,7 @@ STAGING_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamDevice:
-    """One GPU and the host's memory behind it."""
+    """One worker's GPU, and the host's memory behind those of all workers."""
 
     budget: int
     """Bytes that the run may take of the GPU."""
@@ -77,20 +79,27 @@ class Draft:
     sizes: tuple[int, ...]
     """Layers of each stage."""
     resident: tuple[bool, ...]
-    slots: int
+    slots: tuple[int, ...]
+    """Of each worker; those beyond its stages that come and go are of no use, and do not count."""
 
     def cut(self, travels: bool, offloaded_rows: int = 0) -> Layout:
         ends = pairwise(accumulate(self.sizes, initial=0))
         bounds = zip(ends, self.resident, strict=True)
         stages = tuple(StageLayers(start, stop, stays) for (start, stop), stays in bounds)
-        slots = min(self.slots, self.resident.count(False))
-        return Layout(stages, (slots,), travels, offloaded_rows)
+        workers = len(self.slots)
+        moving = (self.resident[worker::workers].count(False) for worker in range(workers))
+        return Layout(stages, tuple(map(min, self.slots, moving)), travels, offloaded_rows)
+
+
+def draft_of(cut: Layout) -> Draft:
+    stages = cut.stages
+    return Draft(tuple(one.count for one in stages), tuple(one.resident for one in stages), cut.slots)
 
 
 @dataclass(frozen=True)
 class StreamCase:
-    """A base, its jobs and a device, with microbatches of one capacity; adapters stay or travel, inputs of
-    stages are kept or offloaded."""
+    """A base, its jobs and devices that are alike, one for each worker, with microbatches of one capacity; on
+    one device adapters stay or travel, and inputs of stages are kept or offloaded."""
 
     shape: ModelShape
     jobs: tuple[JobShape, ...]
@@ -100,8 +109,14 @@ class StreamCase:
     capacity: int
     travels: bool
     offloads: bool = False
-    waiting: tuple[JobShape, ...] = ()
-    """Jobs that will come when others have gone: each must find room by itself."""
+    workers: int = 1
+    alone: tuple[StreamCase, ...] = ()
+    """Jobs that will come when others have gone: each must find room by itself, by the same cut."""
+
+    def __post_init__(self) -> None:
+        assert self.workers == 1 or not (self.travels or self.offloads), (
+            "adapters and inputs of a worker's stages stay on its device"
+        )
 
     # -- bytes -------------------------------------------------------------------------------------------
 
@@ -168,13 +183,28 @@ class StreamCase:
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """On the device, however the base is cut."""
+        """On the device of a single worker, however the base is cut."""
         state = 0 if self.travels else self.state_bytes
         rows = BUFFERED * self.capacity if self.device.fused else 0
         if self.offloads:
             held = held_inputs(self.shape.layers, offloads=True)
             rows += held.rounds * self.round_rows + held.microbatches * self.capacity
         return self.device.taken + self.device.slack + self.ends_bytes + state + rows * self._row_bytes
+
+    def _fixed_on(self, worker: int, stages: int, layers: int) -> int:
+        """The same for one of several workers, which has so many of the layers; `stages` are those of all."""
+        state = math.ceil(self.state_bytes * layers / self.shape.layers)
+        # Beside what its stages keep, as much as one of them makes may still be on its way onwards.
+        moving = self.input_bytes + ON_THE_WAY * self.capacity * self._row_bytes
+        return self.device.taken + self.device.slack + self._ends_on(worker, stages) + state + moving
+
+    def _ends_on(self, worker: int, stages: int) -> int:
+        """Embedding and head, where they are; norms and biases, which may be anywhere."""
+        matrix = self.shape.hidden * self.shape.vocabulary * self.shape.bytes_per_value
+        tied = self.ends_bytes < 2 * matrix
+        beside = max(0, self.ends_bytes - (matrix if tied else 2 * matrix))
+        first, last = worker == 0, (stages - 1) % self.workers == worker
+        return beside + matrix * (1 if first and last and tied else first + last)
 
     def ring_bytes(self, largest: int) -> int:
         """What Steps of adapters that travel pass through, where the largest stage has so many layers."""
@@ -187,13 +217,20 @@ class StreamCase:
         return MemoryModel(self.shape, self.device.budget, self.device.taken, self.device.fused)
 
     def device_bytes(self, draft: Draft) -> int:
-        """At the peak, on the device."""
-        sizes = draft.sizes
-        passing = [size for size, stays in zip(sizes, draft.resident, strict=True) if not stays]
-        slots = min(draft.slots, len(passing))
-        layers = sum(sizes) - sum(passing) + slots * max(passing, default=0)
+        """At the peak, on the fullest device."""
+        if self.workers == 1:
+            return self.worker_bytes(draft, 0)
+        return max(self.worker_bytes(draft, worker) for worker in range(self.workers))
+
+    def worker_bytes(self, draft: Draft, worker: int) -> int:
+        """At the peak, on that worker's device."""
+        sizes, resident = draft.sizes[worker :: self.workers], draft.resident[worker :: self.workers]
+        passing = [size for size, stays in zip(sizes, resident, strict=True) if not stays]
+        slots, own = min(draft.slots[worker], len(passing)), sum(sizes)
+        layers = own - sum(passing) + slots * max(passing, default=0)
+        one = self.workers == 1
         return (
-            self.fixed_bytes
+            (self.fixed_bytes if one else self._fixed_on(worker, len(draft.sizes), own))
             + self.ring_bytes(max(sizes))
             + layers * self.present_bytes
             + len(sizes) * self.stage_input_bytes
@@ -214,25 +251,17 @@ class StreamCase:
         return layers + (self.state_bytes if self.travels else 0) + inputs
 
     def fits(self, draft: Draft) -> bool:
-        return all(
-            case.device_bytes(draft) <= self.device.budget
-            and case.host_bytes(draft) <= self.device.host_budget
-            for case in (self, *self._alone)
-        )
+        return not self.excess(draft)
 
-    @cached_property
-    def _alone(self) -> tuple[StreamCase, ...]:
-        """The waiting jobs by themselves, by the same cut, the longest sample in a microbatch of its own."""
-        return tuple(
-            replace(
-                self,
-                jobs=(job,),
-                waiting=(),
-                round_tokens=max(job.batch_tokens, job.longest),
-                capacity=max(self.capacity, job.longest),
-            )
-            for job in hungriest(self.waiting)
-        )
+    def excess(self, draft: Draft) -> int:
+        """Bytes that are needed, on the fullest device or on the host, and are not there."""
+        host = max([case.host_bytes(draft) for case in (self, *self.alone)])
+        lacking = self.most_bytes(draft) - self.device.budget, host - self.device.host_budget
+        return sum([count for count in lacking if count > 0])
+
+    def most_bytes(self, draft: Draft) -> int:
+        """On the fullest device, with these jobs or with one that must find room by itself."""
+        return max([case.device_bytes(draft) for case in (self, *self.alone)])
 
     # -- seconds -----------------------------------------------------------------------------------------
 
@@ -261,11 +290,22 @@ class StreamCase:
 
     def seconds(self, draft: Draft) -> float:
         """Of a round; infinite where the draft does not fit."""
-        if not self.fits(draft):
-            return math.inf
+        return self.fitting_seconds(draft) if self.fits(draft) else math.inf
+
+    def fitting_seconds(self, draft: Draft) -> float:
+        """The same for a draft that is known to fit."""
+        if self.workers > 1:
+            return self._round_seconds(draft, self.device.bandwidth)
         rounds = self.rounds(draft.sizes)
-        hidden = slotted_seconds(rounds, draft.resident, draft.slots, self.bandwidth)
+        hidden = slotted_seconds(rounds, draft.resident, draft.slots[0], self.bandwidth)
         return hidden + self.bare_seconds / TRAVEL_ROUNDS
+
+    def _round_seconds(self, draft: Draft, bandwidth: float) -> float:
+        """Of a round over several workers, whose links bring so many bytes per second."""
+        # As if it went by way of the host: between GPUs it is never slower.
+        hop = self.input_bytes / self._passes / self.device.bandwidth
+        cut = draft.cut(travels=False)
+        return round_seconds(self.rounds(draft.sizes), cut, self._passes, Hops(hop, bandwidth))
 
     def arithmetic_seconds(self, sizes: Sequence[int]) -> float:
         """Of a round in such stages, were everything there."""
@@ -285,8 +325,11 @@ class StreamCase:
         return self.trainable * step_bytes(self.shape.bytes_per_value) / self.bandwidth
 
     def unhidden(self, draft: Draft) -> float:
-        """The share of a round in which the device waits for the host, be it for bytes or to be asked."""
+        """The share of a round in which the device waits for the host, be it for bytes or to be asked; of
+        several workers' the share that Loads add to it."""
         seconds, at_once = self.seconds(draft), replace(self, device=replace(self.device, asking=0.0))
+        if self.workers > 1:
+            return max(0.0, seconds - self._round_seconds(draft, math.inf)) / seconds
         return max(0.0, seconds - at_once.arithmetic_seconds(draft.sizes)) / seconds
 
     @cached_property
@@ -321,8 +364,26 @@ class StreamCase:
         )
 
 
+def leaving_room(case: StreamCase, waiting: Iterable[JobShape]) -> StreamCase:
+    """The same case, where each of the waiting jobs must find room by itself later, its longest sample in a
+    microbatch of its own."""
+    # One device keeps to the capacity that was chosen; several workers may then have smaller microbatches.
+    least = case.capacity if case.workers == 1 else 0
+    alone = (
+        replace(
+            case,
+            jobs=(job,),
+            round_tokens=max(job.batch_tokens, job.longest),
+            capacity=max(least, job.longest),
+        )
+        for job in hungriest(waiting)
+    )
+    return replace(case, alone=tuple(alone))
+
+
 def hungriest(jobs: Iterable[JobShape]) -> list[JobShape]:
-    """Those than which no other wants as much of everything: where each of them fits alone, all do."""
+    """Jobs that no other job dominates, which would need at least as much of everything: where each of them
+    fits alone, all do."""
     wants = {(job.trainable, job.longest, job.batch_tokens): job for job in jobs}
 
     def outdone(want: tuple[int, int, int]) -> bool:

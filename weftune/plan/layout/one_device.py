@@ -71,7 +71,7 @@ def choose_for_jobs(
 ) -> ChoiceForJobs:
     """For as many of the jobs as fit at once, in the order in which they would come aboard; so that each of
     the others can train by itself later, if there is such a way. PlanError says what does not fit."""
-    ordered = sorted(jobs, key=lambda job: (-job.priority, job.order))
+    ordered = in_order(jobs)
 
     def choose(count: int, waiting: Sequence[JobShape]) -> ChoiceForJobs:
         together = ordered[:count]
@@ -82,17 +82,22 @@ def choose_for_jobs(
         together = ordered[:count]
         return fits_streamed(shape, together, place, most, _tokens(together), waiting)
 
-    if count := _most(lambda count: fit(count, ordered[count:]), len(ordered)):
+    if count := most_that_fit(lambda count: fit(count, ordered[count:]), len(ordered)):
         return choose(count, ordered[count:])
     # Where not one of them fits, this says why.
-    return choose(_most(lambda count: fit(count, ()), len(ordered)) or 1, ())
+    return choose(most_that_fit(lambda count: fit(count, ()), len(ordered)) or 1, ())
 
 
 def _tokens(together: Sequence[JobShape]) -> int:
     return sum(job.batch_tokens for job in together)
 
 
-def _most(fits: Callable[[int], bool], count: int) -> int:
+def in_order(jobs: Sequence[JobShape]) -> list[JobShape]:
+    """As they would come aboard."""
+    return sorted(jobs, key=lambda job: (-job.priority, job.order))
+
+
+def most_that_fit(fits: Callable[[int], bool], count: int) -> int:
     """So many of them as fit, by halving; 0 if not one does."""
     if fits(count):
         return count

@@ -43,31 +43,41 @@ def balance(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> tuple[
     rooms = np.array([limit.memory_bytes for limit in limits], dtype=float)[:, None, None]
     fits = memory <= rooms
     seconds = np.where(fits, _seconds(layers, limits), np.inf)
-    slowest, _ = _least_largest(seconds)
+    slowest, _ = least_largest(seconds)
     if np.isinf(slowest):
-        _, cuts = _least_largest(memory - rooms)
+        _, cuts = least_largest(memory - rooms)
         raise PlanError(_why_not(layers, limits, cuts))
-    _, cuts = _least_largest(np.where(seconds <= slowest, memory, np.inf))
+    _, cuts = least_largest(np.where(seconds <= slowest, memory, np.inf))
     return tuple(stage_cost(layers, start, stop) for start, stop in pairwise(cuts))
 
 
-def _least_largest(costs: Costs) -> tuple[float, list[int]]:
+def least_largest(costs: Costs) -> tuple[float, list[int]]:
     """The cuts [0, …, layers] that make the largest stage cost least, and that cost."""
+    return _least(costs, np.maximum, nothing=-np.inf)
+
+
+def least_sum(costs: Costs) -> tuple[float, list[int]]:
+    """The cuts [0, …, layers] whose stages cost least together, and that cost."""
+    return _least(costs, np.add, nothing=0.0)
+
+
+def _least(costs: Costs, joined: np.ufunc, nothing: float) -> tuple[float, list[int]]:
+    """By what the cost of the stages so far, at first `nothing`, and that of the next one are joined."""
     stages, size, _ = costs.shape
     best = np.full(size, np.inf)
-    best[0] = -np.inf
+    best[0] = nothing
     starts = np.empty((stages, size), dtype=int)
     for stage in range(stages):
-        largest = np.maximum(best[:, None], costs[stage])
-        starts[stage] = largest.argmin(axis=0)
-        best = largest.min(axis=0)
+        together = joined(best[:, None], costs[stage])
+        starts[stage] = together.argmin(axis=0)
+        best = together.min(axis=0)
     cuts = [size - 1]
     for stage in reversed(range(stages)):
         cuts.append(int(starts[stage, cuts[-1]]))
     return float(best[-1]), cuts[::-1]
 
 
-def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> Costs:
+def layer_sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> Costs:
     """[first layer, layer after the last]: the sum between them, infinite where there is nothing between."""
     ends = np.concatenate([[0.0], np.cumsum([value(layer) for layer in layers])])
     between = ends[None, :] - ends[:, None]
@@ -76,13 +86,13 @@ def _sums(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> C
 
 
 def _seconds(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
-    one = _sums(layers, lambda layer: layer.forward + layer.backward)
+    one = layer_sums(layers, lambda layer: layer.forward + layer.backward)
     return np.stack([limit.pace * one for limit in limits])
 
 
 def _memory(layers: Sequence[LayerCost], limits: Sequence[StageLimit]) -> Costs:
-    fixed = _sums(layers, lambda layer: layer.weight_bytes + layer.state_bytes)
-    kept = _sums(layers, lambda layer: layer.kept_bytes)
+    fixed = layer_sums(layers, lambda layer: layer.weight_bytes + layer.state_bytes)
+    kept = layer_sums(layers, lambda layer: layer.kept_bytes)
     return np.stack([fixed + limit.in_flight * kept for limit in limits])
 
 

@@ -1,8 +1,9 @@
-"""How long a round takes where streamed stages take turns in a few slots of one device.
+"""How long a round takes where streamed stages take turns in a few slots of a device.
 
-Loads go over one link, one after another, in the order of the visits. A visit's load begins when the slot's
-last visit has ended and the link is free; its passes begin when the visit before has ended and its load is
-done. A round ends with the first stages in the slots and the link idle, as it began: rounds add up.
+On one device, loads go over one link, one after another, in the order of the visits. A visit's load begins
+when the slot's last visit has ended and the link is free; its passes begin when the visit before has ended
+and its load is done. A round ends with the first stages in the slots and the link idle, as it began: rounds
+add up.
 
 Adapters that travel are stepped before their stage's forward: what a Step needs is asked for when the forward
 of the stage before begins, that of the first stage when the round does. It comes over the link in the same
@@ -15,12 +16,22 @@ their stage's forward ends. They are asked for when the backward of the stage be
 link with the loads in the order of the visits; what the link does not move of them while it has nothing to
 load comes behind the stage. All that leaves takes the other way of the link, in the order of the visits, the
 input of a stage before what goes back of its Step.
+
+Several workers make their visits in order, each with a link of its own to the host; a microbatch goes on when
+the stage before has computed it and it has been sent to the next worker. A Load begins when the visit before
+it in its slot has ended and the link is free. The next round begins with the Steps of this one. Microbatches
+are alike, so a stage's starts are convex in their number, and the first and the last say it all. Adapters and
+inputs stay on their worker's device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from weftune.plan.program.layout import Layout, OnWorker
+from weftune.plan.program.program import Load
+from weftune.plan.window.rounds import Visit, moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +111,79 @@ def slotted_seconds(
 def compute_seconds(stages: Sequence[StageRound]) -> float:
     """The same, were everything there."""
     return sum(stage.forward + stage.backward for stage in stages)
+
+
+# -- several workers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """What a microbatch and a stage take on their ways."""
+
+    hop: float = 0.0
+    """Seconds to the next worker."""
+    bandwidth: float = float("inf")
+    """Bytes per second from the host, of each worker's link."""
+
+
+def round_seconds(stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops) -> float:
+    """Of one round among many."""
+    first, second = round_ends(stages, cut, microbatches, hops, 2)
+    return second - first
+
+
+def round_ends(
+    stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops, rounds: int
+) -> list[float]:
+    """When each of so many rounds ends, the first beginning at 0."""
+    run = _Run(stages, cut, microbatches, hops, rounds)
+    ends = []
+    for _ in range(rounds):
+        last = len(stages) - 1
+        for stage in range(last):
+            run.visit(stage, stages[stage].forward / microbatches)
+        run.visit(last, (stages[last].forward + stages[last].backward) / microbatches)
+        for stage in reversed(range(last)):
+            run.visit(stage, stages[stage].backward / microbatches)
+        ends.append(run.rest())
+    return ends
+
+
+class _Run:
+    def __init__(
+        self, stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops, rounds: int
+    ) -> None:
+        self.stages, self.cut, self.hops = stages, cut, hops
+        self.more = microbatches - 1
+        self.first = self.last = 0.0
+        """When the first and the last microbatch are ready for their next visit."""
+        self.free = [0.0] * cut.workers
+        self.link = [0.0] * cut.workers
+        self.there = [0.0] * len(stages)
+        self.loads = [_loads(cut.on(worker), rounds) for worker in range(cut.workers)]
+
+    def visit(self, stage: int, seconds: float) -> None:
+        """A stage's passes of so many seconds, one for each microbatch."""
+        worker = stage % self.cut.workers
+        start = max(self.free[worker], self.there[stage], self.first)
+        final = max(self.last, start + self.more * seconds)
+        self.first, self.last = (begin + seconds + self.hops.hop for begin in (start, final))
+        self.free[worker] = final + seconds
+        if (coming := next(self.loads[worker])) is not None:
+            begins = max(self.link[worker], self.free[worker])
+            self.link[worker] = begins + self.stages[coming].load_bytes / self.hops.bandwidth
+            self.there[coming] = self.link[worker]
+
+    def rest(self) -> float:
+        """All Steps are made; from here on the next round's microbatches are ready."""
+        self.first = self.last = self.free[0]
+        return self.free[0]
+
+
+def _loads(cut: OnWorker, rounds: int) -> Iterator[int | None]:
+    """The stage that is loaded behind each visit of a worker, if there is one."""
+    last = len(cut.stages) - 1
+    forward = [stage for stage in cut.own if stage < last]
+    visits = [Visit(stage, ()) for stage in [*forward, *reversed(cut.own)] * rounds]
+    for moved in moves(visits, cut):
+        yield next((action.stage for action in moved if isinstance(action, Load)), None)

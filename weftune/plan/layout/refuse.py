@@ -1,4 +1,4 @@
-"""Why a base cannot be streamed on one device: sentences, said before anything is loaded."""
+"""Why a base cannot be streamed: sentences, said before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import HostTooSmall, Mistake, PlanError
 from weftune.plan.cost.memory import gib
 from weftune.plan.layout.need import StreamCase, StreamDevice
-from weftune.plan.layout.search import even_drafts, frugal_drafts
+from weftune.plan.layout.search import even_drafts, filled_drafts, frugal_drafts
 
 
 def refuse_jobs(shape: ModelShape, jobs: Sequence[JobShape], device: StreamDevice, round_tokens: int) -> None:
@@ -49,6 +49,32 @@ def why_not(cases: Sequence[StreamCase]) -> PlanError:
     )
 
 
+def why_not_on_workers(case: StreamCase) -> PlanError:
+    """Where no cut over several workers fits: a device is too small for the last of the jobs, or the host."""
+    device, need = case.device, _least_bytes(case)
+    if need > device.budget:
+        others = len(case.jobs) - 1
+        beside = f"with {others} other job{'s' if others > 1 else ''} aboard, " if others else ""
+        return PlanError(
+            f"job {case.jobs[-1].name} does not fit: {beside}streamed over {case.workers} workers with "
+            f"{case.capacity} tokens in a microbatch, a worker needs {gib(need)} of its device at the least, "
+            f"where adapters and inputs of stages stay, but {gib(device.budget)} are available; use more "
+            "or larger GPUs, or a smaller base"
+        )
+    host = _least_host_bytes(case)
+    assert host is not None, "a cut fits the devices"
+    return HostTooSmall(
+        f"the host needs {gib(host)} for the layers that find no room on the {case.workers} devices, but "
+        f"{gib(device.host_budget)} of its memory are available, and weights that stay in their files are "
+        "streamed to one device only; use a host with more memory, larger GPUs or a smaller base"
+    )
+
+
+def fits_devices(case: StreamCase) -> bool:
+    """Whether some cut fits them, whatever the host has."""
+    return _least_bytes(case) <= case.device.budget
+
+
 def _one_layer(case: StreamCase) -> str:
     device = case.device
     beside = f"{gib(case.ends_bytes)} of embedding and head, {gib(device.slack)} of slack"
@@ -75,11 +101,12 @@ def _too_large(cases: Sequence[StreamCase]) -> str | None:
 
 
 def _least_bytes(case: StreamCase) -> int:
-    return min(map(case.device_bytes, frugal_drafts(case)))
+    return min(map(case.most_bytes, frugal_drafts(case)))
 
 
 def _least_host_bytes(case: StreamCase) -> int | None:
     """With as many layers on the device as it holds; None if nothing fits there."""
-    drafts = (*even_drafts(case), *frugal_drafts(case))
-    fitting = (draft for draft in drafts if case.device_bytes(draft) <= case.device.budget)
+    most = filled_drafts(case) if case.workers > 1 else even_drafts(case)
+    drafts = (*most, *frugal_drafts(case))
+    fitting = (draft for draft in drafts if case.most_bytes(draft) <= case.device.budget)
     return min(map(case.host_bytes, fitting), default=None)

@@ -1,7 +1,8 @@
-"""The search for a cut that streams fastest on one device: the stages, which of them stay, how many slots.
+"""The search for a cut that streams fastest: the stages, which of them stay, how many slots.
 
-It sets out from even stages with residents spread among them, from the partition that `stream` finds for
-Mobius's recurrence, and from its two plain ones; the best of these are then changed bit by bit.
+On one device it sets out from even stages with residents spread among them, from the partition that `stream`
+finds for Mobius's recurrence, and from its two plain ones; over several workers from even stages with as many
+of each worker's resident as fit. The best of these are then changed bit by bit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, permutations
 
 from weftune.errors import PlanError
 from weftune.plan.cost.layers import LayerCost
@@ -23,7 +24,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 """Layers to a stage that are tried."""
 SLOTS = range(1, 5)
 STARTS = 4
-"""So many of the best drafts are changed bit by bit, and the best of every case and number of slots."""
+"""So many of the best drafts are changed bit by bit, and the best of every kind."""
 QUICK = 16
 """So many are kept of what is tried without a search."""
 CHANGES = 2000
@@ -41,31 +42,53 @@ CLOSE = 1 - 1e-9
 class Found:
     case: StreamCase
     draft: Draft
+    excess: int
+    """Bytes that it needs and that are not there."""
     seconds: float
+    """Infinite where bytes are lacking."""
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.excess, self.seconds
+
+    def better_than(self, other: Found) -> bool:
+        """Not by rounding."""
+        if self.excess or other.excess:
+            return self.excess < other.excess
+        return self.seconds < other.seconds * CLOSE
 
 
 def search(cases: Iterable[StreamCase]) -> Found | None:
     """The fastest draft of all cases, of equals that of the first case; None if none fits."""
-    starts = _various([found for case in cases for found in _quick(case)])
+    starts = _various([found for case in cases for found in _starts(case)])
     if not starts:
         return None
     tries = CHANGES // len(starts)
-    best = _fastest([_descend(found, tries) for found in starts])
-    if best.case.unhidden(best.draft) > HIDDEN:
+    best = _best([_descend(found, tries) for found in starts])
+    if best.excess:
+        return None
+    if best.case.workers == 1 and best.case.unhidden(best.draft) > HIDDEN:
         partitioned = [_judged(best.case, draft) for draft in _partitioned(best.case)]
-        fitting = [_descend(found, tries) for found in partitioned if found.seconds < math.inf]
-        best = _fastest([best, *fitting])
+        best = _best([best, *(_descend(found, tries) for found in partitioned if not found.excess)])
     return _descend(best, CHANGES)
 
 
-def _fastest(found: Sequence[Found]) -> Found:
+def _best(found: Sequence[Found]) -> Found:
     """Of equals the first."""
-    least = min(one.seconds for one in found)
-    return next(one for one in found if one.seconds * CLOSE <= least)
+    least = min(found, key=lambda one: one.rank)
+    return next(one for one in found if not least.better_than(one))
 
 
 def _judged(case: StreamCase, draft: Draft) -> Found:
-    return Found(case, draft, case.seconds(draft))
+    excess = case.excess(draft)
+    return Found(case, draft, excess, math.inf if excess else case.fitting_seconds(draft))
+
+
+def _starts(case: StreamCase) -> list[Found]:
+    """Over several workers also what does not fit: it may be changed until it does."""
+    if case.workers == 1:
+        return _quick(case)
+    return [_judged(case, draft) for draft in filled_drafts(case)]
 
 
 def fits_any(case: StreamCase) -> bool:
@@ -90,13 +113,18 @@ def _quick(case: StreamCase) -> list[Found]:
 
 
 def _various(found: Sequence[Found]) -> list[Found]:
-    """The best few, and the best of every case and number of slots, in the order of the cases."""
-    ranked = sorted(range(len(found)), key=lambda number: found[number].seconds)
-    firsts: dict[tuple[int, bool, int], int] = {}
+    """The best few, and the best of every kind, in the order of the cases."""
+    ranked = sorted(range(len(found)), key=lambda number: found[number].rank)
+    firsts: dict[object, int] = {}
     for number in ranked:
-        case, draft = found[number].case, found[number].draft
-        firsts.setdefault((case.capacity, case.travels, draft.slots), number)
+        firsts.setdefault(_kind(found[number]), number)
     return [found[number] for number in sorted({*ranked[:STARTS], *firsts.values()})]
+
+
+def _kind(found: Found) -> object:
+    """On one device the case and the number of slots, over several workers the number of stages."""
+    case, draft = found.case, found.draft
+    return (case.capacity, case.travels, draft.slots) if case.workers == 1 else len(draft.sizes)
 
 
 # -- where the search sets out ---------------------------------------------------------------------------
@@ -114,10 +142,25 @@ def even_drafts(case: StreamCase) -> Iterator[Draft]:
 
 
 def frugal_drafts(case: StreamCase) -> Iterator[Draft]:
-    """Even stages that all pass through one slot: nothing needs less of the device."""
+    """Even stages that all pass through one slot of their device: nothing needs less of it."""
+    for count in _stage_counts(case):
+        yield _streamed(_even(case.shape.layers, count), 1, case.workers)
+
+
+def _stage_counts(case: StreamCase) -> list[int]:
+    """Numbers of stages; also such that every worker has as many, where layers suffice for that."""
+    layers, workers = case.shape.layers, case.workers
+    counts = dict.fromkeys([workers] if workers > 1 else [])
     for size in SIZES:
-        sizes = _even(case.shape.layers, math.ceil(case.shape.layers / size))
-        yield Draft(sizes, (False,) * len(sizes), 1)
+        count = max(workers, math.ceil(layers / size))
+        whole = math.ceil(count / workers) * workers
+        counts |= dict.fromkeys(one for one in (whole, count) if one <= layers)
+    return list(counts)
+
+
+def _streamed(sizes: Sequence[int], slots: int, workers: int) -> Draft:
+    """All stages come and go, through as many slots of each worker."""
+    return Draft(tuple(sizes), (False,) * len(sizes), (slots,) * workers)
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
@@ -131,11 +174,11 @@ def _spread(case: StreamCase, sizes: tuple[int, ...], slots: int) -> Iterator[Dr
         others = len(sizes) - len(ending)
         most = others
         for phase in sorted({0, others // 2}):
-            draft = Draft(sizes, (*_bits(others, most, phase), *ending), slots)
+            draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             while most and (excess := case.device_bytes(draft) - case.device.budget) > 0:
                 # No stage takes more than the largest does: so many must go at the least.
                 most = max(0, most - math.ceil(excess / (max(sizes) * case.present_bytes)))
-                draft = Draft(sizes, (*_bits(others, most, phase), *ending), slots)
+                draft = Draft(sizes, (*_bits(others, most, phase), *ending), (slots,))
             yield draft
             most = min(others, most + 1)
 
@@ -173,7 +216,7 @@ def _partitioned(case: StreamCase) -> Iterator[Draft]:
 def _drafts(partition: StreamPartition) -> Iterator[Draft]:
     sizes = tuple(stage.stop - stage.start for stage in partition.stages)
     for slots in SLOTS:
-        yield Draft(sizes, partition.resident, slots)
+        yield Draft(sizes, partition.resident, (slots,))
 
 
 def _thinned(case: StreamCase, draft: Draft) -> Draft:
@@ -203,6 +246,38 @@ def _layer_ring(case: StreamCase) -> int:
     return case.ring_bytes(2) - case.ring_bytes(1)
 
 
+# -- where it sets out over several workers ----------------------------------------------------------------
+
+
+def filled_drafts(case: StreamCase) -> Iterator[Draft]:
+    """Even stages, as many of each worker's resident as fit."""
+    for count in _stage_counts(case):
+        for slots in SLOTS:
+            if slots <= math.ceil(count / case.workers):
+                yield _filled(case, _even(case.shape.layers, count), slots)
+
+
+def _filled(case: StreamCase, sizes: Sequence[int], slots: int) -> Draft:
+    """On each worker as many of the slots as fit, then as many residents, spread among its stages."""
+    draft = _streamed(sizes, slots, case.workers)
+    for worker in range(case.workers):
+        own = range(worker, len(sizes), case.workers)
+        most = min(slots, len(own))
+        fewer = (_with_slots(draft, worker, count) for count in range(most, 0, -1))
+        draft = next((one for one in fewer if _fits_on(case, one, worker)), _with_slots(draft, worker, 1))
+        for count in range(1, len(own) + 1):
+            stay = {stage: place * count % len(own) < count for place, stage in enumerate(own)}
+            more = replace(draft, resident=tuple(stay.get(*one) for one in enumerate(draft.resident)))
+            if not _fits_on(case, more, worker):
+                break
+            draft = more
+    return draft
+
+
+def _fits_on(case: StreamCase, draft: Draft, worker: int) -> bool:
+    return all(one.worker_bytes(draft, worker) <= case.device.budget for one in (case, *case.alone))
+
+
 # -- the descent -----------------------------------------------------------------------------------------
 
 
@@ -213,34 +288,39 @@ def _descend(found: Found, tries: int) -> Found:
     better: Found | None = best
     while better:
         best, better = better, None
-        for change in islice(_changes(best.draft), max(0, tries)):
+        for change in islice(_changes(best), max(0, tries)):
             tries -= 1
             changed = _judged(case, change)
-            faster = changed.seconds < best.seconds * CLOSE
-            if faster or (changed.seconds * CLOSE <= best.seconds and case.device_bytes(change) < room):
+            frees = not best.better_than(changed) and case.device_bytes(change) < room
+            if changed.better_than(best) or frees:
                 better, room = changed, case.device_bytes(change)
                 break
     return best
 
 
-def _changes(draft: Draft) -> Iterator[Draft]:
+def _changes(found: Found) -> Iterator[Draft]:
     """Small ones first: they help most often."""
+    draft = found.draft
     yield from _other_residents(draft)
-    yield from _other_boundaries(draft)
-    yield from _traded_slots(draft)
-    yield from _other_orders(draft)
+    if found.case.workers == 1:
+        yield from _other_boundaries(draft)
+        yield from _traded_slots(draft)
+        yield from _other_orders(draft)
+    else:
+        yield from _other_sizes(found)
 
 
 def _other_residents(draft: Draft) -> Iterator[Draft]:
-    """One bit turned or handed on, or another slot."""
-    stages = range(len(draft.resident))
+    """One bit turned or handed on to another stage of its worker, or another slot."""
+    stages, workers = range(len(draft.resident)), len(draft.slots)
     for number in stages:
         yield _toggled(draft, number)
-    for slots in (draft.slots - 1, draft.slots + 1):
-        if slots in SLOTS:
-            yield replace(draft, slots=slots)
+    for worker, count in enumerate(draft.slots):
+        for slots in (count - 1, count + 1):
+            if slots in SLOTS:
+                yield _with_slots(draft, worker, slots)
     for number in stages:
-        for other in stages[number + 1 :]:
+        for other in stages[number + workers :: workers]:
             if draft.resident[number] != draft.resident[other]:
                 yield _toggled(_toggled(draft, number), other)
 
@@ -267,13 +347,13 @@ def _other_boundaries(draft: Draft) -> Iterator[Draft]:
 def _traded_slots(draft: Draft) -> Iterator[Draft]:
     """A stage that stays in place of a slot, or the other way round; or two stages that stay as one."""
     for number, stays in enumerate(draft.resident):
-        slots = draft.slots + (1 if stays else -1)
+        slots = draft.slots[0] + (1 if stays else -1)
         if slots in SLOTS:
-            yield replace(_toggled(draft, number), slots=slots)
-    if draft.slots - 1 in SLOTS:
+            yield _with_slots(_toggled(draft, number), 0, slots)
+    if (fewer := draft.slots[0] - 1) in SLOTS:
         for number in range(len(draft.sizes) - 1):
             both = sum(draft.sizes[number : number + 2])
-            yield replace(_spliced(draft, number, 2, (both,), (True,)), slots=draft.slots - 1)
+            yield _with_slots(_spliced(draft, number, 2, (both,), (True,)), 0, fewer)
 
 
 def _other_orders(draft: Draft) -> Iterator[Draft]:
@@ -283,6 +363,24 @@ def _other_orders(draft: Draft) -> Iterator[Draft]:
         for place in range(len(draft.sizes)):
             if place != taken:
                 yield _spliced(rest, place, 0, (size,), (stays,))
+
+
+def _other_sizes(found: Found) -> Iterator[Draft]:
+    """A boundary moved, dropped or added, or a layer handed to a stage further off; who stays is then decided
+    anew, since stages may have come to other workers."""
+    case, sizes, slots = found.case, found.draft.sizes, max(found.draft.slots)
+    for number, (one, other) in enumerate(pairwise(sizes)):
+        before, after = sizes[:number], sizes[number + 2 :]
+        for between in ((one + 1, other - 1), (one - 1, other + 1), (one + other,)):
+            if min(between) > 0 and len(sizes) - 2 + len(between) >= case.workers:
+                yield _filled(case, (*before, *between, *after), slots)
+    for number, size in enumerate(sizes):
+        for part in range(1, size):
+            yield _filled(case, (*sizes[:number], part, size - part, *sizes[number + 1 :]), slots)
+    for giver, taker in permutations(range(len(sizes)), 2):
+        if sizes[giver] > 1 and abs(giver - taker) > 1:
+            changes = {giver: sizes[giver] - 1, taker: sizes[taker] + 1}
+            yield _filled(case, [changes.get(at, size) for at, size in enumerate(sizes)], slots)
 
 
 def _spliced(
@@ -300,3 +398,7 @@ def _spliced(
 def _toggled(draft: Draft, number: int) -> Draft:
     resident = draft.resident
     return replace(draft, resident=(*resident[:number], not resident[number], *resident[number + 1 :]))
+
+
+def _with_slots(draft: Draft, worker: int, count: int) -> Draft:
+    return replace(draft, slots=(*draft.slots[:worker], count, *draft.slots[worker + 1 :]))

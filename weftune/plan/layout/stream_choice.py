@@ -1,4 +1,5 @@
-"""How a base is streamed on one device where the planner may choose: not at all if it fits, else fastest."""
+"""How a base is streamed where the planner may choose, and why so, as a sentence: on one device not at all if
+it fits, else fastest; over several workers fastest."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import dataclass, replace
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.memory import MemoryModel, gib, longest
-from weftune.plan.layout.need import Draft, StreamCase, StreamDevice
-from weftune.plan.layout.refuse import refuse_jobs, why_not
+from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room
+from weftune.plan.layout.refuse import fits_devices, refuse_jobs, why_not, why_not_on_workers
 from weftune.plan.layout.search import Found, fits_any, search
-from weftune.plan.program.layout import Layout
+from weftune.plan.program.layout import Layout, one_device
 
 SMALLEST = 256
 """Passes of fewer tokens are not tried unless every sample is shorter."""
@@ -40,12 +41,13 @@ class StreamChoice:
     capacity: int
     """Tokens of a microbatch."""
     device_bytes: int
-    """On the device at the peak, as predicted."""
+    """On the fullest device at the peak, as predicted."""
     host_bytes: int
+    """Of all workers."""
     step_seconds: float
     """Of a round: one global batch of every job."""
     unhidden: float
-    """The share of it in which the device waits for the host."""
+    """The share of it in which devices wait for the host."""
     why: str
     """A sentence for the user."""
     mapped: bool = False
@@ -76,16 +78,7 @@ def choose_stream(
     refuse_jobs(shape, jobs, device, round_tokens)
     by_way = [
         [
-            StreamCase(
-                shape,
-                tuple(jobs),
-                device,
-                round_tokens,
-                capacity,
-                way.travels,
-                way.offloads,
-                tuple(waiting),
-            )
+            _on_one(shape, jobs, device, round_tokens, capacity, way, waiting)
             for capacity in capacities(longest(jobs), most, round_tokens)
         ]
         for way in ways
@@ -97,6 +90,23 @@ def choose_stream(
         )
     if found is None:
         raise why_not([case for cases in by_way for case in cases])
+    return _chosen(found, _why(found))
+
+
+def _on_one(
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    round_tokens: int,
+    capacity: int,
+    way: StreamWay,
+    waiting: Sequence[JobShape],
+) -> StreamCase:
+    case = StreamCase(shape, tuple(jobs), device, round_tokens, capacity, way.travels, way.offloads)
+    return leaving_room(case, waiting)
+
+
+def _chosen(found: Found, why: str) -> StreamChoice:
     case, draft = found.case, found.draft
     return StreamChoice(
         cut=draft.cut(case.travels, case.round_rows if case.offloads else 0),
@@ -105,8 +115,8 @@ def choose_stream(
         host_bytes=case.host_bytes(draft),
         step_seconds=found.seconds,
         unhidden=case.unhidden(draft),
-        why=_why(found),
-        mapped=device.staging is not None,
+        why=why,
+        mapped=case.device.staging is not None,
     )
 
 
@@ -127,11 +137,7 @@ def fits_streamed(
     except PlanError:
         return False
     least = capacities(longest(jobs), most, round_tokens)[-1]
-    together, others = tuple(jobs), tuple(waiting)
-    cases = (
-        StreamCase(shape, together, device, round_tokens, least, way.travels, way.offloads, others)
-        for way in reversed(WAYS)
-    )
+    cases = (_on_one(shape, jobs, device, round_tokens, least, way, waiting) for way in reversed(WAYS))
     return any(map(fits_any, cases))
 
 
@@ -173,8 +179,7 @@ def _whole(
         f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
         f"has {gib(device.budget)} for a run"
     )
-    whole = Draft((shape.layers,), (True,), 0)
-    return StreamChoice(whole.cut(travels=False), capacity, need, 0, seconds, 0.0, why, whole=True)
+    return StreamChoice(one_device(shape.layers), capacity, need, 0, seconds, 0.0, why, whole=True)
 
 
 def _resident(shape: ModelShape, device: StreamDevice) -> MemoryModel:
@@ -187,13 +192,12 @@ def _why(found: Found) -> str:
     case, draft = found.case, found.draft
     sizes, stays = draft.sizes, sum(draft.resident)
     whole = _resident(case.shape, case.device).least_bytes(case.jobs)
-    layers = f"{min(sizes)} to {max(sizes)} layers" if min(sizes) < max(sizes) else _layers(max(sizes))
     adapters = "travel with their stage" if case.travels else "stay on the GPU"
     inputs = ", inputs of stages wait in host memory for the way back" if case.offloads else ""
-    slots = min(draft.slots, len(sizes) - stays)
+    slots = min(draft.slots[0], len(sizes) - stays)
     return (
-        f"streamed in {len(sizes)} stages of {layers}, {stays} of them resident, the others in {slots} "
-        f"{'slots' if slots > 1 else 'slot'}, since the base, its adapters and their passes need "
+        f"streamed in {len(sizes)} stages of {_range(sizes, 'layer')}, {stays} of them resident, the others "
+        f"in {_range([slots], 'slot')}, since the base, its adapters and their passes need "
         f"{gib(whole)} and the GPU has {gib(case.device.budget)} for a run; adapters {adapters}{inputs}, a "
         f"microbatch has up to {case.capacity:,} tokens, and the GPU waits for the host in "
         f"{case.unhidden(draft):.0%} of a step{_files(found)}"
@@ -210,5 +214,58 @@ def _files(found: Found) -> str:
     )
 
 
-def _layers(count: int) -> str:
-    return f"{count} layers" if count > 1 else "1 layer"
+def _range(counts: Sequence[int], noun: str) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least} to {most} {noun}s" if least < most else f"{most} {noun}{'' if most == 1 else 's'}"
+
+
+# -- several workers -------------------------------------------------------------------------------------
+
+
+def choose_for_workers(
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    later: Sequence[JobShape],
+    device: StreamDevice,
+    workers: int,
+    most: int,
+    parted: int,
+) -> StreamChoice:
+    """The fastest cut and capacity that is found for these jobs together; those that come `later` fit, too,
+    one by one. `device` is that of every worker, with the host that all of them share; microbatches have at
+    most `most` tokens. `parted` bytes of each device would be needed if nothing were streamed, for the
+    sentence that says why.
+
+    PlanError says what does not fit.
+    """
+    assert jobs, "there is nothing to train"
+
+    def made(together: Sequence[JobShape], capacity: int) -> StreamCase:
+        tokens = max(sum(job.batch_tokens for job in together), longest(together))
+        return StreamCase(shape, tuple(together), device, tokens, capacity, travels=False, workers=workers)
+
+    tokens = max(sum(job.batch_tokens for job in jobs), longest(jobs))
+    cases = [made(jobs, capacity) for capacity in capacities(longest(jobs), most, tokens)]
+    found = search(leaving_room(case, later) for case in cases)
+    if found is None:
+        least = cases[-1]
+        tried = (least, *(made([job], job.longest) for job in later))
+        too_large = (one for one in tried if not fits_devices(one))
+        raise why_not_on_workers(next(too_large, leaving_room(least, later)))
+    return _chosen(found, _why_on_workers(found, parted))
+
+
+def _why_on_workers(found: Found, parted: int) -> str:
+    case, cut = found.case, found.draft.cut(travels=False)
+    sizes, stay = found.draft.sizes, sum(found.draft.resident)
+    slots = _range([count for count in cut.slots if count], "slot") if stay < len(sizes) else ""
+    places = (
+        f"{stay} of them resident, the others in {slots} of their worker" if slots else "all of them resident"
+    )
+    return (
+        f"streamed over {case.workers} workers in {len(sizes)} stages of {_range(sizes, 'layer')}, {places}, "
+        f"since a worker's part of the base, an adapter and the passes of a pipeline would need "
+        f"{gib(parted)} of a device that has {gib(case.device.budget)} for a run; adapters and inputs of "
+        f"stages stay on their worker's device, a microbatch has up to {case.capacity:,} tokens, and "
+        f"Loads take {case.unhidden(found.draft):.0%} of a step"
+    )

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import longest
 from weftune.plan.layout.choose import Choice
-from weftune.plan.layout.need import Draft, StreamCase
+from weftune.plan.layout.need import StreamCase, draft_of
 from weftune.plan.layout.search import largest_drafts, smallest_drafts
-from weftune.plan.layout.worker_need import WorkersCase
 from weftune.plan.outlook.forecast import ALONE, Ablation, Forecast, in_turn
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, PricedCluster, PricedDevice, Prices
@@ -59,28 +58,21 @@ def case_of(choice: Choice, together: Sequence[JobShape]) -> StreamCase:
     tokens = max(sum(job.batch_tokens for job in together), longest(together))
     layout = choice.layout
     return StreamCase(
-        choice.shape, tuple(together), choice.place, tokens, choice.capacity, layout.travels, layout.offloads
+        choice.shape,
+        tuple(together),
+        choice.place,
+        tokens,
+        choice.capacity,
+        layout.travels,
+        layout.offloads,
+        layout.workers,
     )
-
-
-def draft_of(cut: Layout) -> Draft:
-    """Of one worker."""
-    sizes = tuple(stage.count for stage in cut.stages)
-    return Draft(sizes, tuple(stage.resident for stage in cut.stages), cut.slots[0])
 
 
 def _round(case: StreamCase, layout: Layout) -> Forecast:
     """By the recurrence that the choice is made by."""
-    if layout.workers == 1:
-        draft = draft_of(layout)
-        seconds, unhidden, need = case.seconds(draft), case.unhidden(draft), case.device_bytes(draft)
-    else:
-        several = WorkersCase(case, layout.workers)
-        seconds, unhidden, need = (
-            several.seconds(layout),
-            several.unhidden(layout),
-            several.device_bytes(layout),
-        )
+    draft = draft_of(layout)
+    seconds, unhidden, need = case.seconds(draft), case.unhidden(draft), case.device_bytes(draft)
     return Forecast(
         name="weftune",
         seconds=seconds,

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from weftune.plan.program.program import Action, Backward, Evaluate, Forward, Step
+from weftune.plan.program.program import Action, Evaluate, Forward, Step
 
 
 class Lane(StrEnum):
@@ -102,14 +102,6 @@ class Timeline:
             if isinstance(event.action, Step) and event.action.job == job
         }
         return Span(ends[first], ends[last])
-
-    def idle_within(self, device: int) -> float:
-        """Seconds that a device does not compute between its first pass and its last."""
-        passes = [one for one in self.of(device) if isinstance(one.action, Forward | Backward | Evaluate)]
-        if not passes:
-            return 0.0
-        span = Span(passes[0].start, passes[-1].stop)
-        return span.seconds * (1.0 - self.busy_share(device, span))
 
 
 def levels(changes: Iterable[Level], at_start: int) -> tuple[Level, ...]:

@@ -25,10 +25,6 @@ def passes_in(order: SchemeOrder, laid: PricedWork, layout: Placement) -> Passes
             return multi_job_passes(work, stages, laid.prices)
         case SchemeOrder.template:
             return eager_passes(work, laid.prices, template_room(layout))
-    return [
-        [action for number in work.filled for action in (Forward(number, stage), Backward(number, stage))]
-        for stage in range(stages)
-    ]
 
 
 def template_room(layout: Placement) -> tuple[int, ...]:

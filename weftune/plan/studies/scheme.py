@@ -15,7 +15,6 @@ SEARCHED = Limits(tries=1000, kicks=50, solver_cells=0, room_cells=0)
 
 
 class SchemeOrder(StrEnum):
-    one_at_a_time = "one microbatch at a time"
     gpipe = "GPipe"
     alternating = "1F1B"
     multi_job = "multi-job 1F1B"

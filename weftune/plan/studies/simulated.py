@@ -1,8 +1,8 @@
-"""What a cluster would make of the jobs: the best way of running them, and the ways it beats."""
+"""What a cluster would make of the jobs: the best way of running them that the search finds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weftune.errors import Mistake, PlanError
@@ -13,7 +13,6 @@ from weftune.plan.studies.candidates import Candidate
 from weftune.plan.studies.fit import Ground, Placement, why_not
 from weftune.plan.studies.forecast import ForecastRun
 from weftune.plan.studies.places import CapacityPlace, descend, places
-from weftune.plan.studies.rivals import rivals
 from weftune.plan.studies.scheme import Scheme
 from weftune.plan.studies.search import Search, Tried, fastest, polished
 
@@ -28,9 +27,6 @@ class Outlook:
     run: ForecastRun
     tried: tuple[Tried, ...]
     """At the capacity that was chosen."""
-    alternatives: tuple[Forecast, ...]
-    by_capacity: Mapping[int, float]
-    """The seconds of a window at every token capacity that was tried; of those that lost, the least."""
     source: str
     """Where times come from."""
 
@@ -38,41 +34,20 @@ class Outlook:
     def forecast(self) -> Forecast:
         return self.run.forecast
 
-    @property
-    def need_bytes(self) -> tuple[int, ...]:
-        """On each device, slack included: what full microbatches would need, or the window's own peak."""
-        beside = self.layout.beside_bytes
-        pairs = zip(self.layout.need_bytes, self.forecast.peaks, strict=True)
-        return tuple(max(need, peak + beside) for need, peak in pairs)
 
-
-def outlook(ground: Ground, jobs: Sequence[JobOutline], compared: bool = True) -> Outlook:
-    """The best that is found for these jobs, all aboard together; PlanError says what does not fit.
-
-    `compared`: beside what others would make of them.
-    """
+def outlook(ground: Ground, jobs: Sequence[JobOutline]) -> Outlook:
+    """The best that is found for these jobs, all aboard together; PlanError says what does not fit."""
     refuse(ground, jobs)
     if together := why_not(ground, jobs):
         raise PlanError(f"the jobs do not fit together: the run {together}")
-    where = places(ground, jobs)
     descent = _Descent(jobs)
-    seconds = descend(where, descent.evaluate, lambda one: one)
+    descend(places(ground, jobs), descent.evaluate, lambda one: one)
     best = descent.best
     assert best is not None, "the first place that is looked at is planned for"
     last = polished(
         Tried(best.candidate, best.scheme, best.run), CapacityPlace(best.ground, best.layout), jobs
     )
-    return replace(
-        best,
-        scheme=last.scheme,
-        run=last.run,
-        alternatives=rivals(where, jobs) if compared else (),
-        by_capacity={
-            place.layout.capacity: one
-            for place, one in zip(where, seconds, strict=False)
-            if place.ground.recompute == best.ground.recompute
-        },
-    )
+    return replace(best, scheme=last.scheme, run=last.run)
 
 
 def refuse(ground: Ground, jobs: Sequence[JobOutline]) -> None:
@@ -127,7 +102,5 @@ def _best_at(search: Search) -> Outlook:
         scheme=best.scheme,
         run=best.run,
         tried=tuple(tried),
-        alternatives=(),
-        by_capacity={},
         source=place.ground.speeds[0].source,
     )

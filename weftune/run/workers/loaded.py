@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from weftune.base.host.streamed import StreamedBase
-from weftune.base.host.streamed_worker import load_on_worker
+from weftune.base.host.streamed import StreamedBase, load_streamed
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
@@ -24,7 +23,7 @@ def load_part(spec: BaseSpec, device: torch.device, part: OnWorker) -> Base | St
     """Load a worker's part: in a pipeline one resident stage, otherwise stages that take turns."""
     if part.layout.pipelined:
         return load_stage(spec, device, part.held(part.worker))
-    return load_on_worker(spec, device, part)
+    return load_streamed(spec, device, part.layout, worker=part.worker)
 
 
 def base_of(loaded: Base | StreamedBase) -> Base:
