@@ -35,6 +35,11 @@ class Pen:
     colour: str
     dash: str
 
+    @property
+    def dashes(self) -> str:
+        """The same dash for an SVG line."""
+        return {"solid": "none", "dash": "6 3", "dot": "2 2", "dashdot": "6 2 2 2"}[self.dash]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
