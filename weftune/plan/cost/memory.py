@@ -97,10 +97,20 @@ class MemoryModel:
     ) -> list[Need]:
         """Of each worker of a replica."""
         if self._keeps:
-            return [self._keeping(part, jobs, tokens, recompute) for part in self._parts]
+            kept = (int(tokens * self._kept_bytes(part, recompute)) for part in self._parts)
+            return [self._keeping(part, jobs, each) for part, each in zip(self._parts, kept, strict=True)]
         layer = layer_bytes(self.shape)
         workers = range(self.layout.workers)
         return [self._turning(self.layout.on(worker), jobs, tokens, layer) for worker in workers]
+
+    def holding(self, jobs: Sequence[JobShape], rows: Sequence[float], recompute: Recompute) -> Need:
+        """Of the worker of a pipeline that needs most, where each holds so many rows at a time."""
+        held = [
+            int(count * self._token_bytes(part, recompute))
+            for part, count in zip(self._parts, rows, strict=True)
+        ]
+        needs = [self._keeping(part, jobs, kept) for part, kept in zip(self._parts, held, strict=True)]
+        return max(needs, key=lambda one: one.total(UNFITTED))
 
     @property
     def _keeps(self) -> bool:
@@ -116,14 +126,12 @@ class MemoryModel:
         layers = self.shape.layers
         return [stage_shape(self.shape, LayerRange(one.start, one.stop, layers)) for one in stages]
 
-    def _keeping(
-        self, part: ModelShape, jobs: Iterable[JobShape], tokens: float, recompute: Recompute
-    ) -> Need:
+    def _keeping(self, part: ModelShape, jobs: Iterable[JobShape], activations: int) -> Need:
         """Adapters are counted whole on every worker: how they lie on the layers is not known here."""
         return Need(
             resident=self.taken + part.base_bytes,
             state=self.state_bytes(jobs),
-            activations=int(tokens * self._kept_bytes(part, recompute)),
+            activations=activations,
             slack=self._slack,
         )
 

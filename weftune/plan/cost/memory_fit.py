@@ -14,7 +14,7 @@ import numpy as np
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import UNFITTED, MemoryFit, MemoryModel, Need
 from weftune.plan.cost.nnls import non_negative
-from weftune.plan.program.program import Evaluate, Program
+from weftune.plan.program.program import Backward, Evaluate, Forward, Program
 
 NOISE = 0.01
 """The relative error of one measured peak."""
@@ -34,13 +34,34 @@ class Peak:
 
 
 def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program) -> Need:
-    """With the largest microbatch that the window holds, which may be far below its capacity."""
+    """With the largest microbatch that the window holds, which may be far below its capacity, or with all
+    that are in flight at a time in a pipeline."""
+    if memory.layout.pipelined:
+        return memory.holding(jobs, held_rows(memory, program), program.recompute)
     tokens = 0.0
     for action, microbatch in program.compute():
         # An evaluation keeps nothing for a backward: what it holds is about one layer's.
         share = 1 / memory.pass_layers if isinstance(action, Evaluate) else 1.0
         tokens = max(tokens, share * microbatch.rows)
     return memory.need(jobs, tokens, program.recompute)
+
+
+def held_rows(memory: MemoryModel, program: Program) -> list[float]:
+    """The most rows between their Forward and their Backward at a time, for each worker of a replica."""
+    most = [0.0] * len(program.devices)
+    for device, actions in enumerate(program.devices):
+        held = 0
+        for action in actions:
+            match action:
+                case Forward(microbatch):
+                    held += program.microbatches[microbatch].rows
+                    most[device] = max(most[device], held)
+                case Backward(microbatch):
+                    held -= program.microbatches[microbatch].rows
+                case Evaluate(microbatch):
+                    passing = program.microbatches[microbatch].rows / memory.pass_layers
+                    most[device] = max(most[device], held + passing)
+    return [max(most[device] for device in program.group(worker)) for worker in range(program.width)]
 
 
 def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
