@@ -55,6 +55,9 @@ def slow_leader(wires, folder):
             time.sleep(0.1)
             if isinstance(event, SaveDue):
                 pipeline.save(event.job, folder / event.job)
+        for job in jobs:
+            pipeline.finish_saves(job.name)
+        assert not pipeline.unsaved()
         seen.append([checkpoint.newest_progress(folder / job.name).step for job in jobs])
     staff.dismiss()
     return seen

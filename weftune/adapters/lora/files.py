@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from weftune.adapters.folder import WEIGHTS, no_weights
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import ALL_LINEAR, LoraSpec, site_of, weight_names
 from weftune.core.shapes import SiteShape
+from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
@@ -37,7 +37,7 @@ def write_adapter(
         tensors[a_name] = a_rK.detach().cpu().contiguous()
         tensors[b_name] = b_Nr.detach().cpu().contiguous()
     partial = folder / f".{WEIGHTS}.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
+    write_tensors(partial, tensors, metadata={"format": "pt"})
     os.replace(partial, folder / WEIGHTS)
     _peft_config(spec, list(weights), sites, base).save_pretrained(str(folder))
 
