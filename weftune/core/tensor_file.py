@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+Piece = bytes | memoryview
 PIECE_BYTES = 8 << 20
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The names that the format has for them."""
@@ -19,26 +20,37 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", to
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> str:
-    """Write and sync a file of contiguous tensors on the host, byte for byte as safetensors would; returns
-    its SHA-256."""
+) -> None:
+    """Write and sync a file of contiguous tensors on the host, byte for byte as safetensors would."""
+    _write(path, _pieces(tensors, metadata))
+
+
+def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """The same; returns the file's SHA-256."""
     digest = hashlib.sha256()
-    with open(path, "wb") as file:
-        for piece in _pieces(tensors, metadata):
+
+    def hashed() -> Iterator[Piece]:
+        for piece in _pieces(tensors, None):
             digest.update(piece)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+            yield piece
+
+    _write(path, hashed())
     return digest.hexdigest()
 
 
-def _pieces(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
-) -> Iterator[bytes | memoryview]:
+def _write(path: Path, pieces: Iterator[Piece]) -> None:
+    with open(path, "wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[Piece]:
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     yield _header(ordered, metadata)
     for _, tensor in ordered:
-        content = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), PIECE_BYTES):
             yield content[start : start + PIECE_BYTES]
 

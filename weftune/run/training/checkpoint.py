@@ -28,7 +28,7 @@ from torch import Tensor
 
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.formats import FORMAT, refuse_unknown_format
-from weftune.core.tensor_file import write_tensors
+from weftune.core.tensor_file import write_hashed_tensors
 from weftune.run.training.snapshot import MOMENTS, Snapshot, snapshot_of
 from weftune.run.training.state import Progress, Training
 
@@ -57,7 +57,7 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         "layout": listed_layout(snapshot.layout),
     }
     try:
-        sums = {TENSORS: write_tensors(partial / TENSORS, snapshot.tensors())}
+        sums = {TENSORS: write_hashed_tensors(partial / TENSORS, snapshot.tensors())}
         write_state(partial, state, sums)
         put_in_place(partial, final)
     except OSError:

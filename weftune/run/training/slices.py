@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.core.formats import FORMAT
-from weftune.core.tensor_file import write_tensors
+from weftune.core.tensor_file import write_hashed_tensors
 from weftune.run.training.checkpoint import (
     final_folder,
     listed_layout,
@@ -35,7 +35,9 @@ def write_slice(folder: Path, snapshot: Snapshot, worker: int) -> Slice:
     partial = partial_folder(folder, snapshot.progress.step)
     partial.mkdir(parents=True, exist_ok=True)
     name = f"tensors-{worker}.safetensors"
-    return Slice(name, write_tensors(partial / name, snapshot.tensors()), listed_layout(snapshot.layout))
+    return Slice(
+        name, write_hashed_tensors(partial / name, snapshot.tensors()), listed_layout(snapshot.layout)
+    )
 
 
 def finish(

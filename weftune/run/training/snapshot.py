@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -146,7 +147,9 @@ def _aligned(vector: Tensor) -> int:
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
     """Page-locked for a GPU; ordinary where the system does not allow so much, and then copies wait."""
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
-        return host_bytes(size, device)
+        with on_device:
+            return host_bytes(size, device)
     except BaseModelError:
         return host_bytes(size, torch.device("cpu"))
