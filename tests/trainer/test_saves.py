@@ -1,4 +1,4 @@
-"""Saving beside the training: no slow disk is waited for, and a job has succeeded when its adapter is there."""
+"""Saving beside the training: no slow disk is waited for; a job has succeeded when its adapter is there."""
 
 import os
 import threading
