@@ -118,6 +118,8 @@ class Loop:
         )
         self.seconds = 0.0
         """Seconds of all windows."""
+        self.saving_seconds = 0.0
+        """Seconds that training has waited for snapshots and for the disk."""
         with suppress(ValueError):
             self.learned.resume(journal.learned())
         self.jobs: dict[str, Ready] = {}
@@ -425,7 +427,9 @@ class Loop:
                 save(name, self._checkpoints(name))
             except OSError as error:
                 self._pause_unsaved(Unsaved(name, training.progress.step, error.strerror or str(error)))
-        self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
+        seconds = time.monotonic() - began
+        self.saving_seconds += seconds
+        self._timed.saves.append(StateTime(1, training.layout.size, seconds))
 
     def _hear_writes(self) -> None:
         """Act on what has been written since the last call, or could not be."""
@@ -475,8 +479,10 @@ class Loop:
     def _deliver(self, training: Training, ending: Ending) -> None:
         """Have the adapter of a finished job written. A checkpoint that is not begun is left out: it would be
         deleted at once."""
+        began = time.monotonic()
         self.writer.forget(training.job)
         snapshot = self.writer.snapshots.take(training)
+        self.saving_seconds += time.monotonic() - began
         written = self.writer.write(snapshot, partial(self._write_adapter, self.jobs[training.job]))
         self._deliveries[training.job] = Delivery(ending, written)
 

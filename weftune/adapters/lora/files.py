@@ -6,7 +6,6 @@ Shapes: r rank, K inputs, N outputs of a site.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,23 +49,20 @@ def _peft_config(
     except ImportError as error:
         raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
     transposed = any(site.fan_in_fan_out for site in sites if site.name in set(targeted))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = LoraConfig(
-            r=spec.rank,
-            lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]
-            lora_dropout=spec.dropout,
-            target_modules=target_modules(spec, targeted, sites),
-            use_rslora=spec.rslora,
-            rank_pattern=dict(spec.rank_pattern),
-            alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
-            fan_in_fan_out=transposed,
-            bias="none",
-            task_type="CAUSAL_LM",
-            inference_mode=True,
-            base_model_name_or_path=base,
-        )
-    return config
+    return LoraConfig(
+        r=spec.rank,
+        lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]
+        lora_dropout=spec.dropout,
+        target_modules=target_modules(spec, targeted, sites),
+        use_rslora=spec.rslora,
+        rank_pattern=dict(spec.rank_pattern),
+        alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
+        fan_in_fan_out=transposed,
+        bias="none",
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=base,
+    )
 
 
 def _whole(alpha: float) -> float:
