@@ -204,7 +204,8 @@ class Loop:
             return
         self.executor.attach(training)
         self.journal.move(spec.name, State.RUNNING)
-        self.writer.run(spec.name, partial(self._prepare_writes, job, snapshot_bytes(training)))
+        size = snapshot_bytes(training, keeps_best=spec.keep == "best")
+        self.writer.run(spec.name, partial(self._prepare_writes, job, size))
 
     def _prepare_writes(self, job: Ready, size: int) -> None:
         """In the writer's thread. What goes wrong here goes wrong again where it matters."""

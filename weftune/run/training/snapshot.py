@@ -106,7 +106,8 @@ class Snapshots:
                 return
         memory = _host_memory(size, self._device)
         with self._changed:
-            self._free.append(memory)
+            if self._held_bytes + size <= self.max_bytes:
+                self._free.append(memory)
 
     def _copy(self, vectors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> torch.cuda.Event | None:
         if self._stream is None:
@@ -120,7 +121,10 @@ class Snapshots:
                 if vector.is_cuda:
                     # A job may leave, or find better weights, before the copy is made.
                     vector.record_stream(self._stream)
-            return self._stream.record_event()
+            # Whoever waits for it leaves the core to others.
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._stream)
+        return copied
 
     @property
     def _held_bytes(self) -> int:
@@ -137,8 +141,10 @@ class Snapshots:
         return _host_memory(size, self._device) if memory is None else memory
 
 
-def snapshot_bytes(training: Training) -> int:
-    return sum(map(_aligned, vectors_of(training).values()))
+def snapshot_bytes(training: Training, keeps_best: bool = False) -> int:
+    """Of a snapshot now; of a later one, if the job `keeps_best` weights but has none yet."""
+    best = _aligned(training.master) if keeps_best and training.best is None else 0
+    return sum(map(_aligned, vectors_of(training).values())) + best
 
 
 def _aligned(vector: Tensor) -> int:
