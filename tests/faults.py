@@ -11,6 +11,7 @@ import io
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,14 +29,17 @@ class Disk:
         self.error = error
         """The error that a failing call raises; None: the process is killed there instead."""
         self.calls: list[tuple[str, str]] = []
+        self._one_at_a_time = threading.RLock()
+        """The trainer and its writer change files at the same time."""
 
     def count(self, what: str, path: Any, half: Callable[[], Any] = lambda: None) -> None:
         path = Path(os.fsdecode(path)).absolute()
         if not path.is_relative_to(self.folder):
             return
-        self.calls.append((what, str(path.relative_to(self.folder))))
-        if not self.fails(len(self.calls)):
-            return
+        with self._one_at_a_time:
+            self.calls.append((what, str(path.relative_to(self.folder))))
+            if not self.fails(len(self.calls)):
+                return
         half()
         if self.error is None:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -197,7 +197,7 @@ def test_cancelled_in_any_state_a_job_ends_within_two_steps_and_its_memory_retur
 
 @pytest.mark.parametrize("times", [10, pytest.param(500, marks=pytest.mark.slow)])
 def test_joins_and_leaves_keep_memory_and_open_files_flat(base, tmp_path, times):
-    trainer = bench.trainer(base, tmp_path / "out", [job("anchor", 3 * times + 60)])
+    trainer = bench.trainer(base, tmp_path / "out", [job("anchor", 40 * times + 60)])
     joined, taken = [], []
 
     def callback(event):

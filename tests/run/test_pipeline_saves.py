@@ -1,9 +1,13 @@
 """Checkpoints of a pipeline are whole, whichever worker comes first to writing its slice."""
 
+import errno
+import os
 import time
 
+import pytest
 import torch
 
+import weftune.run.workers.worker
 from tests import bench
 from tests.run import aboard
 from tests.run.models import deep
@@ -17,7 +21,9 @@ from weftune.plan.program.layout import in_stages
 from weftune.plan.window.pipeline import PipelineRules, plan_pipeline
 from weftune.run.events import Failed, SaveDue
 from weftune.run.training import checkpoint
+from weftune.run.training.slices import write_slice
 from weftune.run.training.state import new_training
+from weftune.run.training.writer import Unsaved
 from weftune.run.workers.driver import open_pipeline
 from weftune.run.workers.messages import Staff
 from weftune.run.workers.worker import serve
@@ -26,9 +32,9 @@ from weftune.trainer.job import lay_out
 STEPS = 3
 
 
-def slow_leader(wires, folder):
-    """The first worker takes its time after every event, so that the others have long written their slices
-    when it comes to its own. What it sees of the checkpoints right after each window."""
+def windows(wires, folder, on_event):
+    """Trains two jobs in windows of one step each, all saved. On the first worker, after each window: the
+    newest checkpoints, and what could not be saved."""
     if wires.place.worker > 0:
         serve(wires, bench.CPU)
         return None
@@ -52,15 +58,45 @@ def slow_leader(wires, folder):
         fetch = lambda plan, held_out: lay_out(plan, held_out, by_name)  # noqa: E731
         for event in pipeline.run(program, fetch, lambda: False):
             assert not isinstance(event, Failed), event
-            time.sleep(0.1)
+            on_event(event)
             if isinstance(event, SaveDue):
                 pipeline.save(event.job, folder / event.job)
-        seen.append([checkpoint.newest_progress(folder / job.name).step for job in jobs])
+        for job in jobs:
+            pipeline.finish_saves(job.name)
+        newest = [checkpoint.newest_progress(folder / job.name).step for job in jobs]
+        seen.append((newest, pipeline.unsaved()))
     staff.dismiss()
     return seen
+
+
+def slow_leader(wires, folder):
+    """The first worker takes its time after every event, so that the others have long written their slices
+    when it comes to its own."""
+    return windows(wires, folder, lambda event: time.sleep(0.1))
 
 
 def test_a_slice_that_another_worker_wrote_first_is_not_lost(tmp_path):
     deep("llama", torch.float64).save_pretrained(tmp_path / "model")
     seen, *_ = run_workers(3, slow_leader, tmp_path)
-    assert seen == [[1, 1], [2, 2], [3, 3]]
+    assert seen == [([step, step], []) for step in (1, 2, 3)]
+
+
+def full_disk(folder, snapshot, worker):
+    if (snapshot.job, snapshot.progress.step) == ("b", 2):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return write_slice(folder, snapshot, worker)
+
+
+def failing_follower(wires, folder):
+    """The last worker's disk does not take one slice. What the first worker hears of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if wires.place.worker == 1:
+            patch.setattr(weftune.run.workers.worker, "write_slice", full_disk)
+        return windows(wires, folder, lambda event: None)
+
+
+def test_a_slice_that_cannot_be_written_is_told_with_its_reason_and_the_one_before_stays(tmp_path):
+    deep("llama", torch.float64).save_pretrained(tmp_path / "model")
+    found, *_ = run_workers(2, failing_follower, tmp_path)
+    unsaved = [Unsaved("b", 2, os.strerror(errno.ENOSPC))]
+    assert found == [([1, 1], []), ([2, 1], unsaved), ([3, 3], [])]

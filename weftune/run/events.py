@@ -43,8 +43,6 @@ class Failed:
 
     job: str
     reason: str
-    unsaved: bool = False
-    """Whether the job itself is sound and only its checkpoint could not be written, so that it can go on."""
 
 
 @dataclass(frozen=True, slots=True)

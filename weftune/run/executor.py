@@ -45,9 +45,10 @@ from weftune.run.parts import Activations, AdapterState, Agreement, Fetch, Passe
 from weftune.run.passes.adapted import AdaptedBase
 from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit, lay
 from weftune.run.passes.scorer import Scorer, Scores
-from weftune.run.training import checkpoint
 from weftune.run.training.roster import Roster
+from weftune.run.training.snapshot import Snapshot
 from weftune.run.training.state import Training
+from weftune.run.training.writer import Unsaved, Writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ class Executor:
         self._in_flight: dict[int, _InFlight] = {}
         self._next: tuple[MicrobatchPlan, LaidMicrobatch] | None = None
         """The next microbatch, laid out ahead."""
+        self.writer = Writer(self.base.device)
         self._none = torch.zeros((), dtype=self.base.dtype, device=self.base.device)
 
     # -- jobs --------------------------------------------------------------------------------------------
@@ -134,15 +136,30 @@ class Executor:
         self.aboard[job].note_evaluation(loss, keep_best, min_delta)
 
     def save(self, job: str, folder: Path) -> None:
-        """Write a checkpoint of the job's current state."""
-        checkpoint.save(folder, self.aboard[job])
+        """Take a snapshot of the job's current state. A checkpoint of it is written while training goes
+        on."""
+        self.writer.save(folder, self.snapshot(job))
+
+    def snapshot(self, job: str) -> Snapshot:
+        """The job's current state, copied to host memory."""
+        with self._adapted.on_stream():
+            return self.writer.snapshots.take(self.aboard[job])
 
     def save_now(self, job: str, folder: Path) -> None:
         """The same between windows. With one process there is no difference."""
         self.save(job, folder)
 
+    def unsaved(self) -> list[Unsaved]:
+        """Checkpoints that could not be written, and have not been told of yet."""
+        return self.writer.unsaved()
+
+    def finish_saves(self, job: str) -> None:
+        """Wait until the job's checkpoints are written, or cannot be."""
+        self.writer.wait(job)
+
     def unweave(self) -> None:
-        """Leave the base as it was found."""
+        """Leave the base as it was found, and nothing unwritten."""
+        self.writer.close()
         self.passes.abandon()
         self._adapted.unweave()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,21 @@ from weftune.report.words import plural
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
 from weftune.run.training import checkpoint
+from weftune.run.training.snapshot import Snapshot, snapshot_bytes
 from weftune.run.training.state import Training, new_training
+from weftune.run.training.writer import Unsaved, disk_error
 from weftune.trainer.engine import Engine
 from weftune.trainer.job import Ready, lay_out
 from weftune.trainer.journal import Journal, Window
-from weftune.trainer.results import CHECKPOINTS, describe, with_retries, write_job_file, write_result
+from weftune.trainer.results import (
+    CHECKPOINTS,
+    TokenizerFiles,
+    describe,
+    prepare_result,
+    with_retries,
+    write_job_file,
+    write_result,
+)
 
 Callback = Callable[[Stepped | Evaluated], None]
 
@@ -78,6 +89,14 @@ class Ending:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A job that has left, and whose adapter is being written; it has succeeded when that is done."""
+
+    ending: Ending
+    written: Future[None]
+
+
 def lost_sentence(name: str, found: checkpoint.Survey) -> str:
     """Why a job that has begun cannot go on. The decision is left to the user, who may have a copy."""
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
@@ -89,7 +108,7 @@ class Loop:
     def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
         self.engine = engine
         self.executor, self.choice, self.base = engine.executor, engine.choice, engine.base
-        self.tokenizer = tokenizer
+        self.writer = engine.executor.writer
         self.store = store
         self.journal = journal
         self.most = engine.choice.capacity
@@ -99,6 +118,8 @@ class Loop:
         )
         self.seconds = 0.0
         """Seconds of all windows."""
+        self.saving_seconds = 0.0
+        """Seconds that training has waited for snapshots and for the disk."""
         with suppress(ValueError):
             self.learned.resume(journal.learned())
         self.jobs: dict[str, Ready] = {}
@@ -106,6 +127,8 @@ class Loop:
         self.programs_run: list[Program] | None = None
         """Every executed Program, where a test or a benchmark asks for them by setting a list."""
         self._endings: dict[str, Ending] = {}
+        self._deliveries: dict[str, Delivery] = {}
+        self._tokenizer = TokenizerFiles(tokenizer)
         self._timed = TimedWindow()
         self._crowd: int | None = None
 
@@ -181,6 +204,14 @@ class Loop:
             return
         self.executor.attach(training)
         self.journal.move(spec.name, State.RUNNING)
+        size = snapshot_bytes(training, keeps_best=spec.keep == "best")
+        self.writer.run(spec.name, partial(self._prepare_writes, job, size))
+
+    def _prepare_writes(self, job: Ready, size: int) -> None:
+        """In the writer's thread. What goes wrong here goes wrong again where it matters."""
+        with suppress(Exception):
+            prepare_result(job, self._tokenizer)
+            self.writer.snapshots.reserve(size)
 
     # -- windows -----------------------------------------------------------------------------------------
 
@@ -189,6 +220,9 @@ class Loop:
         unfinished jobs are paused."""
         try:
             self._run(stop, callback)
+        except KeyboardInterrupt:
+            self.writer.close(at_once=True)
+            raise
         finally:
             for watcher in self.engine.watchers:
                 watcher.close(self.store.output, self.seconds, self.journal.note)
@@ -206,6 +240,11 @@ class Loop:
                 self._retire()
         if stop():
             self._suspend()
+        while self._deliveries:
+            wait([one.written for one in self._deliveries.values()], return_when=FIRST_COMPLETED)
+            self._hear_writes()
+        self.writer.close()
+        self._hear_writes()
 
     def _program(self, ahead: Ahead | None) -> Program:
         """The window that was planned ahead, without jobs that left, if it still fits those aboard; else a
@@ -358,14 +397,13 @@ class Loop:
                 self._on_evaluation(event)
             case SaveDue(job):
                 self._save(job, self.executor.save)
-            case Failed(job, reason, unsaved=True):
-                self._pause_unsaved(job, reason)
             case Failed(job, reason):
                 self._endings[job] = Ending(State.FAILED, reason)
         if callback is not None and isinstance(event, Stepped | Evaluated):
             began = time.monotonic()
             callback(event)
             self._timed.callback += time.monotonic() - began
+        self._hear_writes()
 
     def _on_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
@@ -379,21 +417,37 @@ class Loop:
             self._end(event.job, Ending(State.SUCCEEDED, reason))
 
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
+        """Begin a checkpoint. The job's last one is waited for: however slow the disk is, a kill costs less
+        than two intervals between checkpoints."""
         began = time.monotonic()
-        try:
-            save(name, self._checkpoints(name))
-        except OSError as error:
-            self._pause_unsaved(name, error.strerror or str(error))
-        parameters = self.executor.aboard[name].layout.size
-        self._timed.saves.append(StateTime(1, parameters, time.monotonic() - began))
+        self.executor.finish_saves(name)
+        self._hear_writes()
+        training = self.executor.aboard[name]
+        if name not in self._endings:
+            try:
+                save(name, self._checkpoints(name))
+            except OSError as error:
+                self._pause_unsaved(Unsaved(name, training.progress.step, error.strerror or str(error)))
+        seconds = time.monotonic() - began
+        self.saving_seconds += seconds
+        self._timed.saves.append(StateTime(1, training.layout.size, seconds))
 
-    def _pause_unsaved(self, name: str, trouble: str) -> None:
+    def _hear_writes(self) -> None:
+        """Act on what has been written since the last call, or could not be."""
+        for one in self.executor.unsaved():
+            self._pause_unsaved(one)
+        for name in [name for name, one in self._deliveries.items() if one.written.done()]:
+            self._close(name, self._deliveries.pop(name))
+
+    def _pause_unsaved(self, unsaved: Unsaved) -> None:
         """A checkpoint could not be written: pause the job before more would be lost. A job that has made its
         last step stays: its adapter may find room, and then no checkpoint is needed."""
-        step = self.executor.aboard[name].progress.step
-        if name in self._endings or step >= self.jobs[name].recipe.steps:
+        name, training = unsaved.job, self.executor.aboard.get(unsaved.job)
+        if training is None or name in self._endings:
             return
-        what = f"its checkpoint of step {step} cannot be written: {trouble}"
+        if training.progress.step >= self.jobs[name].recipe.steps:
+            return
+        what = f"its checkpoint of step {unsaved.step} cannot be written: {unsaved.reason}"
         self._end(name, Ending(State.PAUSED, f"{what}; {self._remedy(name)}"))
 
     def _remedy(self, name: str) -> str:
@@ -415,51 +469,65 @@ class Loop:
             self._crowd = None
             training = self.executor.detach(name)
             if ending.state is State.SUCCEEDED:
-                ending = self._deliver(training, ending)
-            recorded = self.journal.move(name, ending.state, ending.reason)
-            if ending.state is State.SUCCEEDED and recorded:
-                shutil.rmtree(self._checkpoints(name), ignore_errors=True)
+                self._deliver(training, ending)
+            else:
+                self.journal.move(name, ending.state, ending.reason)
         if self._endings and self.base.device.type == "cpu":
             # Else the heap keeps what they held, and nobody sees that later windows take less.
             release(self.base.device)
         self._endings.clear()
 
-    def _deliver(self, training: Training, ending: Ending) -> Ending:
-        job = self.jobs[training.job]
-        keeps_best = job.spec.keep == "best" and training.best is not None
-        weights = training.best if keeps_best else training.master
-        assert weights is not None
-        folder = self.store.output / job.name
+    def _deliver(self, training: Training, ending: Ending) -> None:
+        """Have the adapter of a finished job written. A checkpoint that is not begun is left out: it would be
+        deleted at once."""
+        began = time.monotonic()
+        self.writer.forget(training.job)
+        snapshot = self.writer.snapshots.take(training)
+        self.saving_seconds += time.monotonic() - began
+        written = self.writer.write(snapshot, partial(self._write_adapter, self.jobs[training.job]))
+        self._deliveries[training.job] = Delivery(ending, written)
+
+    def _write_adapter(self, job: Ready, snapshot: Snapshot) -> None:
+        """In the writer's thread."""
+        vectors = snapshot.tensors()
+        keeps_best = job.spec.keep == "best" and "best" in vectors
+        parameters = snapshot.layout.views(vectors["best" if keeps_best else "master"])
+        folder, base = self.store.output / job.name, self.base
         try:
-            write_result(
-                folder, job, training.layout, weights, self.base.whole_sites, self.base.spec, self.tokenizer
-            )
-        except OSError as error:
-            trouble = error.strerror or str(error)
+            write_result(folder, job, parameters, base.whole_sites, base.spec, self._tokenizer)
+        except OSError:
             with suppress(OSError):
                 # Its last step was not saved, since the adapter was to follow at once.
-                checkpoint.save(self._checkpoints(job.name), training)
-            return Ending(State.PAUSED, f"its adapter cannot be written: {trouble}; {self._remedy(job.name)}")
-        return ending
+                checkpoint.write(self._checkpoints(job.name), snapshot)
+            raise
+
+    def _close(self, name: str, delivery: Delivery) -> None:
+        """Record how a job ended whose adapter is on disk, or cannot be. Then its checkpoints go."""
+        ending = delivery.ending
+        if (trouble := disk_error(delivery.written)) is not None:
+            ending = Ending(State.PAUSED, f"its adapter cannot be written: {trouble}; {self._remedy(name)}")
+        recorded = self.journal.move(name, ending.state, ending.reason)
+        if ending.state is State.SUCCEEDED and recorded:
+            self.writer.run(name, partial(shutil.rmtree, self._checkpoints(name), ignore_errors=True))
 
     def _send_back(self, name: str, reason: str) -> None:
         """Preempt a job: its state is saved and it is queued again."""
-        if self._leaves(name):
+        if self._save_and_detach([name]):
             self.journal.move(name, State.QUEUED, reason)
             self.waiting[name] = self.jobs[name]
 
-    def _leaves(self, name: str) -> bool:
-        """Save a job and detach it; where that fails it gets an ending instead."""
-        self._save(name, self.executor.save_now)
-        if name in self._endings:
-            return False
-        self.executor.detach(name)
-        return True
+    def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
+        """The jobs that are saved and have left; where that fails a job gets an ending instead."""
+        for name in names:
+            self._save(name, self.executor.save_now)
+        for name in names:
+            self.executor.finish_saves(name)
+        self._hear_writes()
+        return [self.executor.detach(name) for name in names if name not in self._endings]
 
     def _suspend(self) -> None:
-        for name, training in list(self.executor.aboard.items()):
-            if self._leaves(name):
-                self._interrupt(name, training.progress.step)
+        for training in self._save_and_detach(list(self.executor.aboard)):
+            self._interrupt(training.job, training.progress.step)
         self._retire()
         for name in list(self.waiting):
             del self.waiting[name]

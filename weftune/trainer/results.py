@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import shutil
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import Tensor
-
 from weftune.adapters.folder import CONFIG
+from weftune.adapters.kind import Parameters
 from weftune.adapters.registry import kind_named
-from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.disk import disk_errors, ordinary_modes
 from weftune.core.files import sync_folder
@@ -27,7 +30,16 @@ from weftune.jobs.spec.spec import changed_keys, resolved
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, DamagedJobFile, read_job_file, write_job_file
 from weftune.trainer.job import Ready
 
-__all__ = ["CHECKPOINTS", "JOB_FILE", "describe", "refuse_changes", "write_job_file", "write_result"]
+__all__ = [
+    "CHECKPOINTS",
+    "JOB_FILE",
+    "TokenizerFiles",
+    "describe",
+    "prepare_result",
+    "refuse_changes",
+    "write_job_file",
+    "write_result",
+]
 
 PARTIAL = ".adapter.partial"
 """Inside a job's folder: an adapter that is being written."""
@@ -51,7 +63,7 @@ def describe(job: Ready, base: BaseSpec) -> dict[str, Any]:
             "evaluation_samples": 0 if data.evaluation is None else len(data.evaluation),
             "notes": list(data.notes),
         },
-        "versions": _versions(),
+        "versions": dict(_versions()),
     }
 
 
@@ -110,14 +122,48 @@ def _is_in(key: str, named: Collection[str]) -> bool:
     return any(one == key or f"{one}.".startswith(f"{key}.") or key.startswith(f"{one}.") for one in named)
 
 
+class TokenizerFiles:
+    """The files of the tokenizer that lie beside every adapter. They are made once for each chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._made: dict[str | None, dict[Path, bytes]] = {}
+        """Chat template, if it is not the tokenizer's own → path in a job's folder → content."""
+        self._one_at_a_time = threading.Lock()
+
+    def of(self, job: Ready) -> Mapping[Path, bytes]:
+        """With the chat template that the job was trained with."""
+        chosen = job.spec.data.chat_template
+        template = None if chosen is None else template_source(self._tokenizer, chosen)
+        with self._one_at_a_time:
+            if template not in self._made:
+                self._made[template] = self._make(template)
+            return self._made[template]
+
+    def _make(self, template: str | None) -> dict[Path, bytes]:
+        own = copy.deepcopy(self._tokenizer)
+        if template is not None:
+            own.chat_template = template
+        with TemporaryDirectory(prefix="weftune-") as folder:
+            own.save_pretrained(folder)
+            paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+            return {path.relative_to(folder): path.read_bytes() for path in paths}
+
+
+def prepare_result(job: Ready, tokenizer: TokenizerFiles) -> None:
+    """Do ahead of time what takes long and does not depend on the weights."""
+    with suppress(ImportError):
+        importlib.import_module("peft")
+    tokenizer.of(job)
+
+
 def write_result(
     folder: Path,
     job: Ready,
-    layout: VectorLayout,
-    weights: Tensor,
+    parameters: Parameters,
     sites: tuple[SiteShape, ...],
     base: BaseSpec,
-    tokenizer: Any,
+    tokenizer: TokenizerFiles,
 ) -> None:
     """The adapter as PEFT keeps it, and the tokenizer with the chat template the job was trained with.
 
@@ -125,15 +171,14 @@ def write_result(
     Raises OSError where the disk does not take it, and leaves nothing of it.
     """
     kind = kind_named(job.spec.adapter.kind)
-    own = copy.deepcopy(tokenizer)
-    if job.spec.data.chat_template is not None:
-        own.chat_template = template_source(tokenizer, job.spec.data.chat_template)
     partial = folder / PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with disk_errors():
-            kind.save(partial, job.spec.adapter, layout.views(weights), sites, base.published_name)
-            own.save_pretrained(partial)
+            kind.save(partial, job.spec.adapter, parameters, sites, base.published_name)
+            for path, content in tokenizer.of(job).items():
+                (partial / path).parent.mkdir(exist_ok=True)
+                (partial / path).write_bytes(content)
             ordinary_modes(partial)
         _publish(partial, folder)
     finally:
@@ -155,7 +200,8 @@ def _publish(partial: Path, folder: Path) -> None:
     sync_folder(folder)
 
 
-def _versions() -> dict[str, str]:
+@cache
+def _versions() -> Mapping[str, str]:
     found = {}
     for package in NAMED_PACKAGES:
         try:

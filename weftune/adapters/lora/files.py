@@ -6,20 +6,19 @@ Shapes: r rank, K inputs, N outputs of a site.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from weftune.adapters.folder import WEIGHTS, no_weights
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import ALL_LINEAR, LoraSpec, site_of, weight_names
 from weftune.core.shapes import SiteShape
+from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
@@ -37,7 +36,7 @@ def write_adapter(
         tensors[a_name] = a_rK.detach().cpu().contiguous()
         tensors[b_name] = b_Nr.detach().cpu().contiguous()
     partial = folder / f".{WEIGHTS}.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
+    write_tensors(partial, tensors, metadata={"format": "pt"})
     os.replace(partial, folder / WEIGHTS)
     _peft_config(spec, list(weights), sites, base).save_pretrained(str(folder))
 
@@ -50,23 +49,20 @@ def _peft_config(
     except ImportError as error:
         raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
     transposed = any(site.fan_in_fan_out for site in sites if site.name in set(targeted))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = LoraConfig(
-            r=spec.rank,
-            lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]
-            lora_dropout=spec.dropout,
-            target_modules=target_modules(spec, targeted, sites),
-            use_rslora=spec.rslora,
-            rank_pattern=dict(spec.rank_pattern),
-            alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
-            fan_in_fan_out=transposed,
-            bias="none",
-            task_type="CAUSAL_LM",
-            inference_mode=True,
-            base_model_name_or_path=base,
-        )
-    return config
+    return LoraConfig(
+        r=spec.rank,
+        lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]
+        lora_dropout=spec.dropout,
+        target_modules=target_modules(spec, targeted, sites),
+        use_rslora=spec.rslora,
+        rank_pattern=dict(spec.rank_pattern),
+        alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
+        fan_in_fan_out=transposed,
+        bias="none",
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=base,
+    )
 
 
 def _whole(alpha: float) -> float:

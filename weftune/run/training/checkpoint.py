@@ -1,10 +1,10 @@
 """A job's checkpoints: whole or not at all, checked when read, never a pickle.
 
 A checkpoint is a folder `step-00000020` with `tensors.safetensors` (master weights, both moments, the best
-weights if kept), `state.json` (where the job stands) and `SHA256SUMS` over both. It is written under
-another name, synced, then renamed. The data cursor, the schedule and the dropout are functions of seed and
-step, so those two are all the random state there is. The last two checkpoints are kept: if a byte of the
-newer one has flipped, the older one serves.
+weights if kept), `state.json` (where the job stands) and `SHA256SUMS` over both. It is written from a
+snapshot of the job, under another name, synced, then renamed. The data cursor, the schedule and the dropout
+are functions of seed and step, so those two are all the random state there is. The last two checkpoints are
+kept: if a byte of the newer one has flipped, the older one serves.
 
 A pipeline writes a file of tensors for each stage (`weftune.run.training.slices`). Either is read on any
 number of stages, since parameters are found by their site and name.
@@ -24,42 +24,53 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as serialise
 from torch import Tensor
 
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.formats import FORMAT, refuse_unknown_format
+from weftune.core.tensor_file import write_hashed_tensors
+from weftune.run.training.snapshot import MOMENTS, Snapshot, snapshot_of
 from weftune.run.training.state import Progress, Training
 
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 KEPT = 2
 
 
 def save(folder: Path, training: Training) -> Path:
-    """Write the job's state under `folder` and drop all but the newest checkpoints."""
-    final = final_folder(folder, training.progress.step)
+    """Write the job's state under `folder` at once."""
+    return write(folder, snapshot_of(training))
+
+
+def write(folder: Path, snapshot: Snapshot) -> Path:
+    """Write a snapshot under `folder` and drop all but the newest checkpoints."""
+    step = snapshot.progress.step
+    partial, final = partial_folder(folder, step), final_folder(folder, step)
     folder.mkdir(parents=True, exist_ok=True)
-    if holds(folder, training.progress):
+    if holds(folder, snapshot.progress):
         return final
-    partial = partial_folder(folder, training.progress.step)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     state = {
         "format": FORMAT,
-        "progress": asdict(training.progress),
-        "seed": training.member.seed,
-        "layout": layout_of(training),
+        "progress": asdict(snapshot.progress),
+        "seed": snapshot.seed,
+        "layout": listed_layout(snapshot.layout),
     }
-    written = {TENSORS: serialise(tensors_of(training)), STATE: json.dumps(state).encode()}
     try:
-        for name, content in {**written, SUMS: _sums(written)}.items():
-            write_synced(partial / name, content)
+        sums = {TENSORS: write_hashed_tensors(partial / TENSORS, snapshot.tensors())}
+        write_state(partial, state, sums)
         put_in_place(partial, final)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
+
+
+def write_state(partial: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+    """Write the state, and the checksums of it and of the files of tensors (name → SHA-256)."""
+    content = json.dumps(state).encode()
+    write_synced(partial / STATE, content)
+    write_synced(partial / SUMS, sums_text({**sums, STATE: hashlib.sha256(content).hexdigest()}))
 
 
 def put_in_place(partial: Path, final: Path) -> None:
@@ -205,15 +216,8 @@ def _whole_files(path: Path) -> dict[str, bytes] | None:
     return content if STATE in content and sums == _sums(content) else None
 
 
-def tensors_of(training: Training) -> dict[str, Tensor]:
-    tensors = {name: getattr(training.state, name) for name in ("master", *MOMENTS)}
-    if training.best is not None:
-        tensors["best"] = training.best
-    return {name: value.cpu().contiguous() for name, value in tensors.items()}
-
-
-def layout_of(training: Training) -> list[list[Any]]:
-    return [[p.site, p.name, list(p.shape)] for p in training.layout.parameters]
+def listed_layout(layout: VectorLayout) -> list[list[Any]]:
+    return [[p.site, p.name, list(p.shape)] for p in layout.parameters]
 
 
 def _layout_from(listed: list[list[Any]]) -> VectorLayout:

@@ -3,29 +3,23 @@ them, writes the state and renames the folder into place. Until then nobody read
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save as serialise
-
 from weftune.core.formats import FORMAT
+from weftune.core.tensor_file import write_hashed_tensors
 from weftune.run.training.checkpoint import (
-    STATE,
-    SUMS,
     final_folder,
-    layout_of,
+    listed_layout,
     partial_folder,
     put_in_place,
-    sums_text,
-    tensors_of,
-    write_synced,
+    write_state,
 )
-from weftune.run.training.state import Progress, Training
+from weftune.run.training.snapshot import Snapshot
+from weftune.run.training.state import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +31,13 @@ class Slice:
     layout: list[list[Any]]
 
 
-def write_slice(folder: Path, training: Training, worker: int) -> Slice:
-    partial = partial_folder(folder, training.progress.step)
+def write_slice(folder: Path, snapshot: Snapshot, worker: int) -> Slice:
+    partial = partial_folder(folder, snapshot.progress.step)
     partial.mkdir(parents=True, exist_ok=True)
-    content = serialise(tensors_of(training))
     name = f"tensors-{worker}.safetensors"
-    write_synced(partial / name, content)
-    return Slice(name, hashlib.sha256(content).hexdigest(), layout_of(training))
+    return Slice(
+        name, write_hashed_tensors(partial / name, snapshot.tensors()), listed_layout(snapshot.layout)
+    )
 
 
 def finish(
@@ -59,10 +53,7 @@ def finish(
         "slices": [{"file": one.file, "layout": one.layout} for one in ordered],
         "best_is_master": keeps_best and progress.best_step == progress.step,
     }
-    written = json.dumps(state).encode()
-    sums = {one.file: one.sha256 for one in ordered} | {STATE: hashlib.sha256(written).hexdigest()}
-    write_synced(partial / STATE, written)
-    write_synced(partial / SUMS, sums_text(sums))
+    write_state(partial, state, {one.file: one.sha256 for one in ordered})
     put_in_place(partial, final)
     return final
 

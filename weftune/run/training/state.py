@@ -65,6 +65,8 @@ class Training:
     best: Tensor | None = None
     """The master weights of the best evaluation, where the job keeps them."""
     open: OpenBatch | None = None
+    copied: torch.cuda.Event | None = None
+    """The end of a snapshot's copy, which the device may not have reached yet."""
 
     @property
     def job(self) -> str:
@@ -79,7 +81,11 @@ class Training:
         return self.state.gradient
 
     def update(self, norm: float = 0.0) -> Update:
-        """The update of the next step, for a gradient of that norm."""
+        """The update of the next step, for a gradient of that norm. The device makes it behind a copy that
+        still reads the state."""
+        if self.copied is not None:
+            torch.cuda.current_stream(self.master.device).wait_event(self.copied)
+            self.copied = None
         step = self.progress.step + 1
         clip = self.recipe.clip
         return Update(

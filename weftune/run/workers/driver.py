@@ -10,9 +10,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import UnionType
+from typing import Any
 
 import torch
 
@@ -33,6 +36,7 @@ from weftune.run.parts import Fetch, delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.slices import Slice, drop_partial, finish, write_slice
 from weftune.run.training.state import Progress, Training
+from weftune.run.training.writer import Unsaved, disk_error
 from weftune.run.workers.agreed import PartEvaluation, WorkerReport
 from weftune.run.workers.loaded import base_of, load_part, worker_executor
 from weftune.run.workers.messages import (
@@ -60,11 +64,23 @@ EVERY = 0.5
 
 @dataclass(slots=True)
 class _Pending:
-    """A checkpoint that still lacks slices, or whose evaluation is not known yet."""
+    """A checkpoint that still lacks slices, or whose evaluation is not known yet, or that is being renamed
+    into place."""
 
     folder: Path
     progress: Progress
+    seed: int
+    keeps_best: bool
+    own: Future[Slice]
+    """This worker's slice."""
     slices: dict[int, Slice] = field(default_factory=dict)
+    finished: Future[Path] | None = None
+
+    @property
+    def writing(self) -> Future[Any] | None:
+        """What this worker is writing of it."""
+        under_way = self.finished or self.own
+        return None if under_way.done() else under_way
 
 
 class Driver:
@@ -91,7 +107,10 @@ class Driver:
         self._transport = Transport(wires.lanes, base.shape.hidden, base.dtype, base.device, delay)
         self._own, self._agreed = worker_executor(loaded, layout.on(0), self._transport, wires.place.worker)
         self._checkpoints = checkpoints
+        self.writer = self._own.writer
         self._pending: dict[tuple[str, int], _Pending] = {}
+        self._unsaved: list[Unsaved] = []
+        """Failures that have not been told of yet."""
         self._early: dict[tuple[str, int], dict[int, Saved]] = {}
         """Slices that other workers wrote before this one reached its own Save."""
         self._through: dict[int, Through] = {}
@@ -139,10 +158,14 @@ class Driver:
         self.staff.command_all(Detach(job))
         best = None if own.best is None else own.best.cpu()
         parts = [HandedOver(job, own.layout, own.master.cpu(), best)]
-        for _ in self.staff.first_replica:
-            _, answer = self.staff.wait()
-            assert isinstance(answer, HandedOver), f"{answer} came where weights were asked for"
-            parts.append(answer)
+        while len(parts) < self.stages:
+            worker, answer = self.staff.wait()
+            if isinstance(answer, HandedOver):
+                parts.append(answer)
+            else:
+                self._hear(worker, answer)
+        # Now nobody writes a slice of it any more.
+        self.writer.wait(job)
         drop_partial(self._checkpoints(job))
         self._pending = {key: one for key, one in self._pending.items() if key[0] != job}
         self._early = {key: one for key, one in self._early.items() if key[0] != job}
@@ -154,9 +177,12 @@ class Driver:
         self._own.kill(job)
 
     def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
-        best = self.aboard[job].note_evaluation(loss, keep_best, min_delta)
+        training = self.aboard[job]
+        best = training.note_evaluation(loss, keep_best, min_delta)
         if best and keep_best:
             self.staff.command_all(KeepBest(job))
+        if (pending := self._pending.get((job, training.progress.step))) is not None:
+            pending.progress, pending.keeps_best = copy.copy(training.progress), training.best is not None
 
     def run(self, program: Program, fetch: Fetch, stop: Callable[[], bool]) -> Iterator[Event]:
         """Run a window on all workers. A window that has begun is finished, even if `stop` returns True,
@@ -178,17 +204,12 @@ class Driver:
         ]
         for worker in self.staff.workers:
             self.staff.command(worker, RunProgram(program, shares[program.replica(worker)]))
-        for event in self._own.run(
-            program, delivered(program, shares[0]), overdue=lambda: self._leaves(leaving)
-        ):
-            yield event
-            while (heard := self.staff.heard()) is not None:
-                yield from self._hear(*heard)
-            yield from self._finish_saves()
+        fetch = delivered(program, shares[0])
+        yield from self._own.run(program, fetch, overdue=lambda: self._leaves(leaving))
         self._transport.settle()
         while len(self._through) < len(self.staff.workers):
             if (heard := self.staff.heard(EVERY)) is not None:
-                yield from self._hear(*heard)
+                self._hear(*heard)
             self._leaves(leaving)
         yield from self._end_window(program)
 
@@ -199,12 +220,12 @@ class Driver:
             self.staff.command_all(EndEarly())
         return self._left
 
-    def _hear(self, worker: int, answer: Answer) -> Iterator[Event]:
+    def _hear(self, worker: int, answer: Answer) -> None:
         if isinstance(answer, Through):
             self._through[worker] = answer
             return
         assert isinstance(answer, Saved), f"worker {worker} answers {answer} where nobody asked"
-        yield from self._on_saved(worker, answer)
+        self._on_saved(worker, answer)
 
     def _end_window(self, program: Program) -> Iterator[Event]:
         ordered = [self._through[worker] for worker in sorted(self._through)]
@@ -217,7 +238,6 @@ class Driver:
             yield from self._passed(program)
             yield from self._evaluations([one for report in self.reports for one in report.evaluations])
         self._awaited.clear()
-        yield from self._finish_saves()
         self._early.clear()
         if short and not self._left:
             # Steps that were made are made everywhere; of all else nothing was kept.
@@ -264,68 +284,78 @@ class Driver:
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def save(self, job: str, folder: Path) -> None:
-        """At the Program's Save: write this worker's slice. The checkpoint is complete when all workers have
-        written theirs."""
+        """At the Program's Save: take a snapshot, and have this worker's slice written while training goes
+        on. The checkpoint is complete when all workers have written theirs."""
         training = self.aboard[job]
         folder.mkdir(parents=True, exist_ok=True)
-        pending = _Pending(folder, copy.copy(training.progress))
-        pending.slices[0] = write_slice(folder, training, 0)
-        key = job, training.progress.step
+        snapshot = self._own.snapshot(job)
+        key = job, snapshot.progress.step
+        own = self.writer.write(snapshot, partial(write_slice, folder, worker=0))
+        self._pending[key] = _Pending(
+            folder, snapshot.progress, training.member.seed, training.best is not None, own
+        )
         for worker, early in self._early.pop(key, {}).items():
-            if early.slice is None:
-                raise OSError(early.error)
-            pending.slices[worker] = early.slice
-        self._pending[key] = pending
+            self._on_saved(worker, early)
 
     def save_now(self, job: str, folder: Path) -> None:
-        """Between windows: write a checkpoint of the job's current state, on all workers."""
+        """Between windows: the same on all workers."""
         if checkpoint.holds(folder, self.aboard[job].progress):
             return
         self.save(job, folder)
         for worker in self.staff.first_replica:
             self.staff.command(worker, SaveSlice(job))
-        for _ in self.staff.first_replica:
-            worker, answer = self.staff.wait()
-            assert isinstance(answer, Saved), (
-                f"worker {worker} answers {answer} where a slice was to be written"
-            )
-            for failure in (*self._on_saved(worker, answer), *self._finish_saves()):
-                raise OSError(failure.reason)
 
-    def _on_saved(self, worker: int, answer: Saved) -> Iterator[Failed]:
+    def unsaved(self) -> list[Unsaved]:
+        """Checkpoints that could not be written, and have not been told of yet."""
+        while (heard := self.staff.heard()) is not None:
+            self._hear(*heard)
+        self._advance_saves()
+        found, self._unsaved = self._unsaved, []
+        return found
+
+    def finish_saves(self, job: str) -> None:
+        """Wait until the job's checkpoints are written or cannot be, except those whose evaluation is still
+        to come in this window."""
+        while True:
+            self._advance_saves()
+            keys = [key for key in self._pending if key[0] == job and key not in self._awaited]
+            if not keys:
+                return
+            if (writing := self._pending[keys[0]].writing) is not None:
+                wait([writing])
+            else:
+                self._hear(*self.staff.wait())
+
+    def _on_saved(self, worker: int, answer: Saved) -> None:
         key = answer.job, answer.step
         if key not in self._pending:
             self._early.setdefault(key, {})[worker] = answer
-            return
-        if answer.slice is None:
+        elif answer.slice is None:
+            self._give_up(key, answer.error)
+        else:
+            self._pending[key].slices[worker] = answer.slice
+
+    def _advance_saves(self) -> None:
+        """Have complete checkpoints renamed into place, except those whose evaluation is still to come."""
+        for key, pending in list(self._pending.items()):
+            if key[0] in self._own.dead:
+                del self._pending[key]
+            elif pending.writing is None:
+                self._advance(key, pending)
+
+    def _advance(self, key: tuple[str, int], pending: _Pending) -> None:
+        if (trouble := disk_error(pending.finished or pending.own)) is not None:
+            self._give_up(key, trouble)
+        elif pending.finished is not None:
             del self._pending[key]
-            self.kill(answer.job)
-            yield Failed(answer.job, answer.error, unsaved=True)
-            return
-        self._pending[key].slices[worker] = answer.slice
+        elif len(pending.slices) == self.stages - 1 and key not in self._awaited:
+            slices = {0: pending.own.result(), **pending.slices}
+            done = partial(finish, pending.folder, pending.progress, pending.seed, slices, pending.keeps_best)
+            pending.finished = self.writer.run(key[0], done)
 
-    def _finish_saves(self) -> Iterator[Failed]:
-        """Rename complete checkpoints into place, except those whose evaluation is still to come."""
-        for key in list(self._pending):
-            if key not in self._awaited:
-                yield from self._finish(key)
-
-    def _finish(self, key: tuple[str, int]) -> Iterator[Failed]:
-        """Rename a checkpoint into place if all its slices are written."""
-        pending, job = self._pending[key], key[0]
-        if len(pending.slices) < self.stages:
-            return
+    def _give_up(self, key: tuple[str, int], reason: str) -> None:
         del self._pending[key]
-        if job in self._own.dead:
-            return
-        training = self.aboard[job]
-        # An evaluation of this very step may have been noted since.
-        progress = training.progress if training.progress.step == key[1] else pending.progress
-        try:
-            finish(pending.folder, progress, training.member.seed, pending.slices, training.best is not None)
-        except OSError as error:
-            self.kill(job)
-            yield Failed(job, str(error), unsaved=True)
+        self._unsaved.append(Unsaved(*key, reason))
 
 
 def open_pipeline(

@@ -146,6 +146,8 @@ class Orders:
         worker = wires.place.worker
         self._commands, self._reports = wires.commands[worker], wires.reports[worker]
         self._heard: queue.Queue[Command | PeerLost | Forged] = queue.Queue()
+        self._one_at_a_time = threading.Lock()
+        """For answers, which threads that write slices send too."""
         self.overdue = threading.Event()
         """Whether the running Program is to end early."""
         threading.Thread(target=self._listen, daemon=True).start()
@@ -173,7 +175,8 @@ class Orders:
             self._heard.put(command)
 
     def answer(self, answer: Answer) -> None:
-        send_message(answer, self._reports, 0)
+        with self._one_at_a_time:
+            send_message(answer, self._reports, 0)
 
 
 class Staff:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from weftune.run.measure.memory import limit_bytes, peak_bytes
 from weftune.run.parts import delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.slices import write_slice
+from weftune.run.training.snapshot import Snapshot
 from weftune.run.training.state import new_training
 from weftune.run.workers.groups import Wires
 from weftune.run.workers.loaded import base_of, load_part, worker_executor
@@ -81,6 +83,7 @@ class Worker:
                 case Detach(job):
                     self._detach(job)
                 case End():
+                    self.executor.writer.close()
                     self.transport.close()
                     self.orders.answer(Ended())
                     return
@@ -109,17 +112,24 @@ class Worker:
         self.orders.answer(Through(self.agreed.report, peak_bytes(self.base.device)))
 
     def _save(self, job: str) -> None:
-        training = self.executor.aboard[job]
-        step = training.progress.step
+        """Take a snapshot. The first worker is told when the slice is written, or why it cannot be."""
+        self.executor.writer.write(self.executor.snapshot(job), partial(self._write, self._checkpoints[job]))
+
+    def _write(self, folder: Path, snapshot: Snapshot) -> None:
+        """In the writer's thread."""
+        job, step = snapshot.job, snapshot.progress.step
         try:
-            written = write_slice(self._checkpoints[job], training, self.place.worker)
+            self.orders.answer(Saved(job, step, write_slice(folder, snapshot, self.place.worker)))
         except OSError as error:
-            self.orders.answer(Saved(job, step, None, str(error)))
-            return
-        self.orders.answer(Saved(job, step, written))
+            self.orders.answer(Saved(job, step, None, error.strerror or str(error)))
+        except Exception as error:
+            # Nobody else would hear of it, and the first worker would wait.
+            self.orders.answer(Saved(job, step, None, f"{type(error).__name__}: {error}"))
+            raise
 
     def _detach(self, job: str) -> None:
         training = self.executor.detach(job)
+        self.executor.writer.wait(job)
         del self._checkpoints[job]
         if self.place.replica > 0:
             # The first replica's workers hold the same, and hand it over.

@@ -1,0 +1,170 @@
+"""What is written beside the training: in order, bounded in memory, and never lost without a word."""
+
+import errno
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from tests import bench
+from tests.faults import Disk
+from tests.run import aboard
+from tests.run.training.test_checkpoint import advance, same
+from weftune.run.training import checkpoint
+from weftune.run.training.snapshot import Snapshots, snapshot_bytes
+from weftune.run.training.writer import Unsaved, Writer
+
+SOON = 30.0
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    base = bench.base()
+    job = aboard.ready(base, "a")
+    return lambda: aboard.training(base, job)
+
+
+@pytest.fixture
+def writer():
+    made = Writer(bench.CPU)
+    yield made
+    made.close()
+
+
+def save(writer, folder, training):
+    writer.save(folder, writer.snapshots.take(training))
+
+
+def test_a_checkpoint_holds_the_state_of_its_snapshot_whatever_is_trained_meanwhile(tmp_path, writer, fresh):
+    training, want, restored = fresh(), fresh(), fresh()
+    for one in (training, want):
+        advance(one, 2)
+        one.note_evaluation(2.0, keep_best=True, min_delta=0.0)
+    goes_on = threading.Event()
+    writer.run("a", lambda: goes_on.wait(SOON))
+    save(writer, tmp_path, training)
+    advance(training, 3)
+    training.note_evaluation(1.0, keep_best=True, min_delta=0.0)
+    assert checkpoint.newest_progress(tmp_path) is None
+    goes_on.set()
+    writer.wait("a")
+    assert checkpoint.restore(tmp_path, restored)
+    assert same(restored, want)
+    assert writer.unsaved() == []
+
+
+def test_a_jobs_checkpoints_are_written_in_the_order_of_its_steps(tmp_path, writer, fresh):
+    training = fresh()
+    with Disk(tmp_path).watched() as disk:
+        for _ in range(4):
+            advance(training)
+            save(writer, tmp_path, training)
+        writer.wait("a")
+    assert [path for what, path in disk.calls if what == "rename"] == [
+        f".step-{step:08d}.partial" for step in range(1, 5)
+    ]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000004"]
+
+
+def test_a_disk_that_fails_is_told_with_job_step_and_reason_and_once(tmp_path, writer, fresh):
+    training = fresh()
+    advance(training, 2)
+    with Disk(tmp_path, lambda number: number == 4, errno.ENOSPC).watched():
+        save(writer, tmp_path, training)
+        writer.wait("a")
+    assert writer.unsaved() == [Unsaved("a", 2, os.strerror(errno.ENOSPC))]
+    assert writer.unsaved() == []
+    save(writer, tmp_path, training)
+    writer.wait("a")
+    assert writer.unsaved() == []
+    assert checkpoint.newest_progress(tmp_path) == training.progress
+
+
+def test_a_bug_in_the_thread_is_raised_where_it_is_asked(tmp_path, writer, fresh, monkeypatch):
+    def broken(path, tensors):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(checkpoint, "write_hashed_tensors", broken)
+    save(writer, tmp_path, fresh())
+    writer.wait("a")
+    with pytest.raises(ValueError, match="a bug"):
+        writer.unsaved()
+
+
+def test_what_has_not_begun_can_be_forgotten_and_its_memory_comes_back(tmp_path, fresh):
+    training = fresh()
+    writer = Writer(bench.CPU, max_bytes=snapshot_bytes(training))
+    goes_on = threading.Event()
+    writer.run("other", lambda: goes_on.wait(SOON))
+    for _ in range(3):
+        # There is room for one only.
+        save(writer, tmp_path, training)
+        writer.forget("a")
+    goes_on.set()
+    writer.close()
+    assert writer.unsaved() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_closing_waits_for_all_or_for_what_has_begun(tmp_path, fresh, at_once):
+    writer, training = Writer(bench.CPU), fresh()
+    begun, goes_on = threading.Event(), threading.Event()
+    ended = []
+
+    def slow():
+        begun.set()
+        goes_on.wait(SOON)
+        ended.append("slow")
+
+    writer.run("a", slow)
+    save(writer, tmp_path, training)
+    assert begun.wait(SOON)
+    threading.Timer(0.1, goes_on.set).start()
+    writer.close(at_once)
+    assert ended == ["slow"]
+    assert checkpoint.newest_progress(tmp_path) == (None if at_once else training.progress)
+
+
+def test_snapshots_take_a_bounded_number_of_bytes_and_who_wants_more_waits(fresh):
+    training = fresh()
+    snapshots = Snapshots(bench.CPU, max_bytes=2 * snapshot_bytes(training))
+    held = [snapshots.take(training), snapshots.take(training)]
+    third = []
+    thread = threading.Thread(target=lambda: third.append(snapshots.take(training)))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert not third
+    snapshots.give_back(held.pop())
+    thread.join(SOON)
+    assert torch.equal(third[0].tensors()["master"], training.master)
+
+
+def test_a_snapshot_larger_than_the_bound_is_taken_alone(fresh):
+    snapshots, training = Snapshots(bench.CPU, max_bytes=1), fresh()
+    for _ in range(2):
+        snapshots.give_back(snapshots.take(training))
+
+
+def test_killed_between_a_snapshot_and_its_name_only_that_save_is_lost(tmp_path, fresh):
+    before, newest, restored = fresh(), fresh(), fresh()
+    advance(before, 2)
+    advance(newest, 5)
+    child = os.fork()
+    if child == 0:
+        writer = Writer(bench.CPU)
+        save(writer, tmp_path, before)
+        writer.wait("a")
+        renamed = lambda _: disk.calls[-1] == ("rename", ".step-00000005.partial")  # noqa: E731
+        disk = Disk(tmp_path, renamed, error=None)
+        with disk.watched():
+            save(writer, tmp_path, newest)
+            writer.close()
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert (tmp_path / ".step-00000005.partial" / "SHA256SUMS").exists()
+    assert checkpoint.restore(tmp_path, restored)
+    assert same(restored, before)

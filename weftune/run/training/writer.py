@@ -1,0 +1,107 @@
+"""Writes what jobs leave on disk while training goes on: a checkpoint from a snapshot, a finished adapter.
+
+What one job is to leave is written in the order in which it was asked for. Threads hash and write different
+jobs' files side by side, so that checksums keep up with the disk. What is said to be on disk is on disk: a
+future is done when everything is synced and has its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from weftune.run.training import checkpoint
+from weftune.run.training.snapshot import Snapshot, Snapshots
+
+T = TypeVar("T")
+MOST_THREADS = 4
+CORES_PER_THREAD = 4
+"""A hash takes a core, and training needs some too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """A checkpoint that could not be written."""
+
+    job: str
+    step: int
+    reason: str
+
+
+class Writer:
+    def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
+        """`device` is the one that trains; snapshots take at most `max_bytes`."""
+        self.snapshots = Snapshots(device, max_bytes)
+        threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="writer")
+        self._last: dict[str, Future[Any]] = {}
+        """Job → what was asked for last, unless it is done."""
+        self._saves: list[tuple[str, int, Future[Path]]] = []
+        """Job, step, and the checkpoint that is to be."""
+
+    def run(self, job: str, work: Callable[[], T]) -> Future[T]:
+        """Call `work` when all that was asked for this job before is done."""
+        self._last = {name: future for name, future in self._last.items() if not future.done()}
+        before = self._last.get(job)
+
+        def in_turn() -> T:
+            if before is not None:
+                # It has begun: threads take what was asked for first.
+                wait([before])
+            return work()
+
+        future = self._threads.submit(in_turn)
+        self._last[job] = future
+        return future
+
+    def write(self, snapshot: Snapshot, work: Callable[[Snapshot], T]) -> Future[T]:
+        """Call `work` with a snapshot, and give its memory back."""
+        future = self.run(snapshot.job, partial(work, snapshot))
+        future.add_done_callback(lambda _: self.snapshots.give_back(snapshot))
+        return future
+
+    def save(self, folder: Path, snapshot: Snapshot) -> None:
+        """Write a checkpoint under `folder`."""
+        future = self.write(snapshot, partial(checkpoint.write, folder))
+        self._saves.append((snapshot.job, snapshot.progress.step, future))
+
+    def unsaved(self) -> list[Unsaved]:
+        """Checkpoints that could not be written, of those that are done since the last call. An error that is
+        not the disk's is raised here."""
+        saves, self._saves, found = self._saves, [], []
+        for job, step, future in saves:
+            if not future.done():
+                self._saves.append((job, step, future))
+            elif (reason := disk_error(future)) is not None:
+                found.append(Unsaved(job, step, reason))
+        return found
+
+    def wait(self, job: str) -> None:
+        """Wait until all that was asked for this job is done."""
+        if (last := self._last.get(job)) is not None:
+            wait([last])
+
+    def forget(self, job: str) -> None:
+        """What was asked for last is not needed any more. If it has not begun, it is left out."""
+        if (last := self._last.get(job)) is not None:
+            last.cancel()
+
+    def close(self, at_once: bool = False) -> None:
+        """Wait until everything is written; `at_once`, only what has begun."""
+        self._threads.shutdown(wait=True, cancel_futures=at_once)
+
+
+def disk_error(done: Future[Any]) -> str | None:
+    """Why the disk did not take what was to be written, if so. An error of another kind is raised."""
+    if done.cancelled() or (error := done.exception()) is None:
+        return None
+    if not isinstance(error, OSError):
+        raise error
+    return error.strerror or str(error)
