@@ -126,8 +126,10 @@ class Loop:
         if name in self.waiting:
             del self.waiting[name]
             self.journal.move(name, State.CANCELLED)
+            self.journal.settle()
         elif self.store.job(name).state is State.PAUSED:
             self.journal.move(name, State.CANCELLED)
+            self.journal.settle()
         elif name in self.executor.aboard and name not in self._endings:
             self._end(name, Ending(State.CANCELLED))
 
@@ -144,8 +146,9 @@ class Loop:
             advice = "lower data.max_length, rank or the base's dtype, or give more memory"
             self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         for name, reason in decision.waiting.items():
-            self.store.explain_job(name, reason)
-            self.journal.show(name, reason=reason)
+            if self.store.job(name).reason != reason:
+                self.store.explain_job(name, reason)
+                self.journal.show(name, reason=reason)
         for name in decision.admitted:
             self._board(self.waiting.pop(name))
 
@@ -215,8 +218,8 @@ class Loop:
         beginners = frozenset(name for name in cursors if self._begins(name))
         if ahead is not None and not beginners and ahead.serves(cursors, room):
             program = ahead.program.result()
-            for gone in ahead.cursors.keys() - cursors.keys():
-                program = program.without(gone)
+            if gone := ahead.cursors.keys() - cursors.keys():
+                program = program.without(*gone)
         else:
             program = self._plan(cursors, beginners, room)
         self._forget_ended()
@@ -411,18 +414,31 @@ class Loop:
         for name, training in list(self.executor.aboard.items()):
             if training.progress.step >= self.jobs[name].recipe.steps and not self._begins(name):
                 self._endings.setdefault(name, Ending(State.SUCCEEDED))
+        delivered: list[str] = []
         for name, ending in self._endings.items():
             self._crowd = None
             training = self.executor.detach(name)
             if ending.state is State.SUCCEEDED:
                 ending = self._deliver(training, ending)
-            recorded = self.journal.move(name, ending.state, ending.reason)
-            if ending.state is State.SUCCEEDED and recorded:
-                shutil.rmtree(self._checkpoints(name), ignore_errors=True)
+            self.journal.move(name, ending.state, ending.reason)
+            if ending.state is State.SUCCEEDED:
+                delivered.append(name)
+            if self.store.is_due():
+                self._drop_checkpoints(delivered)
+        if self._endings:
+            self._drop_checkpoints(delivered)
         if self._endings and self.base.device.type == "cpu":
             # Else the heap keeps what they held, and nobody sees that later windows take less.
             release(self.base.device)
         self._endings.clear()
+
+    def _drop_checkpoints(self, delivered: list[str]) -> None:
+        """Delete the checkpoints of finished jobs, once their states are on disk: one write for all of
+        them."""
+        if self.journal.settle():
+            for name in delivered:
+                shutil.rmtree(self._checkpoints(name), ignore_errors=True)
+        delivered.clear()
 
     def _deliver(self, training: Training, ending: Ending) -> Ending:
         job = self.jobs[training.job]
