@@ -13,9 +13,9 @@ import pytest
 
 from tests import bench
 from weftune import JobSpec
-from weftune.core import files
 from weftune.data import prepare
 from weftune.data.encode import Encoder
+from weftune.jobs.store import folder
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
 from weftune.report import read
@@ -83,7 +83,7 @@ def test_checkpoints_are_deleted_only_when_the_success_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[dict[str, str]] = []
-    replace_file, rmtree = files.replace_file, shutil.rmtree
+    replace_file, rmtree = folder.replace_file, shutil.rmtree
 
     def watched(path: Path, content: bytes) -> None:
         replace_file(path, content)
@@ -97,7 +97,7 @@ def test_checkpoints_are_deleted_only_when_the_success_is_on_disk(
         rmtree(path, ignore_errors)
 
     gone: list[str] = []
-    monkeypatch.setattr(files, "replace_file", watched)
+    monkeypatch.setattr(folder, "replace_file", watched)
     monkeypatch.setattr(shutil, "rmtree", deleted)
     train(tmp_path / "out", FEW)
     assert gone == [f"job{n}" for n in range(FEW)]
