@@ -13,9 +13,11 @@ from tests.base.packs import packed, random_samples
 from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
 from weftune.adapters.banks import Banks
+from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.ops.lora.routes import Route
+from weftune.ops.lora.table import SlotTable
 
 LORA = kind_named("lora")
 CLOSE = 1e-6
@@ -253,3 +255,58 @@ def test_an_unwoven_base_is_as_it_was() -> None:
     before = {name: module.forward for name, module in base.sites().items()}
     Banks(base.sites(), base.shape.sites, next(base.model.parameters())).unweave()
     assert {name: module.forward for name, module in base.sites().items()} == before
+
+
+def test_a_slot_that_was_left_is_taken_again_the_lowest_first(llama) -> None:
+    banks, spec = empty_banks(llama), LoraSpec(rank=1)
+    for number in range(5):
+        attach(banks, llama, f"job{number}", spec, random_weights(llama, spec, number))
+    for number in (3, 1):
+        banks.detach(f"job{number}")
+    for name in ("x", "y", "z"):
+        attach(banks, llama, name, spec, random_weights(llama, spec, 0))
+    assert [banks.aboard[name].slot for name in ("x", "y", "z")] == [1, 3, 5]
+
+
+def test_a_job_that_cannot_come_aboard_takes_no_slot(llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    banks, spec = empty_banks(llama), LoraSpec(rank=1)
+    for number in range(3):
+        attach(banks, llama, f"job{number}", spec, random_weights(llama, spec, number))
+    banks.detach("job1")
+    weights = random_weights(llama, spec, 0)
+    with monkeypatch.context() as short:
+        short.setattr(type(LORA), "rows_before", raising(MemoryError))
+        with pytest.raises(MemoryError):
+            attach(banks, llama, "x", spec, weights)
+    for name in ("y", "z"):
+        attach(banks, llama, name, spec, random_weights(llama, spec, 0))
+    assert sorted(aboard.slot for aboard in banks.aboard.values()) == [0, 1, 2, 3]
+
+
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, specs = LORA.bank(llama.shape.sites[:1], 64), LoraSpec(rank=1)
+    layout = LORA.layout(specs, llama.shape.sites[:1])
+    sent: list[int] = []
+
+    def seat(slot: int) -> None:
+        views = layout.views(torch.zeros(layout.size))
+        bank.attach(Member(f"job{slot}", specs, 0), slot, views, views)
+
+    seat(0)
+    bank._make_table(torch.zeros(()))
+    monkeypatch.setattr(SlotTable, "send", lambda table: sent.append(int((table.host_views()[2] > 0).sum())))
+    for slot in range(1, 40):
+        seat(slot)
+    for slot in range(10, 20):
+        bank.detach(f"job{slot}")
+    assert sent == []
+    bank.settle()
+    bank.settle()
+    assert sent == [30], "once, with those who stayed"

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.data import families
+from weftune.data import prepare as prepare_module
 from weftune.data.encode import Encoder
 from weftune.data.order import SampleOrder
-from weftune.data.prepare import _border, _label, _rules, check_rows, is_prepared, prepare
+from weftune.data.prepare import SharedData, _border, _label, check_rows, is_prepared, prepare
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import DataError
 
@@ -378,14 +379,14 @@ def test_a_label_is_the_name_of_a_file_that_is_there_and_is_the_only_one_of_its_
     assert _label(Source(path="an-owner/a-dataset"), Counter(["a-dataset"])) == "an-owner/a-dataset"
 
 
-def test_the_template_for_tools_is_that_of_the_tokenizer_beside_the_plain_one():
+def test_the_template_for_tools_is_that_of_the_tokenizer_beside_the_plain_one(tmp_path):
     tokenizer = families.smollm2()
     tokenizer.chat_template = {"default": families.CHATML, "tool_use": families.QWEN25}
-    rules = _rules(DataSpec(rows=ROWS), tokenizer, 99)
+    rules = SharedData(tokenizer, tmp_path, 99).rules(DataSpec(rows=ROWS))
     assert (rules.template.source, rules.tool_template.source) == (families.CHATML, families.QWEN25)
     assert (rules.longest, rules.context) == (99, 99)
     tokenizer.chat_template = None
-    rules = _rules(DataSpec(rows=ROWS, max_length=7), Encoder(tokenizer), None)
+    rules = SharedData(Encoder(tokenizer), tmp_path).rules(DataSpec(rows=ROWS, max_length=7))
     assert (rules.template, rules.tool_template, rules.longest, rules.context) == (None, None, 7, None)
 
 
@@ -404,3 +405,35 @@ def test_what_nobody_says_about_data_is_one_share_of_whole_rows_none_of_them_bad
     assert (DataSpec().max_length, DataSpec().skip_bad_rows, DataSpec().limit) == (2048, False, None)
     assert DataSpec(path="a").sources == (Source(path="a"),)
     assert DataSpec(path=(Source(path="a"), Source(path="b"))).sources == (Source(path="a"), Source(path="b"))
+
+
+def test_data_that_jobs_share_are_held_once_and_others_apart(gpt2, tmp_path):
+    shared = SharedData(gpt2, tmp_path)
+    first = shared.prepare(DataSpec(rows=ROWS), None)
+    assert shared.prepare(DataSpec(rows=ROWS), None) is first
+    held_out = EvalSpec(fraction=0.5, every=2)
+    split = shared.prepare(DataSpec(rows=ROWS), held_out)
+    assert shared.prepare(DataSpec(rows=ROWS), EvalSpec(fraction=0.5, every=9)) is split
+    others = (
+        DataSpec(rows=ROWS[:9]),
+        DataSpec(rows=ROWS, limit=9),
+        DataSpec(rows=ROWS, columns={"text": "text"}),
+        DataSpec(rows=ROWS, max_length=7),
+    )
+    found = [shared.prepare(spec, None) for spec in others]
+    assert len({id(one) for one in (first, split, *found)}) == 6
+    assert [len(one.train) for one in found] == [9, 9, 200, 200]
+
+
+def test_what_is_wrong_with_shared_data_is_found_once_and_told_to_each(gpt2, tmp_path, monkeypatch):
+    read = []
+    real = prepare_module.build
+    monkeypatch.setattr(prepare_module, "build", lambda *args: read.append(args) or real(*args))
+    shared = SharedData(gpt2, tmp_path)
+    for _ in range(3):
+        with pytest.raises(DataError, match="no row format has these columns"):
+            shared.prepare(DataSpec(rows=BAD), None)
+    assert len(read) == 1
+
+
+BAD = [{"nothing": 1}]

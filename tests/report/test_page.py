@@ -261,3 +261,15 @@ def test_a_page_is_never_seen_half_written(tmp_path: Path) -> None:
     first = write_report(output).stat().st_ino
     assert write_report(output).stat().st_ino != first
     assert not list(output.glob("*.tmp"))
+
+
+def test_of_many_jobs_the_first_have_curves_and_commands_and_all_have_a_row(tmp_path: Path) -> None:
+    jobs = [Job(name=f"job{number:03}", steps=2, done=2, evaluate=False) for number in range(250)]
+    jobs.append(Job(name="hot", steps=2, done=1, state="failed", reason="the loss was not finite"))
+    text = write_report(write_example(tmp_path / "out", jobs)).read_text(encoding="utf-8")
+    assert text.count('<th scope="row">') == 251
+    assert text.count('<button type="button" data-job=') == 40
+    assert text.count('<details id="job-') == 201, "and the one that says how to go on"
+    figures = json.loads(text.partition('id="figures">')[2].partition("</script>")[0])
+    assert len(figures["loss"]["data"]) == 80
+    assert "The first 40 of 251 jobs have curves below." in text

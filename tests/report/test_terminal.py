@@ -174,3 +174,36 @@ def test_the_clock_of_the_table_runs_while_nothing_happens() -> None:
             time.sleep(0.05)
         else:
             raise AssertionError(file.getvalue())
+
+
+def test_however_many_jobs_change_the_table_is_drawn_once_in_a_while() -> None:
+    console, _ = terminal_console()
+    drawn: list[None] = []
+    with LiveView(console, [], Clock()) as view:
+        assert view._live is not None
+        real = view._live.refresh
+        view._live.refresh = lambda: (drawn.append(None), real())[1]  # type: ignore[method-assign]
+        for number in range(200):
+            view.update(JobRow(name=f"job{number}", state="running", steps=1))
+            view.update(JobRow(name=f"job{number}", state="succeeded", step=1, steps=1, tokens=3))
+        assert len(drawn) <= 2
+        assert (view._moment().step, view._moment().tokens) == (200, 600)
+
+
+def test_a_frame_that_takes_long_to_draw_is_drawn_less_often() -> None:
+    console, _ = terminal_console()
+    clock = Clock()
+    drawn: list[float] = []
+    with LiveView(console, [JobRow(name="a", state="running", steps=1000)], clock) as view:
+
+        def slow() -> None:
+            drawn.append(clock.now)
+            clock.now += 0.2
+
+        assert view._live is not None
+        view._live.refresh = slow  # type: ignore[method-assign]
+        for step in range(1, 101):
+            clock.now += 0.1
+            view.update(JobRow(name="a", state="running", step=step, steps=1000))
+        view._live.refresh = lambda: None  # type: ignore[method-assign]
+    assert 2 <= len(drawn) <= 4

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Any, cast
 
@@ -85,6 +86,8 @@ class Banks:
         `embedding` is where rows before a sample go in; None where it is elsewhere, or nobody has any."""
         self.aboard: dict[str, Aboard] = {}
         self.slots = SLOTS
+        self._free: list[int] = []
+        """A heap of the slots that jobs have left, below those that were never taken."""
         self._like = like
         self._anchor = torch.zeros((), device=like.device, requires_grad=True)
         self._choices = choices_on(like.device)
@@ -143,6 +146,8 @@ class Banks:
         views = {**(read or layout.views(weights)), **self._constants_for(spec)}
         before = views[SHARED, ROWS] if kind.rows_before(spec) else None
         assert before is None or self._embedding is not None, "rows before a sample go in at the embedding"
+        if self._free:
+            heappop(self._free)
         self.aboard[member.job] = Aboard(
             member=member,
             layout=layout,
@@ -175,10 +180,12 @@ class Banks:
 
     def detach(self, job: str) -> None:
         aboard = self.aboard.pop(job)
+        heappush(self._free, aboard.slot)
         for group in aboard.groups:
             group.banks[aboard.member.spec.kind].detach(job)
-        read = {_constants_of(one.member.spec) for one in self.aboard.values()}
-        self._constants = {key: found for key, found in self._constants.items() if key in read}
+        if self._constants:
+            read = {_constants_of(one.member.spec) for one in self.aboard.values()}
+            self._constants = {key: found for key, found in self._constants.items() if key in read}
 
     def _constants_for(self, spec: Any) -> Parameters:
         """Constants that the kind reads at all sites: computed once for all jobs that share them."""
@@ -198,22 +205,23 @@ class Banks:
         self.aboard[job].weights.zero_()
 
     def _free_slot(self) -> int:
-        taken = {aboard.slot for aboard in self.aboard.values()}
-        slot = next(number for number in range(len(taken) + 1) if number not in taken)
+        """The lowest that nobody has."""
+        slot = self._free[0] if self._free else len(self.aboard)
         if slot >= self.slots:
             self.slots *= 2
-            for group in self._distinct():
-                for bank in group.banks.values():
-                    bank.resize(self.slots)
+            for bank in self._banks():
+                bank.resize(self.slots)
         return slot
+
+    def _banks(self) -> Iterator[SiteBank]:
+        return (bank for group in self._distinct() for bank in group.banks.values())
 
     def _distinct(self) -> list[SiteGroup]:
         return list({id(group): group for group in self._groups.values()}.values())
 
     def limits(self) -> tuple[object, ...]:
         """What a captured pass depends on besides its rows: slots, ranks, and who may use dropout."""
-        banks = (bank for group in self._distinct() for bank in group.banks.values())
-        return self.slots, tuple(bank.limits() for bank in banks if bank.tiled)
+        return self.slots, tuple(bank.limits() for bank in self._banks() if bank.tiled)
 
     def capturable(self, microbatch: Microbatch) -> bool:
         """Whether a captured pass can serve the microbatch. It is captured without knowing whose rows come,
@@ -232,7 +240,13 @@ class Banks:
         return {aboard.member.job: aboard.totals for aboard in found if aboard is not None}
 
     def seats(self, microbatch: Microbatch) -> list[Seat]:
-        """The slots of the rows, as the tiled kernels need them: rows of a slot are contiguous."""
+        """The slots of the rows, as the tiled kernels need them: rows of a slot are contiguous.
+
+        Every pass asks for them before it begins, so the kernels' tables are brought up to date here, in one
+        copy however many jobs came and went.
+        """
+        for bank in self._banks():
+            bank.settle()
         seats: list[Seat] = []
         for segment in microbatch.segments:
             if (aboard := self._through(segment)) is None:

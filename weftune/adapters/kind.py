@@ -100,6 +100,9 @@ class SiteBank(Protocol):
     def resize(self, slots: int) -> None:
         """From now on slots may be numbered up to `slots`."""
 
+    def settle(self) -> None:
+        """Bring to the device who came and who went since the last pass, as its kernels read it."""
+
     def limits(self) -> object:
         """What kernels are compiled and launched for, besides the jobs aboard: equal limits, equal
         launches."""

@@ -75,6 +75,9 @@ class PlainBank:
     def resize(self, slots: int) -> None:
         """Nothing depends on the number of slots."""
 
+    def settle(self) -> None:
+        """There is nothing but what the host reads."""
+
     def limits(self) -> None:
         return None
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.data.encode import Encoder
 from weftune.data.order import SampleOrder
-from weftune.data.prepare import Prepared, is_prepared, prepare
+from weftune.data.prepare import Prepared, SharedData, data_identity
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
 from weftune.jobs.courses import Curriculum, curriculum, longest_sample
@@ -58,7 +57,7 @@ def outline_jobs(
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
-    reader = _Reader(Encoder(tokenizer), shape.context, rows)
+    reader = _Reader(SharedData(tokenizer, cache_folder() / "tokens", shape.context), rows)
     for place, job in enumerate(jobs):
         try:
             read = reader.read(job)
@@ -120,8 +119,6 @@ def _evaluations(job: JobSpec, steps: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    data: DataSpec
-    evaluation: EvalSpec | None
     samples: Prepared
     sampled: bool
     scale: float | None
@@ -131,25 +128,22 @@ class _Read:
 class _Reader:
     """Jobs' samples, from the token cache if all is there, else from the first `rows`; equal data once."""
 
-    def __init__(self, encoder: Encoder, context: int, rows: int) -> None:
-        self._encoder, self._context, self._rows = encoder, context, rows
-        self._known: list[_Read] = []
+    def __init__(self, shared: SharedData, rows: int) -> None:
+        self._shared, self._rows = shared, rows
+        self._known: dict[Hashable, _Read] = {}
 
     def read(self, job: JobSpec) -> _Read:
-        for known in self._known:
-            if (known.data, known.evaluation) == (job.data, job.eval):
-                return known
-        self._known.append(self._prepare(job.data, job.eval))
-        return self._known[-1]
+        key = data_identity(job.data, job.eval)
+        if key not in self._known:
+            self._known[key] = self._prepare(job.data, job.eval)
+        return self._known[key]
 
     def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> _Read:
-        cache = cache_folder() / "tokens"
-        sampled = not is_prepared(data, evaluation, self._encoder, cache, context=self._context)
+        sampled = not self._shared.is_prepared(data, evaluation)
         limit = min(data.limit or self._rows, self._rows) if sampled else data.limit
-        cut = replace(data, limit=limit)
-        samples = prepare(cut, evaluation, self._encoder, cache, context=self._context)
+        samples = self._shared.prepare(replace(data, limit=limit), evaluation)
         scale = _scale(data, limit) if sampled and limit is not None else 1.0
-        return _Read(data, evaluation, samples, sampled, scale)
+        return _Read(samples, sampled, scale)
 
 
 def _scale(data: DataSpec, limit: int) -> float | None:

@@ -75,14 +75,15 @@ def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[Shown]:
     """Every job's samples, those of identical data once; the mistakes of all of them at once."""
     from weftune.core.paths import cache_folder
-    from weftune.data.prepare import prepare
+    from weftune.data.prepare import SharedData
     from weftune.errors import DataError, Mistake
 
+    shared = SharedData(tokenizer, cache_folder() / "tokens", context)
     found: dict[tuple[str, str], Shown] = {}
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
         try:
-            prepared = prepare(job.data, job.eval, tokenizer, cache_folder() / "tokens", context=context)
+            prepared = shared.prepare(job.data, job.eval)
         except DataError as problem:
             mistakes.update(dict.fromkeys(problem.mistakes))
             continue

@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,79 @@ class _Part:
     weight: float
 
 
+class SharedData:
+    """The data of many jobs: what several of them share is tokenised, read and held once.
+
+    The tokenizer's fingerprint and the chat templates are made once for all of them.
+    """
+
+    def __init__(self, tokenizer: Any, cache: Path, context: int | None = None) -> None:
+        """`tokenizer` may be an `Encoder` around one."""
+        self._encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
+        self._cache, self._context = cache, context
+        self._templates: dict[str | None, _Templates] = {}
+        self._known: dict[Hashable, tuple[DataSpec, Prepared | DataError]] = {}
+        """By `data_identity`; the spec is held too, since rows from Python are known by their address."""
+
+    def prepare(
+        self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None = None
+    ) -> Prepared:
+        """A job's samples. On disk they are kept as well: a later run reads what the first one wrote."""
+        key = data_identity(data, evaluation)
+        if key not in self._known:
+            self._known[key] = data, self._made_or_refused(data, evaluation, progress)
+        found = self._known[key][1]
+        if isinstance(found, DataError):
+            raise DataError(found.mistakes)
+        return found
+
+    def is_prepared(self, data: DataSpec, evaluation: EvalSpec | None) -> bool:
+        """Whether everything is in the cache."""
+        _check(data, evaluation)
+        rules = self.rules(data)
+        tables = [part.table for part in [*_open_training(data), *_open_evaluation(data, evaluation)]]
+        folders = (self._cache / rules.key(table, find_format(table, data)) for table in tables)
+        return all((folder / META).is_file() for folder in folders)
+
+    def _made_or_refused(
+        self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None
+    ) -> Prepared | DataError:
+        try:
+            return self._made(data, evaluation, progress)
+        except DataError as error:
+            return error
+
+    def _made(self, data: DataSpec, evaluation: EvalSpec | None, progress: Progress | None) -> Prepared:
+        _check(data, evaluation)
+        rules = self.rules(data)
+        parts = _open_training(data)
+        held_out = _open_evaluation(data, evaluation)
+        built = _build_all([*parts, *held_out], rules, self._cache, progress)
+        trained, held = built[: len(parts)], built[len(parts) :]
+        notes = tuple(
+            note
+            for part, made in zip([*parts, *held_out], built, strict=True)
+            for note in made.store.tally.notes(part.table.label if len(built) > 1 else None, rules.longest)
+        )
+        weights = [part.weight for part in parts]
+        if evaluation is not None and evaluation.fraction is not None:
+            train, measure = _split(trained, weights, evaluation.fraction)
+            return Prepared(train, measure, notes)
+        measured = _everything(held, [part.weight for part in held_out]) if held else None
+        return Prepared(_everything(trained, weights), measured, notes)
+
+    def rules(self, data: DataSpec) -> Rules:
+        """How the rows of a job become samples."""
+        encoder, context, chosen = self._encoder, self._context, data.chat_template
+        if chosen not in self._templates:
+            self._templates[chosen] = _templates(encoder.tokenizer, chosen)
+        templates = self._templates[chosen]
+        longest = data.max_length if context is None else min(data.max_length, context)
+        return Rules(
+            data, encoder, encoder.fingerprint, templates.plain, templates.for_tools, longest, context
+        )
+
+
 def prepare(
     data: DataSpec,
     evaluation: EvalSpec | None,
@@ -51,37 +124,16 @@ def prepare(
     context: int | None = None,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Tokenised once: a second call with the same rows, tokenizer and spec reads what the first one wrote.
-
-    `tokenizer` may be an `Encoder` around one, which many calls share.
-    """
-    _check(data, evaluation)
-    rules = _rules(data, tokenizer, context)
-    parts = _open_training(data)
-    held_out = _open_evaluation(data, evaluation)
-    built = _build_all([*parts, *held_out], rules, cache, progress)
-    trained, held = built[: len(parts)], built[len(parts) :]
-    notes = tuple(
-        note
-        for part, made in zip([*parts, *held_out], built, strict=True)
-        for note in made.store.tally.notes(part.table.label if len(built) > 1 else None, rules.longest)
-    )
-    weights = [part.weight for part in parts]
-    if evaluation is not None and evaluation.fraction is not None:
-        train, measure = _split(trained, weights, evaluation.fraction)
-        return Prepared(train, measure, notes)
-    measured = _everything(held, [part.weight for part in held_out]) if held else None
-    return Prepared(_everything(trained, weights), measured, notes)
+    """The samples of one job; `tokenizer` may be an `Encoder` around one. For several jobs see
+    `SharedData`."""
+    return SharedData(tokenizer, cache, context).prepare(data, evaluation, progress)
 
 
 def is_prepared(
     data: DataSpec, evaluation: EvalSpec | None, tokenizer: Any, cache: Path, *, context: int | None = None
 ) -> bool:
     """Whether `prepare` would find everything in the cache."""
-    _check(data, evaluation)
-    rules = _rules(data, tokenizer, context)
-    tables = [part.table for part in [*_open_training(data), *_open_evaluation(data, evaluation)]]
-    return all((cache / rules.key(table, find_format(table, data)) / META).is_file() for table in tables)
+    return SharedData(tokenizer, cache, context).is_prepared(data, evaluation)
 
 
 def check_rows(data: DataSpec, evaluation: EvalSpec | None, max_bytes: int) -> None:
@@ -137,13 +189,26 @@ def _check_split(data: DataSpec) -> None:
         )
 
 
-def _rules(data: DataSpec, tokenizer: Any, context: int | None) -> Rules:
-    encoder = tokenizer if isinstance(tokenizer, Encoder) else Encoder(tokenizer)
-    sources = [template_source(encoder.tokenizer, data.chat_template, tools=tools) for tools in (False, True)]
-    special = encoder.tokenizer.special_tokens_map
-    plain, for_tools = (None if source is None else Template(source, special) for source in sources)
-    longest = data.max_length if context is None else min(data.max_length, context)
-    return Rules(data, encoder, encoder.fingerprint, plain, for_tools, longest, context)
+@dataclass(frozen=True, slots=True)
+class _Templates:
+    """The chat template of a job, and the one for rows with tools."""
+
+    plain: Template | None
+    for_tools: Template | None
+
+
+def _templates(tokenizer: Any, chosen: str | None) -> _Templates:
+    sources = [template_source(tokenizer, chosen, tools=tools) for tools in (False, True)]
+    special = tokenizer.special_tokens_map
+    return _Templates(*(None if source is None else Template(source, special) for source in sources))
+
+
+def data_identity(data: DataSpec, evaluation: EvalSpec | None) -> Hashable:
+    """Equal where `prepare` gives the same; when a job evaluates is no matter of its data."""
+    plain = [getattr(data, item.name) for item in fields(DataSpec) if item.name not in ("rows", "columns")]
+    held_out = None if evaluation is None else (evaluation.path, evaluation.fraction)
+    rows = None if data.rows is None else id(data.rows)
+    return (*plain, rows, tuple(sorted(data.columns.items())), held_out)
 
 
 def _open_training(data: DataSpec) -> list[_Part]:

@@ -19,6 +19,9 @@ _COLOURS = (
     "#0e9db5", "#d9528f", "#8a8f1a", "#a3673f", "#6b7a90",
 )  # fmt: skip
 _DASHES = ("solid", "dash", "dot", "dashdot")
+MOST_CURVES = len(_COLOURS) * len(_DASHES)
+"""Of more jobs than there are pens only the first have curves: nobody could tell the others apart, and a page
+with thousands of them does not open."""
 
 _FEWEST_WINDOWS = 3
 _TOO_FEW = "Too few windows for a curve."
@@ -58,9 +61,10 @@ def pen(index: int) -> Pen:
 
 def draw_charts(jobs: Sequence[JobRecord], windows: Sequence[WindowLine]) -> tuple[Chart, ...]:
     """All charts of the page. `jobs` come in the order of the table, which fixes their pens."""
+    drawn = jobs[:MOST_CURVES]
     return (
-        _loss_chart(jobs),
-        _validation_chart(jobs),
+        _loss_chart(drawn),
+        _validation_chart(drawn),
         _throughput_chart(windows),
         _time_chart(windows),
         _memory_chart(windows),

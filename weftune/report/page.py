@@ -22,9 +22,10 @@ from weftune.report.timelines import Timelines, read_timelines, timeline_charts
 from weftune.report.view import PageView, page_view
 
 
-def write_report(output: Path) -> Path:
-    """Draw `report.html` of an output folder anew, and return its path."""
-    run = read_run(output)
+def write_report(output: Path, run: Run | None = None) -> Path:
+    """Draw `report.html` of an output folder anew, and return its path; `run` is the folder where it was read
+    already."""
+    run = run or read_run(output)
     target = output / "report.html"
     draft = output / "report.html.tmp"
     page = render_page(run, read_timelines(output))

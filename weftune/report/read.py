@@ -248,13 +248,15 @@ def _job(output: Path, name: str, state: Mapping[str, Any], curves: _Curves, not
 def _read_job_file(output: Path, name: str, notes: list[str]) -> Mapping[str, Any]:
     import yaml
 
+    from weftune.core.plain_yaml import load_yaml
+
     path = output / name / "job.yaml"
     # Names come from files: one that climbs out of the folder reads nothing.
     if path.parent.parent != output or name in ("", ".", "..") or not path.is_file():
         return {}
     try:
-        return _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        return _mapping(load_yaml(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
         notes.append(f"{name}/job.yaml could not be read, so the settings of {name} are missing.")
         return {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,6 +32,8 @@ _REMEMBERED_SECONDS = 60.0
 """A pace is measured over this: long enough to span windows, short enough to follow who comes and goes."""
 _APART_SECONDS = 0.25
 _REDRAW_SECONDS = 0.1
+_DRAW_SHARE = 0.05
+"""Of the time that may be spent drawing: a frame with many rows takes longer than a small job."""
 _REASONS = 4
 _FRAME_LINES = _REASONS + 4
 """Lines of the live view that are not rows of jobs."""
@@ -101,13 +103,16 @@ class LiveView:
         self._console = console
         self._clock = clock
         self._rows = {row.name: row for row in jobs}
-        self._started = self._drawn = clock()
+        self._started = clock()
+        self._next_draw = self._started + _REDRAW_SECONDS
         self._paces = {row.name: Pace() for row in jobs}
         self._overall = Pace()
+        self._steps, self._tokens = sum(row.step for row in jobs), sum(row.tokens for row in jobs)
+        """Of all jobs; kept, since thousands of them report."""
         self._lock = RLock()
         """Rows change in the trainer's thread and are drawn in rich's, too, which keeps the clock going."""
         self._live = (
-            Live(console=console, get_renderable=self._frame, refresh_per_second=4)
+            Live(console=console, get_renderable=self._frame, refresh_per_second=1)
             if _can_redraw(console)
             else None
         )
@@ -134,13 +139,15 @@ class LiveView:
             before = self._rows.get(row.name, JobRow(name=row.name))
             pace = self._paces.setdefault(row.name, Pace())
             self._rows[row.name] = row
+            self._steps += row.step - before.step
+            self._tokens += row.tokens - before.tokens
             if row.step != before.step or row.tokens != before.tokens:
                 pace.add(Moment(self._clock(), row.step, row.tokens))
                 self._overall.add(self._moment())
         if self._live is None:
             if _worth_a_line(before, row):
                 self._print(_line(row, pace))
-        elif row.state != before.state or self._clock() - self._drawn >= _REDRAW_SECONDS:
+        elif self._clock() >= self._next_draw:
             self._draw()
 
     def note(self, text: str) -> None:
@@ -151,13 +158,14 @@ class LiveView:
         self._console.print(Text(printable(text)), soft_wrap=True, highlight=False)
 
     def _moment(self) -> Moment:
-        rows = self._rows.values()
-        return Moment(self._clock(), sum(row.step for row in rows), sum(row.tokens for row in rows))
+        return Moment(self._clock(), self._steps, self._tokens)
 
     def _draw(self) -> None:
         assert self._live is not None
-        self._drawn = self._clock()
+        began = self._clock()
         self._live.refresh()
+        drawn = self._clock()
+        self._next_draw = drawn + max(_REDRAW_SECONDS, (drawn - began) / _DRAW_SHARE)
 
     def _frame(self) -> Group:
         """All that is live, as it stands now."""
@@ -170,12 +178,11 @@ class LiveView:
             return Group(table, *more, *_reasons(shown), self._overall_line(rows))
 
     def _overall_line(self, rows: Sequence[JobRow]) -> Text:
-        known = dict.fromkeys((*STATE_STYLES, *(row.state for row in rows)))
-        counts = {state: sum(row.state == state for row in rows) for state in known}
+        counts = Counter(row.state for row in rows)
         parts = [
-            Text(f"{count} {printable(state)}", style=STATE_STYLES.get(state, ""))
-            for state, count in counts.items()
-            if count
+            Text(f"{counts[state]} {printable(state)}", style=STATE_STYLES.get(state, ""))
+            for state in dict.fromkeys((*STATE_STYLES, *counts))
+            if counts[state]
         ]
         left = sum(row.steps - row.step for row in rows if row.state in ("queued", "running"))
         parts += [

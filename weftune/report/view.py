@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
-from weftune.report.charts import Chart, Pen, pen
+from weftune.report.charts import MOST_CURVES, Chart, Pen, pen
 from weftune.report.compare import (
     best_jobs,
     differing_keys,
@@ -38,6 +38,8 @@ from weftune.report.words import (
 
 _LONGEST_VALUE = 72
 _MOST_WINDOWS = 200
+_MOST_DETAILS = 200
+"""Jobs whose commands are on the page; of more only the first, and those that want something of the user."""
 _CURVES = ("loss", "validation")
 """The charts about what was learned; the others are about time and memory."""
 _NARROW_LETTERS = 38
@@ -94,6 +96,16 @@ class JobView:
     stopped: bool
     """Ended or waiting without an adapter: told at the top of the page."""
     remedies: tuple[Remedy, ...]
+
+    @property
+    def drawn(self) -> bool:
+        """Whether its curves are among the charts."""
+        return self.index < MOST_CURVES
+
+    @property
+    def detailed(self) -> bool:
+        """Whether the page says how to use it, or how it goes on."""
+        return self.stopped or self.index < _MOST_DETAILS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +331,10 @@ def _table_words(jobs: Sequence[JobRecord], keys: Sequence[str], best: Mapping[s
             if keys
             else "The jobs do not differ in any setting."
         )
+    if len(jobs) > MOST_CURVES:
+        sentences.append(f"The first {MOST_CURVES} of {len(jobs):,} jobs have curves below.")
+    if len(jobs) > _MOST_DETAILS:
+        sentences.append(f"Commands for the first {_MOST_DETAILS} stand at the end of the page.")
     if any(best.values()):
         sentences.append("Losses on different validation rows cannot be compared: each set has its own best.")
     return " ".join(sentences)

@@ -12,7 +12,7 @@ from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.data.collate import Part, collate
 from weftune.data.order import SampleOrder
-from weftune.data.prepare import Prepared, prepare
+from weftune.data.prepare import Prepared, SharedData
 from weftune.errors import AdapterError, DataError, Mistake
 from weftune.jobs.courses import Curriculum, curriculum, longest_sample
 from weftune.jobs.spec.spec import JobSpec, in_steps
@@ -52,15 +52,20 @@ def make_ready(
     cache: Path,
     max_steps: int | None = None,
     progress: Callable[[int], None] | None = None,
+    shared: SharedData | None = None,
 ) -> Ready:
-    """Tokenise a job's data and settle its numbers; `place` is its position in the jobs file."""
+    """Tokenise a job's data and settle its numbers; `place` is its position in the jobs file.
+
+    With `shared`, made with the same tokenizer and cache, data that another job has are taken from there.
+    """
+    shared = shared or SharedData(tokenizer, cache, shape.context)
     kind = kind_named(spec.adapter.kind)
     try:
         kind.check_start(spec.adapter, shape.sites)
     except AdapterError as error:
         raise AdapterError(_named(spec.name, Mistake("adapter.init_from", str(error)))) from None
     try:
-        data = prepare(spec.data, spec.eval, tokenizer, cache, context=shape.context, progress=progress)
+        data = shared.prepare(spec.data, spec.eval, progress)
     except DataError as error:
         raise DataError(_named(spec.name, mistake) for mistake in error.mistakes) from None
     planned = curriculum(spec, data, max_steps)

@@ -143,12 +143,11 @@ class Journal:
         content = json_text(record, indent=1).encode()
         self._aside(lambda: replace_file(self.store.records / LEARNED, content))
 
-    def move(self, name: str, state: State, reason: str = "") -> bool:
-        """Record a job's new state; True if it is on disk."""
+    def move(self, name: str, state: State, reason: str = "") -> None:
+        """Record a job's new state; it is on disk soon, or at once with `settle`."""
         self.store.move_job(name, state, reason)
-        recorded = self._aside(self.store.write_status)
+        self._aside(self.store.write_status_soon)
         self.show(name, state=state, reason=reason)
-        return recorded
 
     def note(self, sentence: str) -> None:
         self.store.note(sentence)
@@ -158,9 +157,9 @@ class Journal:
         self._rows[name] = replace(self._rows.get(name, JobRow(name=name)), **changes)
         self.view.update(self._rows[name])
 
-    def finish(self) -> None:
-        """At the run's end: write to disk what could not be written before."""
-        self._aside(self.store.write_status)
+    def settle(self) -> bool:
+        """Have everything on disk; True if it is."""
+        return self._aside(self.store.write_status)
 
     def _metrics(self, line: Mapping[str, Any]) -> None:
         self._aside(lambda: self.store.append_metrics(line))

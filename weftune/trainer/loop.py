@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -128,6 +128,8 @@ class Loop:
         """Every executed Program, where a test or a benchmark asks for them by setting a list."""
         self._endings: dict[str, Ending] = {}
         self._deliveries: dict[str, Delivery] = {}
+        self._delivered: list[str] = []
+        """Finished jobs whose checkpoints go when the status says so."""
         self._tokenizer = TokenizerFiles(tokenizer)
         self._timed = TimedWindow()
         self._crowd: int | None = None
@@ -149,8 +151,10 @@ class Loop:
         if name in self.waiting:
             del self.waiting[name]
             self.journal.move(name, State.CANCELLED)
+            self.journal.settle()
         elif self.store.job(name).state is State.PAUSED:
             self.journal.move(name, State.CANCELLED)
+            self.journal.settle()
         elif name in self.executor.aboard and name not in self._endings:
             self._end(name, Ending(State.CANCELLED))
 
@@ -167,8 +171,9 @@ class Loop:
             advice = "lower data.max_length, rank or the base's dtype, or give more memory"
             self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
         for name, reason in decision.waiting.items():
-            self.store.explain_job(name, reason)
-            self.journal.show(name, reason=reason)
+            if self.store.job(name).reason != reason:
+                self.store.explain_job(name, reason)
+                self.journal.show(name, reason=reason)
         for name in decision.admitted:
             self._board(self.waiting.pop(name))
 
@@ -241,7 +246,7 @@ class Loop:
         if stop():
             self._suspend()
         while self._deliveries:
-            wait([one.written for one in self._deliveries.values()], return_when=FIRST_COMPLETED)
+            wait([next(iter(self._deliveries.values())).written])
             self._hear_writes()
         self.writer.close()
         self._hear_writes()
@@ -254,8 +259,8 @@ class Loop:
         beginners = frozenset(name for name in cursors if self._begins(name))
         if ahead is not None and not beginners and ahead.serves(cursors, room):
             program = ahead.program.result()
-            for gone in ahead.cursors.keys() - cursors.keys():
-                program = program.without(gone)
+            if gone := ahead.cursors.keys() - cursors.keys():
+                program = program.without(*gone)
         else:
             program = self._plan(cursors, beginners, room)
         self._forget_ended()
@@ -436,8 +441,12 @@ class Loop:
         """Act on what has been written since the last call, or could not be."""
         for one in self.executor.unsaved():
             self._pause_unsaved(one)
-        for name in [name for name, one in self._deliveries.items() if one.written.done()]:
+        # The first of them, as a rule in the order of writing: thousands may wait.
+        while self._deliveries and next(iter(self._deliveries.values())).written.done():
+            name = next(iter(self._deliveries))
             self._close(name, self._deliveries.pop(name))
+        if self._delivered and (self.store.is_due() or not self._deliveries):
+            self._drop_checkpoints()
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
         """A checkpoint could not be written: pause the job before more would be lost. A job that has made its
@@ -472,10 +481,20 @@ class Loop:
                 self._deliver(training, ending)
             else:
                 self.journal.move(name, ending.state, ending.reason)
+        if self._endings:
+            self.journal.settle()
         if self._endings and self.base.device.type == "cpu":
             # Else the heap keeps what they held, and nobody sees that later windows take less.
             release(self.base.device)
         self._endings.clear()
+
+    def _drop_checkpoints(self) -> None:
+        """Delete the checkpoints of finished jobs, once their states are on disk: one write for all of
+        them."""
+        if self.journal.settle():
+            for name in self._delivered:
+                self.writer.run(name, partial(shutil.rmtree, self._checkpoints(name), ignore_errors=True))
+        self._delivered.clear()
 
     def _deliver(self, training: Training, ending: Ending) -> None:
         """Have the adapter of a finished job written. A checkpoint that is not begun is left out: it would be
@@ -506,9 +525,9 @@ class Loop:
         ending = delivery.ending
         if (trouble := disk_error(delivery.written)) is not None:
             ending = Ending(State.PAUSED, f"its adapter cannot be written: {trouble}; {self._remedy(name)}")
-        recorded = self.journal.move(name, ending.state, ending.reason)
-        if ending.state is State.SUCCEEDED and recorded:
-            self.writer.run(name, partial(shutil.rmtree, self._checkpoints(name), ignore_errors=True))
+        self.journal.move(name, ending.state, ending.reason)
+        if ending.state is State.SUCCEEDED:
+            self._delivered.append(name)
 
     def _send_back(self, name: str, reason: str) -> None:
         """Preempt a job: its state is saved and it is queued again."""

@@ -18,6 +18,8 @@ from weftune.base.spec import BaseSpec
 from weftune.core.interrupt import interrupts
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import ModelShape
+from weftune.data.encode import Encoder
+from weftune.data.prepare import SharedData
 from weftune.errors import Mistake, OutputError, SpecError, UserError
 from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
 from weftune.jobs.spec.layer import plain_values
@@ -127,6 +129,8 @@ class Trainer:
         self.loop: Loop | None = None
         """The loop, while the run lasts."""
         self._place = place
+        self._encoder: Encoder | None = None
+        """One for all jobs: its fingerprint takes a good part of a second."""
 
     def add(self, job: JobSpec) -> Trainer:
         """Add a job, before the run or from a callback inside it."""
@@ -135,7 +139,9 @@ class Trainer:
         self.jobs[job.name] = job
         if self.loop is not None and not self._has_ended(self.loop.store, job.name):
             try:
-                ready = self._ready(job, self.loop.base.shape, self.loop.store)
+                shape = self.loop.base.shape
+                place, shared = len(self.jobs) - 1, self._shared_data(shape)
+                ready = self._ready(job, place, shape, self.loop.store, shared)
             except UserError:
                 del self.jobs[job.name]
                 raise
@@ -236,7 +242,7 @@ class Trainer:
             self.view.note(f"{kind}: {sentence}")
 
     def _refuse_retry(self, store: Store, name: str) -> None:
-        if name not in store.status.jobs or read_job_file(self.output / name) is None:
+        if name not in store or read_job_file(self.output / name) is None:
             raise SpecError(f"--retry {name}: it has not started yet; leave --retry out")
         if store.job(name).state is State.SUCCEEDED:
             raise SpecError(f"--retry {name}: it has succeeded; train it anew with --restart {name}")
@@ -248,7 +254,7 @@ class Trainer:
             return False
         folder = self.output / name / CHECKPOINTS
         found = checkpoint.survey(folder)
-        has_begun = name in store.status.jobs and store.job(name).step > 0
+        has_begun = name in store and store.job(name).step > 0
         if found.progress is not None:
             if found.damaged:
                 names = ", ".join(path.name for path in found.damaged)
@@ -279,18 +285,23 @@ class Trainer:
             shutil.rmtree(old, ignore_errors=True)
 
     def _has_ended(self, store: Store, name: str) -> bool:
-        if name not in store.status.jobs and (self.output / name / JOB_FILE).exists():
+        if name not in store and (self.output / name / JOB_FILE).exists():
             # The status has lost it, or it was added from a callback; its folder says how it stands.
             store.add_job(name)
-        return name in store.status.jobs and store.job(name).state.ended
+        return name in store and store.job(name).state.ended
 
     def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[Ready]:
         """Every job ready to train, or the mistakes of all of them at once."""
         ready: list[Ready] = []
         mistakes: list[Mistake] = []
+        if not jobs:
+            return ready
+        # Not kept: the jobs hold their data themselves, as long as they need them.
+        shared = self._shared_data(shape)
+        places = {name: place for place, name in enumerate(self.jobs)}
         for job in jobs:
             try:
-                ready.append(self._ready(job, shape, store))
+                ready.append(self._ready(job, places[job.name], shape, store, shared))
             except OutputError:
                 raise
             except UserError as error:
@@ -299,13 +310,25 @@ class Trainer:
             raise SpecError(dict.fromkeys(mistakes))
         return ready
 
-    def _ready(self, job: JobSpec, shape: ModelShape, store: Store) -> Ready:
+    def _shared_data(self, shape: ModelShape) -> SharedData:
+        if self._encoder is None:
+            self._encoder = Encoder(self.tokenizer)
+        return SharedData(self._encoder, cache_folder() / "tokens", shape.context)
+
+    def _ready(self, job: JobSpec, place: int, shape: ModelShape, store: Store, shared: SharedData) -> Ready:
         if job.name not in self.options.restart:
             job = self._as_retried(job)
         if mistakes := check_targets([job], shape, self._place):
             raise SpecError(mistakes)
-        place = list(self.jobs).index(job.name)
-        ready = make_ready(job, place, self.tokenizer, shape, cache_folder() / "tokens", self.max_steps)
+        ready = make_ready(
+            job,
+            place,
+            self.tokenizer,
+            shape,
+            cache_folder() / "tokens",
+            self.max_steps,
+            shared=shared,
+        )
         if job.name not in self.options.restart:
             allowed = self.options.changes if job.name in self.options.retry else ()
             if mended := refuse_changes(self.output / job.name, describe(ready, self.spec), allowed):
@@ -402,12 +425,13 @@ class Trainer:
 
     def results(self, store: Store) -> dict[str, Result]:
         """The results of all jobs; also draws the report, unless other processes are still training."""
+        run = read_records(self.output)
         if self.options.share is None:
             try:
-                write_report(self.output)
+                write_report(self.output, run)
             except OutputError as error:
                 self.view.note(f"warning: {error}; weftune report {self.output} draws it again.")
-        records = {record.name: record for record in read_records(self.output).jobs}
+        records = {record.name: record for record in run.jobs}
         return {name: self._result(store, name, records[name]) for name in self.jobs}
 
     def _result(self, store: Store, name: str, record: JobRecord) -> Result:

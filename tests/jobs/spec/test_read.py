@@ -330,6 +330,16 @@ def test_defaults_and_jobs_together_hold_as_many_values_as_a_file_may(tmp_path: 
     ]
 
 
+def test_thousands_of_jobs_may_share_as_many_defaults_as_a_job_has_keys(tmp_path: Path) -> None:
+    columns = {f"column{number}": "text" for number in range(60)}
+    run = {
+        "base": "demo",
+        "defaults": {"data": {"path": "owner/rows", "columns": columns}},
+        "jobs": [{"name": f"a{number}"} for number in range(1000)],
+    }
+    assert len(parse_run(run, tmp_path).jobs) == 1000
+
+
 def test_defaults_that_say_nothing_are_none_and_a_name_is_no_default(tmp_path: Path) -> None:
     assert len(parse_run({"base": "demo", "defaults": None, "jobs": [ONE]}, tmp_path).jobs) == 1
     assert told({"base": "demo", "defaults": {"name": "x", "seed": -1}, "jobs": [ONE]}, tmp_path) == [

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from weftune.jobs.store import rebuild
 from weftune.jobs.store.job_file import CHECKPOINTS, JOB_FILE, write_job_file
 from weftune.jobs.store.rebuild import found_job
 from weftune.jobs.store.states import State
@@ -170,3 +173,18 @@ def test_a_run_of_which_no_job_had_begun_says_so(tmp_path: Path) -> None:
         assert store.rebuilt.endswith("rebuilt from the folders of the jobs: no job had begun.")
         assert store.status.seconds == 0.0
         assert store.status.jobs == {}
+
+
+def test_the_metrics_are_read_once_for_all_jobs(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = rebuild.kept_lines
+
+    def counted(path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> bytes:
+        read.append(path.name)
+        return real(path, wanted)
+
+    monkeypatch.setattr(rebuild, "kept_lines", counted)
+    (output / "status.json").unlink()
+    with open_store(output, resume=True) as store:
+        assert (store.job("done").step, store.job("half").step) == (6, 4)
+    assert read.count("metrics.jsonl") == 1

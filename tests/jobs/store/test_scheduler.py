@@ -71,3 +71,37 @@ def test_every_job_gets_one_answer_and_those_aboard_always_fit(
     assert admission.admitted == tuple(job.name for job in possible[: len(admission.admitted)])
     if not present and possible:
         assert admission.admitted
+
+
+def test_many_jobs_are_not_counted_again_for_each_of_them() -> None:
+    looked: list[int] = []
+
+    def counting(jobs: Sequence[JobShape]) -> str | None:
+        looked.append(len(jobs))
+        return None if len(jobs) <= 700 else "no room"
+
+    admission = admit([shape(f"job{n}", 1, order=n) for n in range(4096)], [], counting)
+    assert len(admission.admitted) == 700
+    assert admission.waiting["job700"] == "no room"
+    assert admission.waiting["job4095"] == "it waits behind job700, which comes first"
+    assert len(looked) <= 20
+
+
+def _one_by_one(waiting: Sequence[JobShape], aboard: Sequence[JobShape]) -> tuple[str, ...]:
+    """The rule as it reads: each in turn, until one does not fit."""
+    together, admitted = list(aboard), []
+    for job in sorted(waiting, key=lambda job: (-job.priority, job.order)):
+        if fits([job]) is not None:
+            continue
+        if fits([*together, job]) is not None:
+            break
+        together.append(job)
+        admitted.append(job.name)
+    return tuple(admitted)
+
+
+@given(SIZES, st.lists(st.integers(1, 60), max_size=3))
+def test_as_many_are_admitted_as_one_by_one(waiting: list[tuple[int, int]], aboard: list[int]) -> None:
+    jobs = [shape(f"w{n}", size, priority, n) for n, (size, priority) in enumerate(waiting)]
+    present = [shape(f"a{n}", size) for n, size in enumerate(aboard)]
+    assert admit(jobs, present, fits).admitted == _one_by_one(jobs, present)

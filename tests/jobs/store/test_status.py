@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from weftune.core.files import json_text
 from weftune.core.formats import UnknownFormat
+from weftune.jobs.store import status as status_module
 from weftune.jobs.store.states import State
-from weftune.jobs.store.status import JobStatus, RunStatus, from_json, job_from_json, to_json
+from weftune.jobs.store.status import JobStatus, RunStatus, from_json, job_from_json, status_text, to_json
 
 PATH = Path("status.json")
 WHOLE = RunStatus(
@@ -94,3 +98,38 @@ def test_a_later_format_is_told_from_damage() -> None:
 def test_keys_that_this_version_does_not_know_are_passed_over() -> None:
     assert from_json(unsigned(colour="red"), PATH) == WHOLE
     assert job_from_json({"state": "paused", "mood": "bad"}) == JobStatus(state=State.PAUSED)
+
+
+LOSSES = st.none() | st.floats().map(lambda loss: loss + 0.0)
+"""Without −0, which equals 0 and is written as it."""
+TEXTS = st.text(max_size=5)
+JOB = st.builds(
+    JobStatus,
+    state=st.sampled_from(State),
+    reason=TEXTS,
+    step=st.integers(0, 9),
+    eval_loss=LOSSES,
+    notes=st.lists(TEXTS, max_size=2).map(tuple),
+)
+
+
+@given(st.dictionaries(TEXTS, JOB, max_size=4), st.lists(TEXTS, max_size=2), LOSSES)
+def test_the_text_of_a_status_is_that_of_its_values(
+    jobs: dict[str, JobStatus], notes: list[str], solo_seconds: float | None
+) -> None:
+    status = RunStatus(jobs=jobs, notes=tuple(notes), solo_seconds=solo_seconds, updated=1.5)
+    assert status_text(status) == json_text(to_json(status), indent=2) + "\n"
+
+
+def test_only_jobs_that_changed_are_written_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = {f"job{number}": JobStatus(step=number, steps=77_777) for number in range(50)}
+    status_text(RunStatus(jobs=jobs))
+    written: list[Any] = []
+
+    def counted(value: Any, indent: int | None = None) -> str:
+        written.append(value)
+        return json_text(value, indent)
+
+    monkeypatch.setattr(status_module, "json_text", counted)
+    status_text(RunStatus(jobs={**jobs, "job7": JobStatus(step=99, steps=77_777)}))
+    assert [value["step"] for value in written if isinstance(value, dict) and "step" in value] == [99, 99]

@@ -456,3 +456,31 @@ def test_each_status_says_when_it_was_written_and_when_its_run_began(tmp_path: P
     second = status_of(tmp_path)
     assert before <= first["started"] <= first["updated"] <= second["updated"] <= time.time()
     assert second["started"] == first["started"]
+
+
+def test_what_changes_while_a_status_is_written_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        real = time.time
+
+        def changed() -> float:
+            # As the trainer's thread may, while a timer writes what is late.
+            store.advance_job("a", 7, 9, 70)
+            return real()
+
+        monkeypatch.setattr("weftune.jobs.store.store.time.time", changed)
+        store.write_status()
+        assert store.job("a").step == 7
+
+
+def test_a_change_of_one_job_does_not_copy_all_of_them(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        before = store.status
+        store.advance_job("a", 1, 2, 3)
+        assert before.jobs["a"].step == 0, "a status that was given out stays as it is"
+        assert store.job("a").step == 1
+        assert "a" in store
+        assert "b" not in store

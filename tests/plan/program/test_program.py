@@ -1,5 +1,7 @@
 """A Program as a value: one list per device, and what is left of it when a job is dead."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.plan.works import work
@@ -30,3 +32,25 @@ def test_without_a_dead_job_a_pipeline_is_still_legal_and_keeps_its_loads():
     assert gone == 4 * (6 + 8) + 2 * 2 * 3
     streamed = type(left)(left.capacity, left.microbatches, left.batches, ((Load(0),), (), ()), (0, 1, 2))
     assert streamed.without("job0").devices[0] == (Load(0),)
+
+
+def test_a_batch_is_found_among_thousands_without_looking_at_the_others():
+    program = one_forward_one_backward(work(jobs=3, steps=2, microbatches=1), 1)
+    compared = []
+
+    class Watched(str):
+        def __eq__(self, other):
+            compared.append(other)
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    batches = tuple(replace(batch, job=Watched(batch.job)) for batch in program.batches)
+    program = replace(program, batches=batches)
+    assert program.batch("job2", 2) is batches[-1]
+    assert len(compared) <= 2
+
+
+def test_several_dead_jobs_are_taken_out_at_once_as_one_after_another():
+    program = one_forward_one_backward(work(jobs=4, steps=2, microbatches=2), 2)
+    assert program.without("job0", "job2") == program.without("job0").without("job2")

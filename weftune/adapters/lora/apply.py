@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +59,9 @@ class LoraBank:
         self._slots = slots
         self._seats: dict[str, _Seat] = {}
         self._table: SlotTable | None = None
+        self._views: tuple[np.ndarray, ...] = ()
+        """The table on the host."""
+        self._unsent = False
         self._rank, self._drops = LEAST_RANK, False
         stops = list(accumulate(site.out_features for site in sites))
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
@@ -70,16 +74,25 @@ class LoraBank:
         ranks = (1 << (member.spec.rank_at(name) - 1).bit_length() for name in names)
         self._rank = max(self._rank, *ranks)
         self._drops = self._drops or member.spec.dropout > 0.0
-        if self._table is not None:
-            self._write(self._table, seat)
+        self._put(slot, [seat.entry(site.name) for site in self.sites])
 
     def detach(self, job: str) -> None:
         seat = self._seats.pop(job)
-        if self._table is not None:
-            self._table.clear(seat.slot)
+        self._put(seat.slot, [None] * len(self.sites))
 
     def resize(self, slots: int) -> None:
         self._slots, self._table = slots, None
+
+    def settle(self) -> None:
+        if self._table is not None and self._unsent:
+            self._table.send()
+            self._unsent = False
+
+    def _put(self, slot: int, entries: Sequence[Entry | None]) -> None:
+        """Into the table on the host: many jobs may come and go before the next pass."""
+        if self._table is not None:
+            self._table.put(self._views, slot, entries)
+            self._unsent = True
 
     def limits(self) -> tuple[int, bool]:
         return self._rank, self._drops
@@ -104,7 +117,9 @@ class LoraBank:
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         assert bound.rows is not None, "the rows were not dealt out"
         if self._table is None:
-            self._table = self._new_table(x_TK)
+            self._make_table(x_TK)
+        assert self._table is not None
+        assert not self._unsent, "the pass was bound before who came or went was known"
         group = Group(self._columns, self._table, self._rank, self._drops)
         return woven_linear(
             x_TK,
@@ -132,17 +147,15 @@ class LoraBank:
             key=key(seat.member.seed, segment.step, site) if drops else 0,
         )
 
-    def _new_table(self, like: Tensor) -> SlotTable:
+    def _make_table(self, like: Tensor) -> None:
         # A flat vector holds its parameters end to end: one odd width moves all that come after it.
         widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
         aligned = all(width % 8 == 0 for width in widths)
-        table = SlotTable.empty([site.name for site in self.sites], self._slots, like.device, aligned)
+        self._table = SlotTable.empty([site.name for site in self.sites], self._slots, like.device, aligned)
+        self._views = self._table.host_views()
         for seat in self._seats.values():
-            self._write(table, seat)
-        return table
-
-    def _write(self, table: SlotTable, seat: _Seat) -> None:
-        table.write(seat.slot, [seat.entry(site.name) for site in self.sites])
+            self._put(seat.slot, [seat.entry(site.name) for site in self.sites])
+        self.settle()
 
 
 def _factors(parameters: Parameters, sites: Sequence[str]) -> dict[str, Factors]:

@@ -23,6 +23,8 @@ from weftune.jobs.spec.show import show
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
 
 OUTPUT = "output"
+ANY_DEFAULTS = 100
+"""So many values of `defaults` are allowed however many jobs there are: a job has about forty keys."""
 
 
 ShapeOf = Callable[[BaseSpec], ModelShape | None]
@@ -157,7 +159,7 @@ class _Reader:
             )
             return (), {}
         defaults = self.defaults(values.get("defaults"))
-        if len(defaults.places) * len(listed) > MAX_NODES:
+        if len(defaults.places) > max(ANY_DEFAULTS, MAX_NODES // len(listed)):
             self.fault(
                 ("defaults",),
                 f"has {len(defaults.places):,} values for each of {len(listed):,} jobs, and a file can hold "

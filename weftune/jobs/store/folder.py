@@ -8,11 +8,11 @@ from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
-from weftune.core.files import replace_json, temporary
+from weftune.core.files import replace_file, temporary
 from weftune.core.formats import UnknownFormat
 from weftune.errors import OutputError
 from weftune.jobs.store.states import State, move
-from weftune.jobs.store.status import RunStatus, from_json, to_json
+from weftune.jobs.store.status import RunStatus, from_json, status_text
 
 STATUS, METRICS, WINDOWS, LOCK = "status.json", "metrics.jsonl", "windows.jsonl", ".lock"
 LEARNED = "learned.json"
@@ -64,7 +64,7 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def write_status(folder: Path, status: RunStatus) -> None:
-    replace_json(folder / STATUS, to_json(status))
+    replace_file(folder / STATUS, status_text(status).encode())
 
 
 def waiting_again(status: RunStatus, states: Container[State] = (State.RUNNING, State.PAUSED)) -> RunStatus:

@@ -12,6 +12,7 @@ import yaml
 from weftune.adapters.folder import JOB_FILE
 from weftune.core.files import replace_file
 from weftune.core.formats import refuse_unknown_format
+from weftune.core.plain_yaml import dump_yaml, load_yaml
 from weftune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"
@@ -31,7 +32,7 @@ class JobFile:
 
 
 def write_job_file(folder: Path, values: dict[str, Any]) -> None:
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode()
+    text = dump_yaml(values)
     for path in (folder / JOB_FILE, folder / CHECKPOINTS / JOB_FILE):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text + MARK + _checksum(text) + b"\n")
@@ -60,7 +61,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
     if mark and checksum.strip() != _checksum(text):
         raise ValueError("it does not match its checksum")
     try:
-        values = yaml.safe_load(content.decode())
+        values = load_yaml(content.decode())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"it is no YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict) or not all(isinstance(values.get(key), dict) for key in ("job", "base")):

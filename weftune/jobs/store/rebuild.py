@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,13 @@ def rebuilt_status(output: Path, complaint: str) -> RunStatus:
     status can still be read in part."""
     told = _ended(output / STATUS)
     folders = sorted(path.parent for path in output.glob(f"*/{JOB_FILE}") if not path.parent.is_symlink())
-    jobs = {folder.name: told.get(folder.name) or found_job(folder) for folder in folders}
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for line in _lines(output / METRICS):
+        lines.setdefault(str(line.get("job")), []).append(line)
+    jobs = {
+        folder.name: told.get(folder.name) or found_job(folder, lines.get(folder.name, ()))
+        for folder in folders
+    }
     done = ", ".join(f"{name} {_standing(job)}" for name, job in jobs.items()) or "no job had begun"
     note = f"{STATUS} was damaged ({complaint}) and has been rebuilt from the folders of the jobs: {done}."
     return RunStatus(
@@ -33,9 +39,11 @@ def rebuilt_status(output: Path, complaint: str) -> RunStatus:
     )
 
 
-def found_job(folder: Path) -> JobStatus:
-    """How a job stands by its folder: finished if its adapter is there, else waiting to go on."""
-    lines = [line for line in _lines(folder.parent / METRICS) if line.get("job") == folder.name]
+def found_job(folder: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> JobStatus:
+    """How a job stands by its folder: finished if its adapter is there, else waiting to go on. `lines` are
+    its metrics, where they were read already."""
+    if lines is None:
+        lines = [line for line in _lines(folder.parent / METRICS) if line.get("job") == folder.name]
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if isinstance(line.get("eval_loss"), int | float)]
     best = min(evaluations, key=lambda line: float(line["eval_loss"]), default={})

@@ -8,12 +8,13 @@ The one exception is a job too large to run even alone: it is set aside and bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape
 
 Fits = Callable[[Sequence[JobShape]], str | None]
-"""None where these jobs fit together, or the sentence that says why they do not."""
+"""None where these jobs fit together, or the sentence that says why they do not. Only their sizes matter, and
+jobs that do not fit do not fit with one more either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +28,41 @@ class Admission:
 
 def admit(waiting: Sequence[JobShape], aboard: Sequence[JobShape], fits: Fits) -> Admission:
     """Admit as many of `waiting` as fit beside those `aboard`, in strict order."""
-    together = list(aboard)
-    admitted: list[str] = []
+    ordered = sorted(waiting, key=lambda job: (-job.priority, job.order))
+    too_large = _too_large(ordered, fits)
+    possible = [job for job in ordered if job.name not in too_large]
+    count = _most_that_fit(possible, aboard, fits)
+    admitted, refused = possible[:count], possible[count:]
     reasons: dict[str, str] = {}
-    too_large: dict[str, str] = {}
-    first_refused: str | None = None
-    for job in sorted(waiting, key=lambda job: (-job.priority, job.order)):
-        alone = fits([job])
-        if alone is not None:
-            too_large[job.name] = alone
-        elif first_refused is not None:
-            reasons[job.name] = f"it waits behind {first_refused}, which comes first"
-        elif (reason := fits([*together, job])) is not None:
-            reasons[job.name] = reason
-            first_refused = job.name
+    if refused:
+        behind = f"it waits behind {refused[0].name}, which comes first"
+        reasons = {job.name: behind for job in refused}
+        reasons[refused[0].name] = fits([*aboard, *admitted, refused[0]]) or ""
+    return Admission(tuple(job.name for job in admitted), reasons, too_large)
+
+
+def _too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
+    """Jobs that cannot run even alone; many have the same sizes, and one of each is looked at."""
+    answers: dict[JobShape, str | None] = {}
+    found: dict[str, str] = {}
+    for job in jobs:
+        sizes = replace(job, name="", priority=0, order=0)
+        if sizes not in answers:
+            answers[sizes] = fits([job])
+        if (reason := answers[sizes]) is not None:
+            found[job.name] = reason
+    return found
+
+
+def _most_that_fit(jobs: Sequence[JobShape], aboard: Sequence[JobShape], fits: Fits) -> int:
+    """How many of `jobs`, from the first on, fit beside those aboard; by halving, since each look counts all
+    of them."""
+    low, high = 0, len(jobs) + 1
+    middle = len(jobs)
+    while high - low > 1:
+        if fits([*aboard, *jobs[:middle]]) is None:
+            low = middle
         else:
-            together.append(job)
-            admitted.append(job.name)
-    return Admission(tuple(admitted), reasons, too_large)
+            high = middle
+        middle = (low + high) // 2
+    return low

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,35 @@ def to_json(status: RunStatus) -> dict[str, Any]:
     return {**whole, CHECKSUM: _checksum(whole)}
 
 
+def status_text(status: RunStatus) -> str:
+    """`to_json` as the text of status.json. What has not changed of a job since the last time is not written
+    out again: with thousands of jobs that takes most of the time."""
+    whole = {item.name: getattr(status, item.name) for item in fields(RunStatus) if item.name != "jobs"}
+    whole = {"format": FORMAT, **whole}
+    names = [json_text(name) for name in status.jobs]
+    texts = [_job_texts(job) for job in status.jobs.values()]
+    compact = ", ".join(f"{name}: {text.compact}" for name, text in zip(names, texts, strict=True))
+    checksum = _text_checksum(f'{json_text(whole)[:-1]}, "jobs": {{{compact}}}}}')
+    indented = ",\n".join(f"    {name}: {text.indented}" for name, text in zip(names, texts, strict=True))
+    jobs = f"{{\n{indented}\n  }}" if names else "{}"
+    head = json_text(whole, indent=2).removesuffix("\n}")
+    return f'{head},\n  "jobs": {jobs},\n  "{CHECKSUM}": {json_text(checksum)}\n}}\n'
+
+
+@dataclass(frozen=True, slots=True)
+class _JobTexts:
+    compact: str
+    """As the checksum is made of it."""
+    indented: str
+    """As it stands in the file."""
+
+
+@lru_cache(maxsize=1 << 15)
+def _job_texts(job: JobStatus) -> _JobTexts:
+    values = {item.name: getattr(job, item.name) for item in fields(JobStatus)}
+    return _JobTexts(json_text(values), json_text(values, indent=2).replace("\n", "\n    "))
+
+
 def from_json(value: Any, path: Path) -> RunStatus:
     """Raises ValueError for anything that `to_json` did not write, and UnknownFormat for a later one's."""
     if not isinstance(value, dict):
@@ -79,7 +108,11 @@ def from_json(value: Any, path: Path) -> RunStatus:
 def _checksum(whole: Mapping[str, Any]) -> str:
     """Of all the rest. A bit that a disk has flipped often leaves valid JSON with another number in it."""
     rest = {key: value for key, value in whole.items() if key != CHECKSUM}
-    return f"{zlib.crc32(json_text(rest).encode()):08x}"
+    return _text_checksum(json_text(rest))
+
+
+def _text_checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def job_from_json(value: Any) -> JobStatus:

@@ -53,7 +53,7 @@ def open_store(output: Path, resume: bool) -> Store:
         store.rebuilt = rebuilt
         if (output / SHARES).exists():
             store.gather()
-            store.status = waiting_again(store.status)
+            store.take(waiting_again(store.status))
     except BaseException:
         os.close(lock)
         raise
@@ -122,7 +122,10 @@ class Store:
         """Where the jobs' folders are."""
         self.records = records
         """Where this store's own files are: the output, unless it is the store of a share."""
-        self.status = status
+        self._run = status
+        """All but the jobs and the moment of the last write, which have places of their own."""
+        self._jobs = dict(status.jobs)
+        self._updated = status.updated
         self.rebuilt = ""
         """Where the status was found damaged: the sentence that says so and what is used instead."""
         self._lock: int | None = lock
@@ -140,20 +143,29 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def status(self) -> RunStatus:
+        """As it stands now; what is asked of one job alone, `job` answers without a copy of all."""
+        return replace(self._run, updated=self._updated, jobs=dict(self._jobs))
+
+    def take(self, status: RunStatus) -> None:
+        """Go on from another status."""
+        self._run, self._jobs, self._updated = status, dict(status.jobs), status.updated
+
     def describe(self, base: str, device: str, dtype: str) -> None:
-        self.status = replace(self.status, base=base, device=device, dtype=dtype)
+        self._run = replace(self._run, base=base, device=device, dtype=dtype)
 
     def measure(self, seconds: float, solo_seconds: float | None, peak_bytes: int | None) -> None:
         """The run's totals so far; what came before a resumption is the caller's to add."""
-        self.status = replace(self.status, seconds=seconds, solo_seconds=solo_seconds, peak_bytes=peak_bytes)
+        self._run = replace(self._run, seconds=seconds, solo_seconds=solo_seconds, peak_bytes=peak_bytes)
 
     def note(self, sentence: str) -> None:
-        if sentence not in self.status.notes:
-            self.status = replace(self.status, notes=(*self.status.notes, sentence))
+        if sentence not in self._run.notes:
+            self._run = replace(self._run, notes=(*self._run.notes, sentence))
 
     def add_job(self, name: str) -> None:
         """Enter a job as queued; one that is already known, or has left a folder, keeps its status."""
-        if name not in self.status.jobs:
+        if name not in self:
             folder = self.output / name
             self._put(name, found_job(folder) if (folder / JOB_FILE).exists() else JobStatus())
 
@@ -191,11 +203,14 @@ class Store:
         if sentence not in self.job(name).notes:
             self._put(name, replace(self.job(name), notes=(*self.job(name).notes, sentence)))
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._jobs
+
     def job(self, name: str) -> JobStatus:
-        return self.status.jobs[name]
+        return self._jobs[name]
 
     def _put(self, name: str, job: JobStatus) -> None:
-        self.status = replace(self.status, jobs={**self.status.jobs, name: job})
+        self._jobs[name] = job
 
     def rewind(self, cursors: Mapping[str, int], evaluated: Mapping[str, int] | None = None) -> None:
         """Drop the metrics that each job wrote beyond its cursor: it will write them again.
@@ -237,15 +252,22 @@ class Store:
                     file.sync()
                 except OutputError as error:
                     troubles.append(error)
-            self.status = replace(self.status, updated=time.time())
+            self._updated = time.time()
             write_status(self.records, self.status)
             if troubles:
                 raise troubles[0]
 
+    def is_due(self) -> bool:
+        """Whether the last write of the status was so long ago that the next change is written at once."""
+        return self._wait() <= 0
+
+    def _wait(self) -> float:
+        return self._written + STATUS_SECONDS - time.monotonic()
+
     def write_status_soon(self) -> None:
         """Have the status on disk within a second: at once, or later if it has just been written."""
         with self._one_writer:
-            wait = self._written + STATUS_SECONDS - time.monotonic()
+            wait = self._wait()
             if wait <= 0:
                 self.write_status()
             elif self._late is None:
@@ -269,7 +291,7 @@ class Store:
         # Their files are about to be replaced.
         self._metrics.close()
         self._windows.close()
-        self.status = gather(self.output, self.status)
+        self.take(gather(self.output, self.status))
         self.write_status()
         dissolve(self.output)
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,34 +71,41 @@ class SlotTable:
         host = torch.zeros(words(sections), dtype=torch.int32)
         buffer = torch.empty_like(host, device=device)
         table = SlotTable(aligned, host, buffer, *_table_views(buffer, sections))
-        _, _, _, threshold_PS, crc_P = _table_views(host, sections)
-        threshold_PS.fill_(NEVER)
-        crc_P.numpy()[:] = [signed(zlib.crc32(site.encode())) for site in sites]
-        table._send()
+        *_, threshold_PS, crc_P = table.host_views()
+        threshold_PS[:] = NEVER
+        crc_P[:] = [signed(zlib.crc32(site.encode())) for site in sites]
+        table.send()
         return table
 
     def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
         """Seat a job: one entry for every part, None where it has no adapter at that site."""
-        parts, slots = self.rank_PS.shape
-        address_PS4, factor_PS2, rank_PS, threshold_PS, _ = _table_views(
-            self.host, _table_shapes(parts, slots)
-        )
+        self.put(self.host_views(), slot, entries)
+        self.send()
+
+    def put(self, views: Sequence[np.ndarray], slot: int, entries: Sequence[Entry | None]) -> None:
+        """The same on the host alone, until `send`: for many jobs at once. `views` are the `host_views`."""
+        address_PS4, factor_PS2, rank_PS, threshold_PS, _ = views
         for part, entry in enumerate(entries):
             if entry is None:
                 rank_PS[part, slot] = 0
                 continue
             addresses = entry.addresses
             assert not self.aligned or all(address % ALIGNMENT == 0 for address in addresses), addresses
-            address_PS4[part, slot] = torch.tensor(addresses)
-            factor_PS2[part, slot] = torch.tensor([entry.scale / (1.0 - entry.dropout), entry.scale])
+            address_PS4[part, slot] = addresses
+            factor_PS2[part, slot] = entry.scale / (1.0 - entry.dropout), entry.scale
             rank_PS[part, slot] = entry.rank
             threshold_PS[part, slot] = threshold(entry.dropout)
-        self._send()
 
     def clear(self, slot: int) -> None:
         self.write(slot, [None] * len(self.crc_P))
 
-    def _send(self) -> None:
+    def host_views(self) -> tuple[np.ndarray, ...]:
+        """The table on the host: addresses, factors, ranks, thresholds, checksums of the sites' names."""
+        parts, slots = self.rank_PS.shape
+        return tuple(view.numpy() for view in _table_views(self.host, _table_shapes(parts, slots)))
+
+    def send(self) -> None:
+        """Bring the host's table to the device, in one copy."""
         self.buffer.copy_(self.host.pin_memory() if self.buffer.is_cuda else self.host, non_blocking=True)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, Protocol
 
 from weftune.plan.program.recompute import NOTHING, Recompute
@@ -199,7 +200,7 @@ OfJob = Reduce | Step | Save
 Action = Compute | Transport | Streaming | OfJob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What every device does in one window."""
 
@@ -248,7 +249,12 @@ class Program:
         return frozenset(job for microbatch in self.microbatches for job in microbatch.jobs)
 
     def batch(self, job: str, step: int) -> GlobalBatch:
-        return next(batch for batch in self.batches if (batch.job, batch.step) == (job, step))
+        return self._batches[job, step]
+
+    @cached_property
+    def _batches(self) -> dict[tuple[str, int], GlobalBatch]:
+        """By job and step: with thousands of jobs, each asks for its own."""
+        return {(batch.job, batch.step): batch for batch in self.batches}
 
     def supervised(self, segment: OfBatch) -> int:
         """Supervised tokens of a segment's whole global batch: what its loss is divided by."""
@@ -273,19 +279,20 @@ class Program:
         """How many of its microbatches hold two jobs or more."""
         return sum(len(set(microbatch.jobs)) > 1 for microbatch in self.microbatches)
 
-    def without(self, job: str) -> Program:
-        """The same program when `job` is dead: its rows and actions are gone, all else stands."""
-        microbatches = tuple(microbatch.without({job}) for microbatch in self.microbatches)
+    def without(self, *jobs: str) -> Program:
+        """The same program when these jobs are dead: their rows and actions are gone, all else stands."""
+        dead = frozenset(jobs)
+        microbatches = tuple(microbatch.without(dead) for microbatch in self.microbatches)
 
         def lives(action: Action) -> bool:
             if isinstance(action, OfJob):
-                return action.job != job
+                return action.job not in dead
             return isinstance(action, Streaming) or bool(microbatches[action.microbatch].segments)
 
         return replace(
             self,
             microbatches=microbatches,
-            batches=tuple(batch for batch in self.batches if batch.job != job),
+            batches=tuple(batch for batch in self.batches if batch.job not in dead),
             devices=tuple(tuple(action for action in actions if lives(action)) for actions in self.devices),
         )
 

@@ -94,10 +94,10 @@ class _Window:
         segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
         packed = pack_segments(segments, self.capacity, self.ladder)
         last = {job: index for index, microbatch in enumerate(packed) for job in microbatch.jobs}
-        return tuple(
-            Trained(self._number(one), tuple(Step(b.job, b.step) for b in batches if last[b.job] == index))
-            for index, one in enumerate(packed)
-        )
+        steps: list[list[Step]] = [[] for _ in packed]
+        for batch in batches:
+            steps[last[batch.job]].append(Step(batch.job, batch.step))
+        return tuple(Trained(self._number(one), tuple(due)) for one, due in zip(packed, steps, strict=True))
 
     def _evaluate(self, courses: Iterable[Course], step: dict[str, int]) -> tuple[int, ...]:
         due = [c for c in courses if c.evaluation and step[c.job] in c.evaluate_at]

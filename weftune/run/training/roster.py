@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -18,9 +18,9 @@ class Roster:
         self.dead: set[str] = set()
         """Jobs whose rows and actions are skipped from here on; the Program stands for the others."""
 
-    def sizes(self) -> dict[str, int]:
-        """Job → adapter parameters here."""
-        return {job: training.layout.size for job, training in self.trainings.items()}
+    def sizes(self, jobs: Iterable[str] | None = None) -> dict[str, int]:
+        """Job → adapter parameters here, of these jobs or of all aboard."""
+        return {job: self.trainings[job].layout.size for job in (self.trainings if jobs is None else jobs)}
 
     def inside_a_step(self) -> bool:
         """Whether a global batch is open."""

@@ -101,11 +101,14 @@ class Training:
 
     def collect(self, segment: Segment, loss: Tensor, correct: Tensor) -> None:
         """Add a microbatch's loss and correct predictions to the open global batch."""
-        if self.open is None:
-            self.open = OpenBatch(torch.zeros_like(loss), torch.zeros_like(correct))
-        self.open.loss += loss.detach()
-        self.open.correct += correct
-        self.open.tokens += segment.stop - segment.start
+        tokens, before = segment.stop - segment.start, self.open
+        if before is None:
+            # Most batches are one microbatch: with a thousand jobs every launch that is left out counts.
+            self.open = OpenBatch(loss.detach(), correct, tokens)
+        else:
+            self.open = OpenBatch(
+                before.loss + loss.detach(), before.correct + correct, before.tokens + tokens
+            )
 
     def take_batch(self, gradient: Tensor, loss: Tensor, correct: Tensor, tokens: int) -> None:
         """Replace the sums collected here by those of the whole global batch over all replicas."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from weftune.ops.adamw import Update, gradient_norms, update
 from weftune.ops.triton.at_hand import kernels_at_hand
 from weftune.run.measure.memory import is_out_of_memory
-from weftune.run.training.state import LITTLE, StepOutcome, Training
+from weftune.run.training.state import LITTLE, OpenBatch, StepOutcome, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,11 @@ def batch_sums(trainings: Sequence[Training]) -> list[Sums]:
 
 
 def open_sums(trainings: Sequence[Training]) -> Tensor:
-    """Loss and correct predictions of the open batches, in float64 [J, 2]."""
-    return torch.stack([_sums(training) for training in trainings])
+    """Loss and correct predictions of the open batches, in float64 [J, 2], in a few launches for all."""
+    batches = [_open_batch(training) for training in trainings]
+    loss_J = torch.stack([batch.loss for batch in batches]).double()
+    correct_J = torch.stack([batch.correct for batch in batches]).double()
+    return torch.stack([loss_J, correct_J], dim=1)
 
 
 def why_no_step(training: Training, sums: Sums) -> str | None:
@@ -209,14 +212,17 @@ def counted(due: Due, sums: Sums, rate: float, tokens: int) -> StepOutcome:
 
 def open_tokens(training: Training) -> int:
     """Rows in the open batch."""
+    return _open_batch(training).tokens
+
+
+def _open_batch(training: Training) -> OpenBatch:
     assert training.open is not None, "a step needs an open batch"
-    return training.open.tokens
+    return training.open
 
 
 def _sums(training: Training) -> Tensor:
     """Loss and correct predictions of the open batch, in float64 [2]."""
-    assert training.open is not None, "a step needs an open batch"
-    return torch.stack([training.open.loss.double(), training.open.correct.double()])
+    return open_sums([training])[0]
 
 
 def batch_totals(training: Training) -> Tensor:

@@ -22,6 +22,7 @@ from weftune.run.training.snapshot import Snapshot, Snapshots
 
 T = TypeVar("T")
 MOST_THREADS = 4
+FEW = 64
 CORES_PER_THREAD = 4
 """A hash takes a core, and training needs some too."""
 
@@ -42,13 +43,17 @@ class Writer:
         threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="writer")
         self._last: dict[str, Future[Any]] = {}
-        """Job → what was asked for last, unless it is done."""
+        """Job → what was asked for last; some of it is done."""
+        self._sweep_at = FEW
+        """So many are looked through for what is done, and then forgotten."""
         self._saves: list[tuple[str, int, Future[Path]]] = []
         """Job, step, and the checkpoint that is to be."""
 
     def run(self, job: str, work: Callable[[], T]) -> Future[T]:
         """Call `work` when all that was asked for this job before is done."""
-        self._last = {name: future for name, future in self._last.items() if not future.done()}
+        if len(self._last) > self._sweep_at:
+            self._last = {name: future for name, future in self._last.items() if not future.done()}
+            self._sweep_at = max(FEW, 2 * len(self._last))
         before = self._last.get(job)
 
         def in_turn() -> T:

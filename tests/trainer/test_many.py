@@ -1,0 +1,103 @@
+"""What many jobs cost beside their arithmetic, in counts that a busy machine does not change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import bench
+from weftune import JobSpec
+from weftune.data import prepare
+from weftune.data.encode import Encoder
+from weftune.jobs.store import folder
+from weftune.jobs.store.states import State
+from weftune.jobs.store.store import Store
+from weftune.report import read
+
+FEW, MANY = 3, 12
+
+
+class Counted:
+    """Counts the calls of functions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.calls: Counter[str] = Counter()
+
+    def watch(self, owner: Any, name: str) -> None:
+        real: Callable[..., Any] = getattr(owner, name)
+
+        def counted(*args: Any, **keys: Any) -> Any:
+            self.calls[name] += 1
+            return real(*args, **keys)
+
+        self._patch.setattr(owner, name, counted)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def train(output: Path, count: int) -> None:
+    """So many jobs of one step on the same rows."""
+    given = bench.rows(bench.samples(6))
+    jobs = [JobSpec(name=f"job{n}", data=given, seed=n, steps=1, batch_size=1) for n in range(count)]
+    results = bench.train(bench.base(), output, jobs)
+    assert [result.state for result in results.values()] == [State.SUCCEEDED] * count
+
+
+def test_a_tokenizer_and_data_that_jobs_share_are_looked_at_once(tmp_path: Path, counted: Counted) -> None:
+    counted.watch(Encoder, "__init__")
+    counted.watch(prepare, "build")
+    train(tmp_path / "out", MANY)
+    assert counted.calls == {"__init__": 1, "build": 1}
+
+
+def test_the_status_is_not_written_for_every_job(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weftune.jobs.store.store.STATUS_SECONDS", 3600.0)
+    counted.watch(Store, "write_status")
+    train(tmp_path / "few", FEW)
+    few = counted.calls.pop("write_status")
+    train(tmp_path / "many", MANY)
+    assert counted.calls["write_status"] == few
+    states = json.loads((tmp_path / "many" / "status.json").read_text())["jobs"]
+    assert {job["state"] for job in states.values()} == {"succeeded"}
+
+
+def test_each_job_file_is_read_once_for_the_report_and_the_results(tmp_path: Path, counted: Counted) -> None:
+    counted.watch(read, "_read_job_file")
+    train(tmp_path / "out", MANY)
+    assert counted.calls == {"_read_job_file": MANY}
+
+
+def test_checkpoints_are_deleted_only_when_the_success_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[dict[str, str]] = []
+    replace_file, rmtree = folder.replace_file, shutil.rmtree
+
+    def watched(path: Path, content: bytes) -> None:
+        replace_file(path, content)
+        if path.name == "status.json":
+            written.append({name: job["state"] for name, job in json.loads(content)["jobs"].items()})
+
+    def deleted(path: Path, ignore_errors: bool = False) -> None:
+        if path.name == "checkpoints":
+            assert written[-1][path.parent.name] == "succeeded"
+            gone.append(path.parent.name)
+        rmtree(path, ignore_errors)
+
+    gone: list[str] = []
+    monkeypatch.setattr(folder, "replace_file", watched)
+    monkeypatch.setattr(shutil, "rmtree", deleted)
+    train(tmp_path / "out", FEW)
+    assert gone == [f"job{n}" for n in range(FEW)]
