@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.cli.options import bytes_of
+from weftune.core.clock import Phase, current, phase, process_clock, running
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,41 +65,38 @@ def train(
     ] = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
-    from weftune.cli.early import refuse_device
-    from weftune.errors import UserError
-
-    if restart and not resume:
-        raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
-    if retry and not resume:
-        raise UserError("--retry goes with --resume: it names the job of an earlier run to go on with")
-    if changes and not retry:
-        raise UserError("--set goes with --retry JOB, which goes on with that; else edit the jobs file")
     asked = TrainAsked(
         jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory,
         tuple(retry or ()), tuple(changes or ()),
     )  # fmt: skip
+    with running(process_clock()):
+        _train_as(asked, pipeline, gpus)
+
+
+def _train_as(asked: TrainAsked, pipeline: str | None, gpus: str | None) -> None:
+    """In this process or in those that the options ask for; options that cannot go together are refused."""
+    from weftune.errors import UserError
+
+    refuse_options(asked)
     stages = 1 if pipeline is None else stages_of(pipeline)
-    refuse_device(device)
-    for text, option in ((memory, "--memory"), (gpu_memory, "--gpu-memory")):
-        if text is not None:
-            bytes_of(text, option)
-    if gpu_memory is not None:
-        refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas)
+    if asked.gpu_memory is not None:
+        refuse_beside_gpu_memory(asked.gpu_memory, pipeline, gpus, asked.replicas)
     place = _place()
     if gpus is not None:
-        refuse_beside_gpus(gpus, pipeline, replicas, place)
+        refuse_beside_gpus(gpus, pipeline, asked.replicas, place)
         gpus_of(gpus)
     if place is None:
         _check_early(asked)
     if gpus is not None:
         from weftune.run.measure.devices import devices_asked
 
-        _train_on(asked, devices_asked(gpus_of(gpus), device))
+        _train_on(asked, devices_asked(gpus_of(gpus), asked.device))
         return
     if place is None:
         _train_here(asked, stages)
         return
-    place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.workers > 1)
+    ring = asked.gpu_memory is not None and place.workers > 1
+    place = replace(with_replicas(place, asked.replicas), ring=ring)
     if pipeline is not None and stages not in (AUTO, place.stages):
         raise UserError(f"--pipeline {pipeline}: torchrun has started {place.workers} workers; leave it out")
     from weftune.run.workers.groups import attempt
@@ -169,7 +167,8 @@ def _check_early(asked: TrainAsked) -> None:
     if unknown := [name for name in asked.restart if name not in names]:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
     refuse_output(asked.output or run.output, asked.resume)
-    refuse_rows(run.jobs, named=True)
+    with phase(Phase.TOKENISING):
+        refuse_rows(run.jobs, named=True)
 
 
 def _train_here(asked: TrainAsked, stages: int) -> None:
@@ -240,15 +239,16 @@ def _join(asked: TrainAsked, place: WorkerPlace) -> None:
 
 
 def _train(asked: TrainAsked, staff: Staff | None) -> None:
-    from rich.console import Console
+    with phase(Phase.IMPORTS):
+        from rich.console import Console
 
-    from weftune.base.load import shape_at_hand
-    from weftune.jobs.spec.read import read_run
-    from weftune.jobs.spec.retry import read_changes
-    from weftune.report.steady import steady_output
-    from weftune.report.terminal import LiveView
-    from weftune.report.words import plural
-    from weftune.trainer.trainer import Options, trainer_for
+        from weftune.base.load import shape_at_hand
+        from weftune.jobs.spec.read import read_run
+        from weftune.jobs.spec.retry import read_changes
+        from weftune.report.steady import steady_output
+        from weftune.report.terminal import LiveView
+        from weftune.report.words import plural
+        from weftune.trainer.trainer import Options, trainer_for
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console(file=steady_output())
@@ -273,16 +273,17 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
 
 def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
     """A share of the jobs on each of these devices; one device is an ordinary run."""
-    from rich.console import Console
+    with phase(Phase.IMPORTS):
+        from rich.console import Console
 
-    from weftune.base.load import shape_at_hand
-    from weftune.jobs.spec.read import read_run
-    from weftune.jobs.spec.retry import read_changes
-    from weftune.launch.split import train_shares
-    from weftune.report.steady import steady_output
-    from weftune.report.terminal import LiveView
-    from weftune.report.words import plural
-    from weftune.trainer.trainer import Options
+        from weftune.base.load import shape_at_hand
+        from weftune.jobs.spec.read import read_run
+        from weftune.jobs.spec.retry import read_changes
+        from weftune.launch.split import train_shares
+        from weftune.report.steady import steady_output
+        from weftune.report.terminal import LiveView
+        from weftune.report.words import plural
+        from weftune.trainer.trainer import Options
 
     if len(devices) == 1:
         _train(asked, None)
@@ -309,15 +310,20 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
 def _finish(
     console: Console, folder: Path, results: Mapping[str, Result], interrupted: bool, mistaken: bool = False
 ) -> None:
-    """The table of all jobs, and the exit code."""
+    """The table of all jobs, how the wall time was spent, and the exit code."""
     from weftune.cli.options import MISTAKE
     from weftune.jobs.store.states import State
     from weftune.report.ending import final_table
     from weftune.report.read import read_run as read_records
+    from weftune.report.wall import wall_sentence
 
-    console.print(final_table(read_records(folder), console.width))
+    with phase(Phase.REPORT):
+        console.print(final_table(read_records(folder), console.width))
     if (folder / "report.html").exists():
         console.print(f"Report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    clock = current()
+    assert clock is not None, "the command started one"
+    console.print(wall_sentence(clock.read()), highlight=False, soft_wrap=True)
     if mistaken:
         raise typer.Exit(MISTAKE)
     if interrupted:
@@ -334,6 +340,23 @@ def _named(place: WorkerPlace) -> str:
     if place.replicas == 1:
         return stages
     return replicas if place.stages == 1 else f"{replicas} of {stages}"
+
+
+def refuse_options(asked: TrainAsked) -> None:
+    """What is wrong by itself, whatever the jobs are."""
+    from weftune.cli.early import refuse_device
+    from weftune.errors import UserError
+
+    if asked.restart and not asked.resume:
+        raise UserError("--restart goes with --resume: it names the job of an earlier run to train anew")
+    if asked.retry and not asked.resume:
+        raise UserError("--retry goes with --resume: it names the job of an earlier run to go on with")
+    if asked.changes and not asked.retry:
+        raise UserError("--set goes with --retry JOB, which goes on with that; else edit the jobs file")
+    refuse_device(asked.device)
+    for text, option in ((asked.memory, "--memory"), (asked.gpu_memory, "--gpu-memory")):
+        if text is not None:
+            bytes_of(text, option)
 
 
 def with_replicas(place: WorkerPlace, replicas: int) -> WorkerPlace:

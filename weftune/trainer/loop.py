@@ -13,6 +13,7 @@ from typing import Any
 
 from weftune.adapters.kind import Member
 from weftune.core.batch import Microbatch
+from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
 from weftune.jobs.store.scheduler import admit
@@ -184,6 +185,7 @@ class Loop:
 
     # -- windows -----------------------------------------------------------------------------------------
 
+    @phase(Phase.TRAINING)
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
         """Train until every job has ended, or until `stop` returns True; then everything is saved, and
         unfinished jobs are paused."""
@@ -364,7 +366,8 @@ class Loop:
                 self._endings[job] = Ending(State.FAILED, reason)
         if callback is not None and isinstance(event, Stepped | Evaluated):
             began = time.monotonic()
-            callback(event)
+            with phase(Phase.OTHER):
+                callback(event)
             self._timed.callback += time.monotonic() - began
 
     def _on_evaluation(self, event: Evaluated) -> None:
@@ -378,6 +381,7 @@ class Loop:
             reason = f"stopped early at step {event.step}: no better validation loss in {evaluations}"
             self._end(event.job, Ending(State.SUCCEEDED, reason))
 
+    @phase(Phase.SAVING)
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
         began = time.monotonic()
         try:
@@ -424,6 +428,7 @@ class Loop:
             release(self.base.device)
         self._endings.clear()
 
+    @phase(Phase.EXPORT)
     def _deliver(self, training: Training, ending: Ending) -> Ending:
         job = self.jobs[training.job]
         keeps_best = job.spec.keep == "best" and training.best is not None

@@ -15,6 +15,7 @@ from rich.console import Console
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
+from weftune.core.clock import Clock, Phase, current, phase, running
 from weftune.core.interrupt import interrupts
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import ModelShape
@@ -33,6 +34,7 @@ from weftune.report.page import write_report
 from weftune.report.read import JobRecord
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import JobRow, LiveView
+from weftune.report.wall import keep_wall_time, wall_sentence
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
@@ -151,6 +153,14 @@ class Trainer:
 
     def run(self, callback: Callback | None = None) -> dict[str, Result]:
         """Train until every job has ended or the run is interrupted. `callback` is called with every step."""
+        if current() is not None or self.options.share is not None:
+            return self._run(callback)
+        with running(Clock()) as clock:
+            results = self._run(callback)
+            self.view.note(wall_sentence(clock.read()))
+        return results
+
+    def _run(self, callback: Callback | None) -> dict[str, Result]:
         device = self.base.device if isinstance(self.base, Base) else device_named(self.options.device)
         shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)
         self.check(shape)
@@ -284,6 +294,7 @@ class Trainer:
             store.add_job(name)
         return name in store.status.jobs and store.job(name).state.ended
 
+    @phase(Phase.TOKENISING)
     def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[Ready]:
         """Every job ready to train, or the mistakes of all of them at once."""
         ready: list[Ready] = []
@@ -403,12 +414,25 @@ class Trainer:
     def results(self, store: Store) -> dict[str, Result]:
         """The results of all jobs; also draws the report, unless other processes are still training."""
         if self.options.share is None:
-            try:
-                write_report(self.output)
-            except OutputError as error:
-                self.view.note(f"warning: {error}; weftune report {self.output} draws it again.")
+            # Before, for the report; behind it, with what the report took.
+            self._keep_wall_time()
+            self._draw_report()
+            self._keep_wall_time()
         records = {record.name: record for record in read_records(self.output).jobs}
         return {name: self._result(store, name, records[name]) for name in self.jobs}
+
+    @phase(Phase.REPORT)
+    def _draw_report(self) -> None:
+        try:
+            write_report(self.output)
+        except OutputError as error:
+            self.view.note(f"warning: {error}; weftune report {self.output} draws it again.")
+
+    def _keep_wall_time(self) -> None:
+        clock = current()
+        if clock is not None:
+            with suppress(OutputError):
+                keep_wall_time(self.output, clock.read())
 
     def _result(self, store: Store, name: str, record: JobRecord) -> Result:
         status = store.job(name)
