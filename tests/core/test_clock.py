@@ -1,5 +1,6 @@
 """The wall time of a run, divided among its phases."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -10,7 +11,17 @@ import pytest
 import torch
 
 from weftune.core import clock as clocks
-from weftune.core.clock import Clock, Phase, claim, current, phase, process_clock, process_seconds, running
+from weftune.core.clock import (
+    Clock,
+    Phase,
+    claim,
+    current,
+    importing,
+    phase,
+    process_clock,
+    process_seconds,
+    running,
+)
 
 
 class Hands:
@@ -190,6 +201,16 @@ def test_a_phase_is_cheap():
             with phase(Phase.CAPTURING):
                 pass
     assert time.process_time() - began < 1.0
+
+
+def test_imports_are_a_phase_without_garbage_collection(hands):
+    clock = Clock(now=hands)
+    with running(clock), importing():
+        hands.time += 2
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.unfreeze()
+    assert spent(clock) == {Phase.IMPORTS: 2}
 
 
 def test_the_process_clock_starts_in_no_phase():

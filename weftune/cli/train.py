@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.cli.options import bytes_of
-from weftune.core.clock import Phase, current, phase, process_clock, running
+from weftune.core.clock import Phase, current, importing, phase, process_clock, running
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -173,13 +173,13 @@ def _check_early(asked: TrainAsked) -> None:
 
 def _train_here(asked: TrainAsked, stages: int) -> None:
     """On this machine, in the processes that were asked for or that the planner finds right."""
-    from weftune.run.measure.devices import devices_asked
-
     shares = 1
     if stages == AUTO:
         choice = _chosen(asked)
         stages, shares = choice.stages, choice.shares
     if shares > 1:
+        from weftune.run.measure.devices import devices_asked
+
         _train_on(asked, devices_asked(shares, asked.device))
     elif stages * asked.replicas > 1:
         raise typer.Exit(_launch(asked, stages))
@@ -239,7 +239,7 @@ def _join(asked: TrainAsked, place: WorkerPlace) -> None:
 
 
 def _train(asked: TrainAsked, staff: Staff | None) -> None:
-    with phase(Phase.IMPORTS):
+    with importing():
         from rich.console import Console
 
         from weftune.base.load import shape_at_hand
@@ -273,7 +273,7 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
 
 def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
     """A share of the jobs on each of these devices; one device is an ordinary run."""
-    with phase(Phase.IMPORTS):
+    with importing():
         from rich.console import Console
 
         from weftune.base.load import shape_at_hand
