@@ -19,6 +19,7 @@ from weftune.core.clock import Clock, Phase, current, phase, running
 from weftune.core.interrupt import interrupts
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import ModelShape
+from weftune.data.workers import end_workers
 from weftune.errors import Mistake, OutputError, SpecError, UserError
 from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
 from weftune.jobs.spec.layer import plain_values
@@ -226,7 +227,10 @@ class Trainer:
         jobs = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
         for name in self.options.retry:
             self._refuse_retry(store, name)
-        ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
+        try:
+            ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
+        finally:
+            end_workers()
         self._tell_of_data(ready)
         return ready
 
