@@ -47,17 +47,22 @@ def write_rows(path: Path, size: Size, rows: Rows, seed: int = 0) -> None:
     path.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in drawn))
 
 
-def write_jobs(path: Path, base: Path, place: BenchPlace, ranks: Sequence[int], **defaults: object) -> None:
-    """A job for each of these ranks, all with the keys of `defaults`."""
-    jobs = {
+def ranked_jobs(ranks: Sequence[int]) -> list[dict[str, Any]]:
+    return [
+        {"name": f"job{at}-r{rank}", "seed": at, "adapter": {"rank": rank}} for at, rank in enumerate(ranks)
+    ]
+
+
+def write_jobs(
+    path: Path, base: Path, place: BenchPlace, jobs: Sequence[dict[str, Any]], **defaults: object
+) -> None:
+    """A jobs file; all jobs have the keys of `defaults`."""
+    whole = {
         "base": {"model": str(base), "dtype": str(place.dtype).removeprefix("torch.")},
         "defaults": defaults,
-        "jobs": [
-            {"name": f"job{at}-r{rank}", "seed": at, "adapter": {"rank": rank}}
-            for at, rank in enumerate(ranks)
-        ],
+        "jobs": list(jobs),
     }
-    path.write_text(yaml.safe_dump(jobs))
+    path.write_text(yaml.safe_dump(whole))
 
 
 def read_lines(path: Path) -> Iterable[dict[str, Any]]:

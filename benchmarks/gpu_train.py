@@ -1,59 +1,168 @@
-"""`weftune train` as its user meets it: a process, from its start to the finished adapters.
+"""`weftune train` as its user meets it: a process, from its start to the finished adapters; beside it PEFT.
 
-A base with random weights in a real shape is written to files. Jobs train on random tokens of random lengths,
-twice: with empty caches, so that kernels are compiled and tried, and again. The wall time is split into what
-came before the first window, the windows, and what came behind the last one.
+A base with random weights in a real shape is written to files, with a real tokenizer. Eight jobs train on
+eight real datasets, rank 16 on all linears: with `weftune train` twice, with empty caches, so that kernels
+are compiled and tried, and again; and with PEFT (`benchmarks.peft_train`) on the same samples in the same
+order, plain and as strong as it gets, one job after another in one process, and with a process for as many
+jobs as fit at once. Every wall time is that of a process with its imports, loading, tokenising and saving.
 
-    python -m benchmarks.gpu_train --shape 8b --gpu-memory 10GiB [--jobs 8] [--steps 6] [--batch 2x1024]
+    python -m benchmarks.gpu_train --data FOLDER --tokenizer FOLDER [--shape 8b] [--steps 25] [--batch 8]
+        [--rows N] [--only weftune,peft,strong,processes] [--json FILE]
+
+FOLDER of `--data` holds the datasets as JSON lines of chats, found by the beginning of their names (gsm8k,
+openbookqa, svamp, glaive, dolly, xsum, sst2, rte). Of each the first `--rows` rows are taken, of those that
+have at most `--longest` tokens; `--cut FOLDER` writes what would be taken there and ends, to be carried to
+another machine. With more `--steps` than `--peft-steps` PEFT makes only those, and its training time is
+extrapolated.
+
+Python's compiled modules are made before anything is measured, as an installation makes them.
+
+Without `--data` only Weftune runs, on random tokens of random lengths, `--batch 2x1024`; so it does with
+`--gpu-memory SIZE`, since nothing else can be given less than its GPU has.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_rows
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from benchmarks.folder import Rows, ranked_jobs, read_lines, write_base, write_jobs, write_rows
+from benchmarks.peft_train import PeftJob, PeftTask, encoded
+from benchmarks.shapes import CONFIGS, toy_config
+from weftune.base.place import demo_folder
 from weftune.bench.llama import SIZES
 from weftune.bench.result import arguments, finish
-from weftune.bench.table import aligned
-from weftune.bench.timing import fresh, here
+from weftune.bench.table import aligned, number, ratio
+from weftune.bench.timing import BenchPlace, fresh, here
+from weftune.core.clock import Phase
+from weftune.data.order import SampleOrder
+from weftune.data.template import template_source
+from weftune.errors import MissingPackage
+from weftune.report.wall import label, read_wall_times
 
 RANK = 16
 SAMPLES = 64
+DATASETS = ("gsm8k", "openbookqa", "svamp", "glaive", "dolly", "xsum", "sst2", "rte")
+ALL = ("weftune", "peft", "strong", "processes")
+COLD, WARM = "Weftune, empty caches", "Weftune, again"
+PLAIN, STRONG = "PEFT, one after another", "PEFT without padding, Liger"
+CONTEXT_BYTES = 1 << 30
+SLACK = 1.1
+"""What a process takes of a GPU beside its tensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
+    """One process, or several at once, from the start of the first to the end of the last."""
+
     name: str
     exit_code: int
     seconds: float
-    """From the start of the process to its end."""
-    before: float
-    """Until the first window began."""
-    windows: tuple[float, ...]
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """As the process itself measured them."""
+    windows: tuple[float, ...] = ()
+    after_last_step: float | None = None
+    tokens: int = 0
+    peak_bytes: int | None = None
+    note: str = ""
 
     @property
-    def after(self) -> float:
-        return self.seconds - self.before - sum(self.windows)
+    def untold(self) -> float:
+        """Seconds of the process that it could not measure: its end, mostly."""
+        return self.seconds - sum(self.phases.values())
 
 
-def train(name: str, folder: Path, words: Sequence[str]) -> Run:
-    output = folder / name
-    asked = [sys.executable, "-m", "weftune", "train", str(folder / "jobs.yaml"), "--output", str(output)]
-    began_at, began = time.time(), time.perf_counter()
-    ended = subprocess.run([*asked, *words], env=os.environ | kept(folder), check=False)
-    seconds = time.perf_counter() - began
-    file = output / "windows.jsonl"
-    windows = list(read_lines(file)) if file.exists() else []
-    taken = tuple(one["seconds"] for one in windows)
-    first = windows[0]["time"] - taken[0] - began_at if windows else seconds
-    return Run(name, ended.returncode, seconds, first, taken)
+# -- what is trained ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The folder with everything in it, and how it is trained."""
+
+    folder: Path
+    place: BenchPlace
+    steps: int
+    batch: int
+    peft_steps: int
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Job → its rows; none where they are random."""
+
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
+
+
+def cut_rows(
+    source: Path, target: Path, tokenizer: Any, rows: int, longest: int, jobs: int
+) -> dict[str, Path]:
+    """The rows of every dataset that are taken, in files of their own."""
+    target.mkdir(parents=True, exist_ok=True)
+    made = {}
+    for name in DATASETS[:jobs]:
+        found = sorted(source.glob(f"{name}*.jsonl"))
+        if not found:
+            raise SystemExit(f"{source} has no file {name}*.jsonl")
+        lines = found[0].read_text().splitlines()
+        kept = [line for line in lines if fits(json.loads(line), tokenizer, longest)][:rows]
+        made[name] = target / f"{name}.jsonl"
+        made[name].write_text("\n".join(kept) + "\n")
+    return made
+
+
+def fits(row: Mapping[str, Any], tokenizer: Any, longest: int) -> bool:
+    """Whether Weftune and PEFT make one sample of the same tokens of it."""
+    ends = row["messages"][-1]["role"] == "assistant"
+    return ends and len(encoded(row, tokenizer).tokens) <= longest
+
+
+def write_model(folder: Path, config: PretrainedConfig, tokenizer: Any, place: BenchPlace) -> None:
+    """Made on the device, in the dtype that it is trained in."""
+    torch.manual_seed(0)
+    with torch.device(place.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=place.dtype)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def real_tokenizer(folder: Path | None) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder or demo_folder())
+    except MissingPackage as error:
+        raise SystemExit(f"name a model folder that has a tokenizer with --tokenizer, for: {error}") from None
+    tokenizer.chat_template = template_source(tokenizer, None) or template_source(tokenizer, "chatml")
+    return tokenizer
+
+
+def jobs_of_data(work: Work) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "seed": at, "data": {"path": str(path)}, "adapter": {"rank": RANK}}
+        for at, (name, path) in enumerate(work.files.items())
+    ]
+
+
+def peft_jobs(work: Work) -> list[PeftJob]:
+    """The same samples in the same order: every row is one sample."""
+    made = []
+    for seed, (name, path) in enumerate(work.files.items()):
+        order = SampleOrder(len(path.read_text().splitlines()), work.batch, seed)
+        steps = range(1, min(work.steps, work.peft_steps) + 1)
+        made.append(PeftJob(name, str(path), [order.batch(step).tolist() for step in steps]))
+    return made
+
+
+# -- processes -------------------------------------------------------------------------------------------
 
 
 def kept(folder: Path) -> dict[str, str]:
@@ -63,55 +172,232 @@ def kept(folder: Path) -> dict[str, str]:
     return {"PYTHONDONTWRITEBYTECODE": "", **{name: str(folder / place) for name, place in places.items()}}
 
 
-def row(run: Run) -> Sequence[str]:
-    windows = " ".join(f"{one:.1f}" for one in run.windows)
-    return (
-        run.name,
-        str(run.exit_code),
-        f"{run.seconds:.1f}",
-        f"{run.before:.1f}",
-        windows,
-        f"{run.after:.1f}",
+def compile_modules(folder: Path) -> None:
+    code = "import weftune.trainer.trainer, weftune.cli.main, weftune.report.page, plotly.offline, peft"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | kept(folder), check=True)
+
+
+def train(name: str, folder: Path, words: Sequence[str]) -> Run:
+    output = folder / name.replace(" ", "-")
+    asked = [sys.executable, "-m", "weftune", "train", str(folder / "jobs.yaml"), "--output", str(output)]
+    began = time.perf_counter()
+    ended = subprocess.run([*asked, *words], env=os.environ | kept(folder), check=False)
+    seconds, ended_at = time.perf_counter() - began, time.time()
+    walls = read_wall_times(output)
+    windows, steps = (_lines(output / file) for file in ("windows.jsonl", "metrics.jsonl"))
+    return Run(
+        name=name,
+        exit_code=ended.returncode,
+        seconds=seconds,
+        phases=dict(walls[-1].phases) if walls else {},
+        windows=tuple(one["seconds"] for one in windows),
+        after_last_step=ended_at - steps[-1]["time"] if steps else None,
+        tokens=sum(one["tokens"] for one in windows),
+        peak_bytes=max((int(one["peak_bytes"]) for one in windows), default=None),
     )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return list(read_lines(path)) if path.exists() else []
+
+
+def peft(name: str, work: Work, strong: bool, processes: int = 1) -> Run:
+    """Every process has a share of the jobs; the phases are those of the longest."""
+    jobs = peft_jobs(work)
+    dtype, device = str(work.place.dtype).removeprefix("torch."), str(work.place.device)
+    output = str(work.folder / name.replace(" ", "-"))
+    commands, results = [], []
+    for share in range(processes):
+        task = PeftTask(str(work.base), device, dtype, output, strong, RANK, jobs[share::processes])
+        files = [work.folder / f"{kind}{share}.json" for kind in ("task", "result")]
+        files[1].unlink(missing_ok=True)
+        task.write(files[0])
+        commands.append([sys.executable, "-m", "benchmarks.peft_train", *map(str, files)])
+        results.append(files[1])
+    began = time.perf_counter()
+    started = [subprocess.Popen(one, env=os.environ | kept(work.folder)) for one in commands]
+    codes = [one.wait() for one in started]
+    seconds = time.perf_counter() - began
+    found = [json.loads(path.read_text()) for path in results if path.exists()]
+    longest = max(found, key=lambda one: sum(one["phases"].values()), default={"phases": {}, "note": ""})
+    return Run(
+        name=name,
+        exit_code=max(map(abs, codes)),
+        seconds=seconds,
+        phases=longest["phases"],
+        tokens=sum(one["tokens"] for one in found),
+        peak_bytes=sum(one["peak_bytes"] or 0 for one in found) or None,
+        note=longest["note"],
+    )
+
+
+def peft_at_once(work: Work, one_peak: int | None) -> Run:
+    """As many processes as fit, each with its share of the jobs."""
+    count = min(len(work.files), room(work.place, one_peak))
+    while True:
+        found = peft(f"PEFT, {count} processes at once", work, strong=False, processes=count)
+        if found.exit_code == 0 or count == 1:
+            return found
+        count -= 1
+
+
+def room(place: BenchPlace, one_peak: int | None) -> int:
+    if place.device.type != "cuda" or one_peak is None:
+        return 2
+    fresh(place.device)
+    free, _ = torch.cuda.mem_get_info(place.device)
+    return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
+
+
+def extrapolated(run: Run, work: Work) -> Run:
+    """A run of fewer steps with the time that all of them would have taken."""
+    times = work.steps / work.peft_steps
+    if times <= 1.0:
+        return run
+    grown = (Phase.TRAINING, Phase.TOKENISING)
+    phases = {name: one * (times if name in grown else 1.0) for name, one in run.phases.items()}
+    more = sum(phases.values()) - sum(run.phases.values())
+    words = f"extrapolated from {work.peft_steps} steps"
+    note = f"{run.note}; {words}" if run.note else words
+    return replace(run, seconds=run.seconds + more, phases=phases, tokens=int(run.tokens * times), note=note)
+
+
+# -- told -------------------------------------------------------------------------------------------------
+
+
+def split_table(runs: Sequence[Run]) -> str:
+    used = [name for name in Phase if any(run.phases.get(name, 0.0) >= 0.05 for run in runs)]
+    titles = ("seconds", "wall", *(label(name) for name in used), "end of the process", "")
+    rows = [
+        (
+            run.name,
+            number(run.seconds),
+            *(number(run.phases.get(name)) for name in used),
+            number(run.untold if run.phases else None),
+            run.note if run.exit_code == 0 else f"failed with exit code {run.exit_code}",
+        )
+        for run in runs
+    ]
+    return aligned(titles, rows)
+
+
+def ratios(runs: Sequence[Run]) -> dict[str, float]:
+    """Weftune's wall over each of the others'."""
+    whole = [run for run in runs if run.exit_code == 0]
+    own = [run for run in whole if run.name in (COLD, WARM)]
+    others = [run for run in whole if run.name not in (COLD, WARM)]
+    pairs = {
+        f"{one.name} / {other.name}": ratio(one.seconds, other.seconds) for one in own for other in others
+    }
+    return {name: value for name, value in pairs.items() if value is not None}
+
+
+def tell(runs: Sequence[Run], about: dict[str, Any], where: Path | None) -> None:
+    print(split_table(runs))
+    for run in runs:
+        if run.windows:
+            windows = " ".join(f"{one:.1f}" for one in run.windows)
+            after = number(run.after_last_step)
+            print(
+                f"{run.name}: {run.tokens:,} tokens, windows of {windows} s, {after} s behind the last step"
+            )
+    found = ratios(runs)
+    for name, value in found.items():
+        print(f"{name}: {value:.2f}")
+    finish({**about, "ratios": found, "runs": [asdict(run) for run in runs]}, where)
+
+
+# -- the command ------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--shape", choices=[name for name in SIZES if name != "toy"], default="8b")
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="as of weftune train")
-    parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--batch", default="2x1024", help="samples of one job's step × tokens of the longest")
-    parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
+    parser = _parser()
     asked = parser.parse_args()
+    if asked.cut is not None:
+        if asked.data is None:
+            parser.error("--cut goes with --data")
+        cut_rows(
+            asked.data, asked.cut, real_tokenizer(asked.tokenizer), asked.rows, asked.longest, asked.jobs
+        )
+        return
     place = here(asked.toy)
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
-    size = SIZES["toy" if asked.toy else asked.shape]
-    batch, longest = (4, 16) if asked.toy else map(int, asked.batch.lower().split("x"))
     words = ["--device", place.device.type]
     words += ["--gpu-memory", asked.gpu_memory] if asked.gpu_memory else []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_base(folder / "base", size, place)
-        fresh(place.device)
-        write_rows(folder / "rows.jsonl", size, Rows(samples=SAMPLES, shortest=longest // 8, longest=longest))
-        write_jobs(
-            folder / "jobs.yaml",
-            folder / "base",
-            place,
-            [RANK] * asked.jobs,
-            data="rows.jsonl",
-            steps=asked.steps,
-            batch_size=batch,
-        )
-        runs = [train(name, folder, words) for name in ("first", "second")]
-    titles = ("", "exit code", "seconds", "before training", "windows", "behind them")
-    print(aligned(titles, [row(run) for run in runs]))
-    finish(
-        {"shape": size.name, "gpu_memory": asked.gpu_memory, "runs": [asdict(r) for r in runs]}, asked.json
-    )
+        work = (_real if asked.data else _random)(asked, Path(name), place)
+        if not asked.toy:
+            compile_modules(work.folder)
+        runs = _runs(asked, work, words)
+    about = {"shape": "toy" if asked.toy else asked.shape, "gpu_memory": asked.gpu_memory}
+    about |= {"jobs": asked.jobs, "steps": work.steps, "batch": work.batch}
+    tell(runs, about, asked.json)
     sys.exit(max(run.exit_code for run in runs))
+
+
+def _runs(asked: argparse.Namespace, work: Work, words: Sequence[str]) -> list[Run]:
+    only = asked.only.split(",") if work.files and not asked.gpu_memory else ["weftune"]
+    runs = [train(name, work.folder, words) for name in (COLD, WARM)] if "weftune" in only else []
+    one_peak = None
+    for key, name in (("peft", PLAIN), ("strong", STRONG)):
+        if key in only:
+            runs.append(extrapolated(peft(name, work, strong=key == "strong"), work))
+            one_peak = one_peak or runs[-1].peak_bytes
+    if "processes" in only:
+        runs.append(extrapolated(peft_at_once(work, one_peak), work))
+    return runs
+
+
+def _real(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
+    tokenizer = real_tokenizer(asked.tokenizer)
+    config = toy_config(len(tokenizer)) if asked.toy else CONFIGS[asked.shape]()
+    if len(tokenizer) > config.vocab_size:
+        raise SystemExit(f"the tokenizer has {len(tokenizer)} tokens, and the shape {config.vocab_size}")
+    write_model(folder / "base", config, tokenizer, place)
+    fresh(place.device)
+    rows = min(asked.rows, 40) if asked.toy else asked.rows
+    longest = min(asked.longest, 64) if asked.toy else asked.longest
+    files = cut_rows(asked.data, folder / "data", tokenizer, rows, longest, asked.jobs)
+    steps, batch = asked.steps or (3 if asked.toy else 25), 2 if asked.toy else int(asked.batch or 8)
+    work = Work(folder, place, steps, batch, asked.peft_steps, files)
+    defaults = {"steps": steps, "batch_size": batch, "data": {"max_length": longest}}
+    write_jobs(folder / "jobs.yaml", folder / "base", place, jobs_of_data(work), **defaults)
+    return work
+
+
+def _random(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
+    if not asked.toy and asked.shape not in SIZES:
+        raise SystemExit(f"--shape {asked.shape} goes with --data; without, one of {', '.join(SIZES)}")
+    size = SIZES["toy" if asked.toy else asked.shape]
+    batch, longest = (4, 16) if asked.toy else map(int, (asked.batch or "2x1024").lower().split("x"))
+    write_base(folder / "base", size, place)
+    fresh(place.device)
+    write_rows(folder / "rows.jsonl", size, Rows(samples=SAMPLES, shortest=longest // 8, longest=longest))
+    work = Work(folder, place, asked.steps or 6, batch, asked.peft_steps)
+    jobs = ranked_jobs([RANK] * asked.jobs)
+    defaults = {"data": "rows.jsonl", "steps": work.steps, "batch_size": batch}
+    write_jobs(folder / "jobs.yaml", folder / "base", place, jobs, **defaults)
+    return work
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments(__doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--shape", choices=list(CONFIGS), default="8b")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="the datasets")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a model folder; else SmolLM2's")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="at most so many rows of each dataset")
+    parser.add_argument("--longest", type=int, default=2048, help="rows of more tokens are left out")
+    parser.add_argument("--cut", type=Path, metavar="FOLDER", help="write the rows there, and end")
+    parser.add_argument("--only", default=",".join(ALL), help=f"some of {','.join(ALL)}")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="as of weftune train")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--steps", type=int, help="of every job: 25 unless told, 6 on random tokens")
+    parser.add_argument("--peft-steps", type=int, default=25, help="PEFT makes no more")
+    parser.add_argument("--batch", help="samples of one job's step; on random tokens with × the longest")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
+    return parser
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_rows
+from benchmarks.folder import Rows, ranked_jobs, read_lines, write_base, write_jobs, write_rows
 from weftune.bench.llama import SIZES, Size
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
@@ -81,7 +81,7 @@ def write(folder: Path, size: Size, place: BenchPlace, steps: int) -> None:
     write_base(folder / "base", size, place)
     write_rows(folder / "rows.jsonl", size, Rows(samples=SAMPLES, shortest=TOKENS // 4, longest=TOKENS))
     settings = dict(data="rows.jsonl", steps=steps, batch_size=BATCH, learning_rate=1e-3)
-    write_jobs(folder / "jobs.yaml", folder / "base", place, RANKS, **settings)
+    write_jobs(folder / "jobs.yaml", folder / "base", place, ranked_jobs(RANKS), **settings)
 
 
 def losses(output: Path) -> dict[str, list[float]]:

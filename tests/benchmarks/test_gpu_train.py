@@ -1,4 +1,4 @@
-"""`weftune train` as a benchmark starts it, with a tiny shape on the CPU."""
+"""`weftune train` and PEFT as a benchmark starts them, with a tiny shape on the CPU."""
 
 import json
 import sys
@@ -6,18 +6,84 @@ import sys
 import pytest
 
 from benchmarks import gpu_train
+from benchmarks.gpu_train import COLD, DATASETS, PLAIN, STRONG, WARM, Run, Work, extrapolated, ratios
+from benchmarks.peft_train import Encoded, packed, padded
+from tests import bench
+from weftune.core.clock import Phase
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    def run(*words):
+        file = tmp_path / "found.json"
+        monkeypatch.setattr(sys, "argv", ["gpu_train", "--toy", "--json", str(file), *words])
+        with pytest.raises(SystemExit) as ended:
+            gpu_train.main()
+        assert ended.value.code == 0
+        return json.loads(file.read_text())
+
+    return run
+
+
+def chats(folder):
+    folder.mkdir()
+    for name in DATASETS[:2]:
+        rows = [
+            {"messages": [{"role": "user", "content": f"w{at}"}, {"role": "assistant", "content": "w7 w8"}]}
+            for at in range(10, 30)
+        ]
+        (folder / f"{name}_train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
 
 
 @pytest.mark.slow
-def test_both_runs_end_and_their_parts_are_all_of_the_time(tmp_path, monkeypatch):
-    file = tmp_path / "found.json"
-    words = ["--toy", "--jobs", "2", "--steps", "3", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["gpu_train", *words])
-    with pytest.raises(SystemExit) as ended:
-        gpu_train.main()
-    assert ended.value.code == 0
-    first, second = json.loads(file.read_text())["runs"]
+def test_every_way_of_training_ends_and_its_phases_are_the_wall_time(tmp_path, command):
+    bench.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    data = chats(tmp_path / "data")
+    found = command("--data", str(data), "--tokenizer", str(tmp_path / "tokenizer"), "--jobs", "2")
+    names = [run["name"] for run in found["runs"]]
+    assert names == [COLD, WARM, PLAIN, STRONG, "PEFT, 2 processes at once"]
+    for run in found["runs"]:
+        assert run["exit_code"] == 0
+        assert {"imports", "loading", "training", "export"} <= run["phases"].keys()
+        assert 0 < sum(run["phases"].values()) < run["seconds"] + 0.1
+    cold, _, plain, strong, _ = found["runs"]
+    assert cold["tokens"] == plain["tokens"] == strong["tokens"] > 0
+    assert set(found["ratios"]) == {f"{own} / {other}" for own in names[:2] for other in names[2:]}
+
+
+@pytest.mark.slow
+def test_without_data_weftune_runs_alone_on_random_tokens(command):
+    first, second = command("--jobs", "2", "--steps", "3")["runs"]
     for run in (first, second):
         assert run["exit_code"] == 0
         assert run["windows"]
-        assert 0 < run["before"] + sum(run["windows"]) < run["seconds"]
+        assert 0 < sum(run["windows"]) < run["seconds"]
+
+
+def test_both_forms_of_a_batch_supervise_the_same_tokens():
+    samples = [Encoded([5, 6, 7], [-100, 6, 7]), Encoded([8, 9], [8, 9])]
+    flat, square = packed(samples, "cpu"), padded(samples, "cpu")
+    assert flat["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert flat["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert flat["labels"].tolist() == [[-100, 6, 7, -100, 9]]
+    assert square["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert square["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert square["labels"].tolist() == [[-100, 6, 7], [8, 9, -100]]
+
+
+def test_only_training_grows_with_the_steps(tmp_path):
+    phases = {Phase.LOADING: 4.0, Phase.TRAINING: 10.0, Phase.TOKENISING: 1.0}
+    run = Run(name=PLAIN, exit_code=0, seconds=16.0, phases=phases, tokens=100)
+    more = extrapolated(run, Work(tmp_path, None, 200, 8, 25))
+    assert more.seconds == 16.0 + 7 * 11.0
+    assert more.phases[Phase.LOADING] == 4.0
+    assert more.note == "extrapolated from 25 steps"
+    assert extrapolated(run, Work(tmp_path, None, 25, 8, 25)) == run
+
+
+def test_ratios_are_those_of_runs_that_ended():
+    seconds = {COLD: 60.0, WARM: 30.0, PLAIN: 100.0}
+    runs = [Run(name=name, exit_code=0, seconds=one) for name, one in seconds.items()]
+    lost = Run(name=STRONG, exit_code=1, seconds=1.0)
+    assert ratios([*runs, lost]) == {f"{COLD} / {PLAIN}": 0.6, f"{WARM} / {PLAIN}": 0.3}

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from weftune.base.families import KNOWN
 from weftune.core.batch import IGNORED, Microbatch
+from weftune.core.clock import Phase, phase
 from weftune.errors import BaseModelError, UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ CHEAP_WINDOW = 64
 LONGEST_WINDOW = 8192
 
 
+@phase(Phase.CHECKING)
 @torch.no_grad()
 def check_packing(base: Base, plain: str) -> None:
     """Compare with the separate forwards under the attention `plain`, and refuse the model if they differ."""

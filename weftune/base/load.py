@@ -23,15 +23,18 @@ from weftune.base.safe_files import no_safetensors
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import stored_dtype, weight_files
+from weftune.core.clock import Phase, phase
 from weftune.core.shapes import ModelShape
 from weftune.errors import BaseModelError, UserError
 
 
+@phase(Phase.LOADING)
 def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     with explained(spec):
         return AutoTokenizer.from_pretrained(place(spec), revision=spec.revision, trust_remote_code=False)
 
 
+@phase(Phase.LOADING)
 def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
     """The shape the base would have on `device` (None: the best one here), from its config alone."""
     config = load_config(spec, place(spec))

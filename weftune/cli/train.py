@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weftune.cli.options import bytes_of
+from weftune.core.clock import Phase, current, importing, phase, process_clock, running
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,31 +65,38 @@ def train(
     ] = None,
 ) -> None:
     """Train every job of a jobs file together; each becomes a PEFT adapter in the output folder."""
-    from weftune.errors import UserError
-
     asked = TrainAsked(
         jobs, output, device, max_steps, memory, resume, tuple(restart or ()), replicas, gpu_memory,
         tuple(retry or ()), tuple(changes or ()),
     )  # fmt: skip
+    with running(process_clock()):
+        _train_as(asked, pipeline, gpus)
+
+
+def _train_as(asked: TrainAsked, pipeline: str | None, gpus: str | None) -> None:
+    """In this process or in those that the options ask for; options that cannot go together are refused."""
+    from weftune.errors import UserError
+
     asked.refuse()
     stages = 1 if pipeline is None else stages_of(pipeline)
-    if gpu_memory is not None:
-        refuse_beside_gpu_memory(gpu_memory, pipeline, gpus, replicas)
+    if asked.gpu_memory is not None:
+        refuse_beside_gpu_memory(asked.gpu_memory, pipeline, gpus, asked.replicas)
     place = _place()
     if gpus is not None:
-        refuse_beside_gpus(gpus, pipeline, replicas, place)
+        refuse_beside_gpus(gpus, pipeline, asked.replicas, place)
         gpus_of(gpus)
     if place is None:
         _check_early(asked)
     if gpus is not None:
         from weftune.run.measure.devices import devices_asked
 
-        _train_on(asked, devices_asked(gpus_of(gpus), device))
+        _train_on(asked, devices_asked(gpus_of(gpus), asked.device))
         return
     if place is None:
         _train_here(asked, stages)
         return
-    place = replace(with_replicas(place, replicas), ring=gpu_memory is not None and place.workers > 1)
+    ring = asked.gpu_memory is not None and place.workers > 1
+    place = replace(with_replicas(place, asked.replicas), ring=ring)
     if pipeline is not None and stages not in (AUTO, place.stages):
         raise UserError(f"--pipeline {pipeline}: torchrun has started {place.workers} workers; leave it out")
     from weftune.run.workers.groups import attempt
@@ -175,18 +183,19 @@ def _check_early(asked: TrainAsked) -> None:
     if unknown := [name for name in asked.restart if name not in names]:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
     refuse_output(asked.output or run.output, asked.resume)
-    refuse_rows(run.jobs, named=True)
+    with phase(Phase.TOKENISING):
+        refuse_rows(run.jobs, named=True)
 
 
 def _train_here(asked: TrainAsked, stages: int) -> None:
     """On this machine, in the processes that were asked for or that the planner finds right."""
-    from weftune.run.measure.devices import devices_asked
-
     shares = 1
     if stages == AUTO:
         choice = _chosen(asked)
         stages, shares = choice.stages, choice.shares
     if shares > 1:
+        from weftune.run.measure.devices import devices_asked
+
         _train_on(asked, devices_asked(shares, asked.device))
     elif stages * asked.replicas > 1:
         raise typer.Exit(_launch(asked, stages))
@@ -246,15 +255,16 @@ def _join(asked: TrainAsked, place: WorkerPlace) -> None:
 
 
 def _train(asked: TrainAsked, staff: Staff | None) -> None:
-    from rich.console import Console
+    with importing():
+        from rich.console import Console
 
-    from weftune.base.load import shape_at_hand
-    from weftune.jobs.spec.read import read_run
-    from weftune.jobs.spec.retry import read_changes
-    from weftune.report.steady import steady_output
-    from weftune.report.terminal import LiveView
-    from weftune.report.words import plural
-    from weftune.trainer.trainer import Options, trainer_for
+        from weftune.base.load import shape_at_hand
+        from weftune.jobs.spec.read import read_run
+        from weftune.jobs.spec.retry import read_changes
+        from weftune.report.steady import steady_output
+        from weftune.report.terminal import LiveView
+        from weftune.report.words import plural
+        from weftune.trainer.trainer import Options, trainer_for
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console(file=steady_output())
@@ -279,16 +289,17 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
 
 def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
     """A share of the jobs on each of these devices; one device is an ordinary run."""
-    from rich.console import Console
+    with importing():
+        from rich.console import Console
 
-    from weftune.base.load import shape_at_hand
-    from weftune.jobs.spec.read import read_run
-    from weftune.jobs.spec.retry import read_changes
-    from weftune.launch.split import train_shares
-    from weftune.report.steady import steady_output
-    from weftune.report.terminal import LiveView
-    from weftune.report.words import plural
-    from weftune.trainer.trainer import Options
+        from weftune.base.load import shape_at_hand
+        from weftune.jobs.spec.read import read_run
+        from weftune.jobs.spec.retry import read_changes
+        from weftune.launch.split import train_shares
+        from weftune.report.steady import steady_output
+        from weftune.report.terminal import LiveView
+        from weftune.report.words import plural
+        from weftune.trainer.trainer import Options
 
     if len(devices) == 1:
         _train(asked, None)
@@ -315,15 +326,20 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
 def _finish(
     console: Console, folder: Path, results: Mapping[str, Result], interrupted: bool, mistaken: bool = False
 ) -> None:
-    """The table of all jobs, and the exit code."""
+    """The table of all jobs, how the wall time was spent, and the exit code."""
     from weftune.cli.options import MISTAKE
     from weftune.jobs.store.states import State
     from weftune.report.ending import final_table
     from weftune.report.read import read_run as read_records
+    from weftune.report.wall import wall_sentence
 
-    console.print(final_table(read_records(folder), console.width))
+    with phase(Phase.REPORT):
+        console.print(final_table(read_records(folder), console.width))
     if (folder / "report.html").exists():
         console.print(f"Report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    clock = current()
+    assert clock is not None, "the command started one"
+    console.print(wall_sentence(clock.read()), highlight=False, soft_wrap=True)
     if mistaken:
         raise typer.Exit(MISTAKE)
     if interrupted:

@@ -120,8 +120,8 @@ def _asked(
     try:
         if watch is not None:
             watch.start()
-        _send(stdin, payload)
-        reply = _received(stdout)
+        send_bytes(stdin, payload)
+        reply = receive_bytes(stdout)
     except BrokenPipeError:
         reply = None
     finally:
@@ -135,13 +135,13 @@ def _ending(code: int) -> Reason:
     return "time" if code in timed or not timed else "crash"
 
 
-def _send(stream: IO[bytes], payload: bytes) -> None:
+def send_bytes(stream: IO[bytes], payload: bytes) -> None:
     stream.write(len(payload).to_bytes(LENGTH_BYTES, "little"))
     stream.write(payload)
     stream.flush()
 
 
-def _received(stream: IO[bytes]) -> bytes | None:
+def receive_bytes(stream: IO[bytes]) -> bytes | None:
     head = stream.read(LENGTH_BYTES)
     length = int.from_bytes(head, "little")
     payload = stream.read(length) if len(head) == LENGTH_BYTES else b""
@@ -153,8 +153,8 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the other one decides
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     _limit_memory()
-    while (payload := _received(stdin)) is not None:
-        _send(stdout, _reply(payload))
+    while (payload := receive_bytes(stdin)) is not None:
+        send_bytes(stdout, _reply(payload))
 
 
 def _limit_memory() -> None:

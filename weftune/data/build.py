@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weftune.data.cache import Store, StoreWriter, open_store
 from weftune.data.encode import Encoder
 from weftune.data.formats import Content, detect, normalise, refuse_untrainable, renamed
-from weftune.data.row import BadRow, CommonBadRow, Row, Table, row_hash
+from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row, row_hash
 from weftune.data.spec import DataSpec, Format
 from weftune.data.tally import Tally
 from weftune.data.template import Template
-from weftune.data.tokenise import Tokeniser
+from weftune.data.tokenise import Sample, Tokeniser
+from weftune.data.workers import worker_count, workers_here
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
@@ -26,6 +31,8 @@ PLACES_SHOWN = 3
 REASONS_KEPT = 5
 ROWS_AT_ONCE = 512
 CHARACTERS_AT_ONCE = 1_000_000
+CHUNKS_HERE = 2
+"""Chunks of a table that are tokenised before other processes are asked: few rows are done by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,29 +212,37 @@ def _write(
     tally = Tally()
     bad = _BadRows()
     spec = rules.spec
-    tokeniser = Tokeniser(
-        rules.encoder,
-        rules.template,
-        rules.tool_template,
-        spec.train_on,
-        rules.longest,
-        tally,
-        context=rules.context,
-    )
     with StoreWriter(folder) as writer:
-        for rows in _chunks(_limited(table, spec)):
-            for row, problem in _write_chunk(rows, format, spec, tokeniser, writer):
-                bad.add(row.place, problem)
-                tally.skipped += 1
+        for rows, made in _tokenised(_chunks(_limited(table, spec)), format, rules):
+            for at, problem in made.bad:
+                bad.add(rows[at].place, bad_row(problem))
             if not spec.skip_bad_rows and bad.full:
                 bad.refuse("reading stopped here; there may be more")
-            tally.rows += len(rows)
+            writer.extend(made.arrays)
+            tally.add(made.tally)
             if progress is not None:
                 progress(tally.rows)
         if not spec.skip_bad_rows:
             bad.refuse()
         tally.reasons, tally.explained = bad.reasons(REASONS_KEPT)
         writer.commit(tally)
+
+
+def _tokenised(
+    chunks: Iterator[list[Row]], format: Format, rules: Rules
+) -> Iterator[tuple[list[Row], TokenisedChunk]]:
+    """Every chunk in order; beyond the first ones by several processes, which take a moment to start."""
+    # Rows from Python can be many, and a worker is sent its own.
+    rules = replace(rules, spec=replace(rules.spec, rows=None))
+    for rows in islice(chunks, CHUNKS_HERE):
+        yield rows, tokenise_chunk((rules, format), rows)
+    count = worker_count()
+    ahead = list(islice(chunks, 1))
+    if ahead and count:
+        yield from workers_here(count).each(tokenise_chunk, (rules, format), chain(ahead, chunks))
+        return
+    for rows in chain(ahead, chunks):
+        yield rows, tokenise_chunk((rules, format), rows)
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -254,22 +269,58 @@ def _size(value: object) -> int:
     return 8
 
 
-def _write_chunk(
-    rows: list[Row], format: Format, spec: DataSpec, tokeniser: Tokeniser, writer: StoreWriter
-) -> list[tuple[Row, BadRow]]:
-    good: list[tuple[Row, Content]] = []
-    bad: list[tuple[Row, BadRow]] = []
-    for row in rows:
+@dataclass(frozen=True, slots=True)
+class TokenisedChunk:
+    """The samples of some rows, as a store has them, and what became of the rows."""
+
+    arrays: dict[str, NDArray[Any]]
+    bad: list[tuple[int, dict[str, Any]]]
+    """Which of the rows cannot be used, and why."""
+    tally: Tally
+
+
+def tokenise_chunk(shared: tuple[Rules, Format], rows: list[Row]) -> TokenisedChunk:
+    """In this process or in a worker."""
+    rules, format = shared
+    tally = Tally(rows=len(rows))
+    good: list[tuple[int, Content]] = []
+    bad: list[tuple[int, dict[str, Any]]] = []
+    for at, row in enumerate(rows):
         try:
-            good.append((row, _content(row, format, spec)))
+            good.append((at, _content(row, format, rules.spec)))
         except BadRow as problem:
-            bad.append((row, problem))
-    outcomes = tokeniser.outcomes([content for _, content in good])
-    for (row, _), outcome in zip(good, outcomes, strict=True):
+            bad.append((at, problem.plain()))
+    samples: list[Sample] = []
+    fates: list[int] = []
+    outcomes = _tokeniser(rules, tally).outcomes([content for _, content in good])
+    for (at, _), outcome in zip(good, outcomes, strict=True):
         if isinstance(outcome, BadRow):
-            bad.append((row, outcome))
+            bad.append((at, outcome.plain()))
             continue
-        fate = row_hash(row.value)
-        for sample in outcome:
-            writer.add(sample.tokens, sample.mask, fate)
-    return bad
+        fates += [row_hash(rows[at].value)] * len(outcome)
+        samples += outcome
+    tally.skipped = len(bad)
+    return TokenisedChunk(_arrays(samples, fates), bad, tally)
+
+
+def _tokeniser(rules: Rules, tally: Tally) -> Tokeniser:
+    return Tokeniser(
+        rules.encoder,
+        rules.template,
+        rules.tool_template,
+        rules.spec.train_on,
+        rules.longest,
+        tally,
+        context=rules.context,
+    )
+
+
+def _arrays(samples: list[Sample], fates: list[int]) -> dict[str, NDArray[Any]]:
+    nothing = np.empty(0)
+    return {
+        "tokens": np.concatenate([nothing.astype(np.int32), *(one.tokens for one in samples)]),
+        "mask": np.concatenate([nothing.astype(bool), *(one.mask for one in samples)]),
+        "lengths": np.array([len(one.tokens) for one in samples], dtype=np.int32),
+        "supervised": np.array([int(one.mask[1:].sum()) for one in samples], dtype=np.int32),
+        "rows": np.array(fates, dtype=np.uint64),
+    }

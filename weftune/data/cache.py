@@ -13,7 +13,7 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -108,6 +108,11 @@ class StoreWriter:
         self._append("lengths", len(tokens))
         self._append("supervised", int(mask[1:].sum()))
         self._append("rows", row)
+
+    def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Many samples at once: of every file what is to be appended to it."""
+        for name in ARRAYS:
+            self._append(name, arrays[name])
 
     def _append(self, name: str, values: Any) -> None:
         data = np.asarray(values, dtype=ARRAYS[name]).tobytes()

@@ -35,6 +35,13 @@ class Encoded:
     stops: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class _Bare:
+    """What rows are encoded with, without transformers around it."""
+
+    backend_tokenizer: Any
+
+
 def _join(parts: Sequence[Encoded]) -> Encoded:
     return Encoded(
         np.concatenate([part.tokens for part in parts]),
@@ -60,6 +67,15 @@ class Encoder:
         longest_first = sorted(filter(None, special), key=lambda text: (-len(text), text))
         self.control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         """Finds the text of a control token."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that has no transformers: the tokenizer is the text that it is made of."""
+        return {**self.__dict__, "tokenizer": self.tokenizer.backend_tokenizer.to_str()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from tokenizers import Tokenizer
+
+        self.__dict__ |= {**state, "tokenizer": _Bare(Tokenizer.from_str(state["tokenizer"]))}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -126,25 +142,18 @@ class Encoder:
         if after == len(encoded.starts) or encoded.starts[after] != cut:
             return False
         # Some tokenizers leave a token's own leading space out of its offsets: then there is a gap before it.
-        token: str = self.tokenizer.convert_ids_to_tokens(int(encoded.tokens[after]))
+        token: str = self.tokenizer.backend_tokenizer.id_to_token(int(encoded.tokens[after]))
         return bool(stop_before < cut) and token.startswith(SPACE_MARKS)
 
     def _encode(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not texts:
             return []
-        batch = self.tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            split_special_tokens=not parse,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return [
-            _encoded(tokens, offsets)
-            for tokens, offsets in zip(batch["input_ids"], batch["offset_mapping"], strict=True)
-        ]
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = not parse
+        parts = backend.encode_batch(list(texts), add_special_tokens=False)
+        return [_encoded(part.ids, part.offsets) for part in parts]
 
     def _continue(self, texts: Sequence[str], *, parse: bool) -> list[Encoded]:
         if not self._prefixes:

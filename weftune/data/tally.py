@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
@@ -20,6 +20,12 @@ class Tally:
     """Places and sentences of the first skipped rows."""
     explained: int = 0
     """Skipped rows of which the reasons speak."""
+
+    def add(self, other: Tally) -> None:
+        """Count what happened to other rows too; reasons are the caller's."""
+        for one in fields(self):
+            if one.type == "int":
+                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def notes(self, label: str | None, longest: int) -> list[str]:
         """Plain sentences for the report about what did happen; a label where there are several tables."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from weftune.base.load import inspect
+from weftune.core.clock import Phase, phase
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake, PlanError, UserError
 from weftune.jobs.spec.spec import RunSpec
@@ -179,6 +180,7 @@ def _serve(
     return ended
 
 
+@phase(Phase.TRAINING)
 def _supervised(members: Sequence[Member], output: Path, view: View) -> tuple[list[TeamEnd], dict[int, str]]:
     """Run every share in a process, started again by itself when it is lost: how each ended, and why the jobs
     of some have not."""

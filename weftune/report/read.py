@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weftune.core.clock import WallTime
 from weftune.core.formats import refuse_unknown_format
 from weftune.errors import OutputError
 from weftune.jobs.store.folder import METRICS, STATUS, WINDOWS
 from weftune.jobs.store.shares import combined, read_shares, share_folders
 from weftune.jobs.store.status import RunStatus, from_json, to_json
+from weftune.report.wall import read_wall_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,8 @@ class Run:
     notes: tuple[str, ...]
     jobs: tuple[JobRecord, ...]
     windows: tuple[WindowLine, ...]
+    wall_times: tuple[WallTime, ...] = ()
+    """Of every process that trained into the folder."""
 
 
 @dataclass(slots=True)
@@ -147,6 +151,7 @@ def read_run(output: Path) -> Run:
         notes=tuple(dict.fromkeys((*_texts(record.get("notes")), *notes))),
         jobs=jobs,
         windows=windows,
+        wall_times=tuple(read_wall_times(output)),
     )
 
 

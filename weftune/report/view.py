@@ -23,6 +23,7 @@ from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import Remedy, generate_command, load_snippet, remedies
 from weftune.report.timelines import COLUMNS as BUBBLE_COLUMNS
 from weftune.report.timelines import Timelines, bubble_rows, timeline_charts
+from weftune.report.wall import page_sentence
 from weftune.report.words import (
     NOTHING,
     breakable,
@@ -40,6 +41,8 @@ _LONGEST_VALUE = 72
 _MOST_WINDOWS = 200
 _MOST_DETAILS = 200
 """Jobs whose commands are on the page; of more only the first, and those that want something of the user."""
+_MOST_RUNS = 5
+"""Of a folder that was resumed more often the last runs are told."""
 _CURVES = ("loss", "validation")
 """The charts about what was learned; the others are about time and memory."""
 _NARROW_LETTERS = 38
@@ -116,6 +119,8 @@ class EffortView:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: tuple[str, ...]
+    wall: tuple[str, ...]
+    """A sentence for each run into the folder: how its wall time was spent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +196,7 @@ def _effort(run: Run, charts: tuple[Chart, ...]) -> EffortView:
         columns=COLUMNS,
         rows=tuple(rows(windows[:_MOST_WINDOWS])),
         words=(*sentences(windows), *_alone_words(run), *cut),
+        wall=tuple(page_sentence(one) for one in run.wall_times[-_MOST_RUNS:]),
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from weftune.base.host.streamed import load_streamed
 from weftune.base.load import load_base
 from weftune.base.model import Base
+from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
@@ -49,6 +50,7 @@ class Engine:
         return self.executor.base
 
 
+@phase(Phase.LOADING)
 def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], None]) -> Engine:
     """Load the base as the choice for these jobs says; `note` is called with sentences about it."""
     # Before the base is loaded: the machine counts what the process holds without it.

@@ -14,6 +14,7 @@ from typing import Any
 
 from weftune.adapters.kind import Member
 from weftune.core.batch import Microbatch
+from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
 from weftune.jobs.store.scheduler import admit
@@ -220,6 +221,7 @@ class Loop:
 
     # -- windows -----------------------------------------------------------------------------------------
 
+    @phase(Phase.TRAINING)
     def run(self, stop: Callable[[], bool], callback: Callback | None = None) -> None:
         """Train until every job has ended, or until `stop` returns True; then everything is saved, and
         unfinished jobs are paused."""
@@ -245,6 +247,10 @@ class Loop:
                 self._retire()
         if stop():
             self._suspend()
+        with phase(Phase.EXPORT):
+            self._finish_writes()
+
+    def _finish_writes(self) -> None:
         while self._deliveries:
             wait([next(iter(self._deliveries.values())).written])
             self._hear_writes()
@@ -406,7 +412,8 @@ class Loop:
                 self._endings[job] = Ending(State.FAILED, reason)
         if callback is not None and isinstance(event, Stepped | Evaluated):
             began = time.monotonic()
-            callback(event)
+            with phase(Phase.OTHER):
+                callback(event)
             self._timed.callback += time.monotonic() - began
         self._hear_writes()
 
@@ -421,6 +428,7 @@ class Loop:
             reason = f"stopped early at step {event.step}: no better validation loss in {evaluations}"
             self._end(event.job, Ending(State.SUCCEEDED, reason))
 
+    @phase(Phase.SAVING)
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
         """Begin a checkpoint. The job's last one is waited for: however slow the disk is, a kill costs less
         than two intervals between checkpoints."""
@@ -496,6 +504,7 @@ class Loop:
                 self.writer.run(name, partial(shutil.rmtree, self._checkpoints(name), ignore_errors=True))
         self._delivered.clear()
 
+    @phase(Phase.EXPORT)
     def _deliver(self, training: Training, ending: Ending) -> None:
         """Have the adapter of a finished job written. A checkpoint that is not begun is left out: it would be
         deleted at once."""

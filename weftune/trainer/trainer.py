@@ -15,11 +15,13 @@ from rich.console import Console
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
+from weftune.core.clock import Clock, Phase, current, phase, running
 from weftune.core.interrupt import interrupts
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
+from weftune.data.workers import end_workers
 from weftune.errors import Mistake, OutputError, SpecError, UserError
 from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
 from weftune.jobs.spec.layer import plain_values
@@ -32,9 +34,10 @@ from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weftune.report.loggers import open_loggers
 from weftune.report.page import write_report
-from weftune.report.read import JobRecord
+from weftune.report.read import JobRecord, Run
 from weftune.report.read import read_run as read_records
 from weftune.report.terminal import JobRow, LiveView
+from weftune.report.wall import keep_wall_time, wall_sentence
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
 from weftune.run.workers.messages import Staff
@@ -157,6 +160,14 @@ class Trainer:
 
     def run(self, callback: Callback | None = None) -> dict[str, Result]:
         """Train until every job has ended or the run is interrupted. `callback` is called with every step."""
+        if current() is not None or self.options.share is not None:
+            return self._run(callback)
+        with running(Clock()) as clock:
+            results = self._run(callback)
+            self.view.note(wall_sentence(clock.read()))
+        return results
+
+    def _run(self, callback: Callback | None) -> dict[str, Result]:
         device = self.base.device if isinstance(self.base, Base) else device_named(self.options.device)
         shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)
         self.check(shape)
@@ -222,7 +233,10 @@ class Trainer:
         jobs = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
         for name in self.options.retry:
             self._refuse_retry(store, name)
-        ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
+        try:
+            ready = self._ready_all([job for job in jobs if not self._is_lost(store, job.name)], shape, store)
+        finally:
+            end_workers()
         self._tell_of_data(ready)
         return ready
 
@@ -290,6 +304,7 @@ class Trainer:
             store.add_job(name)
         return name in store and store.job(name).state.ended
 
+    @phase(Phase.TOKENISING)
     def _ready_all(self, jobs: Sequence[JobSpec], shape: ModelShape, store: Store) -> list[Ready]:
         """Every job ready to train, or the mistakes of all of them at once."""
         ready: list[Ready] = []
@@ -425,14 +440,29 @@ class Trainer:
 
     def results(self, store: Store) -> dict[str, Result]:
         """The results of all jobs; also draws the report, unless other processes are still training."""
+        alone = self.options.share is None
+        if alone:
+            # For the report; behind it again, with what the report took.
+            self._keep_wall_time()
         run = read_records(self.output)
-        if self.options.share is None:
-            try:
-                write_report(self.output, run)
-            except OutputError as error:
-                self.view.note(f"warning: {error}; weftune report {self.output} draws it again.")
+        if alone:
+            self._draw_report(run)
+            self._keep_wall_time()
         records = {record.name: record for record in run.jobs}
         return {name: self._result(store, name, records[name]) for name in self.jobs}
+
+    @phase(Phase.REPORT)
+    def _draw_report(self, run: Run) -> None:
+        try:
+            write_report(self.output, run)
+        except OutputError as error:
+            self.view.note(f"warning: {error}; weftune report {self.output} draws it again.")
+
+    def _keep_wall_time(self) -> None:
+        clock = current()
+        if clock is not None:
+            with suppress(OutputError):
+                keep_wall_time(self.output, clock.read())
 
     def _result(self, store: Store, name: str, record: JobRecord) -> Result:
         status = store.job(name)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weftune.core.clock import Phase, phase
 from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group
@@ -100,7 +101,7 @@ class Choices:
         if known is not None and known.order in orders:
             return known.order
         times: Mapping[Order, float] | None = None
-        with suppress(torch.OutOfMemoryError):
+        with phase(Phase.TRYING), suppress(torch.OutOfMemoryError):
             times = self._measure(shape, orders)
         if times is None:
             # Another process may have more room, so the file is not told.

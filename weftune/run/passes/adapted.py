@@ -11,6 +11,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.ops.triton.at_hand import kernels_run
+from weftune.ops.triton.compilation import count_compilation
 from weftune.run.passes.layers import Layers
 
 
@@ -21,6 +22,8 @@ class AdaptedBase:
         self.base = base
         self.route = route or best_route(base.device, base.dtype)
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
+        if self.route is Route.tiled:
+            count_compilation()
         with self.on_stream():
             self.layers = Layers(base) if self.route is Route.tiled else None
             like = next(base.model.parameters())

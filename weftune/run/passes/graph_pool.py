@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weftune.core.clock import Phase, phase
 from weftune.run.measure.memory import release
 
 Work = Callable[[], None]
@@ -36,7 +37,10 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            phase(Phase.CAPTURING),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             yield
     finally:
         if collects:

@@ -1,0 +1,218 @@
+"""The wall time of a run, divided among its phases."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from weftune.core import clock as clocks
+from weftune.core.clock import (
+    Clock,
+    Phase,
+    claim,
+    current,
+    importing,
+    phase,
+    process_clock,
+    process_seconds,
+    running,
+)
+
+
+class Hands:
+    """Moved by the test."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def hands():
+    return Hands()
+
+
+def spent(clock):
+    return {name: seconds for name, seconds in clock.read().phases.items() if seconds}
+
+
+def test_a_second_belongs_to_the_innermost_phase_and_all_of_them_are_the_wall_time(hands):
+    clock = Clock(now=hands)
+    with running(clock):
+        hands.time += 1
+        with phase(Phase.TRAINING):
+            hands.time += 2
+            with phase(Phase.SAVING):
+                hands.time += 4
+            hands.time += 8
+            with phase(Phase.SAVING):
+                hands.time += 16
+        hands.time += 32
+    assert spent(clock) == {Phase.OTHER: 33, Phase.TRAINING: 10, Phase.SAVING: 20}
+    assert clock.read().seconds == 63
+
+
+def test_an_open_phase_is_counted_up_to_now(hands):
+    clock = Clock(now=hands)
+    with running(clock), phase(Phase.LOADING):
+        hands.time += 3
+        assert spent(clock) == {Phase.LOADING: 3}
+        hands.time += 4
+    assert spent(clock) == {Phase.LOADING: 7}
+
+
+def test_a_phase_ends_with_the_error_that_leaves_it(hands):
+    clock = Clock(now=hands)
+    with running(clock):
+        with suppress(ValueError), phase(Phase.LOADING):
+            hands.time += 1
+            raise ValueError
+        hands.time += 2
+    assert spent(clock) == {Phase.LOADING: 1, Phase.OTHER: 2}
+
+
+def test_a_function_can_be_a_phase(hands):
+    @phase(Phase.EXPORT)
+    def export():
+        hands.time += 5
+        return "done"
+
+    clock = Clock(now=hands)
+    with running(clock):
+        assert [export(), export()] == ["done", "done"]
+    assert spent(clock) == {Phase.EXPORT: 10}
+    assert export() == "done"
+    assert spent(clock)[Phase.EXPORT] == 10
+
+
+def test_seconds_that_are_known_afterwards_are_taken_from_the_phase_around_them(hands):
+    clock = Clock(now=hands)
+    with running(clock), phase(Phase.TRAINING):
+        hands.time += 10
+        claim(Phase.COMPILING, 4)
+        hands.time += 1
+    assert spent(clock) == {Phase.TRAINING: 7, Phase.COMPILING: 4}
+
+
+def test_what_another_thread_does_beside_is_not_counted(hands):
+    clock = Clock(now=hands)
+
+    def write():
+        assert current() is None
+        with phase(Phase.SAVING):
+            hands.time += 5
+        claim(Phase.COMPILING, 1)
+
+    with running(clock), phase(Phase.TRAINING):
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+    assert spent(clock) == {Phase.TRAINING: 5}
+
+
+def test_threads_that_python_did_not_start_count_for_the_only_clock_there_is(monkeypatch):
+    """As autograd's, in which a kernel of a backward is compiled while the owner waits for it."""
+    clock = Clock()
+    found = []
+
+    def look():
+        monkeypatch.setattr(clocks, "_is_foreign", lambda: True)
+        found.append(current())
+
+    with running(clock):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert found == [clock]
+
+
+@pytest.mark.gpu
+def test_a_backward_on_a_gpu_counts_although_it_runs_in_a_thread_of_autograds():
+    seen = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append((threading.get_ident(), current()))
+            return gradient
+
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    with running(Clock()) as clock:
+        Asks.apply(x).sum().backward()
+    ((thread, found),) = seen
+    assert thread != threading.get_ident()
+    assert found is clock
+
+
+def test_a_run_inside_a_run_has_its_own_clock(hands):
+    outer, inner = Clock(now=hands), Clock(now=hands)
+    with running(outer), phase(Phase.TRAINING):
+        with running(inner), phase(Phase.LOADING):
+            hands.time += 2
+        hands.time += 1
+    assert spent(inner)[Phase.LOADING] == 2
+    assert spent(outer) == {Phase.TRAINING: 3}
+    assert current() is None
+
+
+def test_a_clock_of_the_process_counts_from_its_creation():
+    code = (
+        "import time; time.sleep(0.3)\n"
+        "from weftune.core.clock import process_clock, running\n"
+        "with running(process_clock()) as clock:\n"
+        "    found = clock.read()\n"
+        "print(found.phases['imports'], found.seconds, time.time() - found.started)"
+    )
+    began = time.monotonic()
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    outside = time.monotonic() - began
+    imports, seconds, ago = map(float, said.split())
+    assert 0.3 <= imports <= seconds <= outside + 0.1
+    assert abs(ago - seconds) < 0.1
+
+
+def test_where_the_system_does_not_tell_the_age_of_a_process_its_processor_time_stands_for_it(monkeypatch):
+    def refuse(self):
+        raise OSError
+
+    monkeypatch.setattr(clocks.Path, "read_text", refuse)
+    assert process_seconds() == pytest.approx(time.process_time(), abs=0.5)
+    monkeypatch.setattr(clocks.Path, "read_text", lambda self: "1 (a (b) c) R " + " ".join(["0"] * 40))
+    monkeypatch.setattr(clocks.time, "clock_gettime", lambda which: 1e9)
+    assert process_seconds() == pytest.approx(time.process_time(), abs=0.5)
+
+
+@pytest.mark.timed
+def test_a_phase_is_cheap():
+    with running(Clock()):
+        began = time.process_time()
+        for _ in range(10_000):
+            with phase(Phase.CAPTURING):
+                pass
+    assert time.process_time() - began < 1.0
+
+
+def test_imports_are_a_phase_without_garbage_collection(hands):
+    clock = Clock(now=hands)
+    with running(clock), importing():
+        hands.time += 2
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.unfreeze()
+    assert spent(clock) == {Phase.IMPORTS: 2}
+
+
+def test_the_process_clock_starts_in_no_phase():
+    clock = process_clock()
+    assert clock.read().phases[Phase.OTHER] < 1.0

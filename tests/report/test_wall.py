@@ -1,0 +1,60 @@
+"""How the wall time of a run was spent: told, kept and drawn."""
+
+import json
+
+import pytest
+
+from tests.report.example import SWEEP, write_example
+from weftune.core.clock import Phase, WallTime
+from weftune.report.page import write_report
+from weftune.report.wall import WALL_TIME, keep_wall_time, page_sentence, read_wall_times, wall_sentence
+
+
+def wall(started=1000.0, **seconds):
+    phases = {phase: seconds.get(phase, 0.0) for phase in Phase}
+    return WallTime(started, sum(phases.values()), phases)
+
+
+def test_the_sentence_tells_phases_in_their_order_and_leaves_out_those_that_took_nothing():
+    found = wall(training=40.0, imports=6.04, trying=1.25, checking=0.5, other=2.0, saving=0.04)
+    assert wall_sentence(found) == (
+        "Wall time 49.8 s: imports 6.0, checking the base 0.5, trying kernels 1.2, training 40.0, other 2.0"
+    )
+    assert wall_sentence(wall(other=0.01)) == "Wall time 0.0 s"
+
+
+def test_a_run_is_kept_once_beside_those_before_it(tmp_path):
+    first, unfinished, second = wall(1.0, training=3.0), wall(2.0, training=4.0), wall(2.0, report=5.0)
+    for one in (first, unfinished, second):
+        keep_wall_time(tmp_path, one)
+    assert read_wall_times(tmp_path) == [first, second]
+
+
+def test_all_phases_are_in_the_file_and_are_the_wall_time(tmp_path):
+    keep_wall_time(tmp_path, wall(training=3.5, other=1.25))
+    (run,) = json.loads((tmp_path / WALL_TIME).read_text())["runs"]
+    assert list(run["phases"]) == [str(phase) for phase in Phase]
+    assert sum(run["phases"].values()) == pytest.approx(run["seconds"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"runs": [1]}', '{"runs": [{"started": 0, "seconds": "long", "phases": {}}]}']
+)
+def test_a_damaged_file_tells_nothing_and_is_written_anew(tmp_path, text):
+    (tmp_path / WALL_TIME).write_text(text)
+    assert read_wall_times(tmp_path) == []
+    keep_wall_time(tmp_path, wall(training=1.0))
+    assert len(read_wall_times(tmp_path)) == 1
+
+
+def test_the_page_tells_it(tmp_path):
+    write_example(tmp_path, SWEEP)
+    keep_wall_time(tmp_path, wall(1.0, training=3.0, report=1.0))
+    keep_wall_time(tmp_path, wall(2.0, training=7.0))
+    page = write_report(tmp_path).read_text()
+    assert "Wall time 4.0 s: training 3.0, report 1.0." in page
+    assert "Wall time 7.0 s: training 7.0, until this page was drawn." in page
+
+
+def test_a_page_that_is_drawn_later_has_the_time_of_the_first():
+    assert page_sentence(wall(report=1.0)) == "Wall time 1.0 s: report 1.0."

@@ -1,0 +1,180 @@
+"""The wall time of a run, divided among its phases.
+
+A second belongs to the innermost phase that is open, so phases exclude one another and their sum is the wall
+time. A clock counts for the thread that started it, since that is whom the user waits for: what other threads
+do beside it is not counted, and a thread that is waited for is counted by whoever waits. One exception:
+threads that Python did not start, such as those in which autograd runs a backward, work while the owner waits
+for them, so their phases count.
+
+Phases are entered in every layer, from kernels to the command line, so the clock is found by its thread
+instead of being handed through all of them. Without a clock a phase costs nothing and records nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+LONGEST_START = 3600.0
+"""A process that has existed for longer before its first line ran is a misread clock of the system."""
+
+
+class Phase(StrEnum):
+    """In the order in which they are told."""
+
+    IMPORTS = "imports"
+    TOKENISING = "tokenising"
+    LOADING = "loading"
+    CHECKING = "checking"
+    COMPILING = "compiling"
+    TRYING = "trying"
+    CAPTURING = "capturing"
+    TRAINING = "training"
+    SAVING = "saving"
+    EXPORT = "export"
+    REPORT = "report"
+    OTHER = "other"
+    """Seconds of no phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class WallTime:
+    started: float
+    """Seconds since 1970."""
+    seconds: float
+    phases: Mapping[Phase, float]
+    """Every phase; together they are `seconds`."""
+
+
+class Clock:
+    def __init__(self, age: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
+        """Runs since `age` seconds ago; those are of no phase until somebody claims them."""
+        self.started = time.time() - age
+        self._now = now
+        self._lock = threading.Lock()
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._open = [Phase.OTHER]
+        self._since = now() - age
+
+    def enter(self, phase: Phase) -> None:
+        with self._lock:
+            self._charge()
+            self._open.append(phase)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._charge()
+            self._open.pop()
+
+    def claim(self, phase: Phase, seconds: float) -> None:
+        """Give `phase` the last `seconds` of the phase that is open, where they are known only afterwards."""
+        with self._lock:
+            self._charge()
+            self._seconds[self._open[-1]] -= seconds
+            self._seconds[phase] += seconds
+
+    def read(self) -> WallTime:
+        with self._lock:
+            self._charge()
+            return WallTime(self.started, sum(self._seconds.values()), dict(self._seconds))
+
+    def _charge(self) -> None:
+        now = self._now()
+        self._seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+_CLOCKS: dict[int, Clock] = {}
+"""Running clocks, by the thread that owns each."""
+
+
+@contextmanager
+def running(clock: Clock) -> Iterator[Clock]:
+    """Inside, phases of this thread are counted by `clock`."""
+    owner = threading.get_ident()
+    before = _CLOCKS.get(owner)
+    _CLOCKS[owner] = clock
+    try:
+        yield clock
+    finally:
+        if before is None:
+            del _CLOCKS[owner]
+        else:
+            _CLOCKS[owner] = before
+
+
+def current() -> Clock | None:
+    """The clock that counts what this thread does."""
+    own = _CLOCKS.get(threading.get_ident())
+    if own is not None or not _CLOCKS:
+        return own
+    # With several owners nobody knows which of them waits for this thread.
+    return next(iter(_CLOCKS.values())) if len(_CLOCKS) == 1 and _is_foreign() else None
+
+
+def _is_foreign() -> bool:
+    """Whether Python did not start this thread."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """Count what is inside as this phase; also a decorator."""
+    clock = current()
+    if clock is None:
+        yield
+        return
+    clock.enter(name)
+    try:
+        yield
+    finally:
+        clock.leave()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """For imports of many modules: a phase, and without garbage collection, which would go through all that
+    they define again and again. None of it is ever garbage, so later collections leave it out."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with phase(Phase.IMPORTS):
+            yield
+    finally:
+        if collects:
+            gc.freeze()
+            gc.enable()
+
+
+def claim(name: Phase, seconds: float) -> None:
+    """`Clock.claim` of the clock that counts here, if there is any."""
+    clock = current()
+    if clock is not None:
+        clock.claim(name, seconds)
+
+
+def process_clock() -> Clock:
+    """A clock that runs since the system started this process; up to now it has imported modules."""
+    age = process_seconds()
+    clock = Clock(age)
+    clock.claim(Phase.IMPORTS, age)
+    return clock
+
+
+def process_seconds() -> float:
+    """How long ago this process was started; where the system does not tell, the processor time it took."""
+    try:
+        # The name of the process, in parentheses, may hold spaces.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.process_time()
+    return age if 0.0 <= age < LONGEST_START else time.process_time()

@@ -1,0 +1,63 @@
+"""How the wall time of a run was spent: in one sentence, and kept in the output folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from weftune.core.clock import Phase, WallTime
+from weftune.core.files import replace_json
+from weftune.core.formats import FORMAT
+
+WALL_TIME = "wall.json"
+LABELS = {Phase.CHECKING: "checking the base", Phase.TRYING: "trying kernels"}
+LEAST = 0.05
+"""Phases of fewer seconds are not told."""
+
+
+def label(phase: Phase) -> str:
+    return LABELS.get(phase, str(phase))
+
+
+def wall_sentence(wall: WallTime) -> str:
+    parts = [f"{label(phase)} {wall.phases[phase]:.1f}" for phase in Phase if wall.phases[phase] >= LEAST]
+    return f"Wall time {wall.seconds:.1f} s" + (f": {', '.join(parts)}" if parts else "")
+
+
+def page_sentence(wall: WallTime) -> str:
+    """The same on the page, which the run itself draws before it ends."""
+    drawn_early = "" if wall.phases[Phase.REPORT] else ", until this page was drawn"
+    return f"{wall_sentence(wall)}{drawn_early}."
+
+
+def keep_wall_time(output: Path, wall: WallTime) -> None:
+    """Add a run to those that the output records; one that is recorded already is replaced."""
+    earlier = [one for one in read_wall_times(output) if one.started != wall.started]
+    replace_json(output / WALL_TIME, {"format": FORMAT, "runs": [_plain(one) for one in (*earlier, wall)]})
+
+
+def read_wall_times(output: Path) -> list[WallTime]:
+    """The runs that wrote to the output, the earliest first; none where the file cannot be read."""
+    try:
+        runs: Any = json.loads((output / WALL_TIME).read_bytes())["runs"]
+        return [_wall_time(run) for run in runs]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _plain(wall: WallTime) -> dict[str, Any]:
+    phases = {str(phase): round(seconds, 3) for phase, seconds in wall.phases.items()}
+    return {"started": wall.started, "seconds": wall.seconds, "phases": phases}
+
+
+def _wall_time(run: Any) -> WallTime:
+    phases = {phase: _seconds(run["phases"].get(phase, 0.0)) for phase in Phase}
+    return WallTime(_seconds(run["started"]), _seconds(run["seconds"]), phases)
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("no number of seconds")
+    return float(value)
