@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from weftune.base.decoders.facts import COMMON, DecoderFacts
+from weftune.base.decoders.known import DECODERS, extra_values
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
 
@@ -43,31 +46,8 @@ class _Parts:
     transposed: bool = False
 
 
-COMMON = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 DEFAULTS: Mapping[str, Config] = {
-    "llama": {**COMMON, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
-    "mistral": {
-        **COMMON,
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-    },
-    "qwen2": {**COMMON, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
-    "qwen3": {
-        **COMMON,
-        "intermediate_size": 22016,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "head_dim": 128,
-    },
+    **{family: facts.config for family, facts in DECODERS.items()},
     "gemma3_text": {
         **COMMON,
         "hidden_size": 2304,
@@ -128,14 +108,16 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         parts = FAMILIES[family](whole)
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
+    sites = _sites(parts)
     return ModelShape(
         layers=parts.layers,
         hidden=parts.hidden,
         vocabulary=whole["vocab_size"],
         parameters=_parameters(parts),
         bytes_per_value=bytes_per_value,
-        sites=_sites(parts),
+        sites=sites,
         context=_context(whole),
+        extra_values=extra_values(family, sites),
     )
 
 
@@ -204,16 +186,9 @@ def _ends(config: Config, hidden: int) -> int:
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
 
 
-def _llama(config: Config) -> _Parts:
-    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=2)
-
-
-def _qwen2(config: Config) -> _Parts:
-    return _gated(config, qkv_bias=True, norms=2)
-
-
-def _qwen3(config: Config) -> _Parts:
-    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=2, head_norms=True)
+def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
+    biased = bool(config["attention_bias"]) if facts.qkv_bias is None else facts.qkv_bias
+    return _gated(config, qkv_bias=biased, norms=2, head_norms=facts.head_norms is not None)
 
 
 def _gemma3(config: Config) -> _Parts:
@@ -285,10 +260,7 @@ def _gpt2(config: Config) -> _Parts:
 
 
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    **{family: partial(_decoder, facts) for family, facts in DECODERS.items()},
     "gemma3_text": _gemma3,
     "phi3": _phi3,
     "opt": _opt,
