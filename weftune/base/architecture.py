@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,14 +59,6 @@ DEFAULTS: Mapping[str, Config] = {
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
-    },
-    "phi3": {
-        **COMMON,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "vocab_size": 32064,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
     },
     "opt": {
         "hidden_size": 768,
@@ -151,25 +143,26 @@ def _context(config: Config) -> int:
     return longest
 
 
-def _gated(config: Config, qkv_bias: bool, norms: int, head_norms: bool = False) -> _Parts:
+def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
     """The Llama shape: q, k, v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _heads(config)
-    bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
+    bias, mlp_bias = (facts.heeds_biases and bool(config[f"{one}_bias"]) for one in ("attention", "mlp"))
+    qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
+    qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
+    gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
+    linears = [_Linear(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
+    linears.insert(0 if facts.o_first else len(linears), _Linear(facts.o, wide, hidden, bias))
     return _Parts(
         layers=int(config["num_hidden_layers"]),
         hidden=hidden,
         stem="model.layers",
         linears=(
-            _Linear("self_attn.q_proj", hidden, wide, qkv_bias),
-            _Linear("self_attn.k_proj", hidden, narrow, qkv_bias),
-            _Linear("self_attn.v_proj", hidden, narrow, qkv_bias),
-            _Linear("self_attn.o_proj", wide, hidden, bias),
-            _Linear("mlp.gate_proj", hidden, inner, mlp_bias),
-            _Linear("mlp.up_proj", hidden, inner, mlp_bias),
-            _Linear("mlp.down_proj", inner, hidden, mlp_bias),
+            *linears,
+            *(_Linear(name, hidden, out, mlp_bias) for name, out in zip(facts.gate_up, gate_up, strict=True)),
+            _Linear(facts.down, inner, hidden, mlp_bias),
         ),
-        norm=norms * hidden + (2 * head if head_norms else 0),
+        norm=2 * hidden + (2 * head if facts.head_norms else 0),
         around=_ends(config, hidden) + hidden,
     )
 
@@ -186,31 +179,9 @@ def _ends(config: Config, hidden: int) -> int:
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
 
 
-def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
-    biased = bool(config["attention_bias"]) if facts.qkv_bias is None else facts.qkv_bias
-    return _gated(config, qkv_bias=biased, norms=2, head_norms=facts.head_norms is not None)
-
-
 def _gemma3(config: Config) -> _Parts:
-    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=4, head_norms=True)
-
-
-def _phi3(config: Config) -> _Parts:
-    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    _, wide, narrow = _heads(config)
-    return _Parts(
-        layers=int(config["num_hidden_layers"]),
-        hidden=hidden,
-        stem="model.layers",
-        linears=(
-            _Linear("self_attn.o_proj", wide, hidden),
-            _Linear("self_attn.qkv_proj", hidden, wide + 2 * narrow),
-            _Linear("mlp.gate_up_proj", hidden, 2 * inner),
-            _Linear("mlp.down_proj", inner, hidden),
-        ),
-        norm=2 * hidden,
-        around=_ends(config, hidden) + hidden,
-    )
+    made = _decoder(DECODERS["qwen3"], config)
+    return replace(made, norm=made.norm + 2 * made.hidden)
 
 
 def _opt(config: Config) -> _Parts:
@@ -262,7 +233,6 @@ def _gpt2(config: Config) -> _Parts:
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
     **{family: partial(_decoder, facts) for family, facts in DECODERS.items()},
     "gemma3_text": _gemma3,
-    "phi3": _phi3,
     "opt": _opt,
     "gpt2": _gpt2,
 }

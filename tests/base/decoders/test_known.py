@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.families import FAMILIES, config
+from tests.families import FAMILIES, MORE, config
 from weftune.base.decoders.known import DECODERS
 
 WITHOUT_FACTS = {"opt", "gpt2"}
 """Their layers run as transformers runs them."""
-TYPES = {family: config(family).model_type for family in FAMILIES if family not in WITHOUT_FACTS}
+TYPES = {family: config(family).model_type for family in (*FAMILIES, *MORE) if family not in WITHOUT_FACTS}
 
 
 @pytest.fixture(params=[family for family, kind in TYPES.items() if kind in DECODERS])

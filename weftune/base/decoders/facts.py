@@ -24,10 +24,14 @@ class DecoderFacts:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """In this order, also where they are one linear."""
     o: str = "self_attn.o_proj"
+    o_first: bool = False
+    """Whether o comes before q, k and v among the layer's modules, as adapters are laid out."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     qkv_bias: bool | None = None
     """None: as `attention_bias` in the config says."""
+    heeds_biases: bool = True
+    """Whether `attention_bias` and `mlp_bias` in the config mean anything."""
     before_attention: str = "input_layernorm"
     before_mlp: str = "post_attention_layernorm"
     head_norms: tuple[str, str] | None = None
@@ -45,7 +49,9 @@ class DecoderFacts:
         def outputs(name: str) -> int:
             return next((site.out_features for site in sites if site.name.endswith(f".{name}")), 0)
 
-        return sum(map(outputs, self.qkv)) if self.head_norms else 0
+        # The memory model counts the input of every linear: of one that is three, two times less.
+        inputs = (3 - len(self.qkv)) + (2 - len(self.gate_up))
+        return (sum(map(outputs, self.qkv)) if self.head_norms else 0) + inputs * outputs(self.o)
 
 
 COMMON: Mapping[str, Any] = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.llama import LLAMA
 from weftune.base.decoders.mistral import MISTRAL
+from weftune.base.decoders.phi3 import PHI3
 from weftune.base.decoders.qwen2 import QWEN2
 from weftune.base.decoders.qwen3 import QWEN3
 from weftune.core.shapes import SiteShape
@@ -16,6 +17,7 @@ DECODERS: Mapping[str, DecoderFacts] = {
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "phi3": PHI3,
 }
 
 

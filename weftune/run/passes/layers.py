@@ -39,6 +39,7 @@ class Layers:
         """What the backward recomputes instead of keeping it from the forward."""
         self._decoder = cast(Any, base.model.base_model)
         self._config: Any = base.model.config
+        self._device = base.device
         self._facts = facts_of(self._config)
         # Of a stage the neighbours' layers are elsewhere; of a worker with several stages also some between.
         layers = enumerate(self._decoder.layers if self._facts is not None else ())
@@ -56,7 +57,8 @@ class Layers:
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Sites that share their input."""
-        shared = () if self._facts is None else (self._facts.qkv, self._facts.gate_up)
+        found = () if self._facts is None else (self._facts.qkv, self._facts.gate_up)
+        shared = [ends for ends in found if len(ends) > 1]
         return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in shared]
 
     def fuse(self, banks: Banks) -> None:
@@ -67,6 +69,8 @@ class Layers:
         if self.modules and self._norms:
             norm = self._decoder.norm
             norm.forward = FusedNorm(norm, self._facts).alone
+        if rotates_by_length(self._decoder.rotary_emb):
+            self._decoder.rotary_emb.forward = Angles(self._decoder.rotary_emb, self._device)
 
     def unfuse(self) -> None:
         """Restore every layer's own forward."""
@@ -74,6 +78,8 @@ class Layers:
             module.__dict__.pop("forward", None)
         if self.modules and self._norms:
             self._decoder.norm.__dict__.pop("forward", None)
+        if self.modules:
+            self._decoder.rotary_emb.__dict__.pop("forward", None)
 
 
 class FusedLayer:
@@ -185,6 +191,25 @@ class FusedNorm:
 def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
     assert q.eps == k.eps
     return HeadNorms(q.weight_D, k.weight_D, q.eps)
+
+
+def rotates_by_length(rotary: Any) -> bool:
+    """Whether transformers asks the device, in every pass, how long the longest sample is."""
+    return rotary.rope_type in ("dynamic", "longrope")
+
+
+class Angles:
+    """The forward of a rotary embedding whose frequencies change for samples beyond the context: there are
+    none (`Base.shape.context`), so nobody has to wait for the device's answer."""
+
+    def __init__(self, rotary: Any, device: torch.device) -> None:
+        self._frequency_E = rotary.original_inv_freq.to(device, torch.float32)
+        self._scaling: float = rotary.attention_scaling
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        half_1TE = position_ids[..., None].float() * self._frequency_E
+        angle_1TE = torch.cat((half_1TE, half_1TE), dim=-1)
+        return (angle_1TE.cos() * self._scaling).to(x.dtype), (angle_1TE.sin() * self._scaling).to(x.dtype)
 
 
 def facts_of(config: Any) -> DecoderFacts | None:
