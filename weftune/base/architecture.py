@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from weftune.base.decoders.facts import COMMON, DecoderFacts
+from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS, extra_values
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
@@ -48,18 +48,6 @@ class _Parts:
 
 DEFAULTS: Mapping[str, Config] = {
     **{family: facts.config for family, facts in DECODERS.items()},
-    "gemma3_text": {
-        **COMMON,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    },
     "opt": {
         "hidden_size": 768,
         "num_hidden_layers": 12,
@@ -162,7 +150,7 @@ def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
             *(_Linear(name, hidden, out, mlp_bias) for name, out in zip(facts.gate_up, gate_up, strict=True)),
             _Linear(facts.down, inner, hidden, mlp_bias),
         ),
-        norm=2 * hidden + (2 * head if facts.head_norms else 0),
+        norm=len(facts.norms) * hidden + (2 * head if facts.head_norms else 0),
         around=_ends(config, hidden) + hidden,
     )
 
@@ -177,11 +165,6 @@ def _heads(config: Config) -> tuple[int, int, int]:
 def _ends(config: Config, hidden: int) -> int:
     """The embedding, and the output layer unless it is the same."""
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
-
-
-def _gemma3(config: Config) -> _Parts:
-    made = _decoder(DECODERS["qwen3"], config)
-    return replace(made, norm=made.norm + 2 * made.hidden)
 
 
 def _opt(config: Config) -> _Parts:
@@ -232,7 +215,6 @@ def _gpt2(config: Config) -> _Parts:
 
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
     **{family: partial(_decoder, facts) for family, facts in DECODERS.items()},
-    "gemma3_text": _gemma3,
     "opt": _opt,
     "gpt2": _gpt2,
 }

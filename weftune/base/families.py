@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weftune.base.decoders.known import DECODERS
 from weftune.errors import BaseModelError
 
-KNOWN = frozenset({*DECODERS, "gemma3_text", "opt", "gpt2"})
+KNOWN = frozenset({*DECODERS, "opt", "gpt2"})
 """Model types tested with packed samples; any other must pass the check at load to be accepted."""
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -41,7 +41,7 @@ class Ends:
 
 
 ENDS = {
-    **dict.fromkeys((*DECODERS, "gemma3_text"), Ends()),
+    **dict.fromkeys(DECODERS, Ends()),
     "gpt2": Ends(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
     "opt": Ends(
         positions="embed_positions", before=("project_in",), after=("final_layer_norm", "project_out")

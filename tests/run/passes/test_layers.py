@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
 ]
 
-FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "phi4-mini"]
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "phi4-mini", "gemma3"]
 STEPS = 2
 LENGTH = 7
 WINDOW = 3

@@ -33,9 +33,14 @@ class DecoderFacts:
     heeds_biases: bool = True
     """Whether `attention_bias` and `mlp_bias` in the config mean anything."""
     before_attention: str = "input_layernorm"
+    after_attention: str | None = None
+    """The norm of the branch's output, before the residual is added."""
     before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
     head_norms: tuple[str, str] | None = None
     """Norms of every head of q and of k, before the rotation."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms."""
     norm_eps: str = "variance_epsilon"
     """Where a norm's module keeps its eps."""
     activation_key: str = "hidden_act"
@@ -51,7 +56,16 @@ class DecoderFacts:
 
         # The memory model counts the input of every linear: of one that is three, two times less.
         inputs = (3 - len(self.qkv)) + (2 - len(self.gate_up))
-        return (sum(map(outputs, self.qkv)) if self.head_norms else 0) + inputs * outputs(self.o)
+        # A norm keeps what it was given.
+        branches = sum(name is not None for name in (self.after_attention, self.after_mlp))
+        heads = sum(map(outputs, self.qkv)) if self.head_norms else 0
+        return heads + (inputs + branches) * outputs(self.o)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Those as wide as the hidden state."""
+        every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(name for name in every if name is not None)
 
 
 COMMON: Mapping[str, Any] = {

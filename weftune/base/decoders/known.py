@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weftune.base.decoders.facts import DecoderFacts
+from weftune.base.decoders.gemma3 import GEMMA3
 from weftune.base.decoders.llama import LLAMA
 from weftune.base.decoders.mistral import MISTRAL
 from weftune.base.decoders.phi3 import PHI3
@@ -18,6 +19,7 @@ DECODERS: Mapping[str, DecoderFacts] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "phi3": PHI3,
+    "gemma3_text": GEMMA3,
 }
 
 

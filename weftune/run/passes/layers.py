@@ -1,7 +1,7 @@
 """Decoder layers of known families as a few fused ops, in place of transformers' own forward.
 
 What differs between families is in their facts (base/decoders). Sites that share their input are multiplied
-at once, and each residual is added by the linear that ends its branch.
+at once, and each residual is added by the linear that ends its branch, or by the norm after it.
 
 Shapes: T rows, D hidden width, I inner width, N outputs of a group of sites, H query heads, G key and value
 heads, E rotary width.
@@ -25,10 +25,14 @@ from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS
 from weftune.base.model import Base
 from weftune.base.stages import Elsewhere
-from weftune.ops.norm import rms_norm, skip_rms_norm
+from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
 from weftune.ops.rotary import HeadNorms, rotary_split
-from weftune.ops.swiglu import swiglu
+from weftune.ops.swiglu import geglu, swiglu
 from weftune.plan.program.recompute import Recompute
+
+Linear = Callable[[Tensor, Tensor | None], Tensor]
+"""(x, residual or None) → residual + the outputs of a group of sites."""
+ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
 class Layers:
@@ -92,10 +96,13 @@ class FusedLayer:
         self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         self._rule = Rule(attention.scaling, window, None)
-        self._before_attention = FusedNorm(module.get_submodule(facts.before_attention), facts)
-        self._before_mlp = FusedNorm(module.get_submodule(facts.before_mlp), facts)
-        heads = facts.head_norms or ()
-        self._head_norms = [FusedNorm(module.get_submodule(name), facts) for name in heads]
+        names = (*facts.norms, *(facts.head_norms or ()))
+        norms = {name: FusedNorm(module.get_submodule(name), facts) for name in names}
+        self._before_attention, self._before_mlp = norms[facts.before_attention], norms[facts.before_mlp]
+        self._after_attention = norms[facts.after_attention] if facts.after_attention else None
+        self._after_mlp = norms[facts.after_mlp] if facts.after_mlp else None
+        self._head_norms = [norms[name] for name in facts.head_norms or ()]
+        self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
         self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
         self._o = banks.linear(f"{path}.{facts.o}")
         self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
@@ -131,17 +138,15 @@ class FusedLayer:
         norms = head_norms(*self._head_norms) if self._head_norms else None
         q_THD, k_TGD, v_TGD = rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
         seen_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, self._rule)
-        return self._o(seen_THD.flatten(1), h_TD)
+        return _onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
 
     def _mlp(self, h_TD: Tensor) -> Tensor:
         h_TD, gate_up_TN = self._normed(h_TD, self._before_mlp, self._gate_up)
-        act_TI = swiglu(gate_up_TN)
-        with self._recomputed(act_TI, partial(swiglu, gate_up_TN.detach())):
-            return self._down(act_TI, h_TD)
+        act_TI = self._activation(gate_up_TN)
+        with self._recomputed(act_TI, partial(self._activation, gate_up_TN.detach())):
+            return _onto(h_TD, self._down, act_TI, self._after_mlp)
 
-    def _normed(
-        self, h_TD: Tensor, norm: FusedNorm, linear: Callable[[Tensor, Tensor | None], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear) -> tuple[Tensor, Tensor]:
         """The residual around a branch, and the linears at its beginning."""
         h_TD, n_TD = norm.beside(h_TD)
         with self._recomputed(n_TD, partial(norm, h_TD.detach())):
@@ -165,19 +170,25 @@ class FusedLayer:
             yield
 
 
+def _onto(h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None) -> Tensor:
+    """The end of a branch: its last linear, with its norm if it has one, added to what goes around it."""
+    return linear(x, h_TD) if norm is None else norm.onto(h_TD, linear(x, None))
+
+
 class FusedNorm:
     """A norm of the base as the fused ops take it."""
 
     def __init__(self, module: Any, facts: DecoderFacts) -> None:
         self._module = module
         self.eps: float = getattr(module, facts.norm_eps)
+        self.offset = facts.norm_offset
 
     @property
     def weight_D(self) -> Tensor:
         return cast(Tensor, self._module.weight)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return rms_norm(x_TD, self.weight_D, self.eps)
+        return rms_norm(x_TD, self.weight_D, self.eps, self.offset)
 
     def alone(self, h_1TD: Tensor) -> Tensor:
         """The forward of the norm's own module."""
@@ -185,12 +196,16 @@ class FusedNorm:
 
     def beside(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """h, and its norm."""
-        return skip_rms_norm(h_TD, self.weight_D, self.eps)
+        return skip_rms_norm(h_TD, self.weight_D, self.eps, self.offset)
+
+    def onto(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """h + the norm of x."""
+        return rms_norm_onto(h_TD, x_TD, self.weight_D, self.eps, self.offset)
 
 
 def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
     assert q.eps == k.eps
-    return HeadNorms(q.weight_D, k.weight_D, q.eps)
+    return HeadNorms(q.weight_D, k.weight_D, q.eps, q.offset)
 
 
 def rotates_by_length(rotary: Any) -> bool:
