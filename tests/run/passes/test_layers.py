@@ -198,13 +198,21 @@ def test_fused_layers_are_as_exact_as_those_of_transformers(family, monkeypatch)
 def two_layers(family):
     shape = config(family)
     shape.num_hidden_layers = 2
+    if getattr(shape, "layer_types", None):
+        shape.layer_types = shape.layer_types[:2]
     return randomised(shape, torch.float32), BaseSpec(model=f"tiny/{family}", dtype="float32")
 
 
-@pytest.mark.parametrize("travels", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "travels"),
+    slow_but(
+        [("qwen2", False), ("qwen2", True), ("qwen3", True), ("phi4-mini", True), ("gemma3", True)],
+        [("qwen2", True)],
+    ),
+)
+def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monkeypatch):
     """Weights that share their input lie side by side in the arena, biases too: nothing is stacked anew."""
-    model, spec = two_layers("qwen2")
+    model, spec = two_layers(family)
     cut = Layout((StageLayers(0, 1), StageLayers(1, 2)), slots=(1,), travels=travels)
     base = stream_model(model, spec, bench.CPU, cut)
     before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
@@ -217,7 +225,7 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
     courses = [job.course(0, 1, False) for job in jobs]
     list(aboard.events(executor, plan_window(courses, cut, CAPACITY), jobs))
 
-    resident = Base.from_model(two_layers("qwen2")[0], spec, bench.CPU)
+    resident = Base.from_model(two_layers(family)[0], spec, bench.CPU)
     wanted = woven(resident, jobs, Route.tiled, monkeypatch)
     list(aboard.events(wanted, plan_window(courses, one_device(), CAPACITY), jobs))
     for job in jobs:
