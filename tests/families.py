@@ -28,6 +28,8 @@ CONTEXT = 64
 WINDOW = 6
 """Shorter than the samples that tests use."""
 
+MORE = ("phi4-mini",)
+"""Configs of the same families that their layers must know too."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2")
 
 COMMON: dict[str, Any] = {
@@ -67,6 +69,11 @@ def config(family: str) -> PretrainedConfig:
             )
         case "phi3":
             return Phi3Config(**GROUPED)
+        case "phi4-mini":
+            rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+            rope |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
+            rope |= {"original_max_position_embeddings": CONTEXT // 2}
+            return Phi3Config(**GROUPED, rope_parameters=rope, sliding_window=WINDOW)
         case "opt":
             return OPTConfig(
                 **COMMON,

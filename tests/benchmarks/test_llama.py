@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weftune.bench.llama import SIZES, build, floor_seconds
-from weftune.bench.timing import here
+from weftune.bench.baselines import BaselineWork
+from weftune.bench.gpu_step import rows
+from weftune.bench.llama import SIZES, base_bytes, build, floor_seconds, outline, toy_of
+from weftune.bench.processes import ProcessTask
+from weftune.bench.timing import Repeats, here
 
 TOY = SIZES["toy"]
 
@@ -22,11 +25,37 @@ def test_the_floor_counts_the_attention_within_samples_only() -> None:
     assert together - apart == 3.5 * 2 * TOY.layers * TOY.hidden * (16**2 - 2 * 8**2)
 
 
-def test_a_base_has_the_linears_of_its_size_and_is_frozen() -> None:
-    place = here(toy=True)
+@pytest.mark.parametrize("shape", ["8b", "32b", "qwen3-8b", "phi-4-mini", "gemma-3-4b"])
+def test_a_base_has_the_linears_of_its_size_and_is_frozen(shape: str) -> None:
+    place, toy = here(toy=True), toy_of(SIZES[shape])
     assert place is not None
-    model = build(TOY, place)
+    model = build(toy, place)
+    assert model.config.model_type == toy.family
     linears = [module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     found = sorted((m.in_features, m.out_features) for m in linears if m is not model.lm_head)
-    assert found == sorted(TOY.sites * TOY.layers)
+    assert found == sorted(toy.sites * toy.layers)
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"), [("qwen3-8b", 8.19), ("phi-4-mini", 3.84), ("gemma-3-4b", 3.88)]
+)
+def test_shapes_have_the_parameters_of_the_models_that_they_are_named_after(
+    shape: str, billions: float
+) -> None:
+    size = SIZES[shape]
+    model = outline(size, torch.device("meta"), torch.bfloat16)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters / 1e9 == pytest.approx(billions, abs=0.01)
+    assert base_bytes(size) == pytest.approx(2 * parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "phi-4-mini", "gemma-3-4b"])
+def test_jobs_train_on_a_toy_of_every_shape_beside_the_frozen_base_and_peft(shape: str) -> None:
+    place = here(toy=True)
+    assert place is not None
+    work = BaselineWork(jobs=2, batch=1, length=16, rank=4)
+    task = ProcessTask(toy_of(SIZES[shape]), work, place, Repeats(1, 1, 1))
+    made = list(rows(task, ["frozen", "peft-bf16"], capacity=64, rate=1e12))
+    assert len(made) == 3
+    assert all(row.measured.seconds for row in made)

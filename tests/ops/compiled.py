@@ -15,9 +15,12 @@ from weftune.ops.triton import norm, rotary, swiglu
 
 TARGET = GPUTarget("cuda", 90, 32)
 NORM = dict(WIDTH=4096, ROWS=1, BLOCK=4096)
-SWIGLU = dict(WIDTH=14336, BLOCK=1024)
+SWIGLU = dict(WIDTH=14336, BLOCK=1024, GELU=False)
+GEGLU = SWIGLU | dict(GELU=True)
 ROTARY = dict(HEADS=32, GROUPS=8, WIDTH=128, HALF=64, CHUNK=16, HALF_BLOCK=64, REST_BLOCK=1)
 PARTLY = ROTARY | dict(HALF=32, CHUNK=32, HALF_BLOCK=32, REST_BLOCK=64)
+NO_NORMS = dict(q_weight=None, k_weight=None)
+NOTHING_NORMED = NO_NORMS | dict(qkv=None)
 FLOATS = ("eps", "offset")
 UNKNOWN = ("rows",)
 """Integers of which nothing is known; strides are multiples of 16, as those of every base."""
@@ -45,15 +48,30 @@ def main():
     forward, backward = norm.norm_forward, norm.norm_backward
     turn, turn_back = rotary.rotary_forward, rotary.rotary_backward
     wanted = {
-        "norm": (forward, 8, "x weight n rstd", NORM),
+        "norm": (forward, 8, "x weight n rstd", NORM | dict(onto=None)),
+        "norm onto": (forward, 8, "x weight n rstd onto", NORM),
         "norm backward": (backward, 8, "dn x weight rstd dx", NORM | dict(dskip=None)),
         "norm beside a skip backward": (backward, 8, "dn dskip x weight rstd dx", NORM),
         "swiglu": (swiglu.swiglu_forward, 4, "gate_up act", SWIGLU),
         "swiglu backward": (swiglu.swiglu_backward, 4, "dact gate_up dgate_up", SWIGLU),
-        "rotary": (turn, 4, "qkv cos sin q k v", ROTARY),
-        "rotary backward": (turn_back, 4, "dq dk dv cos sin dqkv", ROTARY),
-        "rotary of a part": (turn, 4, "qkv cos sin q k v", PARTLY),
-        "rotary of a part backward": (turn_back, 4, "dq dv cos sin dqkv", PARTLY | dict(dk=None)),
+        "geglu": (swiglu.swiglu_forward, 4, "gate_up act", GEGLU),
+        "geglu backward": (swiglu.swiglu_backward, 4, "dact gate_up dgate_up", GEGLU),
+        "rotary": (turn, 4, "qkv cos sin q k v", ROTARY | NO_NORMS),
+        "rotary backward": (turn_back, 4, "dq dk dv cos sin dqkv", ROTARY | NOTHING_NORMED),
+        "rotary of a part": (turn, 4, "qkv cos sin q k v", PARTLY | NO_NORMS),
+        "rotary of a part backward": (
+            turn_back,
+            4,
+            "dq dv cos sin dqkv",
+            PARTLY | NOTHING_NORMED | dict(dk=None),
+        ),
+        "rotary after norms": (turn, 4, "qkv cos sin q k v q_weight k_weight", ROTARY),
+        "rotary after norms backward": (
+            turn_back,
+            4,
+            "dq dk dv cos sin dqkv qkv q_weight k_weight",
+            ROTARY,
+        ),
     }
     found = {
         name: accesses(kernel, warps, pointers.split(), constants)

@@ -13,7 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.cases import slow_but, some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
 from tests.ops.launches import noted
-from weftune.ops.norm import rms_norm, rms_norm_reference, skip_rms_norm
+from weftune.ops.norm import (
+    rms_norm,
+    rms_norm_onto,
+    rms_norm_onto_reference,
+    rms_norm_reference,
+    skip_rms_norm,
+)
 
 EPS = 1e-5
 ROWS = [1, 7, 33]
@@ -89,6 +95,22 @@ def check_skip_rms_norm(rows, width, given, dtype, device):
     )
 
 
+def check_rms_norm_onto(rows, width, offset, dtype, device):
+    h_CTD = draws(rows, width + 8, dtype=dtype, device=device).flip(1)[..., 8:]
+    x_CTD = draws(rows, 2 * width, dtype=dtype, device=device)[..., :width]
+    weight_D = weight_of(width, dtype, device)
+    norm = theirs(weight_D, offset)
+    assert_earned(
+        lambda h, x: torch.stack(
+            [rms_norm_onto(h_TD, x_TD, weight_D, EPS, offset) for h_TD, x_TD in zip(h, x, strict=True)]
+        ),
+        lambda h, x: h + norm(x),
+        lambda h, x: rms_norm_onto_reference(h, x, weight_D.double(), EPS, offset),
+        [h_CTD, x_CTD],
+        [draws(rows, width, dtype=dtype, device=device).flip(2)],
+    )
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_the_reference_is_the_norm_of_transformers(offset):
     x_TD, weight_D, dn_TD = drawn(9, 64), weight_of(64, torch.float32, "cpu"), drawn(9, 64)
@@ -119,6 +141,11 @@ def test_skip_rms_norm_is_as_exact_whichever_of_its_gradients_are_there(rows, wi
     check_skip_rms_norm(rows, width, given, torch.float32, device)
 
 
+@pytest.mark.parametrize(("rows", "width", "offset"), [(1, 64, 1.0), (7, 40, 0.0), (33, 576, 1.0)])
+def test_rms_norm_onto_is_as_exact_as_that_of_transformers(rows, width, offset, device):
+    check_rms_norm_onto(rows, width, offset, torch.float32, device)
+
+
 def test_a_gradient_that_is_not_laid_out_in_rows_is_read_rightly(device):
     x_TD, weight_D = drawn(7, 40, device=device), weight_of(40, torch.float32, device)
     for dn_TD in (drawn(40, 7, device=device).T, torch.ones((), device=device).expand(7, 40)):
@@ -131,6 +158,7 @@ def test_only_the_input_and_a_float_a_row_are_kept(device):
     x_TD, weight_D = drawn(7, 40, device=device).requires_grad_(), weight_of(40, torch.float32, device)
     assert saved_bytes(rms_norm, x_TD, weight_D, EPS) == 7 * 4
     assert saved_bytes(skip_rms_norm, x_TD, weight_D, EPS) == 7 * 4
+    assert saved_bytes(rms_norm_onto, drawn(7, 40, device=device), x_TD, weight_D, EPS) == 7 * 4
 
 
 def test_a_nan_stays_in_its_row(device):
@@ -158,6 +186,7 @@ def test_a_nan_stays_in_its_row(device):
 def test_in_half_precision_the_norms_are_as_exact_as_those_of_transformers(rows, width, dtype):
     for offset in (0.0, 1.0):
         check_rms_norm(rows, width, offset, dtype, "cuda")
+        check_rms_norm_onto(rows, width, offset, dtype, "cuda")
     for given in GIVEN:
         check_skip_rms_norm(rows, width, given, dtype, "cuda")
 
@@ -189,7 +218,7 @@ def test_a_launch_has_a_program_for_every_tile_of_rows(rows, width, programs, ti
         assert one.grid == (programs,)
         assert one.of("ROWS", "BLOCK", "num_warps", "WIDTH") == (*tile, width)
     forward, backward, _, beside_a_skip = launches
-    assert forward.given[4:] == (width + 16, rows, EPS, 0.0)
+    assert forward.given[4:] == (width + 16, rows, EPS, 0.0, None, 0)
     assert backward.given[6:] == (width + 8, 0, width + 16, rows, 0.0)
     assert beside_a_skip.given[6:] == (width, width, width + 16, rows, 0.0)
 
@@ -232,6 +261,12 @@ def test_a_second_derivative_is_refused(norm, device):
     (dx_TD,) = torch.autograd.grad(norm(x_TD, weight_D, EPS), x_TD, dn_TD, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx_TD.sum().backward()
+
+
+def test_what_a_norm_goes_onto_is_as_large_as_its_input(device):
+    x_TD, weight_D = drawn(2, 8, device=device), weight_of(8, torch.float32, device)
+    with pytest.raises(AssertionError):
+        rms_norm_onto(x_TD[:1], x_TD, weight_D, EPS)
 
 
 @pytest.mark.parametrize("weight_D", [torch.zeros(16)[::2], torch.zeros(1), torch.zeros(8, 1)])

@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from tests.cases import some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
 from tests.ops.launches import noted
-from weftune.ops.swiglu import swiglu, swiglu_reference
+from weftune.ops.swiglu import geglu, geglu_reference, swiglu, swiglu_reference
 
 SIZES = [(1, 20), (7, 64), (33, 1536), (300, 14336)]
 """Rows and their width."""
@@ -20,27 +20,34 @@ def drawn(*shape, dtype=torch.float32, device="cpu"):
     return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))).to(device, dtype)
 
 
-def theirs(gate_up_TF):
+def theirs(gate_up_TF, activation="silu"):
     gate_TI, up_TI = gate_up_TF.chunk(2, dim=-1)
-    return ACT2FN["silu"](gate_TI) * up_TI
+    return ACT2FN[activation](gate_TI) * up_TI
 
 
-def check(rows, width, dtype, device):
+def their_geglu(gate_up_TF):
+    return theirs(gate_up_TF, "gelu_pytorch_tanh")
+
+
+SWIGLU, GEGLU = (swiglu, theirs, swiglu_reference), (geglu, their_geglu, geglu_reference)
+
+
+def check(rows, width, dtype, device, gated=SWIGLU):
     gate_up_TF = drawn(rows, 2 * width + 16, dtype=dtype, device=device)[:, 8 : 8 + 2 * width]
     dact_TI = drawn(rows, 2 * width, dtype=dtype, device=device)[:, width:]
     assert_earned(
-        swiglu,
-        theirs,
-        swiglu_reference,
+        *gated,
         [gate_up_TF],
         [dact_TI],
     )
 
 
-def test_the_reference_is_the_activation_of_transformers():
+@pytest.mark.parametrize("gated", [SWIGLU, GEGLU])
+def test_the_reference_is_the_activation_of_transformers(gated):
     gate_up_TF, dact_TI = drawn(9, 64), drawn(9, 32)
-    ours = outcomes(swiglu_reference, [gate_up_TF], [dact_TI])
-    wanted = outcomes(theirs, [gate_up_TF], [dact_TI])
+    _, usual, reference = gated
+    ours = outcomes(reference, [gate_up_TF], [dact_TI])
+    wanted = outcomes(usual, [gate_up_TF], [dact_TI])
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -50,12 +57,18 @@ def test_swiglu_is_as_exact_as_that_of_transformers(rows, width, device):
     check(rows, width, torch.float32, device)
 
 
-def test_gates_of_any_size_give_finite_values_and_gradients(device):
+@pytest.mark.parametrize(("rows", "width"), [(1, 20), (7, 64), (33, 1536)])
+def test_geglu_is_as_exact_as_that_of_transformers(rows, width, device):
+    check(rows, width, torch.float32, device, GEGLU)
+
+
+@pytest.mark.parametrize(("gated", "reference"), [(swiglu, swiglu_reference), (geglu, geglu_reference)])
+def test_gates_of_any_size_give_finite_values_and_gradients(gated, reference, device):
     gate_I = torch.tensor([-1e4, -200.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 200.0, 1e4], device=device)
     gate_up_TF = torch.cat((gate_I, torch.full_like(gate_I, 0.5)))[None]
     given = [torch.ones(1, len(gate_I), device=device)]
-    ours = outcomes(swiglu, [gate_up_TF], given)
-    wanted = outcomes(swiglu_reference, [gate_up_TF.double()], [given[0].double()])
+    ours = outcomes(gated, [gate_up_TF], given)
+    wanted = outcomes(reference, [gate_up_TF.double()], [given[0].double()])
     for got, truth in zip(ours, wanted, strict=True):
         torch.testing.assert_close(got, truth.float(), rtol=1e-5, atol=1e-30)
 
@@ -75,6 +88,7 @@ def test_nothing_but_the_input_is_kept(device):
 )
 def test_in_half_precision_swiglu_is_as_exact_as_that_of_transformers(rows, width, dtype):
     check(rows, width, dtype, "cuda")
+    check(rows, width, dtype, "cuda", GEGLU)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +113,8 @@ def test_float64_is_left_to_torch_and_float32_to_the_kernels(device):
     gate_up_TF = drawn(3, 12, device=device).requires_grad_()
     wide = gate_up_TF.detach().double()
     assert torch.equal(swiglu(wide), swiglu_reference(wide))
-    assert swiglu(gate_up_TF).grad_fn.name() == "_SwigluBackward"
+    assert torch.equal(geglu(wide), geglu_reference(wide))
+    assert swiglu(gate_up_TF).grad_fn.name() == "_GatedBackward"
 
 
 def test_the_halves_are_those_of_the_last_dimension():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from weftune.base.decoders.facts import DecoderFacts
+from weftune.base.decoders.known import DECODERS, extra_values
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
 
@@ -43,51 +46,8 @@ class _Parts:
     transposed: bool = False
 
 
-COMMON = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 DEFAULTS: Mapping[str, Config] = {
-    "llama": {**COMMON, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
-    "mistral": {
-        **COMMON,
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-    },
-    "qwen2": {**COMMON, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
-    "qwen3": {
-        **COMMON,
-        "intermediate_size": 22016,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "head_dim": 128,
-    },
-    "gemma3_text": {
-        **COMMON,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-    },
-    "phi3": {
-        **COMMON,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "vocab_size": 32064,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-    },
+    **{family: facts.config for family, facts in DECODERS.items()},
     "opt": {
         "hidden_size": 768,
         "num_hidden_layers": 12,
@@ -128,14 +88,16 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         parts = FAMILIES[family](whole)
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
+    sites = _sites(parts)
     return ModelShape(
         layers=parts.layers,
         hidden=parts.hidden,
         vocabulary=whole["vocab_size"],
         parameters=_parameters(parts),
         bytes_per_value=bytes_per_value,
-        sites=_sites(parts),
+        sites=sites,
         context=_context(whole),
+        extra_values=extra_values(family, sites),
     )
 
 
@@ -169,25 +131,26 @@ def _context(config: Config) -> int:
     return longest
 
 
-def _gated(config: Config, qkv_bias: bool, norms: int, head_norms: bool = False) -> _Parts:
+def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
     """The Llama shape: q, k, v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     head, wide, narrow = _heads(config)
-    bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
+    bias, mlp_bias = (facts.heeds_biases and bool(config[f"{one}_bias"]) for one in ("attention", "mlp"))
+    qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
+    qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
+    gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
+    linears = [_Linear(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
+    linears.insert(0 if facts.o_first else len(linears), _Linear(facts.o, wide, hidden, bias))
     return _Parts(
         layers=int(config["num_hidden_layers"]),
         hidden=hidden,
         stem="model.layers",
         linears=(
-            _Linear("self_attn.q_proj", hidden, wide, qkv_bias),
-            _Linear("self_attn.k_proj", hidden, narrow, qkv_bias),
-            _Linear("self_attn.v_proj", hidden, narrow, qkv_bias),
-            _Linear("self_attn.o_proj", wide, hidden, bias),
-            _Linear("mlp.gate_proj", hidden, inner, mlp_bias),
-            _Linear("mlp.up_proj", hidden, inner, mlp_bias),
-            _Linear("mlp.down_proj", inner, hidden, mlp_bias),
+            *linears,
+            *(_Linear(name, hidden, out, mlp_bias) for name, out in zip(facts.gate_up, gate_up, strict=True)),
+            _Linear(facts.down, inner, hidden, mlp_bias),
         ),
-        norm=norms * hidden + (2 * head if head_norms else 0),
+        norm=len(facts.norms) * hidden + (2 * head if facts.head_norms else 0),
         around=_ends(config, hidden) + hidden,
     )
 
@@ -202,40 +165,6 @@ def _heads(config: Config) -> tuple[int, int, int]:
 def _ends(config: Config, hidden: int) -> int:
     """The embedding, and the output layer unless it is the same."""
     return int(config["vocab_size"]) * hidden * (1 if config["tie_word_embeddings"] else 2)
-
-
-def _llama(config: Config) -> _Parts:
-    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=2)
-
-
-def _qwen2(config: Config) -> _Parts:
-    return _gated(config, qkv_bias=True, norms=2)
-
-
-def _qwen3(config: Config) -> _Parts:
-    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=2, head_norms=True)
-
-
-def _gemma3(config: Config) -> _Parts:
-    return _gated(config, qkv_bias=bool(config["attention_bias"]), norms=4, head_norms=True)
-
-
-def _phi3(config: Config) -> _Parts:
-    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    _, wide, narrow = _heads(config)
-    return _Parts(
-        layers=int(config["num_hidden_layers"]),
-        hidden=hidden,
-        stem="model.layers",
-        linears=(
-            _Linear("self_attn.o_proj", wide, hidden),
-            _Linear("self_attn.qkv_proj", hidden, wide + 2 * narrow),
-            _Linear("mlp.gate_up_proj", hidden, 2 * inner),
-            _Linear("mlp.down_proj", inner, hidden),
-        ),
-        norm=2 * hidden,
-        around=_ends(config, hidden) + hidden,
-    )
 
 
 def _opt(config: Config) -> _Parts:
@@ -285,12 +214,7 @@ def _gpt2(config: Config) -> _Parts:
 
 
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma3_text": _gemma3,
-    "phi3": _phi3,
+    **{family: partial(_decoder, facts) for family, facts in DECODERS.items()},
     "opt": _opt,
     "gpt2": _gpt2,
 }

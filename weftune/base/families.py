@@ -6,9 +6,10 @@ import re
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from weftune.base.decoders.known import DECODERS
 from weftune.errors import BaseModelError
 
-KNOWN = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "opt", "gpt2"})
+KNOWN = frozenset({*DECODERS, "opt", "gpt2"})
 """Model types tested with packed samples; any other must pass the check at load to be accepted."""
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from weftune.base.decoders.known import extra_values
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.core.weight import HoldsWeight, Weight, held_bytes
 
@@ -35,15 +36,17 @@ def site_shape(name: str, module: nn.Module) -> SiteShape:
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     config = model.config
     modules = linears(model)
+    sites = tuple(site_shape(name, module) for name, module in modules.items())
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         vocabulary=model.get_output_embeddings().weight.shape[0],
         parameters=values(model),
         bytes_per_value=dtype.itemsize,
-        sites=tuple(site_shape(name, module) for name, module in modules.items()),
+        sites=sites,
         context=context(config),
         site_bytes_per_value=_site_bytes(modules.values()),
+        extra_values=extra_values(config.model_type, sites),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from weftune.base import attention
+from weftune.base.decoders.known import DECODERS
 from weftune.base.families import refuse_modules
 from weftune.base.load import base_dtype, load_base, load_config, load_plain
 from weftune.base.model import Base, own_config
@@ -40,7 +41,7 @@ class Ends:
 
 
 ENDS = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3"), Ends()),
+    **dict.fromkeys(DECODERS, Ends()),
     "gpt2": Ends(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
     "opt": Ends(
         positions="embed_positions", before=("project_in",), after=("final_layer_norm", "project_out")
@@ -129,6 +130,7 @@ def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelS
         sites=tuple(site_shape(name, module) for name, module in linears(model).items()),
         context=whole.context,
         site_bytes_per_value=whole.site_bytes_per_value,
+        extra_values=whole.extra_values,
     )
 
 

@@ -18,6 +18,7 @@ from weftune.bench.timing import BenchPlace, Block, MeasuredStep, Repeats, measu
 from weftune.core.batch import IGNORED
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PHI3_TARGETS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ def peft_one_by_one(
 
 
 def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool) -> Any:
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, task_type="CAUSAL_LM")
+    targets = PHI3_TARGETS if size.family == "phi3" else TARGETS
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     return get_peft_model(build(size, place), config, autocast_adapter_dtype=wide).train()
 
 

@@ -4,7 +4,7 @@ All linears carry adapters, all tokens are supervised, the weights are random in
 of a table comes from the same run, since cards of one name differ. The time is that of a round: one step of
 every job. ρ is the arithmetic floor, at the rate of a large product measured first, over the measured time.
 
-    python -m benchmarks.gpu_step [--shape 8b|1b] [--jobs N] [--batch BxL] [--rank R] [--baselines a,b]
+    python -m benchmarks.gpu_step [--shape NAME] [--jobs N] [--batch BxL] [--rank R] [--baselines a,b]
                                   [--profile]
 
 --profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import BaselineWork, frozen, peft_one_by_one
 from weftune.bench.liger import peft_with_liger
-from weftune.bench.llama import SIZES, build, floor_seconds
+from weftune.bench.llama import SIZES, build, floor_seconds, toy_of
 from weftune.bench.processes import ProcessTask, peft_at_once
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number, ratio
@@ -186,9 +186,8 @@ def step_arguments() -> argparse.ArgumentParser:
 
 def task_of(asked: argparse.Namespace, place: BenchPlace) -> ProcessTask:
     if asked.toy:
-        return ProcessTask(
-            SIZES["toy"], BaselineWork(jobs=2, batch=2, length=16, rank=4), place, Repeats(1, 2, 1)
-        )
+        work = BaselineWork(jobs=2, batch=2, length=16, rank=4)
+        return ProcessTask(toy_of(SIZES[asked.shape]), work, place, Repeats(1, 2, 1))
     batch, length = (int(word) for word in asked.batch.lower().split("x"))
     work = BaselineWork(jobs=asked.jobs, batch=batch, length=length, rank=asked.rank)
     return ProcessTask(SIZES[asked.shape], work, place, Repeats(asked.warmup, asked.blocks, asked.steps))

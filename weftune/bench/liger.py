@@ -39,9 +39,9 @@ def missing(place: BenchPlace) -> str:
 
 
 def _measured(task: ProcessTask) -> MeasuredStep:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    import liger_kernel.transformers
 
-    apply_liger_kernel_to_llama()
+    getattr(liger_kernel.transformers, f"apply_liger_kernel_to_{task.size.family}")()
     try:
         return padding_free(task, compiled=True)
     except torch.OutOfMemoryError:

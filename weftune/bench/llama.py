@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from weftune.bench.timing import BenchPlace
 
@@ -23,22 +24,31 @@ class Size:
     vocabulary: int
     context: int
     rope_theta: float
-    biased: bool = False
-    """Whether q, k and v have biases, as Qwen2's do."""
+    family: str = "llama"
+    """The model type of its config."""
+    head: int | None = None
+    """The width of a head, where it is not that of the hidden state divided by their number."""
+    tied: bool = False
+    """Whether the output layer is the embedding."""
+
+    @property
+    def wide(self) -> int:
+        """The width of all query heads."""
+        return self.heads * self.head_width
+
+    @property
+    def head_width(self) -> int:
+        return self.head or self.hidden // self.heads
 
     @property
     def sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the seven linears of a layer."""
-        kv = self.hidden // self.heads * self.kv_heads
-        return (
-            (self.hidden, self.hidden),
-            (self.hidden, kv),
-            (self.hidden, kv),
-            (self.hidden, self.hidden),
-            (self.hidden, self.intermediate),
-            (self.hidden, self.intermediate),
-            (self.intermediate, self.hidden),
-        )
+        """In and out features of the linears of a layer: seven, or four where some are one."""
+        kv, o = self.head_width * self.kv_heads, (self.wide, self.hidden)
+        down = (self.intermediate, self.hidden)
+        if self.family == "phi3":
+            return o, (self.hidden, self.wide + 2 * kv), (self.hidden, 2 * self.intermediate), down
+        gate = (self.hidden, self.intermediate)
+        return (self.hidden, self.wide), (self.hidden, kv), (self.hidden, kv), o, gate, gate, down
 
 
 SIZES = {
@@ -76,7 +86,7 @@ SIZES = {
             vocabulary=152064,
             context=32768,
             rope_theta=1000000.0,
-            biased=True,
+            family="qwen2",
         ),
         Size(
             name="70b",  # Llama-3.1-70B
@@ -88,6 +98,46 @@ SIZES = {
             vocabulary=128256,
             context=131072,
             rope_theta=500000.0,
+        ),
+        Size(
+            name="qwen3-8b",
+            family="qwen3",
+            hidden=4096,
+            layers=36,
+            heads=32,
+            head=128,
+            kv_heads=8,
+            intermediate=12288,
+            vocabulary=151936,
+            context=40960,
+            rope_theta=1000000.0,
+        ),
+        Size(
+            name="phi-4-mini",
+            family="phi3",
+            hidden=3072,
+            layers=32,
+            heads=24,
+            kv_heads=8,
+            intermediate=8192,
+            vocabulary=200064,
+            context=131072,
+            rope_theta=10000.0,
+            tied=True,
+        ),
+        Size(
+            name="gemma-3-4b",  # its text tower
+            family="gemma3_text",
+            hidden=2560,
+            layers=34,
+            heads=8,
+            head=256,
+            kv_heads=4,
+            intermediate=10240,
+            vocabulary=262208,
+            context=131072,
+            rope_theta=1000000.0,
+            tied=True,
         ),
         Size(
             name="toy",
@@ -102,6 +152,11 @@ SIZES = {
         ),
     )
 }
+
+
+def toy_of(size: Size) -> Size:
+    """A tiny shape of the same family."""
+    return replace(SIZES["toy"], family=size.family, head=size.head and 16, tied=size.tied)
 
 
 def build(size: Size, place: BenchPlace) -> PreTrainedModel:
@@ -120,8 +175,8 @@ def outline(size: Size, device: torch.device, dtype: torch.dtype) -> PreTrainedM
 
 
 def config(size: Size) -> PretrainedConfig:
-    made = Qwen2Config if size.biased else LlamaConfig
-    return made(
+    return AutoConfig.for_model(
+        size.family,
         hidden_size=size.hidden,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
@@ -129,10 +184,39 @@ def config(size: Size) -> PretrainedConfig:
         intermediate_size=size.intermediate,
         vocab_size=size.vocabulary,
         max_position_embeddings=size.context,
-        rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
-        tie_word_embeddings=False,
+        tie_word_embeddings=size.tied,
         use_cache=False,
+        **({} if size.head is None else {"head_dim": size.head}),
+        **_of_family(size),
     )
+
+
+def _of_family(size: Size) -> dict[str, Any]:
+    """What configs of a family have beside the sizes: rotary embeddings and windows."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": size.rope_theta}
+    match size.family:
+        case "phi3":
+            # As in Phi-4-mini: three quarters of a head turn; all factors are 1 up to the original length.
+            factors = [1.0] * (size.head_width * 3 // 4 // 2)
+            rope |= {"rope_type": "longrope", "partial_rotary_factor": 0.75}
+            rope |= {"short_factor": factors, "long_factor": factors}
+            original = min(4096, size.context)
+            rope["original_max_position_embeddings"] = original
+            return {
+                "rope_parameters": rope,
+                "original_max_position_embeddings": original,
+                "sliding_window": 262144,
+                "pad_token_id": 0,
+            }
+        case "gemma3_text":
+            whole = {"rope_type": "linear", "factor": 8.0, "rope_theta": size.rope_theta}
+            local = {"rope_type": "default", "rope_theta": 10000.0}
+            return {
+                "rope_parameters": {"full_attention": whole, "sliding_attention": local},
+                "query_pre_attn_scalar": size.head_width,
+                "sliding_window": 1024,
+            }
+    return {"rope_parameters": rope}
 
 
 def random_ids(size: Size, rows: int, length: int, place: BenchPlace) -> Tensor:
@@ -141,7 +225,7 @@ def random_ids(size: Size, rows: int, length: int, place: BenchPlace) -> Tensor:
 
 def base_bytes(size: Size, bytes_per_value: int = 2) -> int:
     linears = size.layers * sum(k * n for k, n in size.sites)
-    return (linears + 2 * size.hidden * size.vocabulary) * bytes_per_value
+    return (linears + (1 if size.tied else 2) * size.hidden * size.vocabulary) * bytes_per_value
 
 
 def floor_seconds(
@@ -156,7 +240,7 @@ def floor_seconds(
     tokens = sum(lengths)
     linears = size.layers * sum(k * n for k, n in size.sites)
     head = size.hidden * size.vocabulary
-    attention = 2 * size.layers * size.hidden * sum(length * length for length in lengths)
+    attention = 2 * size.layers * size.wide * sum(length * length for length in lengths)
     adapters = 6 * tokens * rank * size.layers * sum(k + n for k, n in size.sites)
     again = recomputed * (2 * tokens * linears + attention + adapters / 3)
     return (4 * tokens * (linears + head) + 3.5 * attention + adapters + again) / rate

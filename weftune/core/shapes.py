@@ -38,6 +38,9 @@ class ModelShape:
     """The longest sample that the base has positions for."""
     site_bytes_per_value: float | None = None
     """Of the sites' weights, where they are stored in another format than passes compute in."""
+    extra_values: int = 0
+    """Values of a token that a fused layer keeps for its backward beyond what the widths of its linears tell:
+    some families have more norms, or linears that are one where others have three."""
 
     @property
     def weight_bytes_per_value(self) -> float:

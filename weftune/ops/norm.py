@@ -36,6 +36,21 @@ def skip_rms_norm(h_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.
     return _SkipRmsNorm.apply(h_TD, weight_D, eps, offset)
 
 
+def rms_norm_onto(h_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """h + the RMSNorm of x: a branch whose output has a norm, with what goes around it."""
+    if not kernels_at_hand(x_TD):
+        return rms_norm_onto_reference(h_TD, x_TD, weight_D, eps, offset)
+    return _RmsNormOnto.apply(h_TD, x_TD, weight_D, eps, offset)
+
+
+def rms_norm_onto_reference(
+    h_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0
+) -> Tensor:
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    n_TD = rms_norm_reference(x_TD.to(wide), weight_D, eps, offset)
+    return (h_TD.to(wide) + n_TD).to(h_TD.dtype)
+
+
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     x = x_TD.to(wide)
@@ -78,12 +93,32 @@ class _SkipRmsNorm(torch.autograd.Function):
         return _backward(dn_TD, dskip_TD, h_TD, weight_D, rstd_T, ctx.offset), None, None, None
 
 
-def _forward(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+class _RmsNormOnto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
+        h_TD, x_TD = with_whole_rows(h_TD), with_whole_rows(x_TD)
+        sum_TD, rstd_T = _forward(x_TD, weight_D, eps, offset, h_TD)
+        ctx.offset = offset
+        ctx.save_for_backward(x_TD, weight_D, rstd_T)
+        return sum_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dsum_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_D, rstd_T = ctx.saved_tensors
+        dx_TD = _backward(dsum_TD, None, x_TD, weight_D, rstd_T, ctx.offset)
+        return dsum_TD, dx_TD, None, None, None
+
+
+def _forward(
+    x_TD: Tensor, weight_D: Tensor, eps: float, offset: float, onto_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     from weftune.ops.triton.norm import norm_forward
 
     rows, width = x_TD.shape
     assert weight_D.shape == (width,)
     assert weight_D.is_contiguous()
+    assert onto_TD is None or onto_TD.shape == x_TD.shape
     n_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     rstd_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
     tile_rows, block, warps = _tile(width)
@@ -97,6 +132,8 @@ def _forward(x_TD: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple
             rows,
             eps,
             offset,
+            onto_TD,
+            0 if onto_TD is None else onto_TD.stride(0),
             WIDTH=width,
             ROWS=tile_rows,
             BLOCK=block,

@@ -1,6 +1,7 @@
 """Queries, keys and values parted from their stacked linear, with the rotary embedding on the first two.
 
-Rotation is undone by its transpose, so a fused node keeps nothing but the cosines and sines.
+Rotation is undone by its transpose, so a fused node keeps nothing but the cosines and sines; where heads have
+a norm, also what that was given.
 
 Shapes: T rows, H heads of queries, G groups (heads of keys and of values), D width of a head,
 N = (H + 2G)·D, E rotary width (the first E columns of a head turn, the rest passes).
@@ -8,12 +9,14 @@ N = (H + 2G)·D, E rotary width (the first E columns of a head turn, the rest pa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weftune.ops.norm import rms_norm_reference
 from weftune.ops.triton.at_hand import kernels_at_hand, with_whole_rows
 
 TILE = 1024
@@ -22,8 +25,19 @@ WARPS = 4
 """Eight values of each half a thread: one 16-byte access in half precision."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The RMSNorm of every head of queries and of keys, before the rotation."""
+
+    q_D: Tensor
+    k_D: Tensor
+    eps: float
+    offset: float = 0.0
+    """Added to the weights, as in `rms_norm`."""
+
+
 def rotary_split(
-    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int
+    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q_THD, k_TGD, v_TGD), q and k rotated as Llama does: column i turns with column i + E/2."""
     rows, width = qkv_TN.shape[0], qkv_TN.shape[1] // (heads + 2 * groups)
@@ -31,16 +45,20 @@ def rotary_split(
     assert cos_TE.shape == sin_TE.shape == (rows, cos_TE.shape[1])
     assert cos_TE.shape[1] <= width
     assert cos_TE.shape[1] % 2 == 0
+    assert norms is None or norms.q_D.shape == norms.k_D.shape == (width,)
     if not kernels_at_hand(qkv_TN):
-        return rotary_split_reference(qkv_TN, cos_TE, sin_TE, heads, groups)
-    return _RotarySplit.apply(qkv_TN, cos_TE, sin_TE, heads, groups)
+        return rotary_split_reference(qkv_TN, cos_TE, sin_TE, heads, groups, norms)
+    return _RotarySplit.apply(qkv_TN, cos_TE, sin_TE, heads, groups, norms)
 
 
 def rotary_split_reference(
-    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int
+    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     qkv_TLD = qkv_TN.unflatten(1, (heads + 2 * groups, -1))
     q_THD, k_TGD, v_TGD = qkv_TLD.split((heads, groups, groups), dim=1)
+    if norms is not None:
+        q_THD = rms_norm_reference(q_THD, norms.q_D, norms.eps, norms.offset)
+        k_TGD = rms_norm_reference(k_TGD, norms.k_D, norms.eps, norms.offset)
     return (
         _rotated(q_THD, cos_TE, sin_TE),
         _rotated(k_TGD, cos_TE, sin_TE),
@@ -61,26 +79,33 @@ def _rotated(x_THD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 class _RotarySplit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int
+        ctx: Any,
+        qkv_TN: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        heads: int,
+        groups: int,
+        norms: HeadNorms | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        cos_TE, sin_TE = with_whole_rows(cos_TE), with_whole_rows(sin_TE)
-        ctx.heads, ctx.groups = heads, groups
+        qkv_TN, cos_TE, sin_TE = map(with_whole_rows, (qkv_TN, cos_TE, sin_TE))
+        ctx.heads, ctx.groups, ctx.norms = heads, groups, norms
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos_TE, sin_TE)
-        return _forward(with_whole_rows(qkv_TN), cos_TE, sin_TE, heads, groups)
+        ctx.save_for_backward(cos_TE, sin_TE, None if norms is None else qkv_TN)
+        return _forward(qkv_TN, cos_TE, sin_TE, heads, groups, norms)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *parts: Tensor | None) -> tuple[Tensor | None, ...]:
-        cos_TE, sin_TE = ctx.saved_tensors
+        cos_TE, sin_TE, qkv_TN = ctx.saved_tensors
         if all(part is None for part in parts):
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         whole = [None if part is None else with_whole_rows(part) for part in parts]
-        return _backward(whole, cos_TE, sin_TE, ctx.heads, ctx.groups), None, None, None, None
+        dqkv_TN = _backward(whole, cos_TE, sin_TE, qkv_TN, ctx.heads, ctx.groups, ctx.norms)
+        return dqkv_TN, None, None, None, None, None
 
 
 def _forward(
-    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int
+    qkv_TN: Tensor, cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     from weftune.ops.triton.rotary import rotary_forward
 
@@ -101,6 +126,10 @@ def _forward(
             qkv_TN.stride(0),
             cos_TE.stride(0),
             sin_TE.stride(0),
+            norms and norms.q_D,
+            norms and norms.k_D,
+            norms.eps if norms else 0.0,
+            norms.offset if norms else 0.0,
             HEADS=heads,
             GROUPS=groups,
             WIDTH=width,
@@ -113,7 +142,15 @@ def _forward(
     return q_THD, k_TGD, v_TGD
 
 
-def _backward(parts: list[Tensor | None], cos_TE: Tensor, sin_TE: Tensor, heads: int, groups: int) -> Tensor:
+def _backward(
+    parts: list[Tensor | None],
+    cos_TE: Tensor,
+    sin_TE: Tensor,
+    qkv_TN: Tensor | None,
+    heads: int,
+    groups: int,
+    norms: HeadNorms | None,
+) -> Tensor:
     from weftune.ops.triton.rotary import rotary_backward
 
     some = next(part for part in parts if part is not None)
@@ -131,6 +168,12 @@ def _backward(parts: list[Tensor | None], cos_TE: Tensor, sin_TE: Tensor, heads:
             *strides,
             cos_TE.stride(0),
             sin_TE.stride(0),
+            qkv_TN,
+            norms and norms.q_D,
+            norms and norms.k_D,
+            0 if qkv_TN is None else qkv_TN.stride(0),
+            norms.eps if norms else 0.0,
+            norms.offset if norms else 0.0,
             HEADS=heads,
             GROUPS=groups,
             WIDTH=width,

@@ -24,7 +24,15 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
     assert gate_up_TF.shape[1] % 2 == 0
     if not kernels_at_hand(gate_up_TF):
         return swiglu_reference(gate_up_TF)
-    return _Swiglu.apply(gate_up_TF)
+    return _Gated.apply(gate_up_TF, False)
+
+
+def geglu(gate_up_TF: Tensor) -> Tensor:
+    """gelu(gate) · up, with the tanh that approximates the error function, as Gemma has it."""
+    assert gate_up_TF.shape[1] % 2 == 0
+    if not kernels_at_hand(gate_up_TF):
+        return geglu_reference(gate_up_TF)
+    return _Gated.apply(gate_up_TF, True)
 
 
 def swiglu_reference(gate_up_TF: Tensor) -> Tensor:
@@ -33,21 +41,28 @@ def swiglu_reference(gate_up_TF: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate_TI) * up_TI).to(gate_up_TF.dtype)
 
 
-class _Swiglu(torch.autograd.Function):
+def geglu_reference(gate_up_TF: Tensor) -> Tensor:
+    wide = torch.promote_types(gate_up_TF.dtype, torch.float32)
+    gate_TI, up_TI = gate_up_TF.to(wide).chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate_TI, approximate="tanh") * up_TI).to(gate_up_TF.dtype)
+
+
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up_TF: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up_TF: Tensor, gelu: bool) -> Tensor:
         gate_up_TF = with_whole_rows(gate_up_TF)
+        ctx.gelu = gelu
         ctx.save_for_backward(gate_up_TF)
-        return _forward(gate_up_TF)
+        return _forward(gate_up_TF, gelu)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dact_TI: Tensor) -> Tensor:
+    def backward(ctx: Any, dact_TI: Tensor) -> tuple[Tensor, None]:
         (gate_up_TF,) = ctx.saved_tensors
-        return _backward(with_whole_rows(dact_TI), gate_up_TF)
+        return _backward(with_whole_rows(dact_TI), gate_up_TF, ctx.gelu), None
 
 
-def _forward(gate_up_TF: Tensor) -> Tensor:
+def _forward(gate_up_TF: Tensor, gelu: bool) -> Tensor:
     from weftune.ops.triton.swiglu import swiglu_forward
 
     rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
@@ -57,6 +72,7 @@ def _forward(gate_up_TF: Tensor) -> Tensor:
             gate_up_TF,
             act_TI,
             gate_up_TF.stride(0),
+            GELU=gelu,
             WIDTH=width,
             BLOCK=BLOCK,
             num_warps=WARPS,
@@ -64,7 +80,7 @@ def _forward(gate_up_TF: Tensor) -> Tensor:
     return act_TI
 
 
-def _backward(dact_TI: Tensor, gate_up_TF: Tensor) -> Tensor:
+def _backward(dact_TI: Tensor, gate_up_TF: Tensor, gelu: bool) -> Tensor:
     from weftune.ops.triton.swiglu import swiglu_backward
 
     rows, width = dact_TI.shape
@@ -76,6 +92,7 @@ def _backward(dact_TI: Tensor, gate_up_TF: Tensor) -> Tensor:
             dgate_up_TF,
             dact_TI.stride(0),
             gate_up_TF.stride(0),
+            GELU=gelu,
             WIDTH=width,
             BLOCK=BLOCK,
             num_warps=WARPS,

@@ -7,10 +7,11 @@ import torch
 
 from tests import bench
 from tests.cases import slow_but
-from tests.families import VOCABULARY, config, randomised
+from tests.families import VOCABULARY, config, randomised, tiny
 from tests.interpreter import interpret
 from tests.run import aboard
 from weftune.adapters import banks
+from weftune.base.attention import pack
 from weftune.base.host.streamed import stream_model
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
@@ -21,6 +22,7 @@ from weftune.plan.program.recompute import NOTHING, Recompute
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import streamed_executor
 from weftune.run.events import Failed, Stepped
+from weftune.run.passes.adapted import AdaptedBase
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -31,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
 ]
 
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "phi4-mini", "gemma3"]
 STEPS = 2
 LENGTH = 7
 WINDOW = 3
@@ -90,7 +93,7 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     return losses, {job.name: executor.aboard[job.name].master for job in jobs}
 
 
-@pytest.mark.parametrize("family", slow_but(["llama", "mistral", "qwen2"], ["qwen2"]))
+@pytest.mark.parametrize("family", slow_but(FUSED, ["qwen2"]))
 def test_fused_layers_train_as_the_plain_ones_do(family, monkeypatch):
     """Two jobs: one that drops, and one with an adapter at one site of the q,k,v group only."""
     base = one_layer(family)
@@ -128,7 +131,7 @@ def test_a_nan_leaves_the_bits_of_the_others_as_they_are(monkeypatch):
     assert torch.equal(*masters)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", FUSED)
 def test_unweaving_leaves_the_base_as_it_was(family, monkeypatch):
     base = bench.base(family, torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -158,16 +161,58 @@ def test_unweaving_leaves_the_base_as_it_was(family, monkeypatch):
     assert torch.equal(logits(), before)
 
 
+def decoded(model, x_TD, pack, dh_TD):
+    """The last hidden states of these embeddings, and the gradient of the embeddings."""
+    x_TD = x_TD.detach().requires_grad_()
+    positions_T = torch.cat([torch.arange(length) for length in pack.lengths])
+    h_1TD = model.base_model(
+        inputs_embeds=x_TD[None], position_ids=positions_T[None], use_cache=False, weftune_pack=pack
+    ).last_hidden_state
+    h_1TD.backward(dh_TD[None].to(h_1TD.dtype))
+    return h_1TD[0].detach(), x_TD.grad
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_layers_are_as_exact_as_those_of_transformers(family, monkeypatch):
+    """Without adapters, so that only the layers' own kernels are interpreted. Samples are longer than
+    windows are. What is recomputed changes no bit."""
+    spec = BaseSpec(model=f"tiny/{family}", dtype="float32")
+    exact, base = bench.base(family), Base.from_model(tiny(family, torch.float32), spec, bench.CPU)
+    samples = pack([8, 1], bench.CPU)
+    generator = torch.Generator().manual_seed(0)
+    x_TD, dh_TD = (torch.randn(9, base.shape.hidden, generator=generator) for _ in range(2))
+    truths = decoded(exact.model, x_TD.double(), samples, dh_TD)
+    plains = decoded(base.model, x_TD, samples, dh_TD)
+    adapted = AdaptedBase(base, Route.tiled)
+    assert adapted.fused
+    fused = decoded(base.model, x_TD, samples, dh_TD)
+    for got, plain, truth in zip(fused, plains, truths, strict=True):
+        rounding = torch.finfo(torch.float32).eps * truth.norm()
+        assert (got.double() - truth).norm() <= 2 * (plain.double() - truth).norm() + rounding
+    adapted.layers.recompute = Recompute(outputs=True, layers=1)
+    for again, first in zip(decoded(base.model, x_TD, samples, dh_TD), fused, strict=True):
+        assert torch.equal(again, first)
+    adapted.unweave()
+
+
 def two_layers(family):
     shape = config(family)
     shape.num_hidden_layers = 2
+    if getattr(shape, "layer_types", None):
+        shape.layer_types = shape.layer_types[:2]
     return randomised(shape, torch.float32), BaseSpec(model=f"tiny/{family}", dtype="float32")
 
 
-@pytest.mark.parametrize("travels", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "travels"),
+    slow_but(
+        [("qwen2", False), ("qwen2", True), ("qwen3", True), ("phi4-mini", True), ("gemma3", True)],
+        [("qwen2", True)],
+    ),
+)
+def test_streamed_they_have_the_bits_of_the_resident_ones(family, travels, monkeypatch):
     """Weights that share their input lie side by side in the arena, biases too: nothing is stacked anew."""
-    model, spec = two_layers("qwen2")
+    model, spec = two_layers(family)
     cut = Layout((StageLayers(0, 1), StageLayers(1, 2)), slots=(1,), travels=travels)
     base = stream_model(model, spec, bench.CPU, cut)
     before = [parameter.data_ptr() for parameter in base.whole.model.parameters()]
@@ -180,7 +225,7 @@ def test_streamed_they_have_the_bits_of_the_resident_ones(travels, monkeypatch):
     courses = [job.course(0, 1, False) for job in jobs]
     list(aboard.events(executor, plan_window(courses, cut, CAPACITY), jobs))
 
-    resident = Base.from_model(two_layers("qwen2")[0], spec, bench.CPU)
+    resident = Base.from_model(two_layers(family)[0], spec, bench.CPU)
     wanted = woven(resident, jobs, Route.tiled, monkeypatch)
     list(aboard.events(wanted, plan_window(courses, one_device(), CAPACITY), jobs))
     for job in jobs:

@@ -1,4 +1,5 @@
 """Kernels that rotate queries and keys while they part with the values, and that turn the gradients back.
+Where heads of queries and keys have a norm, it comes before the rotation.
 
 A program takes some heads of one row. Its heads may be queries, keys and values at once: every tile is
 offered to all three outputs, each with its own mask, so that no program has to know which it holds.
@@ -102,6 +103,22 @@ def load_parts(
 
 
 @triton.jit
+def load_weights(
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    head_C: tl.tensor,
+    column_B: tl.tensor,
+    inside_B: tl.tensor,
+    offset: tl.tensor,
+    HEADS: tl.constexpr,
+) -> tl.tensor:
+    """The norm's weights for every head of a tile; those of values are not used."""
+    q_B = tl.load(q_weight + column_B, mask=inside_B, other=0.0).to(tl.float32) + offset
+    k_B = tl.load(k_weight + column_B, mask=inside_B, other=0.0).to(tl.float32) + offset
+    return tl.where((head_C < HEADS)[:, None], q_B[None, :], k_B[None, :])
+
+
+@triton.jit
 def rotary_forward(
     qkv: tl.tensor,
     cos: tl.tensor,
@@ -112,6 +129,10 @@ def rotary_forward(
     qkv_stride: tl.tensor,
     cos_stride: tl.tensor,
     sin_stride: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -133,6 +154,23 @@ def rotary_forward(
     at_CB = qkv + row * qkv_stride + head_C[:, None] * WIDTH + column_B[None, :]
     near_CB = tl.load(at_CB, mask=known_C1 & inside_B[None, :], other=0.0).to(tl.float32)
     far_CB = tl.load(at_CB + HALF, mask=known_C1 & inside_B[None, :], other=0.0).to(tl.float32)
+    if 2 * HALF < WIDTH:
+        rest_B = 2 * HALF + tl.arange(0, REST_BLOCK)
+        at_CB = qkv + row * qkv_stride + head_C[:, None] * WIDTH + rest_B[None, :]
+        rest_CB = tl.load(at_CB, mask=known_C1 & (rest_B < WIDTH)[None, :], other=0.0)
+    if q_weight is not None:
+        near_weight_CB = load_weights(q_weight, k_weight, head_C, column_B, inside_B, offset, HEADS)
+        far_weight_CB = load_weights(q_weight, k_weight, head_C, column_B + HALF, inside_B, offset, HEADS)
+        squares_C = tl.sum(near_CB * near_CB + far_CB * far_CB, axis=1)
+        if 2 * HALF < WIDTH:
+            rest_CB = rest_CB.to(tl.float32)
+            squares_C += tl.sum(rest_CB * rest_CB, axis=1)
+        rstd_C1 = tl.rsqrt(squares_C / WIDTH + eps)[:, None]
+        near_CB = tl.where(turns_C1, near_CB * rstd_C1 * near_weight_CB, near_CB)
+        far_CB = tl.where(turns_C1, far_CB * rstd_C1 * far_weight_CB, far_CB)
+        if 2 * HALF < WIDTH:
+            rest_weight_CB = load_weights(q_weight, k_weight, head_C, rest_B, rest_B < WIDTH, offset, HEADS)
+            rest_CB = tl.where(turns_C1, rest_CB * rstd_C1 * rest_weight_CB, rest_CB)
     turned_CB = near_CB * near_cos_B[None, :] - far_CB * near_sin_B[None, :]
     turned_CB = tl.where(turns_C1, turned_CB, near_CB)
     store_parts(q, k, v, row, head_C, column_B, turned_CB, inside_B, HEADS, GROUPS, WIDTH)
@@ -140,9 +178,6 @@ def rotary_forward(
     turned_CB = tl.where(turns_C1, turned_CB, far_CB)
     store_parts(q, k, v, row, head_C, column_B + HALF, turned_CB, inside_B, HEADS, GROUPS, WIDTH)
     if 2 * HALF < WIDTH:
-        rest_B = 2 * HALF + tl.arange(0, REST_BLOCK)
-        at_CB = qkv + row * qkv_stride + head_C[:, None] * WIDTH + rest_B[None, :]
-        rest_CB = tl.load(at_CB, mask=known_C1 & (rest_B < WIDTH)[None, :], other=0.0)
         store_parts(q, k, v, row, head_C, rest_B, rest_CB, rest_B < WIDTH, HEADS, GROUPS, WIDTH)
 
 
@@ -162,6 +197,12 @@ def rotary_backward(
     v_head: tl.tensor,
     cos_stride: tl.tensor,
     sin_stride: tl.tensor,
+    qkv: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    qkv_stride: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -170,6 +211,7 @@ def rotary_backward(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ) -> None:
+    """With a norm, `qkv` is what it was given: dx = rstd · (w · dn − x · rstd² · mean(w · dn · x))."""
     CHUNKS: tl.constexpr = (HEADS + 2 * GROUPS + CHUNK - 1) // CHUNK
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     head_C = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
@@ -188,18 +230,43 @@ def rotary_backward(
         dq, dk, dv, q_row, q_head, k_row, k_head, v_row, v_head,
         row, head_C, column_B + HALF, inside_B, HEADS, GROUPS, CHUNK, HALF_BLOCK,
     )  # fmt: skip
-    at_CB = dqkv + (row * (HEADS + 2 * GROUPS) + head_C)[:, None] * WIDTH + column_B[None, :]
-    turned_CB = near_CB * near_cos_B[None, :] + far_CB * far_sin_B[None, :]
-    turned_CB = tl.where(turns_C1, turned_CB, near_CB).to(dqkv.dtype.element_ty)
-    tl.store(at_CB, turned_CB, mask=known_C1 & inside_B[None, :])
-    turned_CB = far_CB * far_cos_B[None, :] - near_CB * near_sin_B[None, :]
-    turned_CB = tl.where(turns_C1, turned_CB, far_CB).to(dqkv.dtype.element_ty)
-    tl.store(at_CB + HALF, turned_CB, mask=known_C1 & inside_B[None, :])
     if 2 * HALF < WIDTH:
         rest_B = 2 * HALF + tl.arange(0, REST_BLOCK)
         rest_CB = load_parts(
             dq, dk, dv, q_row, q_head, k_row, k_head, v_row, v_head,
             row, head_C, rest_B, rest_B < WIDTH, HEADS, GROUPS, CHUNK, REST_BLOCK,
         )  # fmt: skip
+    turned_CB = near_CB * near_cos_B[None, :] + far_CB * far_sin_B[None, :]
+    turned_far_CB = far_CB * far_cos_B[None, :] - near_CB * near_sin_B[None, :]
+    near_CB = tl.where(turns_C1, turned_CB, near_CB)
+    far_CB = tl.where(turns_C1, turned_far_CB, far_CB)
+    if q_weight is not None:
+        at_CB = qkv + row * qkv_stride + head_C[:, None] * WIDTH + column_B[None, :]
+        near_x_CB = tl.load(at_CB, mask=known_C1 & inside_B[None, :], other=0.0).to(tl.float32)
+        far_x_CB = tl.load(at_CB + HALF, mask=known_C1 & inside_B[None, :], other=0.0).to(tl.float32)
+        near_weight_CB = load_weights(q_weight, k_weight, head_C, column_B, inside_B, offset, HEADS)
+        far_weight_CB = load_weights(q_weight, k_weight, head_C, column_B + HALF, inside_B, offset, HEADS)
+        near_dunit_CB = near_CB * near_weight_CB
+        far_dunit_CB = far_CB * far_weight_CB
+        squares_C = tl.sum(near_x_CB * near_x_CB + far_x_CB * far_x_CB, axis=1)
+        along_C = tl.sum(near_dunit_CB * near_x_CB + far_dunit_CB * far_x_CB, axis=1)
+        if 2 * HALF < WIDTH:
+            at_CB = qkv + row * qkv_stride + head_C[:, None] * WIDTH + rest_B[None, :]
+            rest_x_CB = tl.load(at_CB, mask=known_C1 & (rest_B < WIDTH)[None, :], other=0.0).to(tl.float32)
+            rest_weight_CB = load_weights(q_weight, k_weight, head_C, rest_B, rest_B < WIDTH, offset, HEADS)
+            rest_dunit_CB = rest_CB * rest_weight_CB
+            squares_C += tl.sum(rest_x_CB * rest_x_CB, axis=1)
+            along_C += tl.sum(rest_dunit_CB * rest_x_CB, axis=1)
+        rstd_C = tl.rsqrt(squares_C / WIDTH + eps)
+        along_C1 = (along_C * rstd_C * rstd_C / WIDTH)[:, None]
+        rstd_C1 = rstd_C[:, None]
+        near_CB = tl.where(turns_C1, rstd_C1 * (near_dunit_CB - near_x_CB * along_C1), near_CB)
+        far_CB = tl.where(turns_C1, rstd_C1 * (far_dunit_CB - far_x_CB * along_C1), far_CB)
+        if 2 * HALF < WIDTH:
+            rest_CB = tl.where(turns_C1, rstd_C1 * (rest_dunit_CB - rest_x_CB * along_C1), rest_CB)
+    at_CB = dqkv + (row * (HEADS + 2 * GROUPS) + head_C)[:, None] * WIDTH + column_B[None, :]
+    tl.store(at_CB, near_CB.to(dqkv.dtype.element_ty), mask=known_C1 & inside_B[None, :])
+    tl.store(at_CB + HALF, far_CB.to(dqkv.dtype.element_ty), mask=known_C1 & inside_B[None, :])
+    if 2 * HALF < WIDTH:
         at_CB = dqkv + (row * (HEADS + 2 * GROUPS) + head_C)[:, None] * WIDTH + rest_B[None, :]
         tl.store(at_CB, rest_CB.to(dqkv.dtype.element_ty), mask=known_C1 & (rest_B < WIDTH)[None, :])

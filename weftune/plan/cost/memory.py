@@ -211,13 +211,13 @@ class MemoryModel:
 
     def _token_bytes(self, part: ModelShape, recompute: Recompute) -> int:
         widths = sum(site.in_features + site.out_features for site in part.sites)
-        factor = ACTIVATION_FACTOR
+        factor, extra = ACTIVATION_FACTOR, 0
         if self.fused:
-            factor = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR
+            factor, extra = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR, part.extra_values
         layers, again = part.layers, min(recompute.layers, part.layers)
         # Of layers that are recomputed, one is held whole at a time, and of each its input.
         whole = min(layers, layers - again + (1 if again else 0))
-        values = factor * widths * whole / layers + again * part.hidden
+        values = factor * widths * whole / layers + extra * whole + again * part.hidden
         return int(values * part.bytes_per_value)
 
     # -- adapters ----------------------------------------------------------------------------------------

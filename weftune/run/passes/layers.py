@@ -1,7 +1,7 @@
 """Decoder layers of known families as a few fused ops, in place of transformers' own forward.
 
-A layer is norm → q,k,v → rotary → attention → o, and norm → gate,up → activation → down. Sites that share
-their input are multiplied at once, and each residual is added by the linear that ends its branch.
+What differs between families is in their facts (base/decoders). Sites that share their input are multiplied
+at once, and each residual is added by the linear that ends its branch, or by the norm after it.
 
 Shapes: T rows, D hidden width, I inner width, N outputs of a group of sites, H query heads, G key and value
 heads, E rotary width.
@@ -15,21 +15,24 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack, Rule, attend_packed, kernel_serves
+from weftune.base.decoders.facts import DecoderFacts
+from weftune.base.decoders.known import DECODERS
 from weftune.base.model import Base
 from weftune.base.stages import Elsewhere
-from weftune.ops.norm import rms_norm, skip_rms_norm
-from weftune.ops.rotary import rotary_split
-from weftune.ops.swiglu import swiglu
+from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
+from weftune.ops.rotary import HeadNorms, rotary_split
+from weftune.ops.swiglu import geglu, swiglu
 from weftune.plan.program.recompute import Recompute
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2"})
-"""Families whose layers have exactly this form, whatever else their configs say."""
+Linear = Callable[[Tensor, Tensor | None], Tensor]
+"""(x, residual or None) → residual + the outputs of a group of sites."""
+ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
 class Layers:
@@ -40,9 +43,10 @@ class Layers:
         """What the backward recomputes instead of keeping it from the forward."""
         self._decoder = cast(Any, base.model.base_model)
         self._config: Any = base.model.config
-        known = self._config.model_type in FAMILIES and self._config.hidden_act == "silu"
+        self._device = base.device
+        self._facts = facts_of(self._config)
         # Of a stage the neighbours' layers are elsewhere; of a worker with several stages also some between.
-        layers = enumerate(self._decoder.layers if known else ())
+        layers = enumerate(self._decoder.layers if self._facts is not None else ())
         here = {at: layer for at, layer in layers if not isinstance(layer, Elsewhere)}
         self.modules: list[Any] = list(here.values())
         path = next(name for name, module in base.model.named_modules() if module is self._decoder)
@@ -57,16 +61,20 @@ class Layers:
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Sites that share their input."""
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gate_up = ("mlp.gate_proj", "mlp.up_proj")
-        return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in (qkv, gate_up)]
+        found = () if self._facts is None else (self._facts.qkv, self._facts.gate_up)
+        shared = [ends for ends in found if len(ends) > 1]
+        return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in shared]
 
     def fuse(self, banks: Banks) -> None:
+        if self._facts is None:
+            return
         for index in range(len(self.modules)):
-            self.modules[index].forward = FusedLayer(self, index, banks, self._config)
+            self.modules[index].forward = FusedLayer(self, index, banks, self._config, self._facts)
         if self.modules and self._norms:
             norm = self._decoder.norm
-            norm.forward = partial(_norm, norm.weight, norm.variance_epsilon)
+            norm.forward = FusedNorm(norm, self._facts).alone
+        if rotates_by_length(self._decoder.rotary_emb):
+            self._decoder.rotary_emb.forward = Angles(self._decoder.rotary_emb, self._device)
 
     def unfuse(self) -> None:
         """Restore every layer's own forward."""
@@ -74,23 +82,31 @@ class Layers:
             module.__dict__.pop("forward", None)
         if self.modules and self._norms:
             self._decoder.norm.__dict__.pop("forward", None)
+        if self.modules:
+            self._decoder.rotary_emb.__dict__.pop("forward", None)
 
 
 class FusedLayer:
     """The forward of one layer; the signature is transformers'."""
 
-    def __init__(self, layers: Layers, index: int, banks: Banks, config: Any) -> None:
+    def __init__(self, layers: Layers, index: int, banks: Banks, config: Any, facts: DecoderFacts) -> None:
         self._layers, self._index = layers, index
         module, path = layers.modules[index], layers.paths[index]
         attention = module.self_attn
         self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         self._rule = Rule(attention.scaling, window, None)
-        self._before, self._between = module.input_layernorm, module.post_attention_layernorm
-        self._qkv = banks.linear(f"{path}.self_attn.q_proj")
-        self._o = banks.linear(f"{path}.self_attn.o_proj")
-        self._gate_up = banks.linear(f"{path}.mlp.gate_proj")
-        self._down = banks.linear(f"{path}.mlp.down_proj")
+        names = (*facts.norms, *(facts.head_norms or ()))
+        norms = {name: FusedNorm(module.get_submodule(name), facts) for name in names}
+        self._before_attention, self._before_mlp = norms[facts.before_attention], norms[facts.before_mlp]
+        self._after_attention = norms[facts.after_attention] if facts.after_attention else None
+        self._after_mlp = norms[facts.after_mlp] if facts.after_mlp else None
+        self._head_norms = [norms[name] for name in facts.head_norms or ()]
+        self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
+        self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
+        self._o = banks.linear(f"{path}.{facts.o}")
+        self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
+        self._down = banks.linear(f"{path}.{facts.down}")
 
     def __call__(
         self,
@@ -115,22 +131,25 @@ class FusedLayer:
         return h_TD[None]
 
     def _run(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
-        h_TD, qkv_TN = self._normed(h_TD, self._before, self._qkv)
-        q_THD, k_TGD, v_TGD = rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups)
-        seen_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, self._rule)
-        h_TD = self._o(seen_THD.flatten(1), h_TD)
-        h_TD, gate_up_TN = self._normed(h_TD, self._between, self._gate_up)
-        act_TI = swiglu(gate_up_TN)
-        with self._recomputed(act_TI, partial(swiglu, gate_up_TN.detach())):
-            return self._down(act_TI, h_TD)
+        return self._mlp(self._attention(h_TD, cos_TE, sin_TE, pack))
 
-    def _normed(
-        self, h_TD: Tensor, norm: Any, linear: Callable[[Tensor, Tensor | None], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _attention(self, h_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, pack: Pack) -> Tensor:
+        h_TD, qkv_TN = self._normed(h_TD, self._before_attention, self._qkv)
+        norms = head_norms(*self._head_norms) if self._head_norms else None
+        q_THD, k_TGD, v_TGD = rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
+        seen_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, self._rule)
+        return _onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
+
+    def _mlp(self, h_TD: Tensor) -> Tensor:
+        h_TD, gate_up_TN = self._normed(h_TD, self._before_mlp, self._gate_up)
+        act_TI = self._activation(gate_up_TN)
+        with self._recomputed(act_TI, partial(self._activation, gate_up_TN.detach())):
+            return _onto(h_TD, self._down, act_TI, self._after_mlp)
+
+    def _normed(self, h_TD: Tensor, norm: FusedNorm, linear: Linear) -> tuple[Tensor, Tensor]:
         """The residual around a branch, and the linears at its beginning."""
-        h_TD, n_TD = skip_rms_norm(h_TD, norm.weight, norm.variance_epsilon)
-        make = partial(rms_norm, h_TD.detach(), norm.weight, norm.variance_epsilon)
-        with self._recomputed(n_TD, make):
+        h_TD, n_TD = norm.beside(h_TD)
+        with self._recomputed(n_TD, partial(norm, h_TD.detach())):
             return h_TD, linear(n_TD, None)
 
     @contextmanager
@@ -151,5 +170,66 @@ class FusedLayer:
             yield
 
 
-def _norm(weight_D: nn.Parameter, eps: float, h_1TD: Tensor) -> Tensor:
-    return rms_norm(h_1TD[0], weight_D, eps)[None]
+def _onto(h_TD: Tensor, linear: Linear, x: Tensor, norm: FusedNorm | None) -> Tensor:
+    """The end of a branch: its last linear, with its norm if it has one, added to what goes around it."""
+    return linear(x, h_TD) if norm is None else norm.onto(h_TD, linear(x, None))
+
+
+class FusedNorm:
+    """A norm of the base as the fused ops take it."""
+
+    def __init__(self, module: Any, facts: DecoderFacts) -> None:
+        self._module = module
+        self.eps: float = getattr(module, facts.norm_eps)
+        self.offset = facts.norm_offset
+
+    @property
+    def weight_D(self) -> Tensor:
+        return cast(Tensor, self._module.weight)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, self.weight_D, self.eps, self.offset)
+
+    def alone(self, h_1TD: Tensor) -> Tensor:
+        """The forward of the norm's own module."""
+        return self(h_1TD[0])[None]
+
+    def beside(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """h, and its norm."""
+        return skip_rms_norm(h_TD, self.weight_D, self.eps, self.offset)
+
+    def onto(self, h_TD: Tensor, x_TD: Tensor) -> Tensor:
+        """h + the norm of x."""
+        return rms_norm_onto(h_TD, x_TD, self.weight_D, self.eps, self.offset)
+
+
+def head_norms(q: FusedNorm, k: FusedNorm) -> HeadNorms:
+    assert q.eps == k.eps
+    return HeadNorms(q.weight_D, k.weight_D, q.eps, q.offset)
+
+
+def rotates_by_length(rotary: Any) -> bool:
+    """Whether transformers asks the device, in every pass, how long the longest sample is."""
+    return rotary.rope_type in ("dynamic", "longrope")
+
+
+class Angles:
+    """The forward of a rotary embedding whose frequencies change for samples beyond the context: there are
+    none (`Base.shape.context`), so nobody has to wait for the device's answer."""
+
+    def __init__(self, rotary: Any, device: torch.device) -> None:
+        self._frequency_E = rotary.original_inv_freq.to(device, torch.float32)
+        self._scaling: float = rotary.attention_scaling
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        half_1TE = position_ids[..., None].float() * self._frequency_E
+        angle_1TE = torch.cat((half_1TE, half_1TE), dim=-1)
+        return (angle_1TE.cos() * self._scaling).to(x.dtype), (angle_1TE.sin() * self._scaling).to(x.dtype)
+
+
+def facts_of(config: Any) -> DecoderFacts | None:
+    """The facts of a model's family; None where its layers are not known, or have another activation."""
+    facts = DECODERS.get(config.model_type)
+    if facts is None or getattr(config, facts.activation_key) not in facts.activations:
+        return None
+    return facts
