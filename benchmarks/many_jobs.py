@@ -70,7 +70,7 @@ PLACES: Mapping[str, tuple[str, str]] = {
     "running windows": ("run/executor.py", "run"),
     "laying out": ("trainer/job.py", "lay_out"),
     "retiring": ("trainer/loop.py", "_retire"),
-    "of it the result": ("trainer/results.py", "write_result"),
+    "waiting for the results": ("trainer/loop.py", "_finish_writes"),
     "status.json": ("jobs/store/store.py", "write_status"),
     "metrics.jsonl": ("jobs/store/store.py", "append_metrics"),
     "terminal": ("report/terminal.py", "update"),

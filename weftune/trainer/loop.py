@@ -177,6 +177,9 @@ class Loop:
                 self.journal.show(name, reason=reason)
         for name in decision.admitted:
             self._board(self.waiting.pop(name))
+        if decision.admitted or decision.too_large:
+            # Once for all of them, however many come.
+            self.journal.settle()
 
     def _board(self, job: Ready) -> None:
         spec = job.spec
@@ -542,6 +545,7 @@ class Loop:
         """Preempt a job: its state is saved and it is queued again."""
         if self._save_and_detach([name]):
             self.journal.move(name, State.QUEUED, reason)
+            self.journal.settle()
             self.waiting[name] = self.jobs[name]
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,6 @@ from weftune.run.training.snapshot import Snapshot, Snapshots
 
 T = TypeVar("T")
 MOST_THREADS = 4
-FEW = 64
 CORES_PER_THREAD = 4
 """A hash takes a core, and training needs some too."""
 
@@ -43,17 +43,13 @@ class Writer:
         threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="writer")
         self._last: dict[str, Future[Any]] = {}
-        """Job → what was asked for last; some of it is done."""
-        self._sweep_at = FEW
-        """So many are looked through for what is done, and then forgotten."""
+        """Job → what was asked for last, unless it is done."""
+        self._lock = Lock()
         self._saves: list[tuple[str, int, Future[Path]]] = []
         """Job, step, and the checkpoint that is to be."""
 
     def run(self, job: str, work: Callable[[], T]) -> Future[T]:
         """Call `work` when all that was asked for this job before is done."""
-        if len(self._last) > self._sweep_at:
-            self._last = {name: future for name, future in self._last.items() if not future.done()}
-            self._sweep_at = max(FEW, 2 * len(self._last))
         before = self._last.get(job)
 
         def in_turn() -> T:
@@ -63,8 +59,15 @@ class Writer:
             return work()
 
         future = self._threads.submit(in_turn)
-        self._last[job] = future
+        with self._lock:
+            self._last[job] = future
+        future.add_done_callback(partial(self._forget_done, job))
         return future
+
+    def _forget_done(self, job: str, future: Future[Any]) -> None:
+        with self._lock:
+            if self._last.get(job) is future:
+                del self._last[job]
 
     def write(self, snapshot: Snapshot, work: Callable[[Snapshot], T]) -> Future[T]:
         """Call `work` with a snapshot, and give its memory back."""
