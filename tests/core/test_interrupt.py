@@ -81,10 +81,10 @@ def _runs(output: Path) -> bool:
 
 def test_a_real_command_hears_ctrl_c_and_the_second_one_stops_it_at_once(tmp_path, forks):
     """With steps too long to end in time."""
-    job = {"name": "a", "steps": 1, "batch_size": 20_000, "adapter": {"rank": 4}}
+    job = {"name": "a", "steps": 1, "batch_size": 5_000, "adapter": {"rank": 4}}
     folder = jobs_folder(tmp_path, [job])
     row = (folder / "a.jsonl").read_text().splitlines()[0]
-    (folder / "a.jsonl").write_text(f"{row}\n" * 20_000)
+    (folder / "a.jsonl").write_text(f"{row}\n" * 5_000)
     forks.start("train", "jobs.yaml", cwd=folder)
     deadline = time.monotonic() + 120
     while not _runs(folder / "out"):
