@@ -85,6 +85,7 @@ def test_the_report_shows_the_last_window_as_foreseen_and_as_measured(place):
     assert page.index("<h3>Foreseen</h3>") < page.index("<h3>Measured</h3>")
 
 
+@pytest.mark.slow
 def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same_curve(place, forks):
     output = place / fresh(place, "changing")
     for workers, count, more in ((4, 10, ()), (2, 25, ("--resume",))):

@@ -269,6 +269,7 @@ def test_a_base_that_does_not_fit_is_streamed_and_the_bare_transfer_is_told(fold
     assert f"The base is {numbers['why']}." in words
 
 
+@pytest.mark.slow
 def test_streaming_a_base_of_70_billion_is_planned_in_ten_seconds_without_torch(folder):
     """Where all jobs are aboard at once, and where most of them have to wait."""
     base = folder / "large"

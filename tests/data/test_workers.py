@@ -2,11 +2,11 @@
 
 import json
 import os
-import signal
 
 import pytest
 
 from tests import bench
+from tests.data.doubled import doubled
 from weftune.data import build as building
 from weftune.data import workers
 from weftune.data.prepare import prepare
@@ -66,16 +66,6 @@ def test_mistakes_are_told_in_the_same_words(tmp_path, many, monkeypatch):
         told.append(str(refusal.value))
     assert told[0] == told[1]
     assert "rows.jsonl:10" in told[0]
-
-
-def doubled(shared, item):
-    if item == "lost":
-        if shared != os.getpid():
-            os.kill(os.getpid(), signal.SIGKILL)
-        return "here"
-    if item == "bad":
-        raise ValueError("bad")
-    return item * 2
 
 
 def test_what_a_lost_worker_was_at_is_made_here_and_the_others_go_on():

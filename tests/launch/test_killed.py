@@ -14,6 +14,8 @@ from tests.outputs import assert_same_results, assert_whole
 from weftune.launch.supervise import RESTARTS
 
 SEED = 20240607
+TIMES = 100
+"""A few of each mode are in `test_streaming`, `test_pipeline_lost`, `test_streaming_workers_resumed`."""
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +23,16 @@ def place(tmp_path_factory, trained_deep):
     return copied(trained_deep, tmp_path_factory.mktemp("killed"))
 
 
-def cases():
-    """A few kills of a streamed run; those of workers are in `test_pipeline_lost` and
-    `test_streaming_workers_resumed`. As many as FAULTS asks for of every mode where there is time."""
-    for mode in MODES:
-        if mode.name == "streamed":
-            yield pytest.param(mode, 2, id="streamed, 2")
-        yield pytest.param(mode, 100, marks=pytest.mark.slow, id=f"{mode.name}, 100")
-
-
-@pytest.mark.parametrize(("mode", "times"), cases())
-def test_killed_at_random_moments_a_run_ends_in_the_same_adapters(place, mode, times):
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
+def test_killed_at_random_moments_a_run_ends_in_the_same_adapters(place, mode):
     rng, kills = random.Random(SEED), 0
     print(f"seed {SEED}")
-    while kills < times:
+    while kills < TIMES:
         output = mode.output(place)
         run = mode.start(place, output.name)
         run.wait_until(lambda run=run: (run.output / "ranks" / "pids").exists())
-        for _ in range(min(RESTARTS, times - kills)):
+        for _ in range(min(RESTARTS, TIMES - kills)):
             time.sleep(rng.uniform(0.0, 1.5))
             if run.code is None:
                 with suppress(ProcessLookupError):

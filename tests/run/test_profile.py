@@ -1,5 +1,7 @@
 """A device is measured through the executor itself, on bases of few layers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -18,11 +20,11 @@ def found():
     profile = measure_profile(
         model.config, shape, "tiny", CPU, lambda done, total: heard.append((done, total))
     )
-    return shape, profile, heard
+    return SimpleNamespace(shape=shape, profile=profile, heard=heard, config=model.config)
 
 
 def test_every_case_is_measured_at_every_depth_and_progress_is_told(found) -> None:
-    shape, profile, heard = found
+    shape, profile, heard = found.shape, found.profile, found.heard
     cases = [case for case in CASES if case.length <= shape.context]
     assert len(profile.passes) == len(DEPTHS) * len(cases)
     assert {one.layers for one in profile.passes} == set(DEPTHS)
@@ -40,7 +42,7 @@ def test_every_case_is_measured_at_every_depth_and_progress_is_told(found) -> No
 
 
 def test_the_profile_is_of_this_device_and_gives_a_time_model(found) -> None:
-    shape, profile, _ = found
+    shape, profile = found.shape, found.profile
     assert profile.key.device == "cpu"
     assert profile.key.threads == cpu_threads()
     assert profile.steps
@@ -49,9 +51,5 @@ def test_the_profile_is_of_this_device_and_gives_a_time_model(found) -> None:
     assert model.pass_seconds(largest) > 0
 
 
-def test_the_config_that_was_given_is_left_as_it_was() -> None:
-    model = tiny("llama", torch.float32, 0)
-    before = model.config.to_dict()
-    shape = model_shape(model, torch.float32)
-    measure_profile(model.config, shape, "tiny", CPU, lambda done, total: None)
-    assert model.config.to_dict() == before
+def test_the_config_that_was_given_is_left_as_it_was(found) -> None:
+    assert found.config.to_dict() == tiny("llama", torch.float32, 0).config.to_dict()

@@ -9,7 +9,7 @@ from tests.plan.profiles import profile
 from tests.plan.program.test_check import course
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.profile_cost import cost_of, directions, step_rate
-from weftune.plan.layout.foresee import StageTimes, recomputing
+from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
 from weftune.plan.window.pipeline import LoadPace, guessed_pace
 from weftune.plan.window.window import Pacing, plan_window
@@ -48,7 +48,7 @@ def test_stages_that_take_turns_recompute_all_but_the_last_and_wait_for_their_lo
     stages = tuple(StageLayers(one.start, one.stop) for one in HALVES)
     turns = Layout(stages, (1,))
     program = plan_window([course("b", [[50]])], turns, 100)
-    known = recomputing(cost_of(profile(), SHAPE), KNOWN.forward, HALF, SHAPE.layers)
+    known = taking_turns(cost_of(profile(), SHAPE), KNOWN, turns, SHAPE.layers)
     plain = seconds(program, turns)
     assert plain == pytest.approx(known.program_seconds(program, SIZES), rel=0.02)
     slow = LoadPace((10**6, 10**6), bandwidth=10**7)

@@ -20,7 +20,7 @@ from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, sourc
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.cost.time import CostModel, Sizes
 from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
-from weftune.plan.layout.foresee import StageTimes, recomputing
+from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import (
     choose_for_jobs,
@@ -235,10 +235,8 @@ def _as_streamed(
 
 def _streamed_cost(shape: ModelShape, profile: Profile, layout: Layout, unhidden: float) -> CostModel:
     """All of a pass, what is recomputed of it, and the waits that the search foresees."""
-    recomputed = shape.layers - layout.stages[-1].count
-    forward = directions(profile, shape).forward
-    cost = recomputing(cost_of(profile, shape), forward, recomputed, shape.layers)
-    return cost.times(1 / (1 - unhidden))
+    known = directions(profile, shape)
+    return taking_turns(cost_of(profile, shape), known, layout, shape.layers).times(1 / (1 - unhidden))
 
 
 def _beside(shape: ModelShape, machine: Machine, host_bytes: int) -> int:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.prior import Directions, KindTerms
-from weftune.plan.cost.time import CostModel, PassWork, Rate, Sizes, work_of
+from weftune.plan.cost.time import CostModel, PassWork, Rate, Sizes, Terms, work_of
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, Prices
 from weftune.plan.program.program import Evaluate, Program
@@ -16,10 +16,17 @@ from weftune.plan.program.timeline import Timeline
 from weftune.plan.window.pipeline import LoadPace, timeline_priced
 
 
-def recomputing(cost: CostModel, forward: KindTerms, layers: int, of: int) -> CostModel:
-    """The same where the backward first recomputes the forward of so many layers of the base's."""
-    again = forward.layer.times(layers).plus(forward.adapter.times(layers / of))
-    return replace(cost, backward=cost.backward.plus(again))
+def taking_turns(cost: CostModel, known: Directions, layout: Layout, layers: int) -> CostModel:
+    """The same in stages that take turns: each is a pass of its own, with what any pass takes, and the
+    backward first recomputes the forward of all but the last."""
+    others, recomputed = len(layout.stages) - 1, layers - layout.stages[-1].count
+    visit, back = Terms(fixed=known.forward.embedding.fixed), Terms(fixed=known.backward.embedding.fixed)
+    again = known.forward.layer.times(recomputed).plus(known.forward.adapter.times(recomputed / layers))
+    return replace(
+        cost,
+        forward=cost.forward.plus(visit.times(others)),
+        backward=cost.backward.plus(again).plus(visit.plus(back).times(others)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,6 @@ class StageTimes:
     def _part(self, terms: KindTerms, held: LayerRange, work: PassWork) -> float:
         count = held.stop - held.start
         layers = count * terms.layer(work) + count / self.layers * terms.adapter(work)
-        return (
-            layers + (terms.embedding(work) if held.first else 0.0) + (terms.head(work) if held.last else 0.0)
-        )
+        # The pass itself is counted with the embedding.
+        begins = terms.embedding(work) if held.first else terms.embedding.fixed
+        return begins + layers + (terms.head(work) if held.last else 0.0)
