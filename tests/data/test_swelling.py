@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from weftune.data.parquet import _bound, count_bytes
-from weftune.data.read import open_path
+from weftune.data.tables.parquet import _bound, count_bytes
+from weftune.data.tables.read import open_path
 from weftune.errors import DataError
 
 MEGABYTE = 2**20

@@ -10,7 +10,7 @@ from tests.families import tiny
 from weftune.base.shape import model_shape
 from weftune.plan.cost.profile import cpu_threads
 from weftune.plan.cost.profile_cost import cost_of
-from weftune.run.profile import CASES, DEPTHS, measure_profile
+from weftune.run.profile import CASES, DEPTHS, _Peaks, measure_profile
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,23 @@ def test_the_profile_is_of_this_device_and_gives_a_time_model(found) -> None:
     model = cost_of(profile, shape)
     largest = max((one.time.work for one in profile.passes), key=lambda work: work.tokens)
     assert model.pass_seconds(largest) > 0
+
+
+def test_peaks_are_new_highs_beyond_what_base_and_adapters_take(found) -> None:
+    peaks = [one.peak_bytes for one in found.profile.passes]
+    assert all(peak >= 0 for peak in peaks)
+    assert 0 in peaks, "most passes take less than one before them"
+    assert found.profile.first_seconds >= 0
+
+
+def test_a_peak_is_counted_where_it_is_higher_than_all_before_it() -> None:
+    peaks = _Peaks(CPU)
+    first = torch.ones(64 << 20, dtype=torch.uint8)
+    high = peaks.beyond(0)
+    assert high >= first.nbytes
+    assert peaks.beyond(0) < 1 << 20, "nothing was taken since"
+    second = torch.ones(64 << 20, dtype=torch.uint8)
+    assert peaks.beyond(second.nbytes) >= high - (1 << 20)
 
 
 def test_the_config_that_was_given_is_left_as_it_was(found) -> None:

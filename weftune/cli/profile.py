@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -26,16 +27,18 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
 
     from rich.console import Console
 
-    from weftune.base.load import device_named, inspect
-    from weftune.errors import OutputError
+    from weftune.base.load import device_named, inspect, load_tokenizer
+    from weftune.errors import OutputError, UserError
     from weftune.plan.cost.profile import check_place, file_of, profile_folder, write_profile
     from weftune.run.measure.memory import taken_bytes
     from weftune.run.profile import key_here
 
     spec, where, console = BaseSpec(model=base), device_named(device), Console()
     shape = inspect(spec, where)
-    # What a training process holds counts its modules.
+    # What a training process holds counts its modules and the tokenizer.
     import_module("weftune.trainer.trainer")
+    with suppress(UserError):
+        load_tokenizer(spec)
     taken = taken_bytes(where)
     file = output or file_of(profile_folder(), key_here(shape, where))
     try:

@@ -18,10 +18,10 @@ from weftune.data.build import Built, Rules, build, check, find_format
 from weftune.data.cache import META
 from weftune.data.encode import Encoder
 from weftune.data.formats import check_columns
-from weftune.data.read import open_path, open_rows
 from weftune.data.row import Table
 from weftune.data.samples import Samples, Share
 from weftune.data.spec import DataSpec, EvalSpec, Source
+from weftune.data.tables.read import open_path, open_rows
 from weftune.data.template import Template, template_source
 from weftune.errors import DataError, Mistake
 

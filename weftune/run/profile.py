@@ -99,6 +99,7 @@ def measure_profile(
     cases = [case for case in _cases(device) if case.length <= shape.context]
     passes: list[LayeredPass] = []
     steps: list[StateTime] = []
+    firsts: list[float] = []
     peaks = _Peaks(device)
     for number, depth in enumerate(DEPTHS):
         with _Bench(_shallow(config, depth, dtype, device), peaks) as bench:
@@ -107,6 +108,7 @@ def measure_profile(
                 found = bench.measure(case)
                 passes += [LayeredPass(depth, *one) for one in found.passes]
                 steps += found.steps
+                firsts += found.firsts
     watch(len(DEPTHS) * len(cases), len(DEPTHS) * len(cases))
     return Profile(
         key=key_here(shape, device),
@@ -114,6 +116,7 @@ def measure_profile(
         passes=tuple(passes),
         steps=tuple(steps),
         seconds=time.monotonic() - began,
+        first_seconds=firsts[0] if firsts and device.type == "cpu" else 0.0,
     )
 
 
@@ -145,6 +148,8 @@ class _Found:
     passes: Sequence[tuple[PassTime, int]]
     """Each pass with the bytes of its memory peak beyond base and adapters; 0 where it was no new one."""
     steps: Sequence[StateTime]
+    firsts: Sequence[float]
+    """Seconds of its first pass beyond those of a later one."""
 
 
 class _Peaks:
@@ -195,7 +200,7 @@ class _Bench:
         try:
             return self._run(case, names)
         except OutOfMemory:
-            return _Found((), ())
+            return _Found((), (), ())
         finally:
             for name in names:
                 self.executor.detach(name)
@@ -218,7 +223,8 @@ class _Bench:
             backward=median(one.backward for one in settled),
             settled=True,
         )
-        return _Found([(middle, self.peaks.beyond(known))], steps[self.warmup :])
+        first = max(0.0, times[0].seconds - middle.seconds)
+        return _Found([(middle, self.peaks.beyond(known))], steps[self.warmup :], [first])
 
     def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
         return _microbatch(plan, self.base.shape.vocabulary)

@@ -115,7 +115,9 @@ class Loop:
         self.most = engine.choice.capacity
         """The token capacity is never above this, unless a sample is longer."""
         self.learned = Learned(
-            known=engine.known, memory=replace(engine.choice.memory, fused=self.executor.fused)
+            known=engine.known,
+            memory=replace(engine.choice.memory, fused=self.executor.fused),
+            first_seconds=engine.choice.first_seconds,
         )
         self.seconds = 0.0
         """Seconds of all windows."""

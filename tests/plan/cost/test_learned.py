@@ -5,13 +5,17 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.costs import SHAPE, TRUTH, measured, program
-from weftune.core.shapes import JobShape
+from tests.plan.program.test_check import course
+from weftune.core.shapes import JobShape, LayerRange
 from weftune.plan.cost.learned import Learned, Outcome
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
-from weftune.plan.cost.memory_fit import Peak, fit_memory, safer, window_need
+from weftune.plan.cost.memory_fit import Peak, fit_memory, held_rows, safer, window_need
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.time import StateTime, work_of
+from weftune.plan.program.layout import in_stages
 from weftune.plan.program.program import Program
+from weftune.plan.window.pipeline import guessed_pace
+from weftune.plan.window.window import Pacing, plan_window
 
 SHAPES = {"a": JobShape("a", 0, 0, trainable=10**6, longest=60)}
 JOBS = list(SHAPES.values())
@@ -46,6 +50,33 @@ def test_the_first_window_has_a_time_only_with_a_profile() -> None:
     assert known.promise(program(30, 50), SHAPES).seconds == pytest.approx(
         TRUTH.program_seconds(program(30, 50), {"a": 10**6})
     )
+
+
+def test_the_first_pass_of_a_process_is_part_of_the_first_window_alone() -> None:
+    one = program(30, 50)
+    run = Learned(known=TRUTH, memory=memory(), first_seconds=2.0)
+    first = run.promise(one, SHAPES).seconds
+    assert first == pytest.approx(TRUTH.program_seconds(one, {"a": 10**6}) + 2.0)
+    run.learn(one, SHAPES, outcome(one))
+    second = run.promise(one, SHAPES).seconds
+    assert second is not None
+    assert second < 1.0 + TRUTH.program_seconds(one, {"a": 10**6})
+
+
+def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:
+    half = SHAPE.layers // 2
+    layout = in_stages([LayerRange(0, half, SHAPE.layers), LayerRange(half, SHAPE.layers, SHAPE.layers)])
+    pacing = Pacing(tuple(guessed_pace(stage.count) for stage in layout.stages), spare=1)
+    model = memory(layout=layout)
+    windows = [plan_window([course("a", [[40] * count])], layout, 40, pacing=pacing) for count in (1, 2, 8)]
+    held = [held_rows(model, one) for one in windows]
+    assert held[0] == [40, 40], "one microbatch is in flight"
+    assert held[1][0] == 80
+    assert held[2][0] == 120, "as many as stages, and a spare one"
+    assert held[2][1] <= held[2][0]
+    needs = [window_need(model, JOBS, one).activations for one in windows]
+    assert needs == sorted(needs)
+    assert needs[2] == model.need(JOBS, 40).activations
 
 
 def test_after_some_windows_another_is_promised_as_it_comes() -> None:

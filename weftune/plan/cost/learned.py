@@ -74,6 +74,8 @@ class Learned:
     """Before the run."""
     memory: MemoryModel
     """That plans are made by; at the start also what is known before the run."""
+    first_seconds: float = 0.0
+    """What the first pass of a process takes beyond the time model."""
     version: int = 0
     """How often that was replaced."""
     windows: int = 0
@@ -121,8 +123,11 @@ class Learned:
         content = _content(program)
         changed, self._before = content != self._before, content
         need = window_need(self.fitted, list(shapes.values()), program)
+        seconds = price(program) if price else self.cost.program_seconds(program, sizes_of(shapes))
+        if seconds is not None and not self.windows:
+            seconds += self.first_seconds
         return Promise(
-            seconds=price(program) if price else self.cost.program_seconds(program, sizes_of(shapes)),
+            seconds=seconds,
             peak_bytes=need.total(self.fitted.fit),
             error_bytes=self.fitted.fit.error,
             source="each stage's own passes" if price else self.cost.source,

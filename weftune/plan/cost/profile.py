@@ -59,6 +59,8 @@ class Profile:
     """How long measuring took."""
     process_bytes: int = 0
     """What a process held before anything of a base was loaded; 0 where that is not known."""
+    first_seconds: float = 0.0
+    """What the first pass of a process took beyond what it takes later. Where that would be compiling, 0."""
 
 
 def key_of(shape: ModelShape, device: str, threads: int) -> ProfileKey:
@@ -153,6 +155,7 @@ def _from_json(value: Mapping[str, Any]) -> Profile:
         ),
         seconds=_seconds(value["seconds"]),
         process_bytes=int(value.get("process_bytes", 0)),
+        first_seconds=_seconds(value.get("first_seconds", 0.0)),
     )
 
 

@@ -116,6 +116,8 @@ class Choice:
     """Global batches of each job in a window."""
     cost: CostModel | None = None
     """What one worker's passes take by its profile; None without a profile, or with several workers."""
+    first_seconds: float = 0.0
+    """What the first pass of one worker takes beyond that; several begin while others still wait for rows."""
     times: StageTimes | None = None
     """What each stage's passes take, where several workers have a profile."""
     loads: LoadPace | None = None
@@ -180,6 +182,7 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
         why=f"whole on one device, which has {gib(machine.budget)} for a run",
         rounds=WINDOW_ROUNDS,
         cost=cost,
+        first_seconds=profile.first_seconds if profile else 0.0,
     )
 
 
@@ -200,7 +203,8 @@ def _streamed(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> 
     choice = _as_streamed(shape, machine, place, found.choice, found.aboard)
     if machine.profile is None:
         return choice
-    return replace(choice, cost=_streamed_cost(shape, machine.profile, choice.layout, choice.unhidden))
+    cost = _streamed_cost(shape, machine.profile, choice.layout, choice.unhidden)
+    return replace(choice, cost=cost, first_seconds=machine.profile.first_seconds)
 
 
 def _as_streamed(

@@ -79,7 +79,8 @@ def first_window(
     program = plan_window(
         courses, choice.layout, capacity, choice.captured, recompute, _pacing(choice.layout, order)
     )
-    learned = Learned(known=choice.cost or arithmetic(choice.shape), memory=memory)
+    known = choice.cost or arithmetic(choice.shape)
+    learned = Learned(known=known, memory=memory, first_seconds=choice.first_seconds)
     return FirstWindow(program, learned.promise(program, shapes, _price(choice, shapes)), shapes, choice)
 
 

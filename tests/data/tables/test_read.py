@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
-from weftune.data.json_rows import PIECE, read_json, read_lines
 from weftune.data.prepare import prepare
-from weftune.data.read import open_path, open_rows
 from weftune.data.spec import DataSpec
+from weftune.data.tables.json_rows import PIECE, read_json, read_lines
+from weftune.data.tables.read import open_path, open_rows
 from weftune.errors import DataError
 
 ROWS = [{"prompt": f"Question {n}:", "completion": f" answer, {n}\n“é”"} for n in range(5)]
@@ -158,7 +158,7 @@ def test_a_hub_id_that_cannot_be_had_is_a_sentence(monkeypatch, tmp_path):
 
 
 def test_a_row_longer_than_the_limit_is_bad_and_the_next_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("weftune.data.json_rows.LONGEST_ROW", 100)
+    monkeypatch.setattr("weftune.data.tables.json_rows.LONGEST_ROW", 100)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "x" * 1000}) + '\n{"text": "a"}\n')
     first, second = open_path(str(path), None, "rows").rows()
@@ -285,7 +285,7 @@ def test_a_number_at_the_end_of_a_piece_goes_on_in_the_next(tmp_path):
 
 def test_a_name_with_the_ending_of_a_file_is_no_dataset_of_the_hub(monkeypatch):
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr("weftune.data.read._open_hub", lambda *given: asked.append(given))
+    monkeypatch.setattr("weftune.data.tables.read._open_hub", lambda *given: asked.append(given))
     for name in ("absent.jsonl", "absent/rows.CSV", "../absent", "a/b/c"):
         with pytest.raises(DataError, match=f"mine: there is no file {name}"):
             open_path(name, None, "mine")
@@ -323,7 +323,7 @@ def test_a_dataset_of_the_hub_is_its_rows_or_the_first_line_of_why_it_cannot_be_
     def refuses(name: str, split: str) -> None:
         raise RuntimeError(f"no {split} in {name}\nand much more")
 
-    monkeypatch.setattr("weftune.data.read.why_absent", lambda *_: None)
+    monkeypatch.setattr("weftune.data.tables.read.why_absent", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: datasets.Dataset.from_list(ROWS))
     assert values(open_path("nobody/nothing", None, "mine")) == ROWS
     monkeypatch.setattr(datasets, "load_dataset", refuses)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from weftune.data.parquet import batches, refuse_swelling
 from weftune.data.row import TOO_DEEP, Row, as_row, is_deep
+from weftune.data.tables.parquet import batches, refuse_swelling
 from weftune.errors import DataError, Mistake
 
 ROWS_AT_ONCE = 256

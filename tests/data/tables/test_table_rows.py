@@ -9,9 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from weftune.data import table_rows
 from weftune.data.row import Row
-from weftune.data.table_rows import read_csv, read_given, read_parquet
+from weftune.data.tables import table_rows
+from weftune.data.tables.table_rows import read_csv, read_given, read_parquet
 from weftune.errors import DataError
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from weftune.core.hub import why_absent
-from weftune.data.json_rows import read_json, read_lines
 from weftune.data.row import Row, Table, canonical
-from weftune.data.table_rows import read_csv, read_given, read_parquet
+from weftune.data.tables.json_rows import read_json, read_lines
+from weftune.data.tables.table_rows import read_csv, read_given, read_parquet
 from weftune.errors import DataError, Mistake
 
 Reader = Callable[[Path, str], Iterator[Row]]
