@@ -36,13 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer
 
 from benchmarks.folder import Rows, ranked_jobs, read_lines, write_base, write_jobs, write_rows
 from benchmarks.peft_train import PeftJob, PeftTask, encoded
-from benchmarks.shapes import CONFIGS, toy_config
 from weftune.base.place import demo_folder
-from weftune.bench.llama import SIZES
+from weftune.bench.llama import SIZES, build
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, fresh, here
@@ -125,15 +124,6 @@ def fits(row: Mapping[str, Any], tokenizer: Any, longest: int) -> bool:
     """Whether Weftune and PEFT make one sample of the same tokens of it."""
     ends = row["messages"][-1]["role"] == "assistant"
     return ends and len(encoded(row, tokenizer).tokens) <= longest
-
-
-def write_model(folder: Path, config: PretrainedConfig, tokenizer: Any, place: BenchPlace) -> None:
-    """Made on the device, in the dtype that it is trained in."""
-    torch.manual_seed(0)
-    with torch.device(place.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=place.dtype)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def real_tokenizer(folder: Path | None) -> Any:
@@ -351,10 +341,11 @@ def _runs(asked: argparse.Namespace, work: Work, words: Sequence[str]) -> list[R
 
 def _real(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
     tokenizer = real_tokenizer(asked.tokenizer)
-    config = toy_config(len(tokenizer)) if asked.toy else CONFIGS[asked.shape]()
-    if len(tokenizer) > config.vocab_size:
-        raise SystemExit(f"the tokenizer has {len(tokenizer)} tokens, and the shape {config.vocab_size}")
-    write_model(folder / "base", config, tokenizer, place)
+    size = replace(SIZES["toy"], vocabulary=len(tokenizer)) if asked.toy else SIZES[asked.shape]
+    if len(tokenizer) > size.vocabulary:
+        raise SystemExit(f"the tokenizer has {len(tokenizer)} tokens, and the shape {size.vocabulary}")
+    build(size, place).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
     fresh(place.device)
     rows = min(asked.rows, 40) if asked.toy else asked.rows
     longest = min(asked.longest, 64) if asked.toy else asked.longest
@@ -367,8 +358,6 @@ def _real(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
 
 
 def _random(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
-    if not asked.toy and asked.shape not in SIZES:
-        raise SystemExit(f"--shape {asked.shape} goes with --data; without, one of {', '.join(SIZES)}")
     size = SIZES["toy" if asked.toy else asked.shape]
     batch, longest = (4, 16) if asked.toy else map(int, (asked.batch or "2x1024").lower().split("x"))
     write_base(folder / "base", size, place)
@@ -384,7 +373,7 @@ def _random(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
 def _parser() -> argparse.ArgumentParser:
     parser = arguments(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", choices=list(CONFIGS), default="8b")
+    parser.add_argument("--shape", choices=[name for name in SIZES if name != "toy"], default="8b")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="the datasets")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a model folder; else SmolLM2's")
     parser.add_argument("--rows", type=int, default=1_000_000, help="at most so many rows of each dataset")
