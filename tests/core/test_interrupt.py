@@ -79,7 +79,7 @@ def _runs(output: Path) -> bool:
     return (output / "status.json").exists() and states(output) == {"a": "running"}
 
 
-def test_a_real_command_hears_ctrl_c_and_the_second_one_stops_it_at_once(tmp_path, forks):
+def test_a_command_hears_ctrl_c_and_the_second_one_stops_it_at_once(tmp_path, forks):
     """With steps too long to end in time."""
     job = {"name": "a", "steps": 1, "batch_size": 5_000, "adapter": {"rank": 4}}
     folder = jobs_folder(tmp_path, [job])

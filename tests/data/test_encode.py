@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data import families
 from weftune.data.encode import Encoded, Encoder, hide_control, holds_control
-from weftune.data.prepare import is_prepared, prepare
+from weftune.data.prepare import SharedData, prepare
 from weftune.data.row import BadRow
 from weftune.data.spec import DataSpec
 from weftune.errors import DataError
@@ -36,9 +36,9 @@ def test_many_calls_may_share_an_encoder(tmp_path):
     rows = [{"text": "Hello there"}, {"text": "the cat sat on mats"}]
     encoder, spec = Encoder(families.smollm2()), DataSpec(rows=rows)
     alone = prepare(spec, None, families.smollm2(), tmp_path / "alone").train
-    assert not is_prepared(spec, None, encoder, tmp_path / "shared")
+    assert not SharedData(encoder, tmp_path / "shared").is_prepared(spec, None)
     shared = prepare(spec, None, encoder, tmp_path / "shared").train
-    assert is_prepared(spec, None, families.smollm2(), tmp_path / "shared")
+    assert SharedData(families.smollm2(), tmp_path / "shared").is_prepared(spec, None)
     assert shared.fingerprint == alone.fingerprint
     assert [shared.tokens(i).tolist() for i in range(2)] == [alone.tokens(i).tolist() for i in range(2)]
 

@@ -11,7 +11,7 @@ from tests.data import families
 from weftune.data import prepare as prepare_module
 from weftune.data.encode import Encoder
 from weftune.data.order import SampleOrder
-from weftune.data.prepare import SharedData, _border, _label, check_rows, is_prepared, prepare
+from weftune.data.prepare import SharedData, _border, _label, check_rows, prepare
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import DataError
 
@@ -288,12 +288,12 @@ def test_what_is_in_the_cache_is_known_to_be_prepared_with_its_evaluation(gpt2, 
     one, two = write_lines(ROWS[:2], "one.jsonl"), write_lines(ROWS[2:4], "two.jsonl")
     spec, cache = DataSpec(path=str(one)), tmp_path / "cache"
     prepare(spec, None, gpt2, cache)
-    assert is_prepared(spec, None, gpt2, cache)
-    assert is_prepared(spec, EvalSpec(fraction=0.5), gpt2, cache)
-    assert not is_prepared(spec, EvalSpec(path=str(two)), gpt2, cache)
-    assert not is_prepared(spec, None, gpt2, cache, context=3)
+    assert SharedData(gpt2, cache).is_prepared(spec, None)
+    assert SharedData(gpt2, cache).is_prepared(spec, EvalSpec(fraction=0.5))
+    assert not SharedData(gpt2, cache).is_prepared(spec, EvalSpec(path=str(two)))
+    assert not SharedData(gpt2, cache, 3).is_prepared(spec, None)
     prepare(spec, EvalSpec(path=str(two)), gpt2, cache)
-    assert is_prepared(spec, EvalSpec(path=str(two)), gpt2, cache)
+    assert SharedData(gpt2, cache).is_prepared(spec, EvalSpec(path=str(two)))
 
 
 def test_rows_can_be_checked_before_there_is_a_tokenizer(write_lines, tmp_path):
@@ -392,7 +392,7 @@ def test_the_template_for_tools_is_that_of_the_tokenizer_beside_the_plain_one(tm
 
 def test_whether_rows_are_prepared_is_not_asked_of_a_spec_that_cannot_be(gpt2, tmp_path):
     with pytest.raises(DataError, match=r"data\.limit: must be at least 1"):
-        is_prepared(DataSpec(rows=ROWS, limit=0), None, gpt2, tmp_path)
+        SharedData(gpt2, tmp_path).is_prepared(DataSpec(rows=ROWS, limit=0), None)
 
 
 def test_a_column_that_is_not_ours_is_a_sentence(gpt2, tmp_path):

@@ -58,6 +58,7 @@ def test_a_cancelled_job_ends_within_two_steps_its_memory_returns_and_the_other_
         both = [one["own"] for one in windows if one["aboard"] == [OTHER, VICTIM]]
         alone = [one["own"] for one in windows if one["aboard"] == [OTHER]]
         assert both[-1] - alone[-1] >= VECTORS
+        assert alone[0] <= alone[-1]
 
 
 def notes(path):

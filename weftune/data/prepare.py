@@ -129,13 +129,6 @@ def prepare(
     return SharedData(tokenizer, cache, context).prepare(data, evaluation, progress)
 
 
-def is_prepared(
-    data: DataSpec, evaluation: EvalSpec | None, tokenizer: Any, cache: Path, *, context: int | None = None
-) -> bool:
-    """Whether `prepare` would find everything in the cache."""
-    return SharedData(tokenizer, cache, context).is_prepared(data, evaluation)
-
-
 def check_rows(data: DataSpec, evaluation: EvalSpec | None, max_bytes: int) -> None:
     """What can be said against the rows of local files up to that size before there is a tokenizer."""
     _check(data, evaluation)
