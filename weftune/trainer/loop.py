@@ -17,6 +17,7 @@ from weftune.core.batch import Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
+from weftune.jobs.courses import save_interval
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
@@ -435,17 +436,20 @@ class Loop:
 
     @phase(Phase.SAVING)
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
-        """Begin a checkpoint. The job's last one is waited for: however slow the disk is, a kill costs less
-        than two intervals between checkpoints."""
+        """Begin a checkpoint. The job's last one is waited for, so that at any time all steps but those of
+        one `save_every` are in a whole one, however slow the disk is."""
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._hear_writes()
-        training = self.executor.aboard[name]
+        training, job = self.executor.aboard[name], self.jobs[name]
         if name not in self._endings:
             try:
                 save(name, self._checkpoints(name))
             except OSError as error:
                 self._pause_unsaved(Unsaved(name, training.progress.step, error.strerror or str(error)))
+        if save_interval(job.spec, job.recipe.steps) == 1:
+            # There is no half of an interval in which it could be written.
+            self.executor.finish_saves(name)
         seconds = time.monotonic() - began
         self.saving_seconds += seconds
         self._timed.saves.append(StateTime(1, training.layout.size, seconds))
