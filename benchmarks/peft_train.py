@@ -144,7 +144,7 @@ def train_job(task: PeftTask, job: PeftJob, model: Any, tokenizer: Any) -> int:
 
 def batches(job: PeftJob, tokenizer: Any) -> Iterator[list[Encoded]]:
     with phase(Phase.TOKENISING):
-        rows = [json.loads(line) for line in Path(job.data).read_text().splitlines()]
+        rows = [json.loads(line) for line in Path(job.data).read_text().split("\n") if line]
     for chosen in job.batches:
         with phase(Phase.TOKENISING):
             made = [encoded(rows[row], tokenizer) for row in chosen]

@@ -409,6 +409,9 @@ class Loop:
             case StepsMade():
                 self._timed.steps.append(event.time)
             case Stepped(job):
+                if self._is_saved_at_every_step(job):
+                    # There is no half of an interval in which the last one's checkpoint could be written.
+                    self.executor.finish_saves(job)
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
             case Evaluated():
                 self._on_evaluation(event)
@@ -441,18 +444,19 @@ class Loop:
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._hear_writes()
-        training, job = self.executor.aboard[name], self.jobs[name]
+        training = self.executor.aboard[name]
         if name not in self._endings:
             try:
                 save(name, self._checkpoints(name))
             except OSError as error:
                 self._pause_unsaved(Unsaved(name, training.progress.step, error.strerror or str(error)))
-        if save_interval(job.spec, job.recipe.steps) == 1:
-            # There is no half of an interval in which it could be written.
-            self.executor.finish_saves(name)
         seconds = time.monotonic() - began
         self.saving_seconds += seconds
         self._timed.saves.append(StateTime(1, training.layout.size, seconds))
+
+    def _is_saved_at_every_step(self, name: str) -> bool:
+        job = self.jobs[name]
+        return save_interval(job.spec, job.recipe.steps) == 1
 
     def _hear_writes(self) -> None:
         """Act on what has been written since the last call, or could not be."""
