@@ -92,9 +92,11 @@ def ready(base, name, index, **changes):
     return aboard.ready(base, name, data=rows, **(keys | changes))
 
 
-def trained(base, jobs, rounds=6, capacity=512, recompute=NOTHING, route=None, graphs=True, spoilt=()):
+def trained(
+    base, jobs, rounds=6, capacity=512, recompute=NOTHING, route=None, graphs=True, spoilt=(), at_once=True
+):
     """How far each job moved in so many rounds, windows of two; the spoilt turn NaN after the first."""
-    executor = resident_executor(base, route, graphs)
+    executor = resident_executor(base, route, graphs, at_once=at_once)
     for one in jobs:
         executor.attach(aboard.training(base, one))
     starts = {name: training.master.clone() for name, training in executor.aboard.items()}
@@ -121,6 +123,16 @@ def test_a_captured_pass_gives_the_very_bits_of_a_plain_one(base):
     assert none is None
     assert captures > 0
     assert all(torch.equal(captured[name], plain[name]) for name in plain)
+
+
+def test_captured_where_that_pays_passes_give_the_very_bits_of_plain_ones(base):
+    jobs = [ready(base, f"job{i}", i, steps=40) for i in range(3)]
+    plain, _, _ = trained(base, jobs, graphs=False, rounds=40)
+    at_once, _, most = trained(base, jobs, rounds=40)
+    thrifty, _, captures = trained(base, jobs, rounds=40, at_once=False)
+    assert 0 < captures <= most
+    assert all(torch.equal(thrifty[name], plain[name]) for name in plain)
+    assert all(torch.equal(at_once[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(True), Recompute(False, 3), Recompute(True, 6)])
