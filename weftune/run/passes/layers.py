@@ -104,9 +104,9 @@ class FusedLayer:
         self._head_norms = [norms[name] for name in facts.head_norms or ()]
         self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
         self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
-        self._o = banks.linear(f"{path}.{facts.o}")
+        self._o = banks.linear(f"{path}.{facts.o}", adds_residual=facts.after_attention is None)
         self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
-        self._down = banks.linear(f"{path}.{facts.down}")
+        self._down = banks.linear(f"{path}.{facts.down}", adds_residual=facts.after_mlp is None)
 
     def __call__(
         self,
