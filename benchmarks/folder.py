@@ -13,7 +13,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weftune.bench.llama import Size, build
+from weftune.bench.sizes import Size, build
 from weftune.bench.timing import BenchPlace
 
 SPECIAL = ("<pad>", "<s>", "</s>")

@@ -41,8 +41,8 @@ from transformers import AutoTokenizer
 from benchmarks.folder import Rows, lines_of, ranked_jobs, read_lines, write_base, write_jobs, write_rows
 from benchmarks.peft_train import PeftJob, PeftTask, encoded
 from weftune.base.place import demo_folder
-from weftune.bench.llama import SIZES, build
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, fresh, here
 from weftune.core.clock import Phase

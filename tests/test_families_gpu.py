@@ -13,7 +13,7 @@ from tests.test_gpu import ready, trained
 from weftune.base.attention import pack
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.bench.llama import SIZES, config, toy_of
+from weftune.bench.sizes import SIZES, config, toy_of
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.recompute import Recompute
 from weftune.run.passes.adapted import AdaptedBase

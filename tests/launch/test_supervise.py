@@ -11,7 +11,7 @@ import pytest
 import weftune.launch.supervise
 from tests.run.processes import context
 from weftune.launch.processes import INTERRUPTED
-from weftune.launch.supervise import Member, Supervisor, Team, TeamEnd
+from weftune.launch.supervise import Supervised, Supervisor, Team, TeamEnd
 from weftune.run.workers.heartbeat import LOST
 
 
@@ -53,7 +53,7 @@ class Told:
     def _members(self, number, lists, attempt):
         self.attempts.append((number, attempt))
         mains = lists[min(attempt, len(lists) - 1)]
-        return [Member(f"worker {number}.{at}", main) for at, main in enumerate(mains)]
+        return [Supervised(f"worker {number}.{at}", main) for at, main in enumerate(mains)]
 
 
 def test_a_team_with_a_lost_member_is_started_again_as_a_whole_and_ends_with_its_first(tmp_path):

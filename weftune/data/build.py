@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.cache import Store, StoreWriter, open_store
+from weftune.data.cache import SampleStore, StoreWriter, open_store
 from weftune.data.encode import Encoder
 from weftune.data.formats import Content, detect, normalise, refuse_untrainable, renamed
 from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row, row_hash
@@ -70,7 +70,7 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class Built:
     key: str
-    store: Store
+    store: SampleStore
 
 
 def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> Built:

@@ -16,13 +16,13 @@ import torch
 from tests.cases import slow_but
 from weftune.ops.lora import choice_trial
 from weftune.ops.lora.choice import MOST_ROWS, Choices, Contest, fastest, shape_of
-from weftune.ops.lora.choice_file import ChoiceFile, Machine, MeasuredOrder, file_for
+from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine, file_for
 from weftune.ops.lora.choice_trial import JOBS, choices_on, made_up_site
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable
 from weftune.ops.lora.weave import Order, tiling
 
-MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
+MACHINE = TrialMachine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
 BOTH = (Order.wide, Order.wide_beside)
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -435,7 +435,7 @@ def test_the_file_of_a_gpu_is_that_of_its_name_its_versions_and_the_kernels(tmp_
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     sources = sorted((ROOT / "weftune" / "ops").rglob("*.py"))
     kernels = f"{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
-    machine = Machine("Loom 9000", "9.1", torch.__version__, triton.__version__, kernels)
+    machine = TrialMachine("Loom 9000", "9.1", torch.__version__, triton.__version__, kernels)
     assert file_for(torch.device("cuda", 3)) == ChoiceFile(tmp_path / "routes", machine)
 
 

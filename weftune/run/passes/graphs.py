@@ -26,7 +26,7 @@ from weftune.plan.program.recompute import NOTHING
 from weftune.run.measure.timers import Clock, Moment, Span
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.graph_pool import captured
-from weftune.run.passes.payback import Payback, TimedPass
+from weftune.run.passes.payback import Payback, WatchedPass
 from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
 from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit
 
@@ -52,7 +52,7 @@ class CapturedPasses:
         self._plain = plain
         self._payback = Payback(at_once)
         self._clock = Clock(plain.adapted.base.device)
-        self._timed: dict[StageVisit, TimedPass] = {}
+        self._timed: dict[StageVisit, WatchedPass] = {}
         self._banks = plain.adapted.banks
         self._captures = 0
         self._recompute = NOTHING
@@ -93,7 +93,7 @@ class CapturedPasses:
             self._open[visit] = place
             h_TD = self._graphs[place].forward(rows.laid, given_TD)
         if not is_new:
-            self._timed[visit] = TimedPass((key, visit.stage), key.rows, replayed=place is not None)
+            self._timed[visit] = WatchedPass((key, visit.stage), key.rows, replayed=place is not None)
             self._stop(visit, began)
         return MadeForward(h_TD, settled=not is_new and self._captures == before)
 

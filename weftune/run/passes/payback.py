@@ -16,7 +16,7 @@ from weftune.run.measure.timers import Span
 
 
 @dataclass(slots=True)
-class TimedPass:
+class WatchedPass:
     """A pass on the device: its forward and, later, its backward."""
 
     key: Hashable
@@ -37,7 +37,7 @@ class Payback:
         self._row_seconds = float("inf")
         """The least that a row of a replayed pass has taken."""
         self._lost: dict[Hashable, float] = defaultdict(float)
-        self._under_way: list[TimedPass] = []
+        self._under_way: list[WatchedPass] = []
 
     def pays(self, key: Hashable) -> bool:
         """Whether to capture now. The first capture tells what captures take and give."""
@@ -50,7 +50,7 @@ class Payback:
         self._captures += 1
         self._capture_seconds += seconds
 
-    def watch(self, timed: TimedPass) -> None:
+    def watch(self, timed: WatchedPass) -> None:
         """Take the times of this pass into account when the device has made it."""
         if not self._at_once:
             self._under_way.append(timed)
