@@ -103,14 +103,15 @@ def _measured(
     from weftune.run.profile import measure_profile
     from weftune.trainer.results import TokenizerFiles, prepare_result
 
-    with Progress(console=console, transient=True) as progress:
+    # Without a thread that draws, which the passes would have to wait for.
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(f"Measuring {spec.model} on {where}", total=None)
         return measure_profile(
             load_config(spec, place(spec)),
             shape,
             spec.model,
             where,
-            lambda done, total: progress.update(task, completed=done, total=total),
+            lambda done, total: progress.update(task, completed=done, total=total, refresh=True),
             # As the writer does while the first window is trained.
             None if tokenizer is None else partial(prepare_result, None, TokenizerFiles(tokenizer)),
         )
