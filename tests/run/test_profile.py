@@ -69,6 +69,7 @@ def test_a_peak_is_counted_where_it_is_higher_than_all_before_it() -> None:
     assert peaks.beyond(second.nbytes) >= high - (1 << 20)
 
 
+@pytest.mark.timed
 def test_what_a_process_does_beside_its_first_passes_delays_them(found) -> None:
     def busy() -> None:
         until = time.monotonic() + 0.3
