@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.core.paths import cache_folder
-from weftune.core.shapes import JobShape, ModelShape
+from weftune.core.shapes import JobShape, ModelShape, layer_sums
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData, data_identity
 from weftune.data.spec import DataSpec, EvalSpec
@@ -86,6 +86,7 @@ def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, m
             trainable=sum(adapter.parameters_at(site) for site in sites),
             longest=longest_sample(planned.data),
             batch_tokens=train.largest_batch(job.batch_size),
+            by_layer=layer_sums(((site.name, adapter.parameters_at(site)) for site in sites), shape.layers),
         ),
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
         batches=tuple(tuple(train.lengths[planned.order.batch(step)].tolist()) for step in rounds),

@@ -24,6 +24,7 @@ from typing import Any
 from weftune.launch.processes import (
     CRASHED,
     INTERRUPTED,
+    THREADS,
     be_process,
     forks,
     how_ended,
@@ -192,10 +193,10 @@ class Supervisor:
 
 def start(member: Supervised, logs: Path | None, neighbours: int) -> _Process:
     """Start a process, one of so many on this machine."""
-    context = forks()
+    context, told = forks(neighbours), THREADS in os.environ
     ours, theirs = context.Pipe(duplex=False)
     own = logs / f"{member.name.replace(' ', '-')}.log" if logs else Path(os.devnull)
-    arguments = (member.main, theirs, None if member.prints else own, neighbours)
+    arguments = (member.main, theirs, None if member.prints else own, None if told else neighbours)
     process = context.Process(target=be_process, args=arguments, name=member.name)
     process.start()
     theirs.close()
