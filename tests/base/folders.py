@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.families import VOCABULARY, tiny
+from tests.families import VOCABULARY, tiny, tiny_wrapper
 
 CHATML = (
     "{% for message in messages %}<s> {{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
@@ -33,5 +33,11 @@ def word_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFas
 
 def model_folder(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
     tiny(family, dtype).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def wrapper_folder(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
+    tiny_wrapper(family, dtype).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     return folder

@@ -7,8 +7,8 @@ import torch
 from transformers import (
     BloomConfig,
     Gemma2Config,
-    Gemma3Config,
     GraniteConfig,
+    LlavaConfig,
     MambaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -75,7 +75,7 @@ def test_a_mixture_of_experts_whose_config_is_silent_is_known_by_its_modules() -
 @pytest.mark.parametrize(
     ("other", "kind"),
     [
-        (Gemma3Config(text_config=config("gemma3")), r"a vision model \(gemma3\)"),
+        (LlavaConfig(text_config=config("llama")), r"a vision model \(llava\)"),
         (T5Config(), r"an encoder-decoder model \(t5\)"),
     ],
     ids=["vision", "encoder-decoder"],

@@ -9,6 +9,7 @@ from typing import Any
 
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS, extra_values
+from weftune.base.towers import is_wrapper, text_values, within
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
 
@@ -76,6 +77,8 @@ LONG_ROPE = ("longrope", "su")
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     """The shape of the base called `name`; BaseModelError where its family is not known here."""
+    wrapped = is_wrapper(config)
+    config = text_values(config) if wrapped else config
     family = str(config.get("model_type"))
     if family not in DEFAULTS:
         known = ", ".join(DEFAULTS)
@@ -88,7 +91,7 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         parts = FAMILIES[family](whole)
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
-    sites = _sites(parts)
+    sites = _sites(parts, wrapped)
     return ModelShape(
         layers=parts.layers,
         hidden=parts.hidden,
@@ -106,9 +109,10 @@ def _parameters(parts: _Parts) -> int:
     return parts.layers * layer + parts.around + sum(linear.parameters for linear in parts.outside)
 
 
-def _sites(parts: _Parts) -> tuple[SiteShape, ...]:
+def _sites(parts: _Parts, wrapped: bool) -> tuple[SiteShape, ...]:
     def site(path: str, linear: _Linear) -> SiteShape:
-        return SiteShape(path, linear.in_features, linear.out_features, parts.transposed)
+        name = within(path) if wrapped else path
+        return SiteShape(name, linear.in_features, linear.out_features, parts.transposed)
 
     return (
         *(site(linear.name, linear) for linear in parts.outside),

@@ -18,10 +18,14 @@ OTHER_SENSES = {"vision_config": "vision", "audio_config": "audio"}
 
 
 def refuse_config(config: PretrainedConfig, name: str) -> None:
-    """Raise a sentence if the config alone says that this model cannot be a base."""
+    """Raise a sentence if the config of a causal language model alone says that it cannot be a base."""
     kind = kind_refused(config)
     if kind is not None:
         raise BaseModelError(f"{name} is {kind}; Weftune trains dense text-only causal language models.")
+    refuse_quantised(config, name)
+
+
+def refuse_quantised(config: PretrainedConfig, name: str) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise BaseModelError(f"{name} has quantised weights; name the unquantised model as the base instead.")
 

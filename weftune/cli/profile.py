@@ -62,7 +62,7 @@ def _measured(console: Console, spec: BaseSpec, shape: ModelShape, where: torch.
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"Measuring {spec.model} on {where}", total=None)
         return measure_profile(
-            load_config(spec, place(spec)),
+            load_config(spec, place(spec)).text,
             shape,
             spec.model,
             where,
