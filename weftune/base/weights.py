@@ -31,7 +31,7 @@ class WeightFiles:
     """Tensor → file."""
 
     def path(self, name: str) -> Path:
-        found = _found(self.where, self.files[name], self.revision)
+        found = found_file(self.where, self.files[name], self.revision)
         if found is None:
             raise OSError(f"{self.files[name]} is missing, which its index names")
         return found
@@ -39,10 +39,10 @@ class WeightFiles:
 
 def weight_files(where: str, revision: str | None) -> WeightFiles | None:
     """What the index says, or the one file there is; None where weights are not in safetensors files."""
-    index = _found(where, SAFE_WEIGHTS_INDEX_NAME, revision)
+    index = found_file(where, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(where, revision, weight_map(index))
-    whole = _found(where, SAFE_WEIGHTS_NAME, revision)
+    whole = found_file(where, SAFE_WEIGHTS_NAME, revision)
     if whole is None:
         return None
     with safe_open(whole, framework="pt") as file:
@@ -150,7 +150,7 @@ def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
         model._init_weights(module)
 
 
-def _found(where: str, name: str, revision: str | None) -> Path | None:
+def found_file(where: str, name: str, revision: str | None) -> Path | None:
     path = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if path is None else Path(path)
 
