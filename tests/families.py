@@ -21,6 +21,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3VLConfig,
 )
@@ -35,7 +37,7 @@ MORE = ("phi4-mini",)
 """Configs of the same families that their layers must know too."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2")
 
-WRAPPERS = ("gemma3", "mistral3", "qwen3_vl")
+WRAPPERS = ("gemma3", "mistral3", "qwen3_vl", "qwen3_5")
 """Models that see images too, whose text towers are trained."""
 
 COMMON: dict[str, Any] = {
@@ -81,6 +83,13 @@ def config(family: str) -> PretrainedConfig:
                 layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                 final_logit_softcapping=2.0,
             )
+        case "qwen3_5":
+            linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3}
+            linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+            kinds = ["linear_attention", "full_attention", "linear_attention"]
+            more = {"num_hidden_layers": 3, "layer_types": kinds, "head_dim": 16}
+            rope = ROTATES_IMAGES | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+            return Qwen3_5TextConfig(**GROUPED | more, **linear, rope_parameters=rope)
         case "phi3":
             return Phi3Config(**GROUPED)
         case "phi4-mini":
@@ -124,6 +133,12 @@ def wrapper_config(family: str) -> PretrainedConfig:
             text = GROUPED | {"head_dim": 16, "rope_parameters": ROTATES_IMAGES}
             images = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5}
             return Qwen3VLConfig(text_config=text, vision_config=vision, vision_end_token_id=6, **images)
+        case "qwen3_5":
+            vision = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+            vision |= {"out_hidden_size": 32, "num_position_embeddings": 4}
+            images = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5}
+            text = config("qwen3_5").to_dict()
+            return Qwen3_5Config(text_config=text, vision_config=vision, vision_end_token_id=6, **images)
     raise AssertionError(f"no wrapper {family}")
 
 
@@ -152,7 +167,7 @@ class ExactNorm(torch.nn.Module):
     def __init__(self, norm: torch.nn.Module) -> None:
         super().__init__()
         self.weight = norm.weight
-        self.shift = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+        self.shift = 1.0 if type(norm).__name__.startswith(("Gemma", "Qwen3_5")) else 0.0
         self.epsilon = norm.eps if self.shift else norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ SAMPLES = random_samples((9, 4, 13))
 TOWER = r"model\.language_model\..*"
 
 
-@pytest.mark.parametrize("family", WRAPPERS)
+@pytest.mark.parametrize("family", [family for family in WRAPPERS if family != "qwen3_5"])
 def test_two_jobs_on_a_text_tower_equal_solo_peft_on_its_wrapper_in_float64(family, tmp_path):
     wrapper = tiny_wrapper(family)
     spec = BaseSpec(model=str(wrapper_folder(tmp_path / "base", family, torch.float64)), dtype="float64")
@@ -62,6 +62,25 @@ def test_two_jobs_on_a_text_tower_equal_solo_peft_on_its_wrapper_in_float64(fami
         got = bench.trained(tmp_path / "out", f"job{seed}", bench.adapter(tmp_path / f"start{seed}"))
         assert got.end.keys() == want.end.keys()
         oracle.assert_equal_float64(got, want)
+
+
+def test_a_text_tower_with_linear_attention_equals_solo_peft_on_its_wrapper_in_float32(tmp_path):
+    """Its recurrence computes in float32 whatever it is given, so the comparison is that of float32."""
+    wrapper, precise = (tiny_wrapper("qwen3_5", dtype) for dtype in (torch.float32, torch.float64))
+    base = load_base(BaseSpec(model=str(wrapper_folder(tmp_path / "base", "qwen3_5")), dtype="float32"), CPU)
+    made = bench.samples(11)
+    config = oracle.lora_config(wrapper, 4, 8.0, f"{TOWER}_proj(_qkv|_z|_b|_a)?")
+    start = oracle.write_start(tmp_path / "start", wrapper, config, b_scale=0.02)
+    adapter = dict(rank=4, alpha=8.0, init_from=str(start))
+    keys = dict(steps=STEPS, batch_size=4, learning_rate=1e-3, warmup=2, seed=3)
+    bench.train(base, tmp_path / "out", [JobSpec(name="a", data=bench.rows(made), adapter=adapter, **keys)])
+    recipe, batches = oracle.Recipe(STEPS, 1e-3, warmup=2), bench.batches(made, 4, 3, STEPS)
+    padded = oracle.train_with_peft(wrapper, config, start, batches, recipe)
+    one_by_one = oracle.train_with_peft(wrapper, config, start, batches, recipe, padded=False)
+    exact = oracle.train_with_peft(precise, config, start, batches, recipe)
+    got = bench.trained(tmp_path / "out", "a", bench.adapter(start))
+    assert got.end.keys() == padded.end.keys()
+    oracle.assert_equal_float32(got, padded, one_by_one, exact)
 
 
 JOBS = """base: {model: base, dtype: float32}
@@ -169,7 +188,7 @@ def test_generate_says_what_the_wrapper_says_with_the_adapter(family, project):
     with torch.no_grad():
         while len(tokens) < start + 6 and tokens[-1] != tokenizer.eos_token_id:
             tokens.append(int(wrapper(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-    assert said["a"] == tokenizer.decode(tokens[start:], skip_special_tokens=True)
+    assert said["a"] == tokenizer.decode(tokens[start:], skip_special_tokens=True).strip()
     assert said["a"] != said["base"]
 
 

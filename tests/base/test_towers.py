@@ -48,7 +48,7 @@ def test_the_text_tower_computes_what_its_wrapper_computes(family: str, spec: Ba
 def test_its_sites_are_linears_of_the_wrapper_by_their_names_there(family: str, spec: BaseSpec) -> None:
     wrapper = dict(tiny_wrapper(family, torch.float32).named_modules())
     base = load_base(spec, CPU)
-    assert len(base.shape.sites) == 7 * base.shape.layers
+    assert {site.name.split(".")[3] for site in base.shape.sites} == set(map(str, range(base.shape.layers)))
     for site in base.shape.sites:
         assert site.name.startswith("model.language_model.layers.")
         assert wrapper[site.name].weight.shape == (site.out_features, site.in_features)
@@ -137,8 +137,11 @@ def test_in_stages_streamed_or_mapped_it_gives_the_bits_of_the_whole_tower(spec:
     assert set(weights_in_files(spec, CPU).tensors) >= {name for name, _ in whole.model.named_parameters()}
 
 
-def test_its_layers_are_fused_like_those_of_the_text_model(spec: BaseSpec) -> None:
+def test_its_layers_are_fused_like_those_of_the_text_model(family: str, spec: BaseSpec) -> None:
     base = load_base(spec, CPU)
+    if family == "qwen3_5":
+        assert not Layers(base).modules, "layers of two kinds run as in transformers"
+        return
     layers = Layers(base)
     assert len(layers.modules) == base.shape.layers
     assert {site for group in layers.groups for site in group} < {site.name for site in base.shape.sites}

@@ -97,7 +97,9 @@ def _load_tower(
     _refuse_lacking(spec, config, lacking(model, files))
     read_weights(model, files, device)
     with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(files.where, revision=spec.revision)
+        model.generation_config = GenerationConfig.from_pretrained(
+            files.where, revision=spec.revision or "main"
+        )
     return model.eval()
 
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weftune.base import attention
 from weftune.base.decoders.known import DECODERS
 from weftune.base.families import refuse_modules
 from weftune.base.load import base_dtype, load_base, load_config, load_plain
-from weftune.base.model import Base, own_config
+from weftune.base.model import Base, own_config, take_packs
 from weftune.base.outline import Tower, outline
 from weftune.base.place import explained, place
 from weftune.base.shape import linears, model_shape, site_shape, values
@@ -43,6 +42,7 @@ class Ends:
 
 ENDS = {
     **dict.fromkeys(DECODERS, Ends()),
+    "qwen3_5_text": Ends(),
     "gpt2": Ends(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
     "opt": Ends(
         positions="embed_positions", before=("project_in",), after=("final_layer_norm", "project_out")
@@ -112,8 +112,7 @@ def stage_of(
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
     own_config(model)
-    attention.register()
-    model.set_attn_implementation(attention.NAME)
+    take_packs(model)
     shape = shape_here(model, whole, held.stop - held.start)
     return Base(model, spec, shape, device, model.dtype, held, whole.sites)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-INSIDE = "model.language_model"
-"""The module path of the text tower in its wrapper."""
+from weftune.core.shapes import TEXT_TOWER, in_wrapper
 
 WRAPPERS: Mapping[str, str] = {
     "gemma3": "gemma3_text",
@@ -50,16 +49,11 @@ def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def within(name: str) -> str:
     """The name in the wrapper of a module or weight of the text model."""
-    return f"{INSIDE}.{name.removeprefix('model.')}" if name.startswith("model.") else name
-
-
-def is_within(name: str) -> bool:
-    """Whether it is a name of a module or weight inside a wrapper's text tower."""
-    return name.startswith(f"{INSIDE}.")
+    return f"{TEXT_TOWER}.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def older_name(name: str) -> str:
     """What files from before transformers 4.52 call a weight of the wrapper."""
-    if is_within(name):
-        return f"language_model.model.{name.removeprefix(f'{INSIDE}.')}"
+    if in_wrapper(name):
+        return f"language_model.model.{name.removeprefix(f'{TEXT_TOWER}.')}"
     return f"language_model.{name}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+TEXT_TOWER = "model.language_model"
+"""The module path of the text tower in a model that sees images too."""
+
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
@@ -21,6 +24,11 @@ def layer_of(site: str) -> int | None:
     """The layer that a site's name says it belongs to; None for what is outside the layers."""
     found = re.search(r"\.(\d+)\.", site)
     return None if found is None else int(found[1])
+
+
+def in_wrapper(name: str) -> bool:
+    """Whether a module or weight is called so inside the text tower of a model that sees images too."""
+    return name.startswith(f"{TEXT_TOWER}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from torch import Tensor
 from weftune.adapters.folder import WEIGHTS, no_weights
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import ALL_LINEAR, LoraSpec, site_of, weight_names
-from weftune.base.towers import is_within
-from weftune.core.shapes import SiteShape
+from weftune.core.shapes import SiteShape, in_wrapper
 from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
 
@@ -76,7 +75,7 @@ def target_modules(spec: LoraSpec, targeted: Sequence[str], sites: Sequence[Site
 
     In a wrapper every module is named: anything shorter could mean modules of its vision tower too.
     """
-    if any(is_within(name) for name in targeted):
+    if any(in_wrapper(name) for name in targeted):
         return sorted(targeted)
     if not isinstance(spec.targets, str):
         return list(spec.targets)
