@@ -145,3 +145,48 @@ def test_its_layers_are_fused_like_those_of_the_text_model(family: str, spec: Ba
     layers = Layers(base)
     assert len(layers.modules) == base.shape.layers
     assert {site for group in layers.groups for site in group} < {site.name for site in base.shape.sites}
+
+
+PUBLISHED = {
+    "gemma-3-4b": (
+        "gemma3",
+        {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024},
+        3.88,
+    ),
+    "Mistral-Small-3.1-24B": (
+        "mistral3",
+        {"hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "head_dim": 128}
+        | {"vocab_size": 131072, "model_type": "mistral", "sliding_window": None},
+        23.57,
+    ),
+    "Qwen3-VL-4B": (
+        "qwen3_vl",
+        {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_key_value_heads": 8}
+        | {"rope_theta": 5000000, "max_position_embeddings": 262144, "tie_word_embeddings": True}
+        | {
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+        },
+        4.02,
+    ),
+    "Qwen3.5-4B": (
+        "qwen3_5",
+        {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True},
+        4.21,
+    ),
+}
+"""Wrapper, text config without what is the default, and billions of parameters of the tower."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_like_those_on_the_hub_are_read_alike_with_and_without_torch(
+    name: str, tmp_path: Path
+) -> None:
+    wrapper, text, billions = PUBLISHED[name]
+    config = {"model_type": wrapper, "text_config": text, "vision_config": {}}
+    if "tie_word_embeddings" in text:
+        config["tie_word_embeddings"] = text["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = BaseSpec(model=str(tmp_path), dtype="bfloat16")
+    shape = inspect(spec, CPU)
+    assert model_shape(read_config(spec), name, 2) == shape
+    assert shape.parameters / 1e9 == pytest.approx(billions, abs=0.006)

@@ -124,9 +124,9 @@ def load_config(spec: BaseSpec, where: str) -> BaseConfig:
     return found
 
 
-def _head_stored(spec: BaseSpec, where: str) -> bool:
+def _head_stored(spec: BaseSpec, where: str) -> bool | None:
     files = weight_files(where, spec.revision)
-    return files is not None and head_stored(files)
+    return None if files is None else head_stored(files)
 
 
 def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:

@@ -38,14 +38,15 @@ class Tower(nn.Module):
         return embedding
 
 
-def base_config(config: PretrainedConfig, head_stored: Callable[[], bool]) -> BaseConfig:
-    """`head_stored` tells whether the files hold an output layer."""
+def base_config(config: PretrainedConfig, head_stored: Callable[[], bool | None]) -> BaseConfig:
+    """`head_stored` tells whether the files hold an output layer; None: there are none."""
     if config.model_type not in WRAPPERS:
         return BaseConfig(config)
     text = _of_causal_model(copy.deepcopy(config.text_config))
     outer, inner = (bool(getattr(one, "tie_word_embeddings", None)) for one in (config, text))
     # The two disagree where one of them is a default; then the files know.
-    text.tie_word_embeddings = inner if outer == inner else not head_stored()
+    stored = None if outer == inner else head_stored()
+    text.tie_word_embeddings = inner if stored is None else not stored
     return BaseConfig(text, wrapped=True)
 
 
