@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from weftune.base.safe_files import weight_map
+from weftune.base.towers import older_name
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """As safetensors names them."""
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class WeightFiles:
     """Tensor → file."""
 
     def path(self, name: str) -> Path:
-        found = _found(self.where, self.files[name], self.revision)
+        found = found_file(self.where, self.files[name], self.revision)
         if found is None:
             raise OSError(f"{self.files[name]} is missing, which its index names")
         return found
@@ -37,10 +39,10 @@ class WeightFiles:
 
 def weight_files(where: str, revision: str | None) -> WeightFiles | None:
     """What the index says, or the one file there is; None where weights are not in safetensors files."""
-    index = _found(where, SAFE_WEIGHTS_INDEX_NAME, revision)
+    index = found_file(where, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(where, revision, weight_map(index))
-    whole = _found(where, SAFE_WEIGHTS_NAME, revision)
+    whole = found_file(where, SAFE_WEIGHTS_NAME, revision)
     if whole is None:
         return None
     with safe_open(whole, framework="pt") as file:
@@ -75,39 +77,61 @@ def stored_names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str] |
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
     """Bring the parameters of `model`, which is on the meta device, to `device`; False, and nothing is done,
     if the files do not know one of them by its name."""
-    wanted = {name: _name_in(files, model, name) for name, _ in model.named_parameters()}
-    by_file: dict[Path, dict[str, str]] = {}
-    for name, stored in wanted.items():
-        if stored is None:
-            return False
-        by_file.setdefault(files.path(stored), {})[name] = stored
+    wanted = stored_names(model, files)
+    if wanted is None:
+        return False
+    shared = shared_names(model)
+    by_file: dict[Path, list[str]] = {}
+    for name in shared:
+        by_file.setdefault(files.path(wanted[name]), []).append(name)
     for path, names in by_file.items():
         with safe_open(path, framework="pt") as file:
-            for name, stored in names.items():
-                _put(model, name, file.get_tensor(stored), device)
+            for name in names:
+                _put(model, shared[name], file.get_tensor(wanted[name]), device)
     make_buffers(model, device)
     return True
 
 
+def lacking(model: PreTrainedModel, files: WeightFiles) -> list[str]:
+    """The parameters of `model` that the files do not know."""
+    return sorted(name for name in shared_names(model) if _name_in(files, model, name) is None)
+
+
+def head_stored(files: WeightFiles) -> bool:
+    """Whether a wrapper's files hold an output layer."""
+    return any(name in files.files for name in (HEAD, older_name(HEAD)))
+
+
+def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """The first name of every parameter → all its names: a tied head has another one."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
 def _name_in(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
-    """A tied head is stored as the embedding, and some files leave out the name of the model inside."""
+    """A tied head is stored as the embedding, and some files leave out the name of the model inside, or have
+    names of another age."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     for known in (name, tied.get(name)):
-        for stored in (known, (known or "").removeprefix(f"{model.base_model_prefix}.")):
-            if stored and stored in files.files:
+        if known is None:
+            continue
+        for stored in (known, known.removeprefix(f"{model.base_model_prefix}."), older_name(known)):
+            if stored in files.files:
                 return stored
     return None
 
 
-def _put(model: PreTrainedModel, name: str, value: Tensor, device: torch.device) -> None:
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    before = getattr(module, last)
-    refuse_other_shape(name, value.shape, before.shape)
+def _put(model: PreTrainedModel, names: Sequence[str], value: Tensor, device: torch.device) -> None:
+    before = model.get_parameter(names[0])
+    refuse_other_shape(names[0], value.shape, before.shape)
     parameter = nn.Parameter(value.to(device, before.dtype), requires_grad=False)
     # Transformers' own mark: `_init_weights` leaves such a parameter alone.
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    setattr(module, last, parameter)
+    for name in names:
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, parameter)
 
 
 def refuse_other_shape(name: str, stored: torch.Size, wanted: torch.Size) -> None:
@@ -126,7 +150,7 @@ def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
         model._init_weights(module)
 
 
-def _found(where: str, name: str, revision: str | None) -> Path | None:
+def found_file(where: str, name: str, revision: str | None) -> Path | None:
     path = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if path is None else Path(path)
 

@@ -107,7 +107,7 @@ def _measured(
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(f"Measuring {spec.model} on {where}", total=None)
         return measure_profile(
-            load_config(spec, place(spec)),
+            load_config(spec, place(spec)).text,
             shape,
             spec.model,
             where,

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+TEXT_TOWER = "model.language_model"
+"""The module path of the text tower in a model that sees images too."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Size of the logits that the head holds at a time: in a CPU's reach of caches, or enough rows to fill a
 GPU."""
@@ -32,6 +34,11 @@ def layer_of(site: str) -> int | None:
     """The layer that a site's name says it belongs to; None for what is outside the layers."""
     found = re.search(r"\.(\d+)\.", site)
     return None if found is None else int(found[1])
+
+
+def in_wrapper(name: str) -> bool:
+    """Whether a module or weight is called so inside the text tower of a model that sees images too."""
+    return name.startswith(f"{TEXT_TOWER}.")
 
 
 @dataclass(frozen=True, slots=True)

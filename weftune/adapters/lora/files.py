@@ -17,7 +17,7 @@ from torch import Tensor
 from weftune.adapters.folder import WEIGHTS, no_weights
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import ALL_LINEAR, LoraSpec, site_of, weight_names
-from weftune.core.shapes import SiteShape
+from weftune.core.shapes import SiteShape, in_wrapper
 from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
 
@@ -71,7 +71,12 @@ def _whole(alpha: float) -> float:
 
 
 def target_modules(spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
-    """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same."""
+    """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same.
+
+    In a wrapper every module is named: anything shorter could mean modules of its vision tower too.
+    """
+    if any(in_wrapper(name) for name in targeted):
+        return sorted(targeted)
     if not isinstance(spec.targets, str):
         return list(spec.targets)
     if spec.targets.lower() != ALL_LINEAR:

@@ -24,7 +24,7 @@ from weftune.base.attention import Pack, Rule, attend_packed, kernel_serves
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS
 from weftune.base.model import Base
-from weftune.base.stages import Elsewhere
+from weftune.base.stages import Elsewhere, decoder_of
 from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
 from weftune.ops.rotary import HeadNorms, rotary_split
 from weftune.ops.swiglu import geglu, swiglu
@@ -41,7 +41,7 @@ class Layers:
     def __init__(self, base: Base) -> None:
         self.recompute = Recompute()
         """What the backward recomputes instead of keeping it from the forward."""
-        self._decoder = cast(Any, base.model.base_model)
+        self._decoder = cast(Any, decoder_of(base.model))
         self._config: Any = base.model.config
         self._device = base.device
         self._facts = facts_of(self._config)
