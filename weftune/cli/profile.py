@@ -62,9 +62,9 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
 def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
     """What the first of several workers holds before anything is loaded, and what another does; zeros if none
     can be started. They are forked, so they are measured in a process that is, too."""
-    from weftune.launch.supervise import Member, end, start
+    from weftune.launch.supervise import Supervised, end, start
 
-    process = start(Member("worker", partial(_tell_held, spec)), None, neighbours=2)
+    process = start(Supervised("worker", partial(_tell_held, spec)), None, neighbours=2)
     try:
         first, other = process.connection.recv()
     except EOFError:
