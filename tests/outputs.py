@@ -38,7 +38,7 @@ def jobs_folder(folder: Path, jobs: list[dict[str, Any]], **defaults: Any) -> Pa
         "defaults": {
             "batch_size": 4,
             "learning_rate": 1e-2,
-            "save_every": 2,
+            "save_every": 4,
             "data": {"path": "a.jsonl", "max_length": 64},
             **defaults,
         },

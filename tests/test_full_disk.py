@@ -193,7 +193,7 @@ def test_a_success_that_could_not_be_recorded_keeps_its_checkpoints(tmp_path, mo
 
 @pytest.mark.parametrize("away", [["head", "-n", "4"], "/dev/full"])
 def test_output_that_nobody_takes_does_not_end_the_run(tmp_path, forks, away):
-    folder = jobs_folder(tmp_path, [{"name": "a", "steps": 30, "save_every": 5, "adapter": {"rank": 2}}])
+    folder = jobs_folder(tmp_path, [{"name": "a", "steps": 12, "save_every": 5, "adapter": {"rank": 2}}])
     assert forks.weftune("train", "jobs.yaml", cwd=folder, away=away) == 0
     assert_whole(folder / "out")
     assert (folder / "out" / "report.html").exists()
@@ -207,7 +207,7 @@ def test_paused_is_exit_1_and_the_table_says_how_to_go_on(tmp_path, forks):
     assert forks.weftune("train", "jobs.yaml", cwd=folder, file_bytes=2500) == 1
     log = (folder / "log").read_text()
     assert states(folder / "out") == {"a": "paused"}
-    assert "its checkpoint of step 1 cannot be written: File too large" in log
+    assert "its checkpoint of step 2 cannot be written: File too large" in log
     assert "--resume goes on from step 0" in log
     assert "report.html cannot be written" in log
     assert "Traceback" not in log

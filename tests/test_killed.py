@@ -75,7 +75,7 @@ class Chain:
             again = [
                 key for key, moment in self.made.items() if key[0] == job["name"] and now.get(key) != moment
             ]
-            assert len(again) <= job.get("save_every", 2), again
+            assert len(again) <= job.get("save_every", 4), again
         self.made = now
 
     def check(self):

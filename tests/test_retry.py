@@ -99,8 +99,7 @@ def test_what_cannot_be_retried_is_refused(failed, model):
 
 
 def test_the_command_line_takes_it(tmp_path, forks):
-    wild = {"name": "wild", "steps": 6, "save_every": 4, "learning_rate": 1e200, "clip": None}
-    wild |= {"adapter": {"rank": 2}}
+    wild = {"name": "wild", "steps": 6, "learning_rate": 1e200, "clip": None, "adapter": {"rank": 2}}
     folder = jobs_folder(tmp_path, [wild])
     assert forks.weftune("train", "jobs.yaml", cwd=folder) == 1
     words = ["train", "jobs.yaml", "--resume", "--retry", "wild"]

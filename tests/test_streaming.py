@@ -91,6 +91,7 @@ def test_killed_resident_it_goes_on_streamed_to_the_same_curve(place, forks):
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_jobs_that_do_not_fit_beside_the_stages_wait_for_their_turn(place, forks):
     output = place / fresh(place, "tight")
     assert stream(forks, place, "tight", "700KiB") == 0

@@ -19,6 +19,7 @@ def stream(place, output, *more):
     return Launch(place, output, 2, *more, always=pretended(SMALL[2]))
 
 
+@pytest.mark.slow
 def test_interrupted_while_streaming_over_workers_it_goes_on_alone_to_the_same_curve(place, forks):
     output = place / fresh(place, "shrunk")
     run = stream(place, "shrunk")

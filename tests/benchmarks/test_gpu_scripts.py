@@ -128,6 +128,7 @@ def test_without_a_gpu_a_script_says_so(
     assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_streamed_base_is_measured_in_every_cut_beside_the_resident_one(run: Any, tmp_path: Path) -> None:
     curve = tmp_path / "curve.html"
     asked = "--cuts chosen,largest,smallest --compare same,resident,fsdp --plot"

@@ -48,6 +48,7 @@ def test_the_shares_are_even_the_same_every_time_and_recorded(place):
     assert dealt(place / "again") == dealt(place / "out")
 
 
+@pytest.mark.slow
 def test_interrupted_alone_then_in_two_shares_it_goes_on_in_three_and_ends_alone_with_the_same_curve(
     place, forks
 ):
