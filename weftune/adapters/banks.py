@@ -93,6 +93,8 @@ class Banks:
         self._choices = choices_on(like.device)
         self._pass: Pass | None = None
         self._whole_sites = tuple(whole_sites or sites)
+        self._divided = len(self._whole_sites) > len(sites)
+        sites = [site for site in sites if not site.experts]
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
         """By kind and key; kept while a job aboard reads them."""
         self._modules = {site.name: modules[site.name] for site in sites}
@@ -168,7 +170,7 @@ class Banks:
         if not any(parameter.site == SHARED for parameter in layout.parameters):
             return
         where = None
-        if len(self._whole_sites) > len(self._modules):
+        if self._divided:
             where = "where the base is divided among workers; train it on one"
         elif travels:
             where = "where adapters are kept in host memory; train fewer jobs at once"

@@ -9,6 +9,7 @@ from typing import Any
 
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS, extra_values
+from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES, MixtureFacts
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
 
@@ -21,10 +22,17 @@ class _Linear:
     in_features: int
     out_features: int
     bias: bool = False
+    experts: int = 0
+    active: int = 1
 
     @property
     def parameters(self) -> int:
-        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+        return self.site().weights + (self.out_features if self.bias else 0)
+
+    def site(self, path: str = "", transposed: bool = False) -> SiteShape:
+        return SiteShape(
+            path or self.name, self.in_features, self.out_features, transposed, self.experts, self.active
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +51,17 @@ class _Parts:
     """Parameters outside the layers: embeddings, output layer if it is not tied, last norm."""
     outside: tuple[_Linear, ...] = ()
     """Sites that belong to no layer; they come first."""
+    dense: frozenset[int] = frozenset()
+    """Layers of a mixture that have no experts."""
     transposed: bool = False
+
+    def in_layer(self, number: int) -> tuple[_Linear, ...]:
+        return tuple(linear for linear in self.linears if not linear.experts or number not in self.dense)
 
 
 DEFAULTS: Mapping[str, Config] = {
     **{family: facts.config for family, facts in DECODERS.items()},
+    **{family: facts.attention.config for family, facts in MIXTURES.items()},
     "opt": {
         "hidden_size": 768,
         "num_hidden_layers": 12,
@@ -102,20 +116,18 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
 
 
 def _parameters(parts: _Parts) -> int:
-    layer = sum(linear.parameters for linear in parts.linears) + parts.norm
-    return parts.layers * layer + parts.around + sum(linear.parameters for linear in parts.outside)
+    inside = sum(linear.parameters for number in range(parts.layers) for linear in parts.in_layer(number))
+    outside = sum(linear.parameters for linear in parts.outside)
+    return inside + parts.layers * parts.norm + parts.around + outside
 
 
 def _sites(parts: _Parts) -> tuple[SiteShape, ...]:
-    def site(path: str, linear: _Linear) -> SiteShape:
-        return SiteShape(path, linear.in_features, linear.out_features, parts.transposed)
-
     return (
-        *(site(linear.name, linear) for linear in parts.outside),
+        *(linear.site(linear.name, parts.transposed) for linear in parts.outside),
         *(
-            site(f"{parts.stem}.{layer}.{linear.name}", linear)
+            linear.site(f"{parts.stem}.{layer}.{linear.name}", parts.transposed)
             for layer in range(parts.layers)
-            for linear in parts.linears
+            for linear in parts.in_layer(layer)
         ),
     )
 
@@ -134,24 +146,61 @@ def _context(config: Config) -> int:
 def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
     """The Llama shape: q, k, v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    head, wide, narrow = _heads(config)
-    bias, mlp_bias = (facts.heeds_biases and bool(config[f"{one}_bias"]) for one in ("attention", "mlp"))
-    qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
-    qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
+    mlp_bias = facts.heeds_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
-    linears = [_Linear(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
-    linears.insert(0 if facts.o_first else len(linears), _Linear(facts.o, wide, hidden, bias))
     return _Parts(
         layers=int(config["num_hidden_layers"]),
         hidden=hidden,
         stem="model.layers",
         linears=(
-            *linears,
+            *_attention(facts, config),
             *(_Linear(name, hidden, out, mlp_bias) for name, out in zip(facts.gate_up, gate_up, strict=True)),
             _Linear(facts.down, inner, hidden, mlp_bias),
         ),
-        norm=len(facts.norms) * hidden + (2 * head if facts.head_norms else 0),
+        norm=_norms(facts, config),
         around=_ends(config, hidden) + hidden,
+    )
+
+
+def _attention(facts: DecoderFacts, config: Config) -> list[_Linear]:
+    hidden = int(config["hidden_size"])
+    _, wide, narrow = _heads(config)
+    bias = facts.heeds_biases and bool(config["attention_bias"])
+    qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
+    qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
+    linears = [_Linear(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
+    linears.insert(0 if facts.o_first else len(linears), _Linear(facts.o, wide, hidden, bias))
+    return linears
+
+
+def _norms(facts: DecoderFacts, config: Config) -> int:
+    head, _, _ = _heads(config)
+    return len(facts.norms) * int(config["hidden_size"]) + (2 * head if facts.head_norms else 0)
+
+
+def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
+    """Attention as in the Llama shape, then a router and experts; in some layers an MLP, which is no site."""
+    hidden, inner, layers = (int(config[key]) for key in ("hidden_size", facts.inner, "num_hidden_layers"))
+    count = int(config.get("num_experts") or config["num_local_experts"])
+    active = int(config["num_experts_per_tok"])
+    every, named = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    dense = frozenset(at for at in range(layers) if at in named or (at + 1) % every)
+    routers = (layers - len(dense)) * count * hidden
+    return _Parts(
+        layers=layers,
+        hidden=hidden,
+        stem="model.layers",
+        linears=(
+            *_attention(facts.attention, config),
+            _Linear(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active=active),
+            _Linear(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active=active),
+        ),
+        norm=_norms(facts.attention, config),
+        around=_ends(config, hidden)
+        + hidden
+        + routers
+        + len(dense) * 3 * hidden * int(config["intermediate_size"]),
+        dense=dense,
     )
 
 
@@ -215,6 +264,7 @@ def _gpt2(config: Config) -> _Parts:
 
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
     **{family: partial(_decoder, facts) for family, facts in DECODERS.items()},
+    **{family: partial(_mixture, facts) for family, facts in MIXTURES.items()},
     "opt": _opt,
     "gpt2": _gpt2,
 }

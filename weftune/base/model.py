@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base import attention
 from weftune.base.check import check_packing
+from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.families import refuse_config, refuse_modules
 from weftune.base.shape import linears, model_shape
 from weftune.base.spec import BaseSpec
@@ -122,6 +123,15 @@ def logit_multiplier(config: PretrainedConfig) -> float:
 def own_config(model: PreTrainedModel) -> None:
     """Give the model a config of its own: transformers shares it by reference with whoever else holds it."""
     shared, own = model.config, copy.deepcopy(model.config)
+    if own.model_type in MIXTURES:
+        _settle_mixture(own, model.dtype)
     for module in model.modules():
         if getattr(module, "config", None) is shared:
             setattr(module, "config", own)  # noqa: B010 (nn.Module declares its attributes tensors or modules)
+
+
+def _settle_mixture(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Nobody asks for routers' logits: there is no loss on them. torch groups no products in float64."""
+    config.output_router_logits = False
+    if dtype is torch.float64:
+        config._experts_implementation = "eager"

@@ -8,13 +8,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """A linear of the base where an adapter can attach. `name` is its module path in the base."""
+    """A linear of the base where an adapter can attach, or those of all experts of a layer, which are one
+    parameter. `name` is its path in the base."""
 
     name: str
     in_features: int
     out_features: int
     fan_in_fan_out: bool = False
     """True where the weight is stored [in, out] (GPT-2's Conv1D)."""
+    experts: int = 0
+    """Matrices that a router chooses from; 0 where there is one, which every token passes."""
+    active: int = 1
+    """Matrices that a token passes."""
+
+    @property
+    def weights(self) -> int:
+        return max(1, self.experts) * self.in_features * self.out_features
+
+    @property
+    def active_weights(self) -> int:
+        """Those that a token is multiplied by."""
+        return self.active * self.in_features * self.out_features
+
+    @property
+    def widths(self) -> int:
+        """Values of a token that go in and come out."""
+        return self.active * (self.in_features + self.out_features)
 
 
 def layer_of(site: str) -> int | None:
@@ -51,7 +70,7 @@ class ModelShape:
     def base_bytes(self) -> int:
         if self.site_bytes_per_value is None:
             return self.parameters * self.bytes_per_value
-        inside = sum(site.in_features * site.out_features for site in self.sites)
+        inside = sum(site.weights for site in self.sites)
         return round((self.parameters - inside) * self.bytes_per_value + inside * self.weight_bytes_per_value)
 
     def site(self, name: str) -> SiteShape:

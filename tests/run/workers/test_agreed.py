@@ -9,6 +9,7 @@ import torch
 
 from tests import bench
 from tests.cases import slow_but
+from tests.families import MIXTURES
 from tests.run import aboard
 from tests.run.models import deep
 from tests.run.processes import run_workers
@@ -161,8 +162,8 @@ def test_losses_and_adapters_equal_one_process_in_float64(order, workers):
     assert not any(isinstance(event, Stepped) for events, _, _ in answers[1:] for event in events)
 
 
-@pytest.mark.parametrize("family", slow_but(["gpt2", "opt", "gemma3"], ["gpt2", "gemma3"]))
-def test_families_with_positions_windows_and_tied_heads_train_the_same_in_stages(family):
+@pytest.mark.parametrize("family", slow_but(["gpt2", "opt", "gemma3", *MIXTURES], ["gpt2", "gemma3"]))
+def test_families_with_positions_windows_tied_heads_and_experts_train_the_same_in_stages(family):
     answers = run_workers(2, as_worker, family, torch.float64, CUTS[2], None, None)
     weights = {key: value for _, slices, _ in answers for key, value in slices.items()}
     assert_equal((losses_of(answers[0][0]), weights), alone(family, torch.float64), 1e-9, 1e-8)

@@ -168,7 +168,7 @@ class Lora:
     def layout(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> VectorLayout:
         shapes: list[ParameterShape] = []
         for site in sites:
-            if spec.targets_site(site.name):
+            if spec.adapts(site):
                 rank = spec.rank_at(site.name)
                 shapes.append(ParameterShape(site.name, A, (rank, site.in_features)))
                 shapes.append(ParameterShape(site.name, B, (rank, site.out_features)))

@@ -71,14 +71,17 @@ def _whole(alpha: float) -> float:
 
 
 def target_modules(spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
-    """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same."""
+    """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same.
+
+    So is any expression where the base has experts: PEFT would look for names of experts and routers in it.
+    """
     if not isinstance(spec.targets, str):
         return list(spec.targets)
-    if spec.targets.lower() != ALL_LINEAR:
+    if spec.targets.lower() != ALL_LINEAR and not any(site.experts for site in sites):
         return spec.targets
     endings = sorted({name.rsplit(".", 1)[-1] for name in targeted})
     short = replace(spec, targets=tuple(endings))
-    meant = [site.name for site in sites if short.targets_site(site.name)]
+    meant = [site.name for site in sites if short.adapts(site)]
     return endings if sorted(meant) == sorted(targeted) else sorted(targeted)
 
 
@@ -124,7 +127,7 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
     assert spec.init_from is not None
     folder = Path(spec.init_from)
     _, weights = read_adapter(folder)
-    targeted = {site.name: site for site in sites if spec.targets_site(site.name)}
+    targeted = {site.name: site for site in sites if spec.adapts(site)}
     if odd := sorted(weights.keys() ^ targeted.keys()):
         where = "only in the folder" if odd[0] in weights else "not in the folder"
         more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""

@@ -37,6 +37,10 @@ class LoraSpec:
             return self.targets.lower() == ALL_LINEAR or re.fullmatch(self.targets, name) is not None
         return any(name == target or name.endswith(f".{target}") for target in self.targets)
 
+    def adapts(self, site: SiteShape) -> bool:
+        """Experts have no adapter unless the job asks for one."""
+        return not site.experts and self.targets_site(site.name)
+
     def rank_at(self, name: str) -> int:
         return self.rank_pattern.get(pattern_for(self.rank_pattern, name), self.rank)
 

@@ -48,12 +48,12 @@ def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]
 def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
     targets = job.adapter.targets
     if isinstance(targets, str):
-        if not any(job.adapter.targets_site(site.name) for site in shape.sites):
+        if not any(job.adapter.adapts(site) for site in shape.sites):
             yield Mistake(place(job.name, "adapter", "targets"), _no_match(targets, shape))
         return
     for index, target in enumerate(targets):
         alone = replace(job.adapter, targets=(target,))
-        if not any(alone.targets_site(site.name) for site in shape.sites):
+        if not any(alone.adapts(site) for site in shape.sites):
             where = place(job.name, "adapter", "targets", index)
             yield Mistake(where, f"{show(target)} matches no module of the base; {_offer(target, shape)}")
 
@@ -115,7 +115,7 @@ def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
         )
     if job.weight_decay > HIGH_DECAY:
         yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
-    aboard = [site for site in shape.sites if adapter.targets_site(site.name)]
+    aboard = [site for site in shape.sites if adapter.adapts(site)]
     wide = [site for site in aboard if adapter.rank_at(site.name) > _width(site)]
     if wide:
         narrow = min(wide, key=_width)

@@ -210,7 +210,7 @@ class MemoryModel:
         return self._token_bytes(part, recompute) * (workers + self.spare if workers > 1 else 1)
 
     def _token_bytes(self, part: ModelShape, recompute: Recompute) -> int:
-        widths = sum(site.in_features + site.out_features for site in part.sites)
+        widths = sum(site.widths for site in part.sites)
         factor, extra = ACTIVATION_FACTOR, 0
         if self.fused:
             factor, extra = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR, part.extra_values
