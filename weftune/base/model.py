@@ -16,7 +16,7 @@ from weftune.base import attention
 from weftune.base.check import check_packing
 from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.families import refuse_config, refuse_modules
-from weftune.base.shape import linears, model_shape
+from weftune.base.shape import model_shape, site_modules
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.core.head import Head
@@ -71,8 +71,9 @@ class Base:
         return base
 
     def sites(self) -> dict[str, nn.Module]:
-        """Every linear that can carry an adapter, by module path, in the model's own order."""
-        return linears(self.model)
+        """Every linear that can carry an adapter, by module path, in the model's own order; then experts, by
+        the paths of their parameters."""
+        return site_modules(self.model)
 
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None

@@ -36,6 +36,12 @@ def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name.endswith(f".{EXPERTS}")}
 
 
+def site_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The module of every site: a linear, or experts."""
+    mixed = {f"{path}.{name}": module for path, module in experts(model).items() for name in (GATE_UP, DOWN)}
+    return linears(model) | mixed
+
+
 def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
     """Every place for an adapter, in the model's own order."""
     found, mixed = linears(model), experts(model)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""What the linears of a layer's experts are called, in the order of their module: each is one parameter."""
+
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:

@@ -32,8 +32,12 @@ CAPACITY = 40
 
 
 def make_jobs(base):
-    """Of different rank, targets, length and batch size, with dropout; `b` adapts one layer only."""
+    """Of different rank, targets, length and batch size, with dropout; `b` adapts one layer only. Where there
+    are experts, `a` adapts all of them and `b` those of its layer."""
     targets = {"a": "all-linear", "b": r".*layers\.2\..*", "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
+    mixes = any(site.experts for site in base.shape.sites)
+    experts = {"a": ["gate_up_proj", "down_proj"], "b": ["model.layers.2.mlp.experts.down_proj"]}
+    targets |= {"c": ["q_proj", "v_proj"]} if mixes else {}
     return [
         aboard.ready(
             base,
@@ -42,7 +46,12 @@ def make_jobs(base):
             steps=STEPS[name],
             batch_size=2 + seed,
             data=bench.rows(bench.samples(12, seed=seed, longest=8 + 6 * seed)),
-            adapter={"rank": [4, 7, 3][seed], "dropout": 0.2, "alpha": 8.0, "targets": targets[name]},
+            adapter={
+                "rank": [4, 7, 3][seed],
+                "alpha": 8.0,
+                "targets": targets[name],
+                **({"target_parameters": experts[name]} if mixes and name in experts else {"dropout": 0.2}),
+            },
             clip=0.1,
         )
         for seed, name in enumerate("abc")

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weftune.base.decoders.facts import COMMON, DecoderFacts
+from weftune.core.shapes import EXPERT_PARAMETERS
 
 EXPERTS, ROUTER = "mlp.experts", "mlp.gate"
 """Module paths inside a layer."""
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""Parameters of the experts' module, in its order: [experts, 2 · inner, hidden], [experts, hidden, inner]."""
+GATE_UP, DOWN = EXPERT_PARAMETERS
+"""Parameters of the experts' module: [experts, 2 · inner, hidden] and [experts, hidden, inner]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
