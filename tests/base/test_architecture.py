@@ -56,8 +56,7 @@ def test_a_mixture_counts_all_experts_and_computes_with_few():
     given = {"num_hidden_layers": 48, "head_dim": 128, "num_experts": 128, "norm_topk_prob": True}
     shape = model_shape({"model_type": "qwen3_moe", **given}, "Qwen3-30B-A3B", 2)
     assert round(shape.parameters / 1e9, 1) == 30.5
-    active = sum(site.active_weights for site in shape.sites) + 2 * shape.hidden * shape.vocabulary
-    assert round(active / 1e9, 1) == 3.3
+    assert 3.3e9 < shape.active_parameters < 3.4e9
 
 
 def test_long_rope_ends_the_context_in_files_of_either_age():

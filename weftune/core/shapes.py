@@ -65,6 +65,16 @@ class ModelShape:
     some families have more norms, or linears that are one where others have three."""
 
     @property
+    def mixes(self) -> bool:
+        """Whether it is a mixture of experts: its layers run as transformers runs them, on every device."""
+        return any(site.experts for site in self.sites)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token meets: of a mixture, not all experts."""
+        return self.parameters - sum(site.weights - site.active_weights for site in self.sites)
+
+    @property
     def weight_bytes_per_value(self) -> float:
         """Of the sites' weights; adapters, activations and the ends have `bytes_per_value`."""
         return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value

@@ -115,6 +115,12 @@ def layer_bytes(shape: ModelShape) -> int:
     return max(layer.weight_bytes for layer in layers if layer.kind == "layer")
 
 
+def layer_flops(shape: ModelShape) -> int:
+    """Of a pass over one token in one layer, the most."""
+    layers = base_layers(shape, 0, apart=False)
+    return max(layer.flops for layer in layers if layer.kind == "layer")
+
+
 def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: int) -> BaseLayer:
     flops = 2 * sum(site.active_weights for site in sites)
     held = round(sum(site.weights for site in sites) * shape.weight_bytes_per_value)
