@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,13 +20,16 @@ from tests.base.packs import random_samples
 from tests.cases import slow_but
 from tests.families import MIXTURES, tiny
 from weftune import JobSpec
+from weftune.adapters.kind import Member
 from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import A, LoraSpec
 from weftune.adapters.registry import kind_named
+from weftune.base.model import Base
 from weftune.base.routing import Routing
 from weftune.base.spec import BaseSpec
 from weftune.errors import AdapterError
 from weftune.ops.lora.routes import Route
+from weftune.run.training.state import master_dtype
 from weftune.trainer.export import write_merged, write_portable
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning")
@@ -164,20 +168,54 @@ def test_a_nan_of_one_job_reaches_nobody_who_shares_its_experts(family, dtype, p
         )
 
 
-def gradients(base, microbatch, spoilt, **asked):
+def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
     banks = empty_banks(base)
     for job in "abc":
         lora = LoraSpec(rank=3, **asked)
-        generator = torch.Generator().manual_seed(ord(job))
-        weights = torch.randn(weights_of(base, job, lora).shape, generator=generator).to(base.dtype) * 0.2
-        attach(banks, base, job, lora, weights.fill_(torch.nan) if job == spoilt else weights)
+        layout = kind_named("lora").layout(lora, base.shape.sites)
+        drawn = torch.randn(layout.size, generator=torch.Generator().manual_seed(ord(job))) * 0.2
+        weights = drawn.fill_(torch.nan) if job == spoilt else drawn
+        total = torch.zeros(layout.size, dtype=master_dtype(base.dtype), device=base.device)
+        banks.attach(Member(job, lora, seed=0), layout, weights.to(base.device, base.dtype), total)
     try:
-        with banks.bound(microbatch, Route.segmented, training=True):
+        with banks.bound(microbatch, route, training=True):
             h_TD = base.hidden(replace(microbatch))
-            (h_TD * torch.linspace(-1, 1, h_TD.numel()).view_as(h_TD)).sum().backward()
+            slope_TD = torch.linspace(-1, 1, h_TD.numel(), device=base.device).view_as(h_TD)
+            (h_TD * slope_TD).sum().backward()
         return {job: banks.aboard[job].gradient.clone() for job in "abc"}
     finally:
         banks.unweave()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_gradients_on_a_gpu_are_as_near_to_float64_as_those_on_a_cpu(family, dtype):
+    """In bfloat16 a GPU multiplies all groups at once."""
+    microbatch, asked = together("abc", random_samples((9, 5, 12))), {"target_parameters": EXPERTS}
+    exact = bench.base(family)
+    routing = Routing(exact.model)
+    with routing.recorded():
+        wanted = gradients(exact, microbatch, None, **asked)
+    errors = {}
+    for place, route in (("cpu", Route.segmented), ("cuda", Route.tiled)):
+        device = torch.device(place)
+        base = Base.from_model(tiny(family, dtype), BaseSpec(model=f"tiny/{family}"), device)
+        for router, ((_, _, chosen_Tk),) in zip(
+            Routing(base.model)._made, routing._made.values(), strict=True
+        ):
+            router.register_forward_hook(partial(sent_to, chosen_Tk.to(device)))
+        got = gradients(base, microbatch.to(device), None, route, **asked)
+        errors[place] = {job: (got[job].cpu().double() - wanted[job]).norm() for job in wanted}
+    for job in wanted:
+        assert errors["cuda"][job] <= 2 * errors["cpu"][job] + 1e-4 * wanted[job].norm()
+
+
+def sent_to(chosen_Tk, router, _, decision):
+    """What a router returns where it chooses these experts."""
+    logits_TE = decision[0]
+    weights_Tk = logits_TE.float().softmax(dim=-1).gather(1, chosen_Tk)
+    return logits_TE, (weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)).to(logits_TE.dtype), chosen_Tk
 
 
 # -- files -----------------------------------------------------------------------------------------------

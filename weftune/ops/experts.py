@@ -10,7 +10,7 @@ K inputs, N outputs of a linear, r ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,10 @@ GROUPING = (8, 0)
 """The compute capability of GPUs that group products."""
 
 
+Tokens = tuple[int, int]
+"""Start and stop."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobPart:
     """What a job adds to the outputs of its tokens, `start` to `stop`: scale · xAᵀB, by expert."""
@@ -32,6 +36,10 @@ class JobPart:
     a_ErK: Tensor
     b_ErN: Tensor
     scale: float
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.start, self.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,15 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnRows:
+    """The choices of one job's tokens."""
+
+    places_s: Tensor
+    """Where they are among all, in their order."""
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True)
 class Routes:
     """The experts of every token."""
 
@@ -100,12 +117,17 @@ class Routes:
         """The tokens, once for every choice, sorted."""
         return x_TD[self.order_S // self.places_Tk.shape[1]]
 
-    def linear(self, x_SK: Tensor, linear: ExpertLinear) -> Tensor:
+    def own(self, tokens: Tokens) -> OwnRows:
+        start, stop = tokens
+        places_s = self.places_Tk[start:stop].flatten().sort().values
+        return OwnRows(places_s, Groups.of(self.groups.experts_S[places_s], self.count))
+
+    def linear(self, x_SK: Tensor, linear: ExpertLinear, own: Mapping[Tokens, OwnRows]) -> Tensor:
         y_SN = self.groups.product(x_SK, linear.weight_ENK)
         for part in linear.parts:
-            own_s = self.places_Tk[part.start : part.stop].flatten().sort().values
-            groups = Groups.of(self.groups.experts_S[own_s], self.count)
-            y_SN = y_SN.index_add(0, own_s, groups.low_rank(x_SK[own_s], part).to(y_SN.dtype))
+            rows = own[part.tokens]
+            added_sN = rows.groups.low_rank(x_SK[rows.places_s], part)
+            y_SN = y_SN.index_add(0, rows.places_s, added_sN.to(y_SN.dtype))
         return y_SN
 
     def gathered(self, y_SD: Tensor, weights_Tk: Tensor) -> Tensor:
@@ -123,8 +145,9 @@ def experts_output(
 ) -> Tensor:
     """Σ over a token's experts of weight · down(activation(gate) ⊙ up)."""
     routes = Routes.of(chosen_Tk, len(down.weight_ENK))
-    gate, up = routes.linear(routes.rows(x_TD), gate_up).chunk(2, dim=-1)
-    return routes.gathered(routes.linear(activation(gate) * up, down), weights_Tk)
+    own = {tokens: routes.own(tokens) for tokens in {part.tokens for part in (*gate_up.parts, *down.parts)}}
+    gate, up = routes.linear(routes.rows(x_TD), gate_up, own).chunk(2, dim=-1)
+    return routes.gathered(routes.linear(activation(gate) * up, down, own), weights_Tk)
 
 
 def experts_output_reference(
