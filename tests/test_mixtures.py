@@ -283,6 +283,23 @@ def test_a_merged_export_computes_the_same_and_a_portable_one_is_refused(family,
         write_portable(folder, tmp_path / "portable")
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_start_whose_targets_peft_took_for_experts_computes_the_same(family, tmp_path):
+    """The names that experts' linears had are parameters to PEFT, with ranks of their own."""
+    linears = {"mixtral": ["w1", "w2", "w3"], "qwen3_moe": ["gate_proj", "up_proj", "down_proj"]}[family]
+    model = tiny(family, torch.float32)
+    config = oracle.lora_config(model, 4, 6.0, ["q_proj", *linears])
+    start = oracle.write_start(tmp_path, model, config, b_scale=0.2)
+    spec = read_spec(start)
+    assert spec.target_parameters == ("down_proj", "gate_up_proj")
+    assert (spec.rank_at(f"x.{GATE_UP}"), spec.rank_at(f"x.{DOWN}")) == (8, 4)
+    base = bench.base(family, torch.float32)
+    banks = banks_with(base, {"a": replace(spec, init_from=str(start))})
+    mine = torch.cat(logits(base, banks, together("aaa", SAMPLES)))
+    theirs = by_transformers(PeftModel.from_pretrained(tiny(family, torch.float32), start).eval())
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_an_adapter_for_other_experts_is_no_start(trained):
     lora = replace(read_spec(trained("qwen3_moe")), init_from=str(trained("qwen3_moe")))
     four = [
