@@ -13,7 +13,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weftune.bench.llama import Size, build
+from weftune.bench.sizes import Size, build
 from weftune.bench.timing import BenchPlace
 
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -65,5 +65,10 @@ def write_jobs(
     path.write_text(yaml.safe_dump(whole))
 
 
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file that are not empty. Texts may hold other characters that Python ends a line at."""
+    return [line for line in path.read_text().split("\n") if line]
+
+
 def read_lines(path: Path) -> Iterable[dict[str, Any]]:
-    return map(json.loads, path.read_text().splitlines())
+    return map(json.loads, lines_of(path))

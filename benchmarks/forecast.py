@@ -24,8 +24,8 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.load import load_base, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.bench.llama import SIZES, build
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import aligned
 from weftune.bench.timing import BenchPlace
 from weftune.data.spec import EvalSpec

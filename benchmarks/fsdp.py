@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
-from weftune.bench.llama import Size, random_ids
+from weftune.bench.sizes import Size, random_ids
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, fresh, measure, repeated
 
 

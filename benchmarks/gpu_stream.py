@@ -29,9 +29,9 @@ from benchmarks.fsdp import peft_offloaded
 from benchmarks.streamed_side import Streamed, job_shapes, random_base, streamed_jobs_aboard
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import BaselineWork
-from weftune.bench.llama import SIZES, Size, base_bytes, floor_seconds
 from weftune.bench.processes import first_line
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, Size, base_bytes, floor_seconds
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import JobsAboard

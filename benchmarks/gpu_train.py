@@ -38,11 +38,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.folder import Rows, ranked_jobs, read_lines, write_base, write_jobs, write_rows
+from benchmarks.folder import Rows, lines_of, ranked_jobs, read_lines, write_base, write_jobs, write_rows
 from benchmarks.peft_train import PeftJob, PeftTask, encoded
 from weftune.base.place import demo_folder
-from weftune.bench.llama import SIZES, build
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, fresh, here
 from weftune.core.clock import Phase
@@ -113,7 +113,7 @@ def cut_rows(
         found = sorted(source.glob(f"{name}*.jsonl"))
         if not found:
             raise SystemExit(f"{source} has no file {name}*.jsonl")
-        lines = found[0].read_text().splitlines()
+        lines = lines_of(found[0])
         kept = [line for line in lines if fits(json.loads(line), tokenizer, longest)][:rows]
         made[name] = target / f"{name}.jsonl"
         made[name].write_text("\n".join(kept) + "\n")
@@ -146,7 +146,7 @@ def peft_jobs(work: Work) -> list[PeftJob]:
     """The same samples in the same order: every row is one sample."""
     made = []
     for seed, (name, path) in enumerate(work.files.items()):
-        order = SampleOrder(len(path.read_text().splitlines()), work.batch, seed)
+        order = SampleOrder(len(lines_of(path)), work.batch, seed)
         steps = range(1, min(work.steps, work.peft_steps) + 1)
         made.append(PeftJob(name, str(path), [order.batch(step).tolist() for step in steps]))
     return made

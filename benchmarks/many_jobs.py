@@ -31,8 +31,8 @@ import yaml
 from rich.console import Console
 
 from benchmarks.folder import Rows, write_base, write_rows
-from weftune.bench.llama import Size
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import Size
 from weftune.bench.timing import BenchPlace
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.store.states import State

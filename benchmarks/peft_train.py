@@ -128,8 +128,7 @@ def train_job(task: PeftTask, job: PeftJob, model: Any, tokenizer: Any) -> int:
         tokens = 0
         for samples in batches(job, tokenizer):
             tokens += sum(len(one.tokens) for one in samples)
-            inputs = (packed if task.strong else padded)(samples, task.device)
-            adapted(**inputs).loss.backward()
+            compute_gradients(adapted, samples, task)
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -142,9 +141,35 @@ def train_job(task: PeftTask, job: PeftJob, model: Any, tokenizer: Any) -> int:
     return tokens
 
 
+def compute_gradients(model: Any, samples: Sequence[Encoded], task: PeftTask, parts: int = 1) -> None:
+    """Of the mean over all supervised tokens; where a batch does not fit, accumulated over parts of it, as a
+    user would."""
+    import torch
+
+    lay_out = packed if task.strong else padded
+    size, whole = -(-len(samples) // parts), supervised_tokens(samples)
+    try:
+        for start in range(0, len(samples), size):
+            some = samples[start : start + size]
+            loss = model(**lay_out(some, task.device)).loss
+            (loss * (supervised_tokens(some) / whole)).backward()
+        return
+    except torch.OutOfMemoryError:
+        if size == 1:
+            raise
+    # Here, where nothing holds on to what did not fit.
+    model.zero_grad()
+    torch.cuda.empty_cache()
+    compute_gradients(model, samples, task, 2 * parts)
+
+
+def supervised_tokens(samples: Sequence[Encoded]) -> int:
+    return sum(label != IGNORED for one in samples for label in one.labels[1:])
+
+
 def batches(job: PeftJob, tokenizer: Any) -> Iterator[list[Encoded]]:
     with phase(Phase.TOKENISING):
-        rows = [json.loads(line) for line in Path(job.data).read_text().splitlines()]
+        rows = [json.loads(line) for line in Path(job.data).read_text().split("\n") if line]
     for chosen in job.batches:
         with phase(Phase.TOKENISING):
             made = [encoded(rows[row], tokenizer) for row in chosen]

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.folder import Rows, ranked_jobs, read_lines, write_base, write_jobs, write_rows
-from weftune.bench.llama import SIZES, Size
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import aligned
 from weftune.bench.timing import BenchPlace, fresh, here
 from weftune.trainer.machine import most_tokens

@@ -18,8 +18,8 @@ import torch
 from benchmarks.streamed_side import choose
 from weftune.base.shape import model_shape
 from weftune.bench.baselines import BaselineWork
-from weftune.bench.llama import SIZES, outline
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, outline
 from weftune.bench.table import aligned
 from weftune.core.shapes import ModelShape
 from weftune.errors import PlanError

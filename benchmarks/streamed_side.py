@@ -16,7 +16,7 @@ from weftune.base.model import Base
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
 from weftune.bench.baselines import BaselineWork
-from weftune.bench.llama import Size, outline
+from weftune.bench.sizes import Size, outline
 from weftune.bench.timing import BenchPlace
 from weftune.bench.weftune_side import JobsAboard
 from weftune.core.shapes import JobShape, ModelShape

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
@@ -20,10 +22,13 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
 )
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCABULARY = 97
 CONTEXT = 64
@@ -36,6 +41,9 @@ MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts in the place of an MLP."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2")
 EVERY = (*FAMILIES, *MIXTURES)
+
+WRAPPERS = ("gemma3", "mistral3", "qwen3_vl", "qwen3_5")
+"""Models that see images too, whose text towers are trained."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -51,6 +59,14 @@ GROUPED: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+}
+
+IMAGES: dict[str, Any] = {"image_token_index": 3, "boi_token_index": 4, "eoi_token_index": 5}
+ROTATES_IMAGES = {
+    "rope_type": "default",
+    "rope_theta": 5e5,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
 }
 
 
@@ -72,6 +88,13 @@ def config(family: str) -> PretrainedConfig:
                 layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                 final_logit_softcapping=2.0,
             )
+        case "qwen3_5":
+            linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3}
+            linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+            kinds = ["linear_attention", "full_attention", "linear_attention"]
+            more = {"num_hidden_layers": 3, "layer_types": kinds, "head_dim": 16}
+            rope = ROTATES_IMAGES | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+            return Qwen3_5TextConfig(**GROUPED | more, **linear, rope_parameters=rope)
         case "phi3":
             return Phi3Config(**GROUPED)
         case "phi4-mini":
@@ -96,6 +119,42 @@ def config(family: str) -> PretrainedConfig:
         case "gpt2":
             return GPT2Config(**{**COMMON, "n_positions": CONTEXT}, n_embd=32, n_layer=2, n_head=4)
     raise AssertionError(f"no family {family}")
+
+
+def wrapper_config(family: str) -> PretrainedConfig:
+    """A text model with a tiny vision tower beside it, whose linears have names that the text model has."""
+    match family:
+        case "gemma3":
+            vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+            vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+            # The wrapper does not cap its logits.
+            text = config("gemma3").to_dict() | {"final_logit_softcapping": None}
+            return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **IMAGES)
+        case "mistral3":
+            vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+            vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+            text = config("mistral").to_dict()
+            return Mistral3Config(
+                text_config=text, vision_config=vision, image_token_index=3, tie_word_embeddings=False
+            )
+        case "qwen3_vl":
+            vision = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+            vision |= {"out_hidden_size": 32, "num_position_embeddings": 4, "deepstack_visual_indexes": []}
+            text = GROUPED | {"head_dim": 16, "rope_parameters": ROTATES_IMAGES}
+            images = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5}
+            return Qwen3VLConfig(text_config=text, vision_config=vision, vision_end_token_id=6, **images)
+        case "qwen3_5":
+            vision = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+            vision |= {"out_hidden_size": 32, "num_position_embeddings": 4}
+            images = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5}
+            text = config("qwen3_5").to_dict()
+            return Qwen3_5Config(text_config=text, vision_config=vision, vision_end_token_id=6, **images)
+    raise AssertionError(f"no wrapper {family}")
+
+
+def tiny_wrapper(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+    model = randomised(wrapper_config(family), dtype, seed, AutoModelForImageTextToText)
+    return with_exact_norms(model) if dtype is torch.float64 else model
 
 
 def tiny(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
@@ -135,7 +194,7 @@ class ExactNorm(torch.nn.Module):
     def __init__(self, norm: torch.nn.Module) -> None:
         super().__init__()
         self.weight = norm.weight
-        self.shift = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+        self.shift = 1.0 if type(norm).__name__.startswith(("Gemma", "Qwen3_5")) else 0.0
         self.epsilon = norm.eps if self.shift else norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,12 +202,15 @@ class ExactNorm(torch.nn.Module):
 
 
 def randomised(
-    model_config: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0
+    model_config: PretrainedConfig,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    kind: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """The causal language model of `model_config` with every parameter drawn at random."""
+    """The causal language model (or another kind) of `model_config` with every parameter drawn at random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float64)
+        model = kind.from_config(model_config, dtype=torch.float64)
         if model_config.model_type in MIXTURES and dtype is torch.float64:
             model.set_experts_implementation("eager")  # torch groups no products in float64
         with torch.no_grad():

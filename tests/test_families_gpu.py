@@ -2,17 +2,18 @@
 with `pytest -m gpu`."""
 
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
 
-from tests.cases import some_of
+from tests.cases import call_side_by_side, some_of
 from tests.families import randomised
 from tests.test_gpu import ready, trained
 from weftune.base.attention import pack
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.bench.llama import SIZES, config, toy_of
+from weftune.bench.sizes import SIZES, config, toy_of
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.recompute import Recompute
 from weftune.run.passes.adapted import AdaptedBase
@@ -43,9 +44,22 @@ def small_config(shape):
     return made
 
 
+@cache
 def base_of(shape, dtype):
     spec = BaseSpec(model=f"small/{shape}", dtype=str(dtype).removeprefix("torch."))
     return Base.from_model(randomised(small_config(shape), dtype), spec, torch.device("cuda", 0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_side_by_side():
+    """The compiler takes most of the time of these tests."""
+    bases = [base_of(shape, torch.bfloat16) for shape in SHAPES]
+    for ranks in ({"rank": 8}, {"rank": 8, "dropout": 0.1}):
+        call_side_by_side(
+            partial(trained, base, [ready(base, "job", 0, adapter=ranks)], rounds=2, graphs=False)
+            for base in bases
+        )
+    torch.cuda.synchronize()
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -92,9 +92,11 @@ def ready(base, name, index, **changes):
     return aboard.ready(base, name, data=rows, **(keys | changes))
 
 
-def trained(base, jobs, rounds=6, capacity=512, recompute=NOTHING, route=None, graphs=True, spoilt=()):
+def trained(
+    base, jobs, rounds=6, capacity=512, recompute=NOTHING, route=None, graphs=True, spoilt=(), at_once=True
+):
     """How far each job moved in so many rounds, windows of two; the spoilt turn NaN after the first."""
-    executor = resident_executor(base, route, graphs)
+    executor = resident_executor(base, route, graphs, at_once=at_once)
     for one in jobs:
         executor.attach(aboard.training(base, one))
     starts = {name: training.master.clone() for name, training in executor.aboard.items()}
@@ -121,6 +123,16 @@ def test_a_captured_pass_gives_the_very_bits_of_a_plain_one(base):
     assert none is None
     assert captures > 0
     assert all(torch.equal(captured[name], plain[name]) for name in plain)
+
+
+def test_captured_where_that_pays_passes_give_the_very_bits_of_plain_ones(base):
+    jobs = [ready(base, f"job{i}", i, steps=40) for i in range(3)]
+    plain, _, _ = trained(base, jobs, graphs=False, rounds=40)
+    at_once, _, most = trained(base, jobs, rounds=40)
+    thrifty, _, captures = trained(base, jobs, rounds=40, at_once=False)
+    assert 0 < captures <= most
+    assert all(torch.equal(thrifty[name], plain[name]) for name in plain)
+    assert all(torch.equal(at_once[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(True), Recompute(False, 3), Recompute(True, 6)])
@@ -176,20 +188,20 @@ def test_a_nan_in_one_job_does_not_reach_the_others_on_the_gpu(tmp_path):
 
 def test_out_of_memory_halves_the_capacity_and_loses_no_job(tmp_path):
     """The allocator itself is capped, so that the first capacity cannot fit and a smaller one does."""
-    train(tmp_path / "free", "float32", "cuda", [job("first", 0, steps=2)]).run()
+    train(tmp_path / "free", "bfloat16", "cuda", [job("first", 0, steps=2)]).run()
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (700 << 20)) / total)
     try:
         jobs = [job(f"job{i}", i, batch_size=32, steps=4) for i in range(4)]
-        trainer = train(tmp_path / "capped", "float32", "cuda", jobs, capacity=16384, memory=8 << 30)
+        trainer = train(tmp_path / "capped", "bfloat16", "cuda", jobs, capacity=16384, memory=8 << 30)
         results = trainer.run()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert all(result.state == "succeeded" for result in results.values())
     assert "Out of memory" in (tmp_path / "capped" / "status.json").read_text()
-    train(tmp_path / "whole", "float32", "cuda", jobs).run()
+    train(tmp_path / "whole", "bfloat16", "cuda", jobs).run()
     for i in range(4):
         capped, whole = (bench.losses(tmp_path / name, f"job{i}") for name in ("capped", "whole"))
-        assert capped == pytest.approx(whole, rel=1e-3)
+        assert capped == pytest.approx(whole, rel=0.02)

@@ -86,6 +86,7 @@ def test_the_report_shows_the_last_window_as_foreseen_and_as_measured(place):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same_curve(place, forks):
     output = place / fresh(place, "changing")
     for workers, count, more in ((4, 10, ()), (2, 25, ("--resume",))):
@@ -105,6 +106,7 @@ def test_interrupted_at_four_stages_it_goes_on_at_two_and_then_alone_to_the_same
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_profiled_since_it_goes_on_with_other_stages_to_the_same_curve(place):
     output = place / fresh(place, "profiled")
     run = Launch(place, "profiled", 2)
@@ -183,6 +185,7 @@ FLOAT32 = [
 ]
 
 
+@pytest.mark.slow
 def test_in_float32_it_is_as_near_to_float64_as_one_process_is(tmp_path, forks):
     found = {}
     for name, dtype in (("exact", torch.float64), ("alone", torch.float32), ("out", torch.float32)):

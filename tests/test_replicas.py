@@ -80,6 +80,7 @@ def interrupted(place, name, workers, replicas, at, *more):
     return {len(list(folder.glob("tensors-*.safetensors"))) for folder in newest}
 
 
+@pytest.mark.slow
 def test_interrupted_at_two_replicas_of_two_stages_it_goes_on_alone_to_the_same_curve(place, forks):
     output = place / fresh(place, "alone")
     assert interrupted(place, "alone", 4, 2, 12) == {2}, "only one replica writes"

@@ -12,7 +12,7 @@ from weftune.run.events import Stepped
 
 def job(name="a", **keys):
     rows = bench.rows(bench.samples(12, seed=4))
-    settings = {"batch_size": 3, "save_every": 2, "learning_rate": 1e-2, "schedule": "constant"}
+    settings = {"batch_size": 3, "save_every": 4, "learning_rate": 1e-2, "schedule": "constant"}
     return JobSpec(name=name, data=rows, steps=7, adapter={"rank": 3}, **settings | keys)
 
 
@@ -99,7 +99,8 @@ def test_what_cannot_be_retried_is_refused(failed, model):
 
 
 def test_the_command_line_takes_it(tmp_path, forks):
-    wild = {"name": "wild", "steps": 6, "learning_rate": 1e200, "clip": None, "adapter": {"rank": 2}}
+    wild = {"name": "wild", "steps": 6, "save_every": 4, "learning_rate": 1e200, "clip": None}
+    wild |= {"adapter": {"rank": 2}}
     folder = jobs_folder(tmp_path, [wild])
     assert forks.weftune("train", "jobs.yaml", cwd=folder) == 1
     words = ["train", "jobs.yaml", "--resume", "--retry", "wild"]

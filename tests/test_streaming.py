@@ -77,6 +77,7 @@ def test_interrupted_while_streaming_it_goes_on_resident_to_the_same_curve(place
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_killed_resident_it_goes_on_streamed_to_the_same_curve(place, forks):
     output = place / fresh(place, "killed")
     forks.start("train", "jobs.yaml", "--output", "killed", cwd=place)

@@ -16,13 +16,13 @@ def made(model_config):
     return real_shape(model, torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", [*EVERY, "qwen3_5"])
 def test_the_shape_from_the_config_is_that_of_the_model(family):
     asked = config(family)
     assert model_shape(asked.to_diff_dict(), "tiny", 2) == made(asked)
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", [*EVERY, "qwen3_5"])
 def test_what_a_config_leaves_out_is_as_the_family_has_it(family):
     """Only the number of layers is given, so that a model with all other defaults is quickly made."""
     layers = "n_layer" if family == "gpt2" else "num_hidden_layers"

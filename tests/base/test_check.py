@@ -10,11 +10,14 @@ import torch
 from transformers import (
     BloomConfig,
     Gemma2Config,
-    Gemma3Config,
     GraniteConfig,
+    Lfm2Config,
+    LlavaConfig,
     MambaConfig,
     OlmoeConfig,
+    OlmoHybridConfig,
     PretrainedConfig,
+    RecurrentGemmaConfig,
     T5Config,
 )
 
@@ -46,15 +49,9 @@ def test_an_unknown_family_is_accepted_when_packed_equals_separate() -> None:
         torch.testing.assert_close(logits_TV, expected, rtol=0.0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4),
-        BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
-    ],
-    ids=["a state that flows on from sample to sample", "an attention of its own"],
-)
-def test_an_unknown_family_is_refused_when_packing_would_change_it(unknown: PretrainedConfig) -> None:
+def test_an_unknown_family_is_refused_when_packing_would_change_it() -> None:
+    """Bloom has an attention of its own."""
+    unknown = BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
     unknown.max_position_embeddings = 64
     with pytest.raises(BaseModelError, match=r"stranger .*(packed|packs|cannot be a base)"):
         base_of(randomised(unknown, torch.float32), "stranger")
@@ -87,6 +84,25 @@ def _shaken(router: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[t
     return (x_TD + noise,)
 
 
+@pytest.mark.parametrize(
+    ("unknown", "layers"),
+    [
+        (OlmoHybridConfig(num_hidden_layers=4), "linear-attention"),
+        (MambaConfig(num_hidden_layers=2), r"[\w-]+"),
+        (RecurrentGemmaConfig(num_hidden_layers=2), "recurrent"),
+        (Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "conv"),
+    ],
+    ids=["olmo_hybrid", "mamba", "recurrent_gemma", "lfm2"],
+)
+def test_layers_with_a_state_are_refused_with_the_reason(unknown: PretrainedConfig, layers: str) -> None:
+    with pytest.raises(
+        BaseModelError,
+        match=rf"^some/model \({unknown.model_type}\) has {layers} layers, whose state would flow from one "
+        "sample of a pack into the next one, so Weftune cannot train on it.$",
+    ):
+        refuse_config(unknown, "some/model")
+
+
 def test_a_mixture_of_experts_whose_config_is_silent_is_known_by_its_modules() -> None:
     model = tiny("llama")
     expert = type("SecretSparseMoeBlock", (torch.nn.Identity,), {})
@@ -98,7 +114,7 @@ def test_a_mixture_of_experts_whose_config_is_silent_is_known_by_its_modules() -
 @pytest.mark.parametrize(
     ("other", "kind"),
     [
-        (Gemma3Config(text_config=config("gemma3")), r"a vision model \(gemma3\)"),
+        (LlavaConfig(text_config=config("llama")), r"a vision model \(llava\)"),
         (T5Config(), r"an encoder-decoder model \(t5\)"),
     ],
     ids=["vision", "encoder-decoder"],

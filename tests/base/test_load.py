@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config
+from transformers import LlavaConfig
 
 from tests.base.folders import model_folder
 from tests.base.packs import CPU, packed, random_samples
@@ -112,7 +112,7 @@ def test_a_folder_of_an_unknown_model_type_is_a_sentence(tmp_path: Path) -> None
 
 
 def test_a_vision_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    Gemma3Config(text_config=config("gemma3")).save_pretrained(tmp_path)
+    LlavaConfig(text_config=config("llama")).save_pretrained(tmp_path)
     with pytest.raises(BaseModelError, match="is a vision model"):
         load_base(BaseSpec(model=str(tmp_path)), CPU)
 

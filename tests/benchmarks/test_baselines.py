@@ -8,8 +8,8 @@ import torch
 from tests.cases import slow_but
 from weftune.bench.baselines import BaselineWork, frozen, peft_model, peft_one_by_one, peft_padded
 from weftune.bench.liger import compile_layers, missing, packed_step
-from weftune.bench.llama import SIZES, random_ids
 from weftune.bench.processes import ProcessTask, alone, peft_at_once
+from weftune.bench.sizes import SIZES, random_ids
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats
 
 CPU = BenchPlace(torch.device("cpu"), torch.float32)

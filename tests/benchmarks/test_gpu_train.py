@@ -4,11 +4,13 @@ import json
 import sys
 
 import pytest
+import torch
 
 from benchmarks import gpu_train
 from benchmarks.gpu_train import COLD, DATASETS, PLAIN, STRONG, WARM, Run, Work, extrapolated, ratios
-from benchmarks.peft_train import Encoded, packed, padded
+from benchmarks.peft_train import Encoded, PeftTask, compute_gradients, packed, padded
 from tests import bench
+from tests.families import tiny
 from weftune.core.clock import Phase
 
 
@@ -70,6 +72,38 @@ def test_both_forms_of_a_batch_supervise_the_same_tokens():
     assert square["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
     assert square["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert square["labels"].tolist() == [[-100, 6, 7], [8, 9, -100]]
+
+
+class Short:
+    """A model that has no memory for more than so many samples at a time."""
+
+    def __init__(self, model, most):
+        self.model, self.most, self.sizes = model, most, []
+
+    def __call__(self, **inputs):
+        self.sizes.append(len(inputs["input_ids"]))
+        if self.sizes[-1] > self.most:
+            raise torch.OutOfMemoryError("no more")
+        return self.model(**inputs)
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+
+def test_peft_accumulates_over_parts_of_a_batch_that_does_not_fit_and_gets_the_same_gradients():
+    samples = [Encoded([5 + at, 6, 7, 8][: 2 + at % 3], [-100, 6, 7, 8][: 2 + at % 3]) for at in range(8)]
+    task = PeftTask("", "cpu", "float64", "", False, 4, [])
+    gradients = []
+    for most, sizes in ((8, [8]), (2, [8, 4, 2, 2, 2, 2])):
+        model = tiny("llama")
+        model.requires_grad_()
+        short = Short(model, most)
+        compute_gradients(short, samples, task)
+        assert short.sizes == sizes
+        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+    assert gradients[0]
+    for whole, parts in zip(*gradients, strict=True):
+        torch.testing.assert_close(parts, whole)
 
 
 def test_only_training_grows_with_the_steps(tmp_path):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.bench.llama import SIZES, build
+from weftune.bench.sizes import SIZES, build
 from weftune.bench.timing import here
 from weftune.bench.weftune_side import JobsAboard, random_samples, resident, rows_useful
 

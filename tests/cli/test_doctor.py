@@ -19,7 +19,7 @@ from weftune.cli.doctor import (
     package_check,
 )
 from weftune.cli.main import app
-from weftune.ops.lora.choice_file import ChoiceFile, Machine, MeasuredOrder
+from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine
 from weftune.ops.lora.weave import Order
 
 
@@ -64,7 +64,7 @@ def test_a_cache_without_room_says_where_else_to_put_it(tmp_path: Path) -> None:
 
 
 def test_the_orders_known_of_a_gpu_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
-    file = ChoiceFile(tmp_path, Machine("card", "9.0", "2.11", "3.6", "00"))
+    file = ChoiceFile(tmp_path, TrialMachine("card", "9.0", "2.11", "3.6", "00"))
     assert orders_check(file, 1).finding == f"0 shapes measured, in {file.path}"
     file.add("a shape", MeasuredOrder(Order.wide_beside, {Order.wide_beside: 1.0}), (Order.wide_beside,))
     check = orders_check(file, 1)

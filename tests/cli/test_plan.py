@@ -402,6 +402,7 @@ def test_a_profile_of_this_machine_takes_the_place_of_the_data_sheet(folder, wef
     assert "not measured" in weftune("small.yaml", "--cluster", "H200").out
 
 
+@pytest.mark.slow
 def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure(
     folder, weftune, monkeypatch
 ):

@@ -8,11 +8,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests import bench
 from tests.families import tiny
 from weftune.base.shape import model_shape
+from weftune.base.spec import BaseSpec
+from weftune.cli import profile
 from weftune.cli.main import app
 from weftune.errors import OutputError, UserError
 from weftune.plan.cost.profile import profile_folder, profile_here, read_profile
+
+
+@pytest.fixture(autouse=True)
+def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting the server that forks workers takes seconds."""
+    monkeypatch.setattr(profile, "worker_bytes", lambda spec: (420, 360))
+
+
+WORKER_BYTES = profile.worker_bytes
 
 
 @pytest.fixture
@@ -31,7 +43,18 @@ def test_the_profile_lies_in_the_cache_and_is_found_again(
     assert file.name in done.output.replace("\n", "")
     for row in ("embedding", "layers", "head and loss", "adapter", "whole pass"):
         assert row in done.output
-    assert profile_here(model_shape(tiny("llama", torch.float32, 0), torch.float32)) == read_profile(file)
+    found = profile_here(model_shape(tiny("llama", torch.float32, 0), torch.float32))
+    assert found == read_profile(file)
+    assert found is not None
+    assert (found.first_worker_bytes, found.worker_bytes) == (420, 360)
+
+
+@pytest.mark.slow
+def test_a_worker_is_measured_in_a_forked_process_with_and_without_the_tokenizer(model: Path) -> None:
+    bench.tokenizer().save_pretrained(model)
+    first, other = WORKER_BYTES(BaseSpec(model=str(model)))
+    assert first > other > 50 << 20
+    assert first < 2 * other
 
 
 def test_another_place_can_be_named_and_one_that_cannot_be_written_is_a_sentence(

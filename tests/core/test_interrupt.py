@@ -159,6 +159,7 @@ def test_interrupted_before_an_evaluation_and_killed_after_it_no_line_is_written
     raise AssertionError("no interruption fell before an evaluation")
 
 
+@pytest.mark.slow
 def test_interrupted_after_every_single_event_it_still_ends_the_same(undisturbed, tmp_path):
     want, count = undisturbed
     model, output = bench.base(), tmp_path / "out"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from weftune.data.cache import Store
+from weftune.data.cache import SampleStore
 from weftune.data.row import as_row, canonical, kind_name, row_hash
 from weftune.data.samples import Samples, Share
 from weftune.data.tally import Tally
@@ -14,7 +14,7 @@ def store(*rows):
     tokens = np.concatenate([np.array(row, dtype=np.int32) for row in rows])
     mask = np.concatenate([np.arange(len(row)) % 2 == 1 for row in rows])
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
-    return Store(tokens, mask, lengths, lengths // 2, np.arange(len(rows), dtype=np.uint64), Tally())
+    return SampleStore(tokens, mask, lengths, lengths // 2, np.arange(len(rows), dtype=np.uint64), Tally())
 
 
 def two_shares(weight=1.0):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from itertools import count
 
 import pytest
 
@@ -17,10 +19,12 @@ from weftune.errors import DataError
 
 @pytest.fixture
 def many(monkeypatch):
-    """Two workers for everything but the first four rows."""
+    """Two workers, who are there when two chunks of four rows have been made."""
+    asked = count()
     monkeypatch.setattr(building, "ROWS_AT_ONCE", 4)
     monkeypatch.setattr(building, "CHUNKS_HERE", 1)
     monkeypatch.setattr(building, "worker_count", lambda: 2)
+    monkeypatch.setattr(building, "workers_answer", lambda: next(asked) >= 2)
     yield
     end_workers()
 
@@ -59,13 +63,27 @@ def test_mistakes_are_told_in_the_same_words(tmp_path, many, monkeypatch):
     rows = [*chats(9), *({"input_ids": [5, 6], "labels": [-100, -100]} for _ in range(2)), *chats(2)]
     data = spec(tmp_path / "rows.jsonl", [{"input_ids": [5, 6], "labels": [5, 6]}] * 9 + rows[9:11])
     told = []
-    for count in (2, 0):
-        monkeypatch.setattr(building, "worker_count", lambda count=count: count)
+    for workers_here in (2, 0):
+        monkeypatch.setattr(building, "worker_count", lambda count=workers_here: count)
         with pytest.raises(DataError) as refusal:
             prepare(data, None, bench.tokenizer(), tmp_path / "cache")
         told.append(str(refusal.value))
     assert told[0] == told[1]
     assert "rows.jsonl:10" in told[0]
+
+
+def test_started_ahead_workers_are_there_without_having_made_anything():
+    pool = Workers(1)
+    try:
+        assert not pool.answers
+        pool.start(doubled, os.getpid())
+        until = time.monotonic() + 60
+        while not pool.answers and time.monotonic() < until:
+            time.sleep(0.01)
+        assert pool.answers
+        assert [made for _, made in pool.each(doubled, os.getpid(), [3])] == [6]
+    finally:
+        pool.end()
 
 
 def test_what_a_lost_worker_was_at_is_made_here_and_the_others_go_on():

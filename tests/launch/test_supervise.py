@@ -10,8 +10,9 @@ import pytest
 
 import weftune.launch.supervise
 from tests.run.processes import context
-from weftune.launch.processes import INTERRUPTED
-from weftune.launch.supervise import Member, Supervisor, Team, TeamEnd
+from weftune.launch import processes
+from weftune.launch.processes import INTERRUPTED, THREADS, forks
+from weftune.launch.supervise import Supervised, Supervisor, Team, TeamEnd
 from weftune.run.workers.heartbeat import LOST
 
 
@@ -53,7 +54,33 @@ class Told:
     def _members(self, number, lists, attempt):
         self.attempts.append((number, attempt))
         mains = lists[min(attempt, len(lists) - 1)]
-        return [Member(f"worker {number}.{at}", main) for at, main in enumerate(mains)]
+        return [Supervised(f"worker {number}.{at}", main) for at, main in enumerate(mains)]
+
+
+def tells_its_threads(connection):
+    import torch
+
+    connection.send((torch.get_num_threads(), os.environ.get(THREADS)))
+
+
+def test_the_server_that_processes_come_from_is_told_how_many_threads_each_has(monkeypatch):
+    """On ARM the products of a linear do not hear of it when torch is told later."""
+    seen = []
+    monkeypatch.setattr(processes, "ensure_running", lambda: seen.append(os.environ[THREADS]))
+    monkeypatch.delenv(THREADS, raising=False)
+    forks(2)
+    assert seen == [str(max(1, os.cpu_count() // 2))]
+    assert THREADS not in os.environ
+    monkeypatch.setenv(THREADS, "3")
+    forks(2)
+    assert len(seen) == 1, "the user's own word is in the environment already"
+
+
+def test_a_process_has_its_share_of_the_cores_and_finds_no_word_of_the_user_s(tmp_path, monkeypatch):
+    monkeypatch.delenv(THREADS, raising=False)
+    told = Told(tmp_path, [[tells_its_threads, partial(ends, 0)]])
+    assert told.supervisor.run() == [TeamEnd(0)]
+    assert told.heard == [(max(1, os.cpu_count() // 2), None)]
 
 
 def test_a_team_with_a_lost_member_is_started_again_as_a_whole_and_ends_with_its_first(tmp_path):

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from weftune.core import shapes
 from weftune.core.head import Head
-from weftune.ops import logprobs
 from weftune.ops.logprobs import target_logprobs
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", {"cpu": 4 * 53 * 5, "cuda": 4 * 53 * 5})
+    monkeypatch.setattr(shapes, "LOGIT_BYTES", {"cpu": 4 * 53 * 5, "cuda": 4 * 53 * 5})
 
 
 @pytest.mark.parametrize("rows", [1, 5, 13, 0])

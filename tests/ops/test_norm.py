@@ -3,6 +3,7 @@
 Shapes: C draws, T rows, D width.
 """
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests.cases import slow_but, some_of
+from tests.cases import call_side_by_side, slow_but, some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
 from tests.ops.launches import noted
 from weftune.ops.norm import (
@@ -174,21 +175,31 @@ def test_a_nan_stays_in_its_row(device):
         assert torch.equal(got[others], wanted[others])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(
-    ("rows", "width", "dtype"),
-    some_of(
-        ((*size, dtype) for size, dtype in product(SIZES, HALVES)),
-        [*((*size, torch.bfloat16) for size in SIZES), (33, 576, torch.float16)],
-    ),
+ON_A_GPU = some_of(
+    ((*size, dtype) for size, dtype in product(SIZES, HALVES)),
+    [*((*size, torch.bfloat16) for size in SIZES), (33, 576, torch.float16)],
 )
-def test_in_half_precision_the_norms_are_as_exact_as_those_of_transformers(rows, width, dtype):
+
+
+def check_all(rows, width, dtype):
     for offset in (0.0, 1.0):
         check_rms_norm(rows, width, offset, dtype, "cuda")
         check_rms_norm_onto(rows, width, offset, dtype, "cuda")
     for given in GIVEN:
         check_skip_rms_norm(rows, width, given, dtype, "cuda")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    call_side_by_side(partial(check_all, *case) for case in ON_A_GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("rows", "width", "dtype"), ON_A_GPU)
+def test_in_half_precision_the_norms_are_as_exact_as_those_of_transformers(rows, width, dtype):
+    check_all(rows, width, dtype)
 
 
 LAUNCHES = [

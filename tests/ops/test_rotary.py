@@ -1,6 +1,7 @@
 """The parted and rotated queries, keys and values: in float32 here, in half precision on a GPU."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from tests.cases import slow_but, some_of
+from tests.cases import call_side_by_side, slow_but, some_of
 from tests.ops.earned import assert_earned, outcomes, saved_bytes
 from tests.ops.launches import noted
 from weftune.ops.rotary import HeadNorms, rotary_split, rotary_split_reference
@@ -188,40 +189,54 @@ def test_of_norms_nothing_but_what_they_were_given_is_kept(device):
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(
-    ("heads", "groups", "width", "rotary", "dtype"),
-    some_of(
-        (
-            (*heads, *widths, dtype)
-            for heads, widths, dtype in product(HEADS_AND_GROUPS, [*WIDTHS, (128, 128)], HALVES)
-        ),
-        [
-            *((*HEADS_AND_GROUPS[-1], *widths, torch.bfloat16) for widths in [*WIDTHS, (128, 128)]),
-            *((*heads, 128, 128, torch.bfloat16) for heads in HEADS_AND_GROUPS[:-1]),
-            (*HEADS_AND_GROUPS[0], *WIDTHS[0], torch.float16),
-        ],
+ON_A_GPU = some_of(
+    (
+        (*heads, *widths, dtype)
+        for heads, widths, dtype in product(HEADS_AND_GROUPS, [*WIDTHS, (128, 128)], HALVES)
     ),
+    [
+        *((*HEADS_AND_GROUPS[-1], *widths, torch.bfloat16) for widths in [*WIDTHS, (128, 128)]),
+        *((*heads, 128, 128, torch.bfloat16) for heads in HEADS_AND_GROUPS[:-1]),
+        (*HEADS_AND_GROUPS[0], *WIDTHS[0], torch.float16),
+    ],
 )
-def test_in_half_precision_the_rotation_is_as_exact_as_that_of_transformers(
-    heads, groups, width, rotary, dtype
-):
+WITH_NORMS = [(32, 8, 128, 128, 0.0), (8, 4, 256, 256, 1.0), (24, 8, 128, 96, 0.0), (9, 3, 24, 20, 1.0)]
+"""Qwen 3, Gemma 3, and shapes of no family."""
+
+
+def check_on_a_gpu(heads, groups, width, rotary, dtype):
     for rows, angle_dtype in ((1, dtype), (33, torch.float32), (500, dtype)):
         check(rows, heads, groups, width, rotary, dtype, "cuda", angle_dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(
-    ("heads", "groups", "width", "rotary", "offset"),
-    [(32, 8, 128, 128, 0.0), (8, 4, 256, 256, 1.0), (24, 8, 128, 96, 0.0), (9, 3, 24, 20, 1.0)],
-)
-def test_in_half_precision_it_is_as_exact_with_norms_of_heads(heads, groups, width, rotary, offset):
-    """Qwen 3, Gemma 3, and shapes of no family."""
+def check_with_norms(heads, groups, width, rotary, offset):
     norms = norms_of(width, torch.bfloat16, "cuda", offset)
     for rows in (1, 33, 500):
         check(rows, heads, groups, width, rotary, torch.bfloat16, "cuda", torch.bfloat16, (), norms)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    call_side_by_side(partial(check_on_a_gpu, *case) for case in ON_A_GPU)
+    call_side_by_side(partial(check_with_norms, *case) for case in WITH_NORMS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("heads", "groups", "width", "rotary", "dtype"), ON_A_GPU)
+def test_in_half_precision_the_rotation_is_as_exact_as_that_of_transformers(
+    heads, groups, width, rotary, dtype
+):
+    check_on_a_gpu(heads, groups, width, rotary, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("heads", "groups", "width", "rotary", "offset"), WITH_NORMS)
+def test_in_half_precision_it_is_as_exact_with_norms_of_heads(heads, groups, width, rotary, offset):
+    check_with_norms(heads, groups, width, rotary, offset)
 
 
 LAUNCHES = [

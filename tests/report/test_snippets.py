@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import shlex
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def test_the_snippet_loads_the_base_and_the_adapter_by_name() -> None:
 def test_the_demo_base_is_named_by_its_hub_id_and_a_revision_is_kept() -> None:
     made = calls(load_snippet("demo", "abc", Path("/out/job")))
     assert made["AutoModelForCausalLM"] == ["HuggingFaceTB/SmolLM2-135M-Instruct", "abc"]
+
+
+def test_the_wrapper_of_a_text_tower_is_loaded_whole(tmp_path: Path) -> None:
+    site = "model.language_model.layers.0.self_attn.q_proj"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"target_modules": [site]}))
+    made = calls(load_snippet("org/base", None, tmp_path))
+    assert made["AutoModelForImageTextToText"] == ["org/base"]
+    assert made["PeftModel"] == [str(tmp_path)]
 
 
 def test_a_gguf_base_is_loaded_as_transformers_wants_it() -> None:

@@ -1,5 +1,6 @@
 """A device is measured through the executor itself, on bases of few layers."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from tests.families import tiny
 from weftune.base.shape import model_shape
 from weftune.plan.cost.profile import cpu_threads
 from weftune.plan.cost.profile_cost import cost_of
-from weftune.run.profile import CASES, DEPTHS, _Peaks, measure_profile
+from weftune.run.profile import BESIDE, CASES, DEPTHS, _Bench, _Peaks, _shallow, measure_profile
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,18 @@ def test_a_peak_is_counted_where_it_is_higher_than_all_before_it() -> None:
     assert peaks.beyond(0) < 1 << 20, "nothing was taken since"
     second = torch.ones(64 << 20, dtype=torch.uint8)
     assert peaks.beyond(second.nbytes) >= high - (1 << 20)
+
+
+@pytest.mark.timed
+def test_what_a_process_does_beside_its_first_passes_delays_them(found) -> None:
+    def busy() -> None:
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pass
+
+    with _Bench(_shallow(found.config, 1, torch.float32, CPU), _Peaks(CPU)) as bench:
+        assert bench.delay(BESIDE, lambda: None) < 0.1
+        assert 0.0 < bench.delay(BESIDE, busy) < 0.6
 
 
 def test_the_config_that_was_given_is_left_as_it_was(found) -> None:

@@ -48,7 +48,7 @@ def streamed(family, dtype, cut):
 
 def evaluated_jobs(base):
     jobs = make_jobs(base)
-    looking = aboard.ready(base, "d", seed=3, steps=4, eval={"fraction": 0.3, "every": 2}, save_every=2)
+    looking = aboard.ready(base, "d", seed=3, steps=4, eval={"fraction": 0.3, "every": 2}, save_every=4)
     return [*jobs, looking]
 
 

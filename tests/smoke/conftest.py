@@ -12,7 +12,7 @@ import torch
 from benchmarks.folder import Rows, write_base, write_rows
 from tests import bench
 from tests.smoke.commands import jobs_file, weftune
-from weftune.bench.llama import SIZES
+from weftune.bench.sizes import SIZES
 from weftune.bench.timing import here
 
 TALL = replace(SIZES["1b"], layers=16, vocabulary=4096)

@@ -41,6 +41,7 @@ from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import step_key
 from weftune.ops.experts import ExpertLinear, experts_output
+from weftune.ops.lora.choice import Contest
 from weftune.ops.lora.choice_trial import choices_on
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
@@ -75,12 +76,21 @@ class SiteGroup:
     sites: tuple[SiteShape, ...]
     frozen: Frozen
     banks: dict[str, SiteBank] = field(default_factory=dict)
+    adds_residual: bool = False
+    """Whether its linear is handed a residual to add its outputs to."""
 
     def columns(self) -> Iterator[tuple[str, int, int]]:
         low = 0
         for site in self.sites:
             yield site.name, low, low + site.out_features
             low += site.out_features
+
+    def contest(self, bound: Pass) -> Contest | None:
+        """What its linear will have to choose from in a pass, where one kind's kernels make all of it."""
+        kernels = next(iter(self.banks.values())) if len(self.banks) == 1 else None
+        if kernels is None or not kernels.tiled:
+            return None
+        return kernels.contest(self.frozen, self.adds_residual, bound)
 
 
 @dataclass(slots=True)
@@ -117,6 +127,7 @@ class Banks:
         self._like = like
         self._anchor = torch.zeros((), device=like.device, requires_grad=True)
         self._choices = choices_on(like.device)
+        self._compiled: set[Hashable] = set()
         self._pass: Pass | None = None
         self._whole_sites = tuple(whole_sites or sites)
         self._divided = len(self._whole_sites) > len(sites)
@@ -321,12 +332,23 @@ class Banks:
         totals = self._totals(microbatch)
         self._pass = Pass(microbatch, route, training, self._anchor, totals, rows, self._choices)
         try:
+            if rows is not None and training:
+                self._compile_ahead(self._pass, (microbatch.rows, self.limits()))
             yield
         finally:
             self._pass = None
 
-    def linear(self, site: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
+        """Compile what the sites of a pass will launch, unless a pass before it had the same `launches`."""
+        if launches in self._compiled or not self._choices.compiles:
+            return
+        self._compiled.add(launches)
+        found = (group.contest(bound) for group in self._distinct())
+        self._choices.compile_ahead(one for one in found if one is not None)
+
+    def linear(self, site: str, adds_residual: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
         """(x_TK, residual_TN or None) → residual + the outputs, side by side, of all sites in the group."""
+        self._groups[site].adds_residual = adds_residual
         return partial(self._linear, self._groups[site])
 
     def _weave(self, name: str, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

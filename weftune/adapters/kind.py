@@ -15,7 +15,7 @@ from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import Weight, part_of
 from weftune.ops.experts import JobPart
-from weftune.ops.lora.choice import Choices
+from weftune.ops.lora.choice import Choices, Contest
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
 from weftune.ops.site import RowScale, frozen_product, summed_product
@@ -116,6 +116,9 @@ class SiteBank(Protocol):
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         """The frozen product of all sites side by side with every job's part, by the tiled route."""
+
+    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Contest | None:
+        """What `linear` will have to choose from, so that kernels can be compiled ahead; None if nothing."""
 
 
 class ExpertBank(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS, extra_values
 from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES, MixtureFacts
+from weftune.base.towers import is_wrapper, text_values, within
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
 
@@ -36,27 +37,30 @@ class _Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class _Layer:
+    linears: tuple[_Linear, ...]
+    """In the order of the model's modules."""
+    others: int
+    """Parameters of everything else: norms, mostly."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(linear.parameters for linear in self.linears) + self.others
+
+
+@dataclass(frozen=True, slots=True)
 class _Parts:
     """What a family's model is made of."""
 
-    layers: int
     hidden: int
     stem: str
     """The module path of the list of layers."""
-    linears: tuple[_Linear, ...]
-    """Of one layer, in the order of the model's modules."""
-    norm: int
-    """Parameters of the norms of one layer."""
+    layers: tuple[_Layer, ...]
     around: int
     """Parameters outside the layers: embeddings, output layer if it is not tied, last norm."""
     outside: tuple[_Linear, ...] = ()
     """Sites that belong to no layer; they come first."""
-    dense: frozenset[int] = frozenset()
-    """Layers of a mixture that have no experts."""
     transposed: bool = False
-
-    def in_layer(self, number: int) -> tuple[_Linear, ...]:
-        return tuple(linear for linear in self.linears if not linear.experts or number not in self.dense)
 
 
 DEFAULTS: Mapping[str, Config] = {
@@ -81,6 +85,24 @@ DEFAULTS: Mapping[str, Config] = {
         "n_positions": 1024,
         "tie_word_embeddings": True,
     },
+    "qwen3_5_text": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 248320,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
 }
 """What a config.json may leave out, because the family has it so."""
 
@@ -90,6 +112,8 @@ LONG_ROPE = ("longrope", "su")
 
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
     """The shape of the base called `name`; BaseModelError where its family is not known here."""
+    wrapped = is_wrapper(config)
+    config = text_values(config) if wrapped else config
     family = str(config.get("model_type"))
     if family not in DEFAULTS:
         known = ", ".join(DEFAULTS)
@@ -102,9 +126,9 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
         parts = FAMILIES[family](whole)
     except (TypeError, ValueError, ArithmeticError):
         raise BaseModelError(f"The config.json of {name} has sizes that are no whole numbers.") from None
-    sites = _sites(parts)
+    sites = _sites(parts, wrapped)
     return ModelShape(
-        layers=parts.layers,
+        layers=len(parts.layers),
         hidden=parts.hidden,
         vocabulary=whole["vocab_size"],
         parameters=_parameters(parts),
@@ -116,18 +140,20 @@ def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
 
 
 def _parameters(parts: _Parts) -> int:
-    inside = sum(linear.parameters for number in range(parts.layers) for linear in parts.in_layer(number))
-    outside = sum(linear.parameters for linear in parts.outside)
-    return inside + parts.layers * parts.norm + parts.around + outside
+    layers = sum(layer.parameters for layer in parts.layers)
+    return layers + parts.around + sum(linear.parameters for linear in parts.outside)
 
 
-def _sites(parts: _Parts) -> tuple[SiteShape, ...]:
+def _sites(parts: _Parts, wrapped: bool) -> tuple[SiteShape, ...]:
+    def site(path: str, linear: _Linear) -> SiteShape:
+        return linear.site(within(path) if wrapped else path, parts.transposed)
+
     return (
-        *(linear.site(linear.name, parts.transposed) for linear in parts.outside),
+        *(site(linear.name, linear) for linear in parts.outside),
         *(
-            linear.site(f"{parts.stem}.{layer}.{linear.name}", parts.transposed)
-            for layer in range(parts.layers)
-            for linear in parts.in_layer(layer)
+            site(f"{parts.stem}.{number}.{linear.name}", linear)
+            for number, layer in enumerate(parts.layers)
+            for linear in layer.linears
         ),
     )
 
@@ -148,16 +174,18 @@ def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     mlp_bias = facts.heeds_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
-    return _Parts(
-        layers=int(config["num_hidden_layers"]),
-        hidden=hidden,
-        stem="model.layers",
+    layer = _Layer(
         linears=(
             *_attention(facts, config),
             *(_Linear(name, hidden, out, mlp_bias) for name, out in zip(facts.gate_up, gate_up, strict=True)),
             _Linear(facts.down, inner, hidden, mlp_bias),
         ),
-        norm=_norms(facts, config),
+        others=_norms(facts, config),
+    )
+    return _Parts(
+        hidden=hidden,
+        stem="model.layers",
+        layers=(layer,) * int(config["num_hidden_layers"]),
         around=_ends(config, hidden) + hidden,
     )
 
@@ -184,23 +212,18 @@ def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
     count = int(config.get("num_experts") or config["num_local_experts"])
     active = int(config["num_experts_per_tok"])
     every, named = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-    dense = frozenset(at for at in range(layers) if at in named or (at + 1) % every)
-    routers = (layers - len(dense)) * count * hidden
+    attention, norms = tuple(_attention(facts.attention, config)), _norms(facts.attention, config)
+    experts = (
+        _Linear(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active=active),
+        _Linear(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active=active),
+    )
+    sparse = _Layer((*attention, *experts), norms + count * hidden)
+    dense = _Layer(attention, norms + 3 * hidden * int(config["intermediate_size"]))
     return _Parts(
-        layers=layers,
         hidden=hidden,
         stem="model.layers",
-        linears=(
-            *_attention(facts.attention, config),
-            _Linear(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active=active),
-            _Linear(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active=active),
-        ),
-        norm=_norms(facts.attention, config),
-        around=_ends(config, hidden)
-        + hidden
-        + routers
-        + len(dense) * 3 * hidden * int(config["intermediate_size"]),
-        dense=dense,
+        layers=tuple(dense if at in named or (at + 1) % every else sparse for at in range(layers)),
+        around=_ends(config, hidden) + hidden,
     )
 
 
@@ -228,16 +251,18 @@ def _opt(config: Config) -> _Parts:
         _Linear("model.decoder.project_in", word, hidden),
     )
     attention = ("k_proj", "v_proj", "q_proj", "out_proj")
-    return _Parts(
-        layers=int(config["num_hidden_layers"]),
-        hidden=hidden,
-        stem="model.decoder.layers",
+    layer = _Layer(
         linears=(
             *(_Linear(f"self_attn.{one}", hidden, hidden, bias) for one in attention),
             _Linear("fc1", hidden, inner, bias),
             _Linear("fc2", inner, hidden, bias),
         ),
-        norm=2 * norm,
+        others=2 * norm,
+    )
+    return _Parts(
+        hidden=hidden,
+        stem="model.decoder.layers",
+        layers=(layer,) * int(config["num_hidden_layers"]),
         around=_ends(config, word) + positions + last,
         outside=projections if word != hidden else (),
     )
@@ -246,19 +271,61 @@ def _opt(config: Config) -> _Parts:
 def _gpt2(config: Config) -> _Parts:
     hidden = int(config["n_embd"])
     inner = int(config.get("n_inner") or 4 * hidden)
-    return _Parts(
-        layers=int(config["n_layer"]),
-        hidden=hidden,
-        stem="transformer.h",
+    layer = _Layer(
         linears=(
             _Linear("attn.c_attn", hidden, 3 * hidden, bias=True),
             _Linear("attn.c_proj", hidden, hidden, bias=True),
             _Linear("mlp.c_fc", hidden, inner, bias=True),
             _Linear("mlp.c_proj", inner, hidden, bias=True),
         ),
-        norm=4 * hidden,
+        others=4 * hidden,
+    )
+    return _Parts(
+        hidden=hidden,
+        stem="transformer.h",
+        layers=(layer,) * int(config["n_layer"]),
         around=_ends(config, hidden) + int(config["n_positions"]) * hidden + 2 * hidden,
         transposed=True,
+    )
+
+
+def _qwen3_5(config: Config) -> _Parts:
+    """Three layers of Gated DeltaNet to one of attention, whose q has a gate beside it."""
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    head, wide, narrow = _heads(config)
+    bias = bool(config["attention_bias"])
+    gate_up = (_Linear(f"mlp.{one}_proj", hidden, inner) for one in ("gate", "up"))
+    mlp = (*gate_up, _Linear("mlp.down_proj", inner, hidden))
+    outputs = (("q", 2 * wide), ("k", narrow), ("v", narrow))
+    attention = (
+        *(_Linear(f"self_attn.{one}_proj", hidden, out, bias) for one, out in outputs),
+        _Linear("self_attn.o_proj", wide, hidden, bias),
+    )
+    every, number = int(config["full_attention_interval"]), int(config["num_hidden_layers"])
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (at + 1) % every else "full_attention" for at in range(number)
+    ]
+    mixer = _delta_net(config, hidden)
+    full = _Layer((*attention, *mlp), 2 * hidden + 2 * head)
+    linear = _Layer((*mixer.linears, *mlp), 2 * hidden + mixer.others)
+    return _Parts(
+        hidden=hidden,
+        stem="model.layers",
+        layers=tuple(full if kind == "full_attention" else linear for kind in kinds[:number]),
+        around=_ends(config, hidden) + hidden,
+    )
+
+
+def _delta_net(config: Config, hidden: int) -> _Layer:
+    heads, width = int(config["linear_num_value_heads"]), int(config["linear_value_head_dim"])
+    mixed = 2 * int(config["linear_num_key_heads"]) * int(config["linear_key_head_dim"]) + heads * width
+    inputs = (("qkv", mixed), ("z", heads * width), ("b", heads), ("a", heads))
+    return _Layer(
+        linears=(
+            _Linear("linear_attn.out_proj", heads * width, hidden),
+            *(_Linear(f"linear_attn.in_proj_{one}", hidden, out) for one, out in inputs),
+        ),
+        others=mixed * int(config["linear_conv_kernel_dim"]) + 2 * heads + width,
     )
 
 
@@ -267,4 +334,5 @@ FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
     **{family: partial(_mixture, facts) for family, facts in MIXTURES.items()},
     "opt": _opt,
     "gpt2": _gpt2,
+    "qwen3_5_text": _qwen3_5,
 }

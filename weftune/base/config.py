@@ -17,7 +17,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def read_config(spec: BaseSpec) -> dict[str, Any]:
-    """What config.json says; a text model inside one of several senses is refused when it is loaded."""
+    """What config.json says; what cannot be a base is refused when it is loaded."""
     folder = model_folder(spec)
     file = Path(folder) / CONFIG if Path(folder).is_dir() else _fetched(spec)
     try:

@@ -47,12 +47,12 @@ class Header:
 def read_header(path: Path) -> Header:
     """What the header says, or ValueError with the reason why it cannot be true."""
     with path.open("rb") as file:
-        header = _Walk(file).header()
+        header = _GgufWalk(file).header()
     _check_sizes(header)
     return header
 
 
-class _Walk:
+class _GgufWalk:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._left = os.fstat(file.fileno()).st_size

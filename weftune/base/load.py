@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,20 +11,28 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PretrainedConfig,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from weftune.base.families import refuse_config
+from weftune.base.families import refuse_config, refuse_quantised
 from weftune.base.model import Base
+from weftune.base.outline import BaseConfig, base_config, outline
 from weftune.base.place import at_hand, explained, place
 from weftune.base.safe_files import no_safetensors
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
-from weftune.base.weights import stored_dtype, weight_files
+from weftune.base.weights import (
+    WeightFiles,
+    head_stored,
+    lacking,
+    read_weights,
+    stored_dtype,
+    weight_files,
+)
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import ModelShape
 from weftune.errors import BaseModelError, UserError
@@ -39,9 +49,8 @@ def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
     """The shape the base would have on `device` (None: the best one here), from its config alone."""
     config = load_config(spec, place(spec))
     dtype = base_dtype(spec, device or best_device())
-    with explained(spec), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model_shape(model, dtype)
+    with explained(spec):
+        return model_shape(outline(config, dtype), dtype)
 
 
 def shape_at_hand(spec: BaseSpec) -> ModelShape | None:
@@ -59,11 +68,14 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
     config = load_config(spec, where)
     transformers_logging.disable_progress_bar()
     with explained(spec):
-        if weight_files(where, spec.revision) is None:
+        files = weight_files(where, spec.revision)
+        if files is None:
             raise no_safetensors(spec.model)
+        if config.wrapped:
+            return _load_tower(spec, config, files, device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
-            config=config,
+            config=config.text,
             revision=spec.revision,
             dtype=base_dtype(spec, device),
             device_map={"": device},
@@ -72,22 +84,49 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
             trust_remote_code=False,
         )
     model, found = loaded
-    if missing := sorted(found["missing_keys"]):
-        raise BaseModelError(
-            f"The files of {spec.model} lack {len(missing)} weights of a {config.model_type} model, "
-            f"{missing[0]} for one."
-        )
+    _refuse_lacking(spec, config, found["missing_keys"])
     assert isinstance(model, PreTrainedModel)
     return model
 
 
-def load_config(spec: BaseSpec, where: str) -> PretrainedConfig:
+def _load_tower(
+    spec: BaseSpec, config: BaseConfig, files: WeightFiles, device: torch.device
+) -> PreTrainedModel:
+    """The text tower of a wrapper; no other weights are read."""
+    model = outline(config, base_dtype(spec, device))
+    _refuse_lacking(spec, config, lacking(model, files))
+    read_weights(model, files, device)
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(
+            files.where, revision=spec.revision or "main"
+        )
+    return model.eval()
+
+
+def _refuse_lacking(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
+    if names:
+        raise BaseModelError(
+            f"The files of {spec.model} lack {len(names)} weights of a {config.text.model_type} model, "
+            f"{min(names)} for one."
+        )
+
+
+def load_config(spec: BaseSpec, where: str) -> BaseConfig:
+    """The config of the model that is trained: of a wrapper, that of its text tower."""
     with explained(spec):
         config = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False)
-    refuse_config(config, spec.model)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BaseModelError(f"{spec.model} ({config.model_type}) is no causal language model.")
-    return config
+        found = base_config(config, lambda: _head_stored(spec, where))
+    # Quantised weights are the wrapper's own word.
+    refuse_quantised(config, spec.model)
+    refuse_config(found.text, spec.model)
+    if type(found.text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BaseModelError(f"{spec.model} ({found.text.model_type}) is no causal language model.")
+    return found
+
+
+def _head_stored(spec: BaseSpec, where: str) -> bool | None:
+    files = weight_files(where, spec.revision)
+    return None if files is None else head_stored(files)
 
 
 def base_dtype(spec: BaseSpec, device: torch.device) -> torch.dtype:

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weftune.base import attention
 from weftune.base.check import check_packing
 from weftune.base.decoders.mixtures import MIXTURES
+from weftune.base.delta_net import separate_samples
 from weftune.base.families import refuse_config, refuse_modules
 from weftune.base.shape import model_shape, site_modules
 from weftune.base.spec import BaseSpec
@@ -64,8 +65,7 @@ class Base:
         model.eval().requires_grad_(False)
         own_config(model)
         plain = plain_attention(model.config)
-        attention.register()
-        model.set_attn_implementation(attention.NAME)
+        take_packs(model)
         base = cls(model, spec, model_shape(model, model.dtype), device, model.dtype)
         check_packing(base, plain)
         return base
@@ -105,6 +105,13 @@ class Base:
             getattr(config, "final_logit_softcapping", None),
             logit_multiplier(config),
         )
+
+
+def take_packs(model: PreTrainedModel) -> None:
+    """Let every layer that mixes rows keep the samples of a pack apart."""
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    separate_samples(model)
 
 
 def plain_attention(config: PretrainedConfig) -> str:

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from weftune.base import attention
 from weftune.base.decoders.known import DECODERS
 from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.families import refuse_modules
 from weftune.base.load import base_dtype, load_base, load_config, load_plain
-from weftune.base.model import Base, own_config
+from weftune.base.model import Base, own_config, take_packs
+from weftune.base.outline import Tower, outline
 from weftune.base.place import explained, place
 from weftune.base.shape import model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
@@ -43,6 +43,7 @@ class Ends:
 
 ENDS = {
     **dict.fromkeys((*DECODERS, *MIXTURES), Ends()),
+    "qwen3_5_text": Ends(),
     "gpt2": Ends(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
     "opt": Ends(
         positions="embed_positions", before=("project_in",), after=("final_layer_norm", "project_out")
@@ -83,11 +84,9 @@ def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, Wei
     """A base that can be cut, as it would be on `device`, without its weights, and the files with them."""
     where = place(spec)
     config = load_config(spec, where)
-    refuse_uncut(config, spec.model)
+    refuse_uncut(config.text, spec.model)
     with explained(spec):
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec, device))
-        return model, weight_files(where, spec.revision)
+        return outline(config, base_dtype(spec, device)), weight_files(where, spec.revision)
 
 
 def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
@@ -114,8 +113,7 @@ def stage_of(
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
     own_config(model)
-    attention.register()
-    model.set_attn_implementation(attention.NAME)
+    take_packs(model)
     shape = shape_here(model, whole, held.stop - held.start)
     return Base(model, spec, shape, device, model.dtype, held, whole.sites)
 
@@ -164,8 +162,10 @@ def keep(model: PreTrainedModel, held: Sequence[LayerRange]) -> None:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The module that runs the layers; OPT has one more around it."""
+    """The module that runs the layers; OPT has one more around it, and so has a wrapper's text tower."""
     base = model.base_model
+    if isinstance(base, Tower):
+        return base.language_model
     return cast(nn.Module, getattr(base, "decoder", base))
 
 

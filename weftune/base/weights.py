@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
 from weftune.base.safe_files import weight_map
+from weftune.base.towers import older_name
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """As safetensors names them."""
+HEAD = "lm_head.weight"
 
 StoredNames = Mapping[str, tuple[str, ...]]
 """Parameter of a model → what its files call the parts of it, which is mostly one."""
@@ -34,7 +36,7 @@ class WeightFiles:
     """Tensor → file."""
 
     def path(self, name: str) -> Path:
-        found = _found(self.where, self.files[name], self.revision)
+        found = found_file(self.where, self.files[name], self.revision)
         if found is None:
             raise OSError(f"{self.files[name]} is missing, which its index names")
         return found
@@ -42,10 +44,10 @@ class WeightFiles:
 
 def weight_files(where: str, revision: str | None) -> WeightFiles | None:
     """What the index says, or the one file there is; None where weights are not in safetensors files."""
-    index = _found(where, SAFE_WEIGHTS_INDEX_NAME, revision)
+    index = found_file(where, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         return WeightFiles(where, revision, weight_map(index))
-    whole = _found(where, SAFE_WEIGHTS_NAME, revision)
+    whole = found_file(where, SAFE_WEIGHTS_NAME, revision)
     if whole is None:
         return None
     with safe_open(whole, framework="pt") as file:
@@ -83,17 +85,12 @@ def part_of(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
 
 def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
     """Those of all parameters of `model`; None if the files do not know them all."""
-    return _stored(model, files, [name for name, _ in model.named_parameters(remove_duplicate=False)])
-
-
-def _stored(model: PreTrainedModel, files: WeightFiles, names: Iterable[str]) -> StoredNames | None:
     found: dict[str, tuple[str, ...]] = {}
-    for name in names:
+    for name, _ in model.named_parameters(remove_duplicate=False):
         parts = [_name_in(files, model, part) for part in _parts(model, name)]
-        known = tuple(part for part in parts if part is not None)
-        if len(known) < len(parts):
+        found[name] = tuple(part for part in parts if part is not None)
+        if len(found[name]) < len(parts):
             return None
-        found[name] = known
     return found
 
 
@@ -115,44 +112,70 @@ def _parts(model: PreTrainedModel, name: str) -> list[str]:
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
     """Bring the parameters of `model`, which is on the meta device, to `device`; False, and nothing is done,
     if the files do not know one of them by its name."""
-    wanted = _stored(model, files, [name for name, _ in model.named_parameters()])
+    wanted = stored_names(model, files)
     if wanted is None:
         return False
-    by_file: dict[Path, dict[str, str]] = {}
-    for name, parts in wanted.items():
-        if len(parts) == 1:
-            by_file.setdefault(files.path(parts[0]), {})[name] = parts[0]
+    shared = shared_names(model)
+    by_file: dict[Path, list[str]] = {}
+    for name in shared:
+        if len(wanted[name]) == 1:
+            by_file.setdefault(files.path(wanted[name][0]), []).append(name)
     for path, names in by_file.items():
         with safe_open(path, framework="pt") as file:
-            for name, stored in names.items():
-                _put(model, name, file.get_tensor(stored), device)
-    for name in (name for name, parts in wanted.items() if len(parts) > 1):
+            for name in names:
+                _put(model, shared[name], file.get_tensor(wanted[name][0]), device)
+    for name in (name for name in shared if len(wanted[name]) > 1):
         value = torch.empty_like(model.get_parameter(name), device=device)
         _read(files, wanted, name, value)
-        _put(model, name, value, device)
+        _put(model, shared[name], value, device)
     make_buffers(model, device)
     return True
 
 
+def lacking(model: PreTrainedModel, files: WeightFiles) -> list[str]:
+    """The parameters of `model` that the files do not know."""
+    return sorted(
+        name
+        for name in shared_names(model)
+        if not all(_name_in(files, model, part) for part in _parts(model, name))
+    )
+
+
+def head_stored(files: WeightFiles) -> bool:
+    """Whether a wrapper's files hold an output layer."""
+    return any(name in files.files for name in (HEAD, older_name(HEAD)))
+
+
+def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """The first name of every parameter → all its names: a tied head has another one."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
 def _name_in(files: WeightFiles, model: PreTrainedModel, name: str) -> str | None:
-    """A tied head is stored as the embedding, and some files leave out the name of the model inside."""
+    """A tied head is stored as the embedding, and some files leave out the name of the model inside, or have
+    names of another age."""
     tied = dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     for known in (name, tied.get(name)):
-        for stored in (known, (known or "").removeprefix(f"{model.base_model_prefix}.")):
-            if stored and stored in files.files:
+        if known is None:
+            continue
+        for stored in (known, known.removeprefix(f"{model.base_model_prefix}."), older_name(known)):
+            if stored in files.files:
                 return stored
     return None
 
 
-def _put(model: PreTrainedModel, name: str, value: Tensor, device: torch.device) -> None:
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    before = getattr(module, last)
-    refuse_other_shape(name, value.shape, before.shape)
+def _put(model: PreTrainedModel, names: Sequence[str], value: Tensor, device: torch.device) -> None:
+    before = model.get_parameter(names[0])
+    refuse_other_shape(names[0], value.shape, before.shape)
     parameter = nn.Parameter(value.to(device, before.dtype), requires_grad=False)
     # Transformers' own mark: `_init_weights` leaves such a parameter alone.
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    setattr(module, last, parameter)
+    for name in names:
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, parameter)
 
 
 def refuse_other_shape(name: str, stored: torch.Size, wanted: torch.Size) -> None:
@@ -171,7 +194,7 @@ def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
         model._init_weights(module)
 
 
-def _found(where: str, name: str, revision: str | None) -> Path | None:
+def found_file(where: str, name: str, revision: str | None) -> Path | None:
     path = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if path is None else Path(path)
 

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from weftune.bench.llama import Size, build, random_ids
+from weftune.bench.sizes import Size, build, random_ids
 from weftune.bench.timing import BenchPlace, Block, MeasuredStep, Repeats, measure, repeated
 from weftune.core.batch import IGNORED
 

@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.bench.llama import SIZES, build
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, build
 from weftune.bench.table import aligned, number
 from weftune.bench.timing import fresh, here
 from weftune.bench.weftune_side import JobsAboard, resident

@@ -19,8 +19,8 @@ import numpy as np
 
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import peft_padded
-from weftune.bench.llama import SIZES, Size, build, floor_seconds
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, Size, build, floor_seconds
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, gemm_rate, here, measure
 from weftune.bench.weftune_side import resident, rows_computed, rows_useful

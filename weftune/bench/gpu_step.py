@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one
 from weftune.bench.liger import peft_with_liger
-from weftune.bench.llama import SIZES, build, floor_seconds, toy_of
 from weftune.bench.processes import ProcessTask, peft_at_once
 from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, build, floor_seconds, toy_of
 from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, fresh, gemm_rate, here, measure
 from weftune.bench.weftune_side import JobsAboard, resident

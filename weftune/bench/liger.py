@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from weftune.bench.baselines import BaselineWork, adamw, peft_model
-from weftune.bench.llama import random_ids
 from weftune.bench.processes import ProcessTask, alone, first_line
+from weftune.bench.sizes import random_ids
 from weftune.bench.timing import BenchPlace, MeasuredStep, fresh, measure, repeated
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weftune.bench.baselines import BaselineWork, job_step, peft_model
-from weftune.bench.llama import Size, random_ids
+from weftune.bench.sizes import Size, random_ids
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, fresh, peak_bytes, wait
 
 PATIENCE = 150.0

@@ -15,7 +15,7 @@ from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
-from weftune.data.cache import Store
+from weftune.data.cache import SampleStore
 from weftune.data.collate import Part, collate
 from weftune.data.samples import Samples, Share
 from weftune.data.tally import Tally
@@ -133,7 +133,7 @@ def resident(model: PreTrainedModel, device: torch.device) -> JobsAboard:
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:
     """Samples of random tokens, all supervised."""
     total = sum(lengths)
-    store = Store(
+    store = SampleStore(
         tokens=np.random.default_rng(seed).integers(vocabulary, size=total, dtype=np.int32),
         mask=np.ones(total, dtype=np.bool_),
         lengths=np.array(lengths, dtype=np.int32),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.core.paths import cache_folder
-from weftune.core.shapes import JobShape, ModelShape
+from weftune.core.shapes import JobShape, ModelShape, layer_sums
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData, data_identity
 from weftune.data.spec import DataSpec, EvalSpec
@@ -57,7 +57,7 @@ def outline_jobs(
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
-    reader = _Reader(SharedData(tokenizer, cache_folder() / "tokens", shape.context), rows)
+    reader = _JobReader(SharedData(tokenizer, cache_folder() / "tokens", shape.context), rows)
     for place, job in enumerate(jobs):
         try:
             read = reader.read(job)
@@ -86,6 +86,7 @@ def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, m
             trainable=sum(adapter.parameters_at(site) for site in sites),
             longest=longest_sample(planned.data),
             batch_tokens=train.largest_batch(job.batch_size),
+            by_layer=layer_sums(((site.name, adapter.parameters_at(site)) for site in sites), shape.layers),
         ),
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
         batches=tuple(tuple(train.lengths[planned.order.batch(step)].tolist()) for step in rounds),
@@ -93,7 +94,7 @@ def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, m
 
 
 def _total(
-    job: JobSpec, outline: JobOutline, read: _Read, shape: ModelShape, max_steps: int | None
+    job: JobSpec, outline: JobOutline, read: _JobRead, shape: ModelShape, max_steps: int | None
 ) -> JobTotal:
     """Of the whole run, although only the first rows may have been read."""
     scale = read.scale
@@ -118,32 +119,32 @@ def _evaluations(job: JobSpec, steps: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _JobRead:
     samples: Prepared
     sampled: bool
     scale: float | None
     """How many times as many rows there are as were read; None where that is not known."""
 
 
-class _Reader:
+class _JobReader:
     """Jobs' samples, from the token cache if all is there, else from the first `rows`; equal data once."""
 
     def __init__(self, shared: SharedData, rows: int) -> None:
         self._shared, self._rows = shared, rows
-        self._known: dict[Hashable, _Read] = {}
+        self._known: dict[Hashable, _JobRead] = {}
 
-    def read(self, job: JobSpec) -> _Read:
+    def read(self, job: JobSpec) -> _JobRead:
         key = data_identity(job.data, job.eval)
         if key not in self._known:
             self._known[key] = self._prepare(job.data, job.eval)
         return self._known[key]
 
-    def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> _Read:
+    def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> _JobRead:
         sampled = not self._shared.is_prepared(data, evaluation)
         limit = min(data.limit or self._rows, self._rows) if sampled else data.limit
         samples = self._shared.prepare(replace(data, limit=limit), evaluation)
         scale = _scale(data, limit) if sampled and limit is not None else 1.0
-        return _Read(samples, sampled, scale)
+        return _JobRead(samples, sampled, scale)
 
 
 def _scale(data: DataSpec, limit: int) -> float | None:

@@ -75,6 +75,8 @@ def machine_of(wanted: Wanted, workers: int = 1, streamed: bool = False) -> Mach
     asked, devices = wanted.asked, wanted.cluster.devices
     on_gpu, processes = devices[0].is_gpu, workers * asked.replicas
     profile = profile_of(wanted)
+    worker_profile = profile if processes == 1 else profile_of(wanted, processes)
+    known = worker_profile or profile
     budget = asked.memory or min(device.budget for device in devices)
     # GPUs are divided where there are more workers than GPUs; the processes of a CPU share its memory.
     sharing = max(1, processes // len(devices)) if on_gpu else processes
@@ -84,13 +86,13 @@ def machine_of(wanted: Wanted, workers: int = 1, streamed: bool = False) -> Mach
     return Machine(
         on_gpu=on_gpu,
         budget=budget // sharing,
-        taken=0 if on_gpu else (profile.process_bytes if profile else 0) or PROCESS_BYTES,
+        taken=0 if on_gpu else (known.process_bytes_of(processes) if known else 0) or PROCESS_BYTES,
         stream_budget=budget // sharing if streamed else limit,
         host_budget=host_budget() if asked.here else ENOUGH,
         workers=workers,
         replicas=asked.replicas,
         profile=profile,
-        worker_profile=profile if processes == 1 else profile_of(wanted, processes),
+        worker_profile=worker_profile,
         gpu=lambda own, host: gpu_of(wanted, own, host, workers),
     )
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import torch
     from rich.console import Console
     from rich.table import Table
@@ -37,14 +40,18 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
     shape = inspect(spec, where)
     # What a training process holds counts its modules and the tokenizer.
     import_module("weftune.trainer.trainer")
+    tokenizer = None
     with suppress(UserError):
-        load_tokenizer(spec)
+        tokenizer = load_tokenizer(spec)
     taken = taken_bytes(where)
     file = output or file_of(profile_folder(), key_here(shape, where))
     try:
         # Before the measuring, so that no minute of it is lost.
         check_place(file)
-        profile = replace(_measured(console, spec, shape, where), process_bytes=taken)
+        profile = replace(_measured(console, spec, shape, where, tokenizer), process_bytes=taken)
+        if where.type == "cpu":
+            first, other = worker_bytes(spec)
+            profile = replace(profile, first_worker_bytes=first, worker_bytes=other)
         write_profile(file, profile)
     except OSError as error:
         raise OutputError(f"{file} cannot be written: {error.strerror}; name another --output") from None
@@ -52,21 +59,61 @@ def make_profile(base: str, device: str | None, output: Path | None) -> None:
     console.print(f"Measured in {profile.seconds:.0f} s: {file}", highlight=False, soft_wrap=True)
 
 
-def _measured(console: Console, spec: BaseSpec, shape: ModelShape, where: torch.device) -> Profile:
+def worker_bytes(spec: BaseSpec) -> tuple[int, int]:
+    """What the first of several workers holds before anything is loaded, and what another does; zeros if none
+    can be started. They are forked, so they are measured in a process that is, too."""
+    from weftune.launch.supervise import Supervised, end, start
+
+    process = start(Supervised("worker", partial(_tell_held, spec)), None, neighbours=2)
+    try:
+        first, other = process.connection.recv()
+    except EOFError:
+        return 0, 0
+    finally:
+        end([process])
+    return first, other
+
+
+def _tell_held(spec: BaseSpec, connection: Connection) -> None:
+    """In the new process."""
+    import torch
+
+    from weftune.base.load import inspect, load_tokenizer
+    from weftune.errors import UserError
+    from weftune.run.measure.memory import taken_bytes
+
+    device = torch.device("cpu")
+    inspect(spec, device)
+    other = taken_bytes(device)
+    tokenizer = None
+    with suppress(UserError):
+        tokenizer = load_tokenizer(spec)
+    first = taken_bytes(device)
+    del tokenizer
+    connection.send((first, other))
+
+
+def _measured(
+    console: Console, spec: BaseSpec, shape: ModelShape, where: torch.device, tokenizer: Any
+) -> Profile:
     from rich.progress import Progress
 
     from weftune.base.load import load_config
     from weftune.base.place import place
     from weftune.run.profile import measure_profile
+    from weftune.trainer.results import TokenizerFiles, prepare_result
 
-    with Progress(console=console, transient=True) as progress:
+    # Without a thread that draws, which the passes would have to wait for.
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(f"Measuring {spec.model} on {where}", total=None)
         return measure_profile(
-            load_config(spec, place(spec)),
+            load_config(spec, place(spec)).text,
             shape,
             spec.model,
             where,
-            lambda done, total: progress.update(task, completed=done, total=total),
+            lambda done, total: progress.update(task, completed=done, total=total, refresh=True),
+            # As the writer does while the first window is trained.
+            None if tokenizer is None else partial(prepare_result, None, TokenizerFiles(tokenizer)),
         )
 
 

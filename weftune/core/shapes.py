@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """What the linears of a layer's experts are called, in the order of their module: each is one parameter."""
+TEXT_TOWER = "model.language_model"
+"""The module path of the text tower in a model that sees images too."""
+LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Size of the logits that the head holds at a time: in a CPU's reach of caches, or enough rows to fill a
+GPU."""
+
+
+def logit_rows(device: str, vocabulary: int) -> int:
+    """Supervised rows that go through the head at a time, on a kind of device; their logits are float32."""
+    return max(1, LOGIT_BYTES.get(device, LOGIT_BYTES["cpu"]) // (4 * vocabulary))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,11 @@ def layer_of(site: str) -> int | None:
     """The layer that a site's name says it belongs to; None for what is outside the layers."""
     found = re.search(r"\.(\d+)\.", site)
     return None if found is None else int(found[1])
+
+
+def in_wrapper(name: str) -> bool:
+    """Whether a module or weight is called so inside the text tower of a model that sees images too."""
+    return name.startswith(f"{TEXT_TOWER}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +138,20 @@ class JobShape:
     """Tokens in its longest sample."""
     batch_tokens: int = 0
     """Tokens in its largest global batch, at most."""
+    by_layer: tuple[int, ...] = ()
+    """Adapter parameters in each layer of the base; empty: as many in every one."""
+
+    def trainable_in(self, held: LayerRange) -> int:
+        """Adapter parameters in a stage; those outside the layers count for every stage."""
+        if not self.by_layer:
+            return math.ceil(self.trainable * (held.stop - held.start) / held.of)
+        return self.trainable - sum(self.by_layer) + sum(self.by_layer[held.start : held.stop])
+
+
+def layer_sums(parameters: Iterable[tuple[str, int]], layers: int) -> tuple[int, ...]:
+    """Parameters summed for each layer, from those of each site; sites outside the layers are left out."""
+    sums = [0] * layers
+    for site, count in parameters:
+        if (layer := layer_of(site)) is not None:
+            sums[layer] += count
+    return tuple(sums)

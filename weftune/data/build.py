@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.cache import Store, StoreWriter, open_store
+from weftune.data.cache import SampleStore, StoreWriter, open_store
 from weftune.data.encode import Encoder
 from weftune.data.formats import Content, detect, normalise, refuse_untrainable, renamed
 from weftune.data.row import BadRow, CommonBadRow, Row, Table, bad_row, row_hash
@@ -21,7 +21,7 @@ from weftune.data.spec import DataSpec, Format
 from weftune.data.tally import Tally
 from weftune.data.template import Template
 from weftune.data.tokenise import Sample, Tokeniser
-from weftune.data.workers import worker_count, workers_here
+from weftune.data.workers import worker_count, workers_answer, workers_here
 from weftune.errors import DataError, Mistake
 
 VERSION = 2
@@ -29,10 +29,10 @@ VERSION = 2
 SHOWN = 20
 PLACES_SHOWN = 3
 REASONS_KEPT = 5
-ROWS_AT_ONCE = 512
+ROWS_AT_ONCE = 128
 CHARACTERS_AT_ONCE = 1_000_000
-CHUNKS_HERE = 2
-"""Chunks of a table that are tokenised before other processes are asked: few rows are done by then."""
+CHUNKS_HERE = 4
+"""Chunks of a table that are tokenised before other processes are started: few rows are done by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class Built:
     key: str
-    store: Store
+    store: SampleStore
 
 
 def build(table: Table, rules: Rules, cache: Path, progress: Callable[[int], None] | None) -> Built:
@@ -231,18 +231,17 @@ def _write(
 def _tokenised(
     chunks: Iterator[list[Row]], format: Format, rules: Rules
 ) -> Iterator[tuple[list[Row], TokenisedChunk]]:
-    """Every chunk in order; beyond the first ones by several processes, which take a moment to start."""
+    """Every chunk in order: here, until several processes have been started, then by them."""
     # Rows from Python can be many, and a worker is sent its own.
-    rules = replace(rules, spec=replace(rules.spec, rows=None))
-    for rows in islice(chunks, CHUNKS_HERE):
-        yield rows, tokenise_chunk((rules, format), rows)
+    shared = replace(rules, spec=replace(rules.spec, rows=None)), format
     count = worker_count()
-    ahead = list(islice(chunks, 1))
-    if ahead and count:
-        yield from workers_here(count).each(tokenise_chunk, (rules, format), chain(ahead, chunks))
-        return
-    for rows in chain(ahead, chunks):
-        yield rows, tokenise_chunk((rules, format), rows)
+    for at, rows in enumerate(chunks):
+        if count and workers_answer():
+            yield from workers_here(count).each(tokenise_chunk, shared, chain([rows], chunks))
+            return
+        if count and at == CHUNKS_HERE:
+            workers_here(count).start(tokenise_chunk, shared)
+        yield rows, tokenise_chunk(shared, rows)
 
 
 def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:

@@ -33,7 +33,7 @@ FORGOTTEN_AFTER = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class SampleStore:
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
     lengths: NDArray[np.int32]
@@ -42,7 +42,7 @@ class Store:
     tally: Tally
 
 
-def open_store(folder: Path) -> Store | None:
+def open_store(folder: Path) -> SampleStore | None:
     """The store, or None if there is none or one byte of it is not what was written."""
     try:
         meta = json.loads((folder / META).read_bytes())
@@ -53,7 +53,7 @@ def open_store(folder: Path) -> Store | None:
             if _checksum(folder / name) != body["checksums"][name]:
                 return None
         arrays = {name: _map(folder / name, kind) for name, kind in ARRAYS.items()}
-        return Store(tally=Tally(**body["tally"]), **arrays)
+        return SampleStore(tally=Tally(**body["tally"]), **arrays)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

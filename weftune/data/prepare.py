@@ -37,7 +37,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TablePart:
     table: Table
     weight: float
 
@@ -204,12 +204,12 @@ def data_identity(data: DataSpec, evaluation: EvalSpec | None) -> Hashable:
     return (*plain, rows, tuple(sorted(data.columns.items())), held_out)
 
 
-def _open_training(data: DataSpec) -> list[_Part]:
+def _open_training(data: DataSpec) -> list[_TablePart]:
     if data.rows is not None:
-        return [_Part(open_rows(data.rows), 1.0)]
+        return [_TablePart(open_rows(data.rows), 1.0)]
     names = Counter(Path(source.path).name for source in data.sources)
     return [
-        _Part(open_path(source.path, data.split, _label(source, names)), source.weight)
+        _TablePart(open_path(source.path, data.split, _label(source, names)), source.weight)
         for source in data.sources
     ]
 
@@ -220,16 +220,18 @@ def _label(source: Source, names: Counter[str]) -> str:
     return path.name if path.exists() and names[path.name] == 1 else source.path
 
 
-def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[_Part]:
+def _open_evaluation(data: DataSpec, evaluation: EvalSpec | None) -> list[_TablePart]:
     if evaluation is None or evaluation.path is None:
         return []
     source = Source(path=evaluation.path)
     taken = [] if data.rows is not None else [Path(other.path).name for other in data.sources]
     names = Counter([*taken, Path(source.path).name])
-    return [_Part(open_path(source.path, data.split, _label(source, names)), 1.0)]
+    return [_TablePart(open_path(source.path, data.split, _label(source, names)), 1.0)]
 
 
-def _build_all(parts: Sequence[_Part], rules: Rules, cache: Path, progress: Progress | None) -> list[Built]:
+def _build_all(
+    parts: Sequence[_TablePart], rules: Rules, cache: Path, progress: Progress | None
+) -> list[Built]:
     """Every table, or the mistakes of all of them at once."""
     built: list[Built] = []
     mistakes: list[Mistake] = []

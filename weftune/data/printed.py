@@ -29,7 +29,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PrintedPart:
     """Something that a message says, and the message if it said something else there."""
 
     name: str
@@ -107,18 +107,18 @@ def _found(message: Message, text: str) -> bool:
     return spoken in text or json.dumps(spoken, ensure_ascii=False)[1:-1] in text
 
 
-def _parts(message: Message, supervised: bool) -> Iterator[_Part]:
+def _parts(message: Message, supervised: bool) -> Iterator[_PrintedPart]:
     thinking, spoken = _thinking_and_spoken(message)
     content = message.get("content")
     if spoken:
-        yield _Part("content", {**message, "content": f"{content}{PROBE}"})
+        yield _PrintedPart("content", {**message, "content": f"{content}{PROBE}"})
     if thinking and supervised and message["role"] == "assistant":
         longer = f"{PROBE}{THINKING_END}".join(str(content).rsplit(THINKING_END, 1))
-        yield _Part("thinking", {**message, "content": longer})
+        yield _PrintedPart("thinking", {**message, "content": longer})
     for at, call in enumerate(message.get("tool_calls") or ()):
         for changed in _changed_calls(call):
             calls = [*message["tool_calls"][:at], changed, *message["tool_calls"][at + 1 :]]
-            yield _Part("tool calls", {**message, "tool_calls": calls})
+            yield _PrintedPart("tool calls", {**message, "tool_calls": calls})
 
 
 def _changed_calls(call: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weftune.data.cache import Store
+from weftune.data.cache import SampleStore
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """Those samples of a store that belong here, and how often an epoch shows them."""
 
-    store: Store
+    store: SampleStore
     chosen: NDArray[np.int64]
     weight: float = 1.0
 

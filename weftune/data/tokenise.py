@@ -38,7 +38,7 @@ Outcome = tuple[Sample, ...] | BadRow
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class _SampleDraft:
     """A chat sample as text, before its tokens are known."""
 
     rendered: Rendered
@@ -165,7 +165,7 @@ class Tokeniser:
         encoded = iter(self._encoder.rendered(simple))
         return [row if isinstance(row, BadRow) else self._samples(row, encoded) for row in drafts]
 
-    def _drafts(self, chats: Sequence[Chat]) -> list[list[_Draft] | BadRow]:
+    def _drafts(self, chats: Sequence[Chat]) -> list[list[_SampleDraft] | BadRow]:
         """All rows are rendered at once, for it is done in another process."""
         if not chats:
             return []
@@ -200,11 +200,11 @@ class Tokeniser:
             chat = replace(chat, messages=tuple(messages), tools=tools)
         return _Hidden(chat, stand_ins)
 
-    def _draft(self, row: _Hidden, rendering: Rendering | BadRow) -> list[_Draft] | BadRow:
+    def _draft(self, row: _Hidden, rendering: Rendering | BadRow) -> list[_SampleDraft] | BadRow:
         if isinstance(rendering, BadRow):
             return rendering
         self._count(rendering, row.chat, control=bool(row.stand_ins))
-        return [_Draft(rendered, row.stand_ins) for rendered in rendering.samples]
+        return [_SampleDraft(rendered, row.stand_ins) for rendered in rendering.samples]
 
     def _count(self, rendering: Rendering, chat: Chat, control: bool) -> None:
         self._tally.split += rendering.split
@@ -216,7 +216,7 @@ class Tokeniser:
             chat.tools is not None and not self._tool_template.prints_tools
         )
 
-    def _samples(self, drafts: Sequence[_Draft], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
+    def _samples(self, drafts: Sequence[_SampleDraft], simple: Iterator[Encoded]) -> tuple[Sample, ...]:
         """The tokens that `apply_chat_template` gives and no others: BOS if the template prints it."""
         encoded = [
             self._encoder.pieces(draft.rendered.text, draft.stand_ins) if draft.stand_ins else next(simple)
@@ -226,10 +226,10 @@ class Tokeniser:
         self._tally.merged += any(self._merges(draft, part) for draft, part in rows)
         return tuple(self._supervise(draft, part) for draft, part in rows)
 
-    def _merges(self, draft: _Draft, encoded: Encoded) -> bool:
+    def _merges(self, draft: _SampleDraft, encoded: Encoded) -> bool:
         return any(self._encoder.begins_inside(encoded, start) for start, _ in draft.rendered.spans or ())
 
-    def _supervise(self, draft: _Draft, encoded: Encoded) -> Sample:
+    def _supervise(self, draft: _SampleDraft, encoded: Encoded) -> Sample:
         spans = draft.rendered.spans
         mask = np.full(len(encoded.tokens), spans is None)
         for start, stop in spans or ():

@@ -44,13 +44,25 @@ def worker_count() -> int:
 
 class Workers:
     def __init__(self, count: int) -> None:
-        """Processes are started as they are needed."""
+        """Processes are started by `start`, or as they are needed."""
         self._count = count
+        self.answers = False
+        """Whether a worker has answered: they take a moment to start."""
+        self._is_started = False
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokeniser")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._all = [_Worker() for _ in range(count)]
         for worker in self._all:
             self._idle.put(worker)
+
+    def start(self, work: Work, shared: Any) -> None:
+        """Start all of them, once, with what they need for this work, and go on meanwhile."""
+        if not self._is_started:
+            self._is_started = True
+            known = _pickled((work.__module__, work.__qualname__, shared))
+            for _ in range(self._count):
+                # An item that no work takes: the answer is that there is none.
+                self._threads.submit(self._asked, known, None)
 
     def each(self, work: Work, shared: Any, items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Every item, in order, with what `work` made of it; in this thread where a worker could not."""
@@ -76,6 +88,7 @@ class Workers:
         try:
             return worker.ask(known, payload)
         finally:
+            self.answers = True
             self._idle.put(worker)
 
     def end(self) -> None:
@@ -148,6 +161,12 @@ def workers_here(count: int) -> Workers:
         if os.getpid() not in _WORKERS:
             _WORKERS[os.getpid()] = Workers(count)
         return _WORKERS[os.getpid()]
+
+
+def workers_answer() -> bool:
+    """Whether workers of this process have been started, and are there."""
+    workers = _WORKERS.get(os.getpid())
+    return workers is not None and workers.answers
 
 
 def end_workers() -> None:

@@ -18,7 +18,7 @@ from weftune.plan.window.rounds import Course
 
 DEFAULT_SAVE_EVERY = 0.1
 LEAST_SAVE_EVERY = 25
-"""Between two checkpoints of a job that does not say: a share of the run, but not fewer steps than these."""
+"""What a kill may cost a job that does not say: a share of its steps, but not fewer than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
     order = SampleOrder(len(data.train), spec.batch_size, spec.seed, data.train.weights)
     steps = spec.total_steps(order.steps_per_epoch)
     steps = steps if max_steps is None else min(steps, max_steps)
-    every = _every(spec.eval.every if spec.eval else None, steps)
-    return Curriculum(spec.name, data, order, steps, every, _saves(spec, steps))
+    evaluations = _evaluations(spec.eval.every if spec.eval else None, steps)
+    return Curriculum(spec.name, data, order, steps, evaluations, _saves(spec, steps))
 
 
 def longest_sample(data: Prepared) -> int:
@@ -76,15 +76,29 @@ def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
     )
 
 
+def save_interval(spec: JobSpec, steps: int) -> int:
+    """Steps: as many as a kill may cost the job at most."""
+    if spec.save_every is None:
+        return max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
+    return max(1, in_steps(spec.save_every, steps))
+
+
 def _saves(spec: JobSpec, steps: int) -> frozenset[int]:
-    """The steps after which a job is saved: not after the last, where its adapter is written, and at its
-    start only where that is another's adapter, which may be gone when the job is to go on."""
-    every = spec.save_every or max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
+    """The steps after which a job is saved: each interval and in the middle of each.
+
+    A checkpoint is written while training goes on and is whole when the next one is due: so what is not in a
+    whole one is never more than two halves of an interval. None is written after the last step, where the
+    adapter itself is, and at the start only where that is another's adapter, which may be gone when the job
+    is to go on.
+    """
+    interval = save_interval(spec, steps)
+    wholes = range(0, steps, interval)
+    halves = range(interval // 2, steps, interval)
     first = {0} if spec.adapter.init_from is not None else set()
-    return _every(every, steps) - {0, steps} | first
+    return frozenset({*wholes, *halves} - {0, steps} | first)
 
 
-def _every(every: float | None, steps: int) -> frozenset[int]:
+def _evaluations(every: float | None, steps: int) -> frozenset[int]:
     """Step 0, every so many steps, and the last."""
     if every is None:
         return frozenset({0, steps})

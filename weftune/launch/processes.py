@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,11 +43,27 @@ PRELOADED = [
 ]
 
 
-def forks() -> Any:
-    """Where new processes come from."""
+THREADS = "OMP_NUM_THREADS"
+
+
+def forks(neighbours: int) -> Any:
+    """Where new processes come from, each one of so many on this machine."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    if THREADS in os.environ:
+        return context
+    # Some of torch's libraries count their threads once, when they are loaded, and hear of nothing later: on
+    # ARM the products of a linear would take all cores in each of the processes.
+    os.environ[THREADS] = str(_threads(neighbours))
+    try:
+        ensure_running()
+    finally:
+        del os.environ[THREADS]
     return context
+
+
+def _threads(neighbours: int) -> int:
+    return max(1, (os.cpu_count() or 1) // neighbours)
 
 
 def log_folder(output: Path) -> Path | None:
@@ -96,15 +113,18 @@ def signals_to(processes: Callable[[], Iterable[Any]]) -> Iterator[threading.Eve
 
 
 def be_process(
-    main: Callable[[Connection], object], connection: Connection, log: Path | None, neighbours: int
+    main: Callable[[Connection], object], connection: Connection, log: Path | None, neighbours: int | None
 ) -> None:
-    """In the new process: run `main` as one of so many on this machine, and end with its exit code."""
+    """In the new process: run `main` and end with its exit code. It is one of so many on this machine; None
+    where the user has said how many threads each has."""
     # Out of the terminal's foreground: Ctrl-C reaches the launcher alone, which hands it on.
     os.setpgrp()
     if log is not None:
         _write_to(log)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
+    if neighbours is not None:
+        # The server's, which is no wish of the user's.
+        os.environ.pop(THREADS, None)
+        torch.set_num_threads(_threads(neighbours))
     code = _exit_code(partial(main, connection))
     sys.stdout.flush()
     sys.stderr.flush()

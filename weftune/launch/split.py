@@ -28,7 +28,7 @@ from weftune.jobs.store.shares import deal
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_store
 from weftune.launch.processes import INTERRUPTED
-from weftune.launch.supervise import EVERY, Member, Supervisor, Team, TeamEnd
+from weftune.launch.supervise import EVERY, Supervised, Supervisor, Team, TeamEnd
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import find_profile
@@ -181,7 +181,9 @@ def _serve(
 
 
 @phase(Phase.TRAINING)
-def _supervised(members: Sequence[Member], output: Path, view: View) -> tuple[list[TeamEnd], dict[int, str]]:
+def _supervised(
+    members: Sequence[Supervised], output: Path, view: View
+) -> tuple[list[TeamEnd], dict[int, str]]:
     """Run every share in a process, started again by itself when it is lost: how each ended, and why the jobs
     of some have not."""
     troubles: dict[int, str] = {}
@@ -205,7 +207,7 @@ def _supervised(members: Sequence[Member], output: Path, view: View) -> tuple[li
     return ended, troubles | {share: f"{loss}; go on with --resume" for share, loss in lost.items()}
 
 
-def _only(member: Member, _attempt: int) -> list[Member]:
+def _only(member: Supervised, _attempt: int) -> list[Supervised]:
     return [member]
 
 
@@ -237,7 +239,7 @@ def work_left(job: Ready, progress: Progress) -> JobWork:
     )
 
 
-def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], hosts: Hosts) -> list[Member]:
+def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], hosts: Hosts) -> list[Supervised]:
     """A process for each share, with its own jobs only."""
     memory = hosts.budget if hosts.device.type == "cpu" else hosts.options.memory
     options = replace(hosts.options, memory=memory, resume=True, restart=(), retry=())
@@ -246,7 +248,7 @@ def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], host
         own = replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs))
         mine = replace(options, device=hosts.devices[number], share=number)
         main = partial(be_share, own, trainer.output.absolute(), trainer.max_steps, mine)
-        found.append(Member(f"share {number}", main))
+        found.append(Supervised(f"share {number}", main))
     return found
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from weftune.launch.processes import (
     CRASHED,
     INTERRUPTED,
+    THREADS,
     be_process,
     forks,
     how_ended,
@@ -42,7 +43,7 @@ GRACE = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Supervised:
     """A process to be started. What it runs may tell the launcher something; None is a sign of life."""
 
     name: str
@@ -56,7 +57,7 @@ class Team:
     """Processes that are lost and started again together. The team ends with its first member, which alone
     hears of Ctrl-C and SIGTERM."""
 
-    members: Callable[[int], Sequence[Member]]
+    members: Callable[[int], Sequence[Supervised]]
     """By how often it has been started before."""
     named: str = "it"
     """In the sentence that says what is started again."""
@@ -190,12 +191,12 @@ class Supervisor:
             self._start(number)
 
 
-def start(member: Member, logs: Path | None, neighbours: int) -> _Process:
+def start(member: Supervised, logs: Path | None, neighbours: int) -> _Process:
     """Start a process, one of so many on this machine."""
-    context = forks()
+    context, told = forks(neighbours), THREADS in os.environ
     ours, theirs = context.Pipe(duplex=False)
     own = logs / f"{member.name.replace(' ', '-')}.log" if logs else Path(os.devnull)
-    arguments = (member.main, theirs, None if member.prints else own, neighbours)
+    arguments = (member.main, theirs, None if member.prints else own, None if told else neighbours)
     process = context.Process(target=be_process, args=arguments, name=member.name)
     process.start()
     theirs.close()

@@ -20,7 +20,7 @@ import typer
 from torch.distributed import TCPStore
 
 from weftune.errors import UserError
-from weftune.launch.supervise import Member, Supervisor, Team
+from weftune.launch.supervise import Supervised, Supervisor, Team
 from weftune.run.workers.groups import (
     LOOPBACK,
     Wires,
@@ -105,12 +105,12 @@ Main = Callable[[], object]
 def launch(main: Main, first: Sequence[str], again: Sequence[str], workers: int, output: Path) -> int:
     """Run `weftune FIRST` in so many processes, `weftune AGAIN` after a loss. The first one's exit code."""
 
-    def members(attempt: int) -> list[Member]:
+    def members(attempt: int) -> list[Supervised]:
         stores[:] = [loopback_store()]
         words, port = list(again if attempt else first), stores[0].port
         told = [environment(worker, workers, port) for worker in range(workers)]
         started = [partial(be_worker, main, words, one) for one in told]
-        return [Member(f"worker {number}", one, prints=number == 0) for number, one in enumerate(started)]
+        return [Supervised(f"worker {number}", one, prints=number == 0) for number, one in enumerate(started)]
 
     stores: list[TCPStore] = []
     say = partial(print, "weftune:", file=sys.stderr, flush=True)

@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from weftune.core.head import Head
+from weftune.core.shapes import logit_rows
 from weftune.ops.triton.at_hand import kernels_at_hand
-
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Size of the logits held at a time: in a CPU's reach of caches, or enough rows to fill a GPU."""
 
 
 def target_logprobs(h_SD: Tensor, targets_S: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -30,7 +28,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_SD: Tensor, targets_S: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         wants_gradient = ctx.needs_input_grad[0]
-        rows = max(1, CHUNK_BYTES.get(h_SD.device.type, 64 << 20) // (4 * head.weight_VD.shape[0]))
+        rows = logit_rows(h_SD.device.type, head.weight_VD.shape[0])
         by_chunk = _by_kernel if kernels_at_hand(h_SD) else _by_torch
         logprobs, correct, gradients = [], [], []
         for h, targets in zip(h_SD.split(rows), targets_S.split(rows), strict=True):

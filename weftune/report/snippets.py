@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weftune.adapters.folder import read_config
 from weftune.base.spec import BaseSpec
+from weftune.core.shapes import in_wrapper
+from weftune.errors import AdapterError
 from weftune.report.read import JobRecord
 
 TRAIN = "weftune train jobs.yaml --resume"
@@ -32,16 +35,26 @@ def load_snippet(base: str, revision: str | None, folder: Path) -> str:
         arguments = [repr(str(file.parent)), f"gguf_file={file.name!r}"]
     if revision:
         arguments.append(f"revision={revision!r}")
+    model = "AutoModelForImageTextToText" if _in_wrapper(folder) else "AutoModelForCausalLM"
     return "\n".join(
         (
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import {model}, AutoTokenizer",
             "",
-            f"model = AutoModelForCausalLM.from_pretrained({', '.join(arguments)})",
+            f"model = {model}.from_pretrained({', '.join(arguments)})",
             f"model = PeftModel.from_pretrained(model, {str(folder)!r})",
             f"tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})",
         )
     )
+
+
+def _in_wrapper(folder: Path) -> bool:
+    """Whether the adapter is for the text tower of a model that sees images too."""
+    try:
+        targets = read_config(folder).get("target_modules")
+    except AdapterError:
+        return False
+    return isinstance(targets, list) and any(in_wrapper(str(target)) for target in targets)
 
 
 def generate_command(folder: Path) -> str:

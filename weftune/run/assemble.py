@@ -38,9 +38,10 @@ def resident_executor(
     part: OnWorker | None = None,
     worker: int = 0,
     agrees: Agrees | None = None,
+    at_once: bool = True,
 ) -> Executor:
     """An executor for a base that stays on its device, or for the one stage of it that this worker has.
-    Passes are captured as CUDA graphs where possible, if `graphs`."""
+    Passes are captured as CUDA graphs where possible, if `graphs`; where that pays, unless `at_once`."""
     part = part or one_device(base.shape.layers).on(0)
     adapted = AdaptedBase(base, route)
     stages = {part.own[0]: base}
@@ -50,7 +51,7 @@ def resident_executor(
     parts = Parts(
         weights=ResidentWeights(),
         activations=KeptActivations(part.own),
-        passes=CapturedPasses(plain) if graphs and adapted.capturable else plain,
+        passes=CapturedPasses(plain, at_once) if graphs and adapted.capturable else plain,
         adapters=adapters,
         agreement=_agreement(adapted, roster, adapters, timer, agrees),
         scorer=_scorer(base),

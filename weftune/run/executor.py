@@ -182,11 +182,11 @@ class Executor:
             self.activations.reserve(rows_at_once(program, self.worker))
             self.passes.begin_window(program)
             self.agreement.begin_window(program)
-            yield from self._act(_Window.of(program, fetch, self.worker), Leaving(stop), overdue)
+            yield from self._act(_OpenWindow.of(program, fetch, self.worker), Leaving(stop), overdue)
             yield from self._guarded(self.agreement.settle())
             self.agreement.end_window(self.weights.waited)
 
-    def _act(self, window: _Window, leaving: Leaving, overdue: Callable[[], bool]) -> Iterator[Event]:
+    def _act(self, window: _OpenWindow, leaving: Leaving, overdue: Callable[[], bool]) -> Iterator[Event]:
         for together, run in groupby(window.actions, lambda action: isinstance(action, Step)):
             if together:
                 steps = [action for action in run if isinstance(action, Step)]
@@ -245,7 +245,7 @@ class Executor:
         self.activations.forget()
         self.passes.abandon()
 
-    def _do(self, action: Action, window: _Window) -> Iterator[Event]:
+    def _do(self, action: Action, window: _OpenWindow) -> Iterator[Event]:
         if self.agreement.shortage and isinstance(action, Compute | Streaming):
             return
         match action:
@@ -277,7 +277,7 @@ class Executor:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def _forward(self, visit: StageVisit, window: _Window) -> None:
+    def _forward(self, visit: StageVisit, window: _OpenWindow) -> None:
         plan = window.program.microbatches[visit.microbatch]
         flight = self._microbatch(visit, window, evaluates=False)
         # Not before: what is laid out is laid out while what the first part of Steps needs comes.
@@ -301,7 +301,7 @@ class Executor:
         if visit.stage > 0:
             self.activations.passed(visit)
 
-    def _backward(self, visit: StageVisit, window: _Window) -> None:
+    def _backward(self, visit: StageVisit, window: _OpenWindow) -> None:
         number, stage = visit.microbatch, visit.stage
         self._use(stage, window.program.microbatches[number], returning=True)
         if (flight := self._in_flight.get(number)) is None:
@@ -321,7 +321,7 @@ class Executor:
         if stage == self.part.own[0]:
             self._lay_ahead(number, window)
 
-    def _evaluate(self, visit: StageVisit, window: _Window) -> Iterator[Event]:
+    def _evaluate(self, visit: StageVisit, window: _OpenWindow) -> Iterator[Event]:
         plan = window.program.microbatches[visit.microbatch]
         flight = self._microbatch(visit, window, evaluates=True)
         self._use(visit.stage, plan, returning=False)
@@ -369,7 +369,7 @@ class Executor:
 
     # -- rows --------------------------------------------------------------------------------------------
 
-    def _microbatch(self, visit: StageVisit, window: _Window, evaluates: bool) -> _InFlight | None:
+    def _microbatch(self, visit: StageVisit, window: _OpenWindow, evaluates: bool) -> _InFlight | None:
         """The state of a microbatch, created at its first visit here; None if all its jobs are dead."""
         if visit.stage == self.part.own[0]:
             plan = self.agreement.alive(window.program.microbatches[visit.microbatch])
@@ -380,12 +380,12 @@ class Executor:
                 self._in_flight[visit.microbatch] = _InFlight(rows, TimedPass(plan, training=not evaluates))
         return self._in_flight.get(visit.microbatch)
 
-    def _laid(self, plan: MicrobatchPlan, window: _Window, evaluates: bool) -> LaidMicrobatch:
+    def _laid(self, plan: MicrobatchPlan, window: _OpenWindow, evaluates: bool) -> LaidMicrobatch:
         if not evaluates and self._next is not None and self._next[0] == plan:
             return self._next[1]
         return lay(window.fetch(plan, evaluates), plan.rows, self.base.device)
 
-    def _lay_ahead(self, number: int, window: _Window) -> None:
+    def _lay_ahead(self, number: int, window: _OpenWindow) -> None:
         """Lay out the next microbatch while a GPU computes: at a Step the host would have to wait for the
         GPU."""
         self._next = None
@@ -425,7 +425,7 @@ class Executor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _OpenWindow:
     """A Program, the function that lays out its microbatches, and this worker's list of actions."""
 
     program: Program
@@ -435,7 +435,7 @@ class _Window:
     """Microbatches that have a backward."""
 
     @classmethod
-    def of(cls, program: Program, fetch: Fetch, worker: int) -> _Window:
+    def of(cls, program: Program, fetch: Fetch, worker: int) -> _OpenWindow:
         actions = program.devices[worker]
         trained = frozenset(action.microbatch for action in actions if isinstance(action, Forward))
         return cls(program, fetch, actions, trained)

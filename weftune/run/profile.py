@@ -7,8 +7,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -88,18 +90,27 @@ CASES = (
 )
 """For a CPU. A GPU's passes are `GPU_SCALE` times as large: below that it waits for the host."""
 GPU_SCALE = 4
+BESIDE = CASES[1]
+"""The passes beside which a process prepares what it will write."""
 
 
 def measure_profile(
-    config: PretrainedConfig, shape: ModelShape, model: str, device: torch.device, watch: Watch
+    config: PretrainedConfig,
+    shape: ModelShape,
+    model: str,
+    device: torch.device,
+    watch: Watch,
+    beside: Callable[[], object] | None = None,
 ) -> Profile:
-    """`shape` is that of the whole base, which is never built."""
+    """`shape` is that of the whole base, which is never built. `beside` is what a process does in a thread
+    while it makes its first passes."""
     began = time.monotonic()
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.bytes_per_value]
     cases = [case for case in _cases(device) if case.length <= shape.context]
     passes: list[LayeredPass] = []
     steps: list[StateTime] = []
     firsts: list[float] = []
+    delay = 0.0
     peaks = _Peaks(device)
     for number, depth in enumerate(DEPTHS):
         with _Bench(_shallow(config, depth, dtype, device), peaks) as bench:
@@ -109,6 +120,8 @@ def measure_profile(
                 passes += [LayeredPass(depth, *one) for one in found.passes]
                 steps += found.steps
                 firsts += found.firsts
+            if beside is not None and depth == DEPTHS[-1] and BESIDE in cases:
+                delay = bench.delay(BESIDE, beside)
     watch(len(DEPTHS) * len(cases), len(DEPTHS) * len(cases))
     return Profile(
         key=key_here(shape, device),
@@ -116,7 +129,7 @@ def measure_profile(
         passes=tuple(passes),
         steps=tuple(steps),
         seconds=time.monotonic() - began,
-        first_seconds=firsts[0] if firsts and device.type == "cpu" else 0.0,
+        first_seconds=firsts[0] + delay if firsts and device.type == "cpu" else 0.0,
     )
 
 
@@ -191,6 +204,29 @@ class _Bench:
 
     def measure(self, case: ProfileCase) -> _Found:
         """The median of the measured passes; nothing where the case does not fit into memory."""
+        with self._aboard(case) as names:
+            try:
+                return self._run(case, names)
+            except OutOfMemory:
+                return _Found((), (), ())
+
+    def delay(self, case: ProfileCase, work: Callable[[], object]) -> float:
+        """Seconds that passes take longer while `work` is done in a thread: Python runs one at a time."""
+        with self._aboard(case) as names:
+            made = self.warmup + self.repeats
+            times, _ = self._times(case, names, made)
+            usual = median(one.seconds for one in times[self.warmup :])
+            thread, longer = Thread(target=work), 0.0
+            thread.start()
+            while thread.is_alive():
+                (one,), _ = self._times(case, names, 1, made)
+                longer, made = longer + max(0.0, one.seconds - usual), made + 1
+            thread.join()
+        return longer
+
+    @contextmanager
+    def _aboard(self, case: ProfileCase) -> Iterator[list[str]]:
+        """Attach the jobs of a case, for as long as it is measured."""
         names = [f"job{number}" for number in range(case.jobs)]
         spec = LoraSpec(rank=case.rank, alpha=float(case.rank))
         for name in names:
@@ -198,21 +234,25 @@ class _Bench:
             training = new_training(member, RECIPE, self.base.shape.sites, self.base.dtype, self.base.device)
             self.executor.attach(training)
         try:
-            return self._run(case, names)
-        except OutOfMemory:
-            return _Found((), (), ())
+            yield names
         finally:
             for name in names:
                 self.executor.detach(name)
 
-    def _run(self, case: ProfileCase, names: Sequence[str]) -> _Found:
-        rounds = self.warmup + self.repeats
+    def _times(
+        self, case: ProfileCase, names: Sequence[str], rounds: int, made: int = 0
+    ) -> tuple[list[PassTime], list[StateTime]]:
+        """Of so many passes and their Steps, after others that were `made`."""
         times, steps = [], []
-        for event in self.executor.run(_program(case, names, rounds), self._fetch, lambda: False):
+        for event in self.executor.run(_program(case, names, rounds, made), self._fetch, lambda: False):
             if isinstance(event, Passed):
                 times.append(event.time)
             elif isinstance(event, StepsMade):
                 steps.append(event.time)
+        return times, steps
+
+    def _run(self, case: ProfileCase, names: Sequence[str]) -> _Found:
+        times, steps = self._times(case, names, self.warmup + self.repeats)
         memory = MemoryModel(self.base.shape, budget=0)
         parameters = sum(self.executor.aboard[name].layout.size for name in names)
         known = self.base.shape.base_bytes + parameters * memory.bytes_per_parameter
@@ -230,16 +270,16 @@ class _Bench:
         return _microbatch(plan, self.base.shape.vocabulary)
 
 
-def _program(case: ProfileCase, names: Sequence[str], rounds: int) -> Program:
+def _program(case: ProfileCase, names: Sequence[str], rounds: int, made: int = 0) -> Program:
     actions: list[Forward | Backward | Evaluate | Step] = []
     batches, microbatches = [], []
     for number in range(rounds):
-        made = [_batch(case, name, number + 1) for name in names]
-        segments = tuple(SegmentPlan(batch.job, batch.step, batch.samples) for batch in made)
+        round_ = [_batch(case, name, made + number + 1) for name in names]
+        segments = tuple(SegmentPlan(batch.job, batch.step, batch.samples) for batch in round_)
         microbatches.append(MicrobatchPlan(segments, rung=case.tokens))
         if case.training:
-            batches += made
-            actions += [Forward(number), Backward(number), *(Step(batch.job, batch.step) for batch in made)]
+            batches += round_
+            actions += [Forward(number), Backward(number), *(Step(batch.job, batch.step) for batch in round_)]
         else:
             actions.append(Evaluate(number))
     return Program(case.tokens, tuple(microbatches), tuple(batches), (tuple(actions),))

@@ -16,6 +16,7 @@ from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
 from weftune.adapters.kind import Kind
 from weftune.adapters.registry import kind_of
 from weftune.base.load import load_plain, load_tokenizer, own_dtype
+from weftune.base.rewrite import is_tower, write_wrapper
 from weftune.base.shape import model_shape, site_modules
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.core.disk import disk_errors, ordinary_modes
@@ -35,7 +36,7 @@ def write_portable(folder: Path, target: Path) -> int:
 
 def write_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None = None) -> torch.dtype:
     """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype, which
-    is that of the base's files unless another is asked for."""
+    is that of the base's files unless another is asked for. Of a text tower the whole wrapper is written."""
     kind = finished_kind(folder)
     refuse_links_out(folder)
     with new_folder(target):
@@ -44,8 +45,11 @@ def write_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None
         kind.merge(folder, site_modules(model), model_shape(model, model.dtype).sites)
         if not copy_tokenizer(folder, target):
             load_tokenizer(base).save_pretrained(target)
-        mend_generation(model)
-        model.save_pretrained(target)
+        if is_tower(model):
+            write_wrapper(model, base, target)
+        else:
+            mend_generation(model)
+            model.save_pretrained(target)
     return model.dtype
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from weftune.adapters.registry import kind_named
 from weftune.core.batch import Microbatch
-from weftune.core.shapes import JobShape, ModelShape
+from weftune.core.shapes import JobShape, ModelShape, layer_sums
 from weftune.data.collate import Part, collate
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData
@@ -68,6 +68,7 @@ def make_ready(
         data = shared.prepare(spec.data, spec.eval, progress)
     except DataError as error:
         raise DataError(_named(spec.name, mistake) for mistake in error.mistakes) from None
+    layout = kind.layout(spec.adapter, shape.sites)
     planned = curriculum(spec, data, max_steps)
     steps = planned.steps
     return Ready(
@@ -89,9 +90,10 @@ def make_ready(
             name=spec.name,
             priority=spec.priority,
             order=place,
-            trainable=kind.layout(spec.adapter, shape.sites).size,
+            trainable=layout.size,
             longest=longest_sample(data),
             batch_tokens=data.train.largest_batch(spec.batch_size),
+            by_layer=layer_sums(((one.site, one.size) for one in layout.parameters), shape.layers),
         ),
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,

@@ -17,6 +17,7 @@ from weftune.core.batch import Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
+from weftune.jobs.courses import save_interval
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
@@ -408,6 +409,9 @@ class Loop:
             case StepsMade():
                 self._timed.steps.append(event.time)
             case Stepped(job):
+                if self._is_saved_at_every_step(job):
+                    # There is no half of an interval in which the last one's checkpoint could be written.
+                    self.executor.finish_saves(job)
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
             case Evaluated():
                 self._on_evaluation(event)
@@ -435,8 +439,8 @@ class Loop:
 
     @phase(Phase.SAVING)
     def _save(self, name: str, save: Callable[[str, Path], None]) -> None:
-        """Begin a checkpoint. The job's last one is waited for: however slow the disk is, a kill costs less
-        than two intervals between checkpoints."""
+        """Begin a checkpoint. The job's last one is waited for, so that at any time all steps but those of
+        one `save_every` are in a whole one, however slow the disk is."""
         began = time.monotonic()
         self.executor.finish_saves(name)
         self._hear_writes()
@@ -449,6 +453,10 @@ class Loop:
         seconds = time.monotonic() - began
         self.saving_seconds += seconds
         self._timed.saves.append(StateTime(1, training.layout.size, seconds))
+
+    def _is_saved_at_every_step(self, name: str) -> bool:
+        job = self.jobs[name]
+        return save_interval(job.spec, job.recipe.steps) == 1
 
     def _hear_writes(self) -> None:
         """Act on what has been written since the last call, or could not be."""

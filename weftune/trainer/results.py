@@ -131,9 +131,9 @@ class TokenizerFiles:
         """Chat template, if it is not the tokenizer's own → path in a job's folder → content."""
         self._one_at_a_time = threading.Lock()
 
-    def of(self, job: Ready) -> Mapping[Path, bytes]:
-        """With the chat template that the job was trained with."""
-        chosen = job.spec.data.chat_template
+    def of(self, job: Ready | None) -> Mapping[Path, bytes]:
+        """With the chat template that the job was trained with; without a job, with the tokenizer's own."""
+        chosen = None if job is None else job.spec.data.chat_template
         template = None if chosen is None else template_source(self._tokenizer, chosen)
         with self._one_at_a_time:
             if template not in self._made:
@@ -150,7 +150,7 @@ class TokenizerFiles:
             return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
-def prepare_result(job: Ready, tokenizer: TokenizerFiles) -> None:
+def prepare_result(job: Ready | None, tokenizer: TokenizerFiles) -> None:
     """Do ahead of time what takes long and does not depend on the weights."""
     with suppress(ImportError):
         importlib.import_module("peft")

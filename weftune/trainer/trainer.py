@@ -142,7 +142,7 @@ class Trainer:
         self.jobs[job.name] = job
         if self.loop is not None and not self._has_ended(self.loop.store, job.name):
             try:
-                shape = self.loop.base.shape
+                shape = self.loop.choice.shape
                 place, shared = len(self.jobs) - 1, self._shared_data(shape)
                 ready = self._ready(job, place, shape, self.loop.store, shared)
             except UserError:

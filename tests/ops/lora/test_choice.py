@@ -15,14 +15,14 @@ import torch
 
 from tests.cases import slow_but
 from weftune.ops.lora import choice_trial
-from weftune.ops.lora.choice import MOST_ROWS, Choices, fastest, shape_of
-from weftune.ops.lora.choice_file import ChoiceFile, Machine, MeasuredOrder, file_for
+from weftune.ops.lora.choice import MOST_ROWS, Choices, Contest, fastest, shape_of
+from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine, file_for
 from weftune.ops.lora.choice_trial import JOBS, choices_on, made_up_site
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable
 from weftune.ops.lora.weave import Order, tiling
 
-MACHINE = Machine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
+MACHINE = TrialMachine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
 BOTH = (Order.wide, Order.wide_beside)
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -67,7 +67,7 @@ class Call:
 
     @property
     def shape(self):
-        return shape_of(self.x, self.weight, self.residual, self.group, self.rows)
+        return shape_of(self.x.dtype, self.weight, self.residual is not None, self.group, self.rows)
 
     def contest(self, orders=BOTH):
         return f"{self.shape.text}: {' or '.join(orders)}"
@@ -331,14 +331,59 @@ def test_a_shape_reads_as_text():
     )
 
 
-@pytest.mark.parametrize(
-    ("rows", "counted"), [(0, 1), (1, 1), (2, 2), (3, 4), (16384, 16384), (16385, 16384)]
-)
+@pytest.mark.parametrize(("rows", "counted"), [(1, 1), (2, 2), (3, 4), (16384, 16384), (16385, 16384)])
 def test_rows_are_counted_up_to_a_power_of_two_that_keeps_a_device_busy(rows, counted):
-    call = Call(rows=1, features=1, widths=(1,), aligned=False)
-    call.x = torch.zeros(rows, 1)
+    call = Call(rows=rows, features=1, widths=(1,), aligned=False)
     assert call.shape.rows == counted
     assert not call.shape.transposed
+
+
+class Compiler:
+    """Stands for Triton; notes what it is asked for."""
+
+    def __init__(self, broken=False):
+        self.broken, self.asked = broken, []
+
+    def __call__(self, shape, order):
+        self.asked.append((shape, order))
+        if self.broken:
+            raise RuntimeError("no such instruction")
+
+
+def ahead(folder, compiler, capturing=False):
+    return Choices(Clock(), ChoiceFile(folder, MACHINE), lambda: capturing, compiler)
+
+
+def test_every_order_of_every_shape_is_compiled_ahead_once(tmp_path):
+    compiler, calls = Compiler(), [Call(), Call(), Call(features=128)]
+    made = ahead(tmp_path, compiler)
+    for _ in range(2):
+        made.compile_ahead(Contest(call.shape, BOTH) for call in calls)
+    wanted = {(call.shape, order) for call in calls for order in BOTH}
+    assert len(compiler.asked) == len(wanted) == 4
+    assert set(compiler.asked) == wanted
+
+
+def test_what_is_decided_or_no_choice_is_not_compiled_ahead(tmp_path):
+    compiler = Compiler()
+    Call().of(ahead(tmp_path, None))
+    later = ahead(tmp_path, compiler)
+    later.compile_ahead([Contest(Call().shape, BOTH), Contest(Call(features=128).shape, BOTH[:1])])
+    assert compiler.asked == []
+
+
+def test_nothing_is_compiled_ahead_inside_a_capture(tmp_path):
+    compiler = Compiler()
+    ahead(tmp_path, compiler, capturing=True).compile_ahead([Contest(Call().shape, BOTH)])
+    assert compiler.asked == []
+
+
+def test_a_kernel_that_does_not_compile_ahead_is_left_to_its_pass(tmp_path):
+    compiler = Compiler(broken=True)
+    made = ahead(tmp_path, compiler)
+    made.compile_ahead([Contest(Call().shape, BOTH)])
+    assert len(compiler.asked) == 2
+    assert Call().of(made) is Order.wide_beside
 
 
 def test_an_order_that_is_just_one_percent_slower_is_as_good():
@@ -390,7 +435,7 @@ def test_the_file_of_a_gpu_is_that_of_its_name_its_versions_and_the_kernels(tmp_
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     sources = sorted((ROOT / "weftune" / "ops").rglob("*.py"))
     kernels = f"{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
-    machine = Machine("Loom 9000", "9.1", torch.__version__, triton.__version__, kernels)
+    machine = TrialMachine("Loom 9000", "9.1", torch.__version__, triton.__version__, kernels)
     assert file_for(torch.device("cuda", 3)) == ChoiceFile(tmp_path / "routes", machine)
 
 

@@ -181,6 +181,25 @@ def test_the_fit_finds_the_factors_that_made_the_peaks_and_states_how_far_it_is_
     assert fit_memory([]) == MemoryFit()
 
 
+def test_logits_that_a_profile_has_measured_are_not_learned_again_as_activations() -> None:
+    known = MemoryFit(head=0.5)
+    model, jobs = memory(fit=known), [JobShape("a", 0, 0, 10**6, 60)]
+    needs = [model.need(jobs, tokens, supervised=3 * tokens // 4) for tokens in (100, 400, 1600)]
+    fit = fit_memory([Peak(need, need.total(known)) for need in needs], known)
+    assert fit.head == known.head
+    assert fit.activations == pytest.approx(1.0, rel=0.01)
+    assert fit.slack == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_run_that_was_begun_before_the_head_was_counted_alone_goes_on() -> None:
+    run = learned(fit=MemoryFit(head=0.5))
+    older = run.recorded()
+    assert older["memory"]["head"] == 0.5
+    del older["memory"]["head"]
+    run.resume(older)
+    assert run.memory.fit.head == 0.0
+
+
 def test_the_stated_error_is_kept_free_by_whoever_must_fit() -> None:
     sure, wary = memory(), memory(fit=MemoryFit(error=1 << 30))
     assert wary.peak_bytes(JOBS, 100) == sure.peak_bytes(JOBS, 100)

@@ -2,8 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from weftune.core.shapes import JobShape, ModelShape, SiteShape
-from weftune.plan.cost.memory import FUSED_SLACK_BYTES, SLACK_BYTES, MemoryModel, gib, longest
+from weftune.core.shapes import JobShape, LayerRange, ModelShape, SiteShape, layer_sums, logit_rows
+from weftune.plan.cost.memory import (
+    FUSED_SLACK_BYTES,
+    SLACK_BYTES,
+    MemoryFit,
+    MemoryModel,
+    gib,
+    longest,
+)
+from weftune.plan.program.layout import in_stages
 from weftune.plan.program.recompute import NOTHING, Recompute
 
 SITES = (SiteShape("up", 100, 400), SiteShape("down", 400, 100))
@@ -123,3 +131,59 @@ def test_of_a_mixture_all_experts_are_held_and_the_active_ones_activated() -> No
         assert memory.recompute([job()], most=10**9) == NOTHING
     assert [site.weights for site in experts] == [8 * 40_000, 8 * 20_000]
     assert mixture.active_parameters == 10**6 - 6 * 60_000
+
+
+def in_two(**changes) -> MemoryModel:
+    """Ten layers cut into seven and three, by two workers."""
+    layout = in_stages([LayerRange(0, 7, 10), LayerRange(7, 10, 10)])
+    sites = tuple(replace(site, name=f"layers.{n}.{site.name}") for n in range(10) for site in SITES)
+    whole = replace(shape(4), layers=10, sites=sites, vocabulary=1000)
+    return replace(MemoryModel(whole, 10**12, 5000, layout=layout), **changes)
+
+
+def test_logits_are_counted_for_the_worker_that_has_the_head_and_up_to_one_chunk() -> None:
+    known = in_two(fit=MemoryFit(head=0.5))
+    chunk = logit_rows("cpu", 1000)
+    for supervised in (0, 100, chunk, 10 * chunk):
+        without, with_head = known.worker_needs([job()], 200, supervised=supervised)
+        assert without.head == 0
+        assert with_head.head == 2 * 4 * 1000 * min(supervised, chunk)
+    free = replace(with_head, head=0)
+    assert with_head.total(known.fit) - free.total(known.fit) == with_head.head // 2
+    assert with_head.total(MemoryFit()) == free.total(MemoryFit()), "until measured, the slack counts them"
+
+
+def test_the_fullest_worker_is_the_one_by_what_was_measured() -> None:
+    """By the layers it is the first; with logits that were measured, the last."""
+    plain, known = in_two(), in_two(fit=MemoryFit(head=1.0))
+    assert plain.holding([job()], [100, 100], NOTHING, 4000).head == 0
+    assert known.holding([job()], [100, 100], NOTHING, 4000).head > 0
+
+
+def test_the_state_of_adapters_is_where_their_layers_are() -> None:
+    memory, spread = in_two(), job(trainable=1000)
+    assert [need.state for need in memory.worker_needs([spread], 0)] == [20 * 700, 20 * 300]
+    last = replace(spread, by_layer=(0,) * 9 + (1000,))
+    assert [need.state for need in memory.worker_needs([last], 0)] == [0, 20 * 1000]
+    shared = replace(spread, by_layer=(0,) * 9 + (600,))
+    assert [need.state for need in memory.worker_needs([shared], 0)] == [20 * 400, 20 * 1000]
+
+
+def test_parameters_are_summed_by_the_layer_that_a_site_is_named_after() -> None:
+    parameters = [("model.layers.1.up", 3), ("model.layers.1.down", 4), ("model.layers.0.up", 1), ("", 9)]
+    assert layer_sums(parameters, 3) == (1, 7, 0)
+
+
+def test_only_the_first_worker_holds_what_its_process_has_alone() -> None:
+    first, other = in_two(first_only=2000).worker_needs([job()], 10)
+    plain_first, plain_other = in_two().worker_needs([job()], 10)
+    assert first.resident == plain_first.resident
+    assert other.resident == plain_other.resident - 2000
+
+
+def test_the_capacity_leaves_room_for_the_logits_of_a_chunk() -> None:
+    fit = MemoryFit(head=1.0)
+    wide = replace(model(10**8), fit=fit, shape=replace(shape(), vocabulary=10**6))
+    capacity = wide.capacity([job()], 10**6)
+    assert wide.peak_bytes([job()], capacity) <= wide.budget
+    assert capacity < model(10**8).capacity([job()], 10**6)

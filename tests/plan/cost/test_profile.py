@@ -108,6 +108,34 @@ def test_activations_of_the_base_follow_from_the_peaks_of_few_layers() -> None:
     assert fit.slack == pytest.approx(0.5, rel=0.05)
 
 
+def test_what_supervised_rows_take_is_told_from_what_layers_do() -> None:
+    """Were it counted with the activations, workers without a head would be given room for logits."""
+    memory = MemoryModel(SHAPE, 10**12)
+    peaks = {one: 0.8 * memory.head_bytes(one.time.work.supervised) for one in profile().passes}
+    passes = tuple(
+        replace(one, peak_bytes=one.peak_bytes + int(more)) if one.peak_bytes else one
+        for one, more in peaks.items()
+    )
+    fit, plain = memory_of(replace(profile(), passes=passes), memory), memory_of(profile(), memory)
+    assert fit.head == pytest.approx(0.8, rel=0.05)
+    assert fit.activations == pytest.approx(plain.activations, rel=0.02)
+    assert plain.head == pytest.approx(0.0, abs=0.01)
+
+
+def test_the_process_of_a_worker_is_its_own_and_that_of_an_older_profile_the_only_one(tmp_path) -> None:
+    file = tmp_path / "profile.json"
+    mine = replace(profile(), process_bytes=500, first_worker_bytes=420, worker_bytes=360)
+    write_profile(file, mine)
+    assert read_profile(file) == mine
+    assert (mine.process_bytes_of(1), mine.process_bytes_of(2), mine.first_only_bytes) == (500, 420, 60)
+    older = json.loads(to_json(mine))
+    del older["first_worker_bytes"], older["worker_bytes"]
+    file.write_text(json.dumps(older))
+    found = read_profile(file)
+    assert found is not None
+    assert (found.process_bytes_of(1), found.process_bytes_of(2), found.first_only_bytes) == (500, 500, 0)
+
+
 def test_peaks_that_no_token_moves_leave_a_share_of_what_is_known() -> None:
     """An allocator that took a GiB ahead: a token that takes nothing would leave room for all there are."""
     flat = replace(profile(), passes=tuple(replace(one, peak_bytes=10**9) for one in profile().passes))

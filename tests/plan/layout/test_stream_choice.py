@@ -52,6 +52,7 @@ def test_on_small_bases_nothing_is_faster_by_more_than_a_fiftieth(layers, jobs, 
         assert least * (1 - 1e-9) <= choice.step_seconds <= 1.02 * least
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(7, 24), JOBS, DEVICES, SHARES, TOKENS)
 def test_it_is_never_slower_than_the_largest_or_the_smallest_stages(layers, jobs, device, share, tokens):

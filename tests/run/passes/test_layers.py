@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import bench
+from tests.base.packs import packed, random_samples
 from tests.cases import slow_but
 from tests.families import VOCABULARY, config, randomised, tiny
 from tests.interpreter import interpret
@@ -14,6 +15,7 @@ from weftune.adapters import banks
 from weftune.base.attention import pack
 from weftune.base.host.streamed import stream_model
 from weftune.base.model import Base
+from weftune.base.outline import as_tower
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops.lora.routes import Route
@@ -91,6 +93,20 @@ def trained(base, route, monkeypatch, steps=STEPS, recompute=NOTHING):
     losses = {(e.job, e.step): e.outcome.loss for e in events if isinstance(e, Stepped)}
     assert len(losses) == steps * len(jobs)
     return losses, {job.name: executor.aboard[job.name].master for job in jobs}
+
+
+@pytest.mark.parametrize("family", slow_but(["mistral", "gemma3"], ["gemma3"]))
+def test_the_fused_layers_of_a_text_tower_compute_what_the_plain_ones_do(family, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = BaseSpec(model=f"tiny/{family}", dtype="float32")
+    base = Base.from_model(as_tower(tiny(family, torch.float32)), spec, bench.CPU)
+    microbatch = packed(random_samples((9, 1)))
+    plain_TD = base.hidden(microbatch)
+    adapted = AdaptedBase(base, Route.tiled)
+    assert adapted.fused
+    torch.testing.assert_close(base.hidden(microbatch), plain_TD, rtol=1e-5, atol=1e-5)
+    adapted.unweave()
+    assert torch.equal(base.hidden(microbatch), plain_TD)
 
 
 @pytest.mark.parametrize("family", slow_but(FUSED, ["qwen2"]))

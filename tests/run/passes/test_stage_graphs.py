@@ -273,6 +273,7 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(banks, "SLOTS", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 @pytest.mark.parametrize(
     ("cut", "short_at", "captures"),
@@ -280,7 +281,7 @@ def interpreter(monkeypatch):
         pytest.param(
             a_layer_each(2, travels=True, offloaded_rows=2 * LENGTH), (), len(ROUND), id="travelling"
         ),
-        pytest.param(a_layer_each(), {4}, 2, id="short of memory", marks=pytest.mark.slow),
+        pytest.param(a_layer_each(), {4}, 2, id="short of memory"),
     ],
 )
 def test_captured_passes_give_the_bits_of_plain_ones(cut, short_at, captures, interpreter):

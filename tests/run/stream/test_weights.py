@@ -97,7 +97,7 @@ def queue(tmp_path, monkeypatch):
         base.sources[stage] = Held(source, stage, copied)
     weights = StreamedWeights(base)
     weights.accompany(beside.append, lambda stage: None)
-    weights._queue = module._GpuQueue(weights, module._Read(weights))
+    weights._queue = module._GpuQueue(weights, module._StageRead(weights))
     yield weights, copied, beside
     for source in base.sources.values():
         source.go.set()

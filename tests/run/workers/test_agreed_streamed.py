@@ -66,7 +66,7 @@ def even_jobs(base):
         )
         for seed, name in enumerate("abc")
     ]
-    keys = {"eval": {"fraction": 0.3, "every": 2}, "save_every": 2, "clip": 1e9, "adapter": {"rank": 4}}
+    keys = {"eval": {"fraction": 0.3, "every": 2}, "save_every": 4, "clip": 1e9, "adapter": {"rank": 4}}
     return [*jobs, aboard.ready(base, "d", seed=3, steps=4, **keys)]
 
 

@@ -26,9 +26,10 @@ from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.draw import fill_uniform, parameter_key
 from weftune.ops.dropout import key
+from weftune.ops.lora.choice import Contest
 from weftune.ops.lora.routes import Block, Blocks, Factors, Route, add_lora
 from weftune.ops.lora.table import Entry, Group, SlotTable
-from weftune.ops.lora.tiled import woven_linear
+from weftune.ops.lora.tiled import contest_at, woven_linear
 
 LEAST_RANK = 16
 """Kernels multiply at least so many ranks at once."""
@@ -116,22 +117,30 @@ class LoraBank:
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         assert bound.rows is not None, "the rows were not dealt out"
-        if self._table is None:
-            self._make_table(x_TK)
-        assert self._table is not None
-        assert not self._unsent, "the pass was bound before who came or went was known"
-        group = Group(self._columns, self._table, self._rank, self._drops)
         return woven_linear(
             x_TK,
             frozen.weight,
             frozen.bias_N,
             residual_TN,
             bound.anchor,
-            group,
+            self._group(x_TK),
             bound.rows,
             bound.training,
             bound.choices,
         )
+
+    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Contest | None:
+        weight_NK = frozen.weight
+        if bound.rows is None or not isinstance(weight_NK, Tensor) or weight_NK.dim() != 2:
+            return None
+        return contest_at(weight_NK, residual, self._group(weight_NK), bound.rows, weight_NK.dtype)
+
+    def _group(self, like: Tensor) -> Group:
+        if self._table is None:
+            self._make_table(like)
+        assert self._table is not None
+        assert not self._unsent, "the pass was bound before who came or went was known"
+        return Group(self._columns, self._table, self._rank, self._drops)
 
     def _block(self, seat: _Seat, site: str, segment: Segment, bound: Pass) -> Block:
         spec: LoraSpec = seat.member.spec

@@ -25,7 +25,7 @@ from weftune.adapters.lora.spec import (
     stored_path,
     weight_names,
 )
-from weftune.core.shapes import SiteShape
+from weftune.core.shapes import SiteShape, in_wrapper
 from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
 
@@ -84,7 +84,10 @@ def target_modules(spec: LoraSpec, targeted: Sequence[str], sites: Sequence[Site
     """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same.
 
     So is any expression where the base has experts: PEFT would look for names of experts and routers in it.
+    In a wrapper every module is named: anything shorter could mean modules of its vision tower too.
     """
+    if any(in_wrapper(name) for name in targeted):
+        return sorted(targeted)
     if not isinstance(spec.targets, str):
         return list(spec.targets)
     if spec.targets.lower() != ALL_LINEAR and not any(site.experts for site in sites):

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from weftune.base import attention
 from weftune.base.families import refuse_modules
 from weftune.base.host.mapped import MappedWeights, map_weights
 from weftune.base.host.pinned import host_bytes
 from weftune.base.host.source import HostStage, MappedStage, SourcePart, StageSource, Staging
 from weftune.base.load import load_plain
-from weftune.base.model import Base, own_config
+from weftune.base.model import Base, own_config, take_packs
 from weftune.base.place import explained
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
@@ -166,8 +165,7 @@ def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None
     _place_the_rest(model, device, {piece.name for found in pieces.values() for piece in found}, fill)
     model.eval().requires_grad_(False)
     own_config(model)
-    attention.register()
-    model.set_attn_implementation(attention.NAME)
+    take_packs(model)
     return StreamedBase(base, part, sources, arena)
 
 

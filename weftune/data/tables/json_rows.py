@@ -121,7 +121,7 @@ def read_json(path: Path, label: str) -> Iterator[Row]:
 def read_array(path: Path, label: str) -> Iterator[Row]:
     # Undecodable bytes become lone surrogates, which the check of every text refuses by row.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        window = _Window(file, label)
+        window = _TextWindow(file, label)
         window.expect("[")
         if window.peek() == "]":
             return
@@ -137,7 +137,7 @@ def read_array(path: Path, label: str) -> Iterator[Row]:
             window.fail("something stands after the end of the array")
 
 
-class _Window:
+class _TextWindow:
     """The part of a large JSON text that is in memory: never more than a few rows."""
 
     def __init__(self, file: TextIO, label: str) -> None:

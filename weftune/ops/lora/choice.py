@@ -10,7 +10,8 @@ Shapes: T rows, K inputs, N outputs of all parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ TIE = 1.01
 """An order within this share of the fastest counts as equal, so that noise does not decide."""
 MOST_ROWS = 1 << 14
 """More rows than these keep every part of a device as busy, and would only make the trial longer."""
+MOST_THREADS = 8
+"""Compilers at once: beyond these they wait for the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,20 @@ class Shape:
 
 Measure = Callable[[Shape, Sequence[Order]], Mapping[Order, float]]
 """Microseconds of every order that the device can run; `torch.OutOfMemoryError` if a trial does not fit."""
+Compile = Callable[[Shape, Order], None]
+"""Have the kernels of an order compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """The orders that may be used at sites of one shape."""
+
+    shape: Shape
+    orders: tuple[Order, ...]
+
+    @property
+    def text(self) -> str:
+        return f"{self.shape.text}: {' or '.join(self.orders)}"
 
 
 class Choices:
@@ -68,12 +85,42 @@ class Choices:
         measure: Measure,
         file: ChoiceFile | None,
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+        compile: Compile | None = None,
     ) -> None:
         """Without a file nothing is measured: an interpreter's times say nothing about a GPU."""
         self._measure = measure
         self._file = file
         self._capturing = capturing
-        self._orders: dict[tuple[Shape, tuple[Order, ...]], Order] = {}
+        self._compile = compile
+        self._compiled: set[Contest] = set()
+        self._orders: dict[Contest, Order] = {}
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `compile_ahead` does anything."""
+        return self._file is not None and self._compile is not None
+
+    def compile_ahead(self, contests: Iterable[Contest]) -> None:
+        """Compile the kernels of all contests that are not decided yet, side by side.
+
+        Whatever goes wrong is left to the pass that needs the kernel.
+        """
+        new = {one for one in contests if len(one.orders) > 1} - self._compiled - self._orders.keys()
+        if self._file is None or self._compile is None or not new or self._capturing():
+            return
+        self._compiled |= new
+        known = self._file.read()
+        asked = [(one.shape, order) for one in new if one.text not in known for order in one.orders]
+        if not asked:
+            return
+
+        def compiled(one: tuple[Shape, Order], compile: Compile = self._compile) -> None:
+            with suppress(Exception):
+                compile(*one)
+
+        with phase(Phase.COMPILING), ThreadPoolExecutor(min(MOST_THREADS, len(asked))) as threads:
+            list(threads.map(compiled, asked))
+        torch.cuda.empty_cache()
 
     def order(
         self,
@@ -87,22 +134,22 @@ class Choices:
         """One of `orders`, those that may be used; the first of them where nothing can be measured."""
         if self._file is None or len(orders) == 1:
             return orders[0]
-        key = shape_of(x_TK, weight_NK, residual_TN, group, rows), orders
-        if key not in self._orders:
+        contest = Contest(shape_of(x_TK.dtype, weight_NK, residual_TN is not None, group, rows), orders)
+        if contest not in self._orders:
             if self._capturing():
                 # Nothing may wait for the device now. Not remembered: the next pass may well measure.
                 return orders[0]
-            self._orders[key] = self._find(self._file, *key)
-        return self._orders[key]
+            self._orders[contest] = self._find(self._file, contest)
+        return self._orders[contest]
 
-    def _find(self, file: ChoiceFile, shape: Shape, orders: tuple[Order, ...]) -> Order:
-        contest = f"{shape.text}: {' or '.join(orders)}"
-        known = file.read().get(contest)
+    def _find(self, file: ChoiceFile, contest: Contest) -> Order:
+        orders = contest.orders
+        known = file.read().get(contest.text)
         if known is not None and known.order in orders:
             return known.order
         times: Mapping[Order, float] | None = None
         with phase(Phase.TRYING), suppress(torch.OutOfMemoryError):
-            times = self._measure(shape, orders)
+            times = self._measure(contest.shape, orders)
         if times is None:
             # Another process may have more room, so the file is not told.
             torch.cuda.empty_cache()
@@ -110,19 +157,19 @@ class Choices:
         if not times:
             # No kernel of theirs runs on this device. The library's product runs on all.
             return Order.wide
-        return file.add(contest, MeasuredOrder(fastest(times), times), orders).order
+        return file.add(contest.text, MeasuredOrder(fastest(times), times), orders).order
 
 
-def shape_of(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor | None, group: Group, rows: Rows) -> Shape:
+def shape_of(dtype: torch.dtype, weight_NK: Tensor, residual: bool, group: Group, rows: Rows) -> Shape:
     return Shape(
-        dtype=x_TK.dtype,
-        features=x_TK.shape[1],
+        dtype=dtype,
+        features=weight_NK.shape[1],
         widths=tuple(high - low for low, high in group.columns),
-        rows=min(MOST_ROWS, 1 << (max(1, x_TK.shape[0]) - 1).bit_length()),
+        rows=min(MOST_ROWS, 1 << (max(1, len(rows.token_index_T)) - 1).bit_length()),
         ranks=rank_block(group.rank),
         slots=len(rows.key_S),
         drops=group.drops,
-        residual=residual_TN is not None,
+        residual=residual,
         transposed=weight_NK.stride(0) < weight_NK.stride(1),
         aligned=group.table.aligned,
     )

@@ -23,7 +23,7 @@ from weftune.ops.lora.weave import Order
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class TrialMachine:
     """The machine that a measurement is valid for."""
 
     device: str
@@ -44,7 +44,7 @@ class MeasuredOrder:
 @dataclass(frozen=True, slots=True)
 class ChoiceFile:
     folder: Path
-    machine: Machine
+    machine: TrialMachine
 
     @property
     def path(self) -> Path:
@@ -108,7 +108,7 @@ def file_for(device: torch.device) -> ChoiceFile | None:
     import triton
 
     card = torch.cuda.get_device_properties(device)
-    machine = Machine(
+    machine = TrialMachine(
         card.name, f"{card.major}.{card.minor}", torch.__version__, triton.__version__, _kernels()
     )
     return ChoiceFile(cache_folder() / "routes", machine)

@@ -38,7 +38,16 @@ HEAD_START = 4_000_000
 
 def choices_on(device: torch.device) -> Choices:
     """For the sites of a base on this device."""
-    return Choices(partial(time_orders, device=device), file_for(device))
+    return Choices(
+        partial(time_orders, device=device), file_for(device), compile=partial(compile_order, device=device)
+    )
+
+
+@torch.no_grad()
+def compile_order(shape: Shape, order: Order, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        made_up_site(shape, device).step(order)
+        torch.cuda.current_stream().synchronize()
 
 
 @torch.no_grad()

@@ -18,13 +18,19 @@ from torch import Tensor
 
 from weftune.core.weight import FrozenWeight, Weight, matrix_of
 from weftune.ops.lora.aside import Aside
-from weftune.ops.lora.choice import Choices
+from weftune.ops.lora.choice import Choices, Contest, shape_of
 from weftune.ops.lora.fused import fused_dx, fused_y
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import add_gradients, da, db, down, ds, ds_db, room_for_da, room_for_db
 from weftune.ops.lora.weave import Weave, contestants, tiling
 from weftune.ops.lora.wide import wide_dx, wide_y
+
+
+def contest_at(weight_NK: Tensor, residual: bool, group: Group, rows: Rows, dtype: torch.dtype) -> Contest:
+    """What `woven_linear` will have to choose from."""
+    orders = contestants(weight_NK, group, weight_NK.device)
+    return Contest(shape_of(dtype, weight_NK, residual, group, rows), orders)
 
 
 def woven_linear(

@@ -18,7 +18,7 @@ from weftune.plan.cost.refit import Times, WindowTime, refit
 from weftune.plan.cost.time import CostModel, PassTime, Sizes, StateTime
 from weftune.plan.program.program import Program
 
-_FIT = {"state": float, "activations": float, "slack": float, "error": int}
+_FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
 
 EVALUATION_PART = 1 / 3
 """What a row that is evaluated takes of one that is trained: a forward, and no backward of twice that."""
@@ -106,7 +106,9 @@ class Learned:
     def resume(self, record: Mapping[str, Any]) -> None:
         """Go on from what was recorded; ValueError for anything else."""
         try:
-            fit = MemoryFit(**{name: type_(record["memory"][name]) for name, type_ in _FIT.items()})
+            # Runs that were begun before the head was counted alone have recorded nothing of it.
+            memory = {"head": 0.0, **record["memory"]}
+            fit = MemoryFit(**{name: type_(memory[name]) for name, type_ in _FIT.items()})
             self.version, self.windows = int(record["version"]), int(record["windows"])
             # Runs that were begun before windows had a length in seconds have not recorded any.
             seconds = record.get("row_seconds")

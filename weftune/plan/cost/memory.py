@@ -1,10 +1,10 @@
 """What a run needs of each device's memory, before anything is loaded, in every layout.
 
-peak = process + base + state of every adapter aboard + activations of one microbatch + slack. The bytes of
-activation per token come from the sites: what a layer keeps for its backward is proportional to the widths of
-its linears. Where stages take turns, a forward is recomputed: what they were given is kept, and what passes
-of the largest one hold. Every prediction is logged beside the measured peak, and `memory_fit.py` learns from
-both.
+peak = process + base + state of every adapter aboard + activations of one microbatch + logits of one chunk +
+slack. The bytes of activation per token come from the sites: what a layer keeps for its backward is
+proportional to the widths of its linears. Logits are only where the head is. Where stages take turns, a
+forward is recomputed: what they were given is kept, and what passes of the largest one hold. Every prediction
+is logged beside the measured peak, and `memory_fit.py` learns from both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from weftune.core.shapes import JobShape, LayerRange, ModelShape
+from weftune.core.shapes import JobShape, LayerRange, ModelShape, logit_rows
 from weftune.plan.cost.estimate import layer_bytes
 from weftune.plan.cost.layers import stage_shape
 from weftune.plan.cost.ring import ring_bytes, stage_parts
@@ -34,6 +34,8 @@ SMALL_BYTES, TINY_BYTES = 50 << 20, 50 << 10
 SLACK_BYTES = 256 << 20
 FUSED_SLACK_BYTES = 3 << 30
 """Logits of one chunk, temporaries and the allocator's rounding. A GPU's chunks are larger."""
+LOGIT_COPIES = 2
+"""Of a chunk's logits: as they are, and normalised, which then become their gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class MemoryFit:
     state: float = 1.0
     activations: float = 1.0
     slack: float = 1.0
+    head: float = 0.0
+    """0: nothing is known of the head alone, and the slack counts its logits."""
     error: int = 0
     """Bytes by which a prediction may be too low: whoever must fit, fits with so much more."""
 
@@ -59,10 +63,12 @@ class Need:
     state: int
     activations: int
     slack: int
+    head: int = 0
+    """Logits of one chunk, where the worker has the head."""
 
     def total(self, fit: MemoryFit) -> int:
         fitted = fit.state * self.state + fit.activations * self.activations + fit.slack * self.slack
-        return self.resident + int(fitted)
+        return self.resident + int(fitted + fit.head * self.head)
 
 
 SPARE = 1
@@ -77,7 +83,7 @@ class MemoryModel:
     budget: int
     """Bytes that the run may take of each worker's device in all."""
     taken: int = 0
-    """What a worker's process holds before anything of the run is loaded."""
+    """What the first worker's process holds before anything of the run is loaded."""
     fused: bool = False
     """Whether layers run as fused ops, which keep less and can recompute."""
     fit: MemoryFit = UNFITTED
@@ -85,32 +91,56 @@ class MemoryModel:
     slack: int | None = None
     """Logits of one chunk, temporaries and the allocator's rounding; None: as is usual."""
     spare: int = SPARE
+    first_only: int = 0
+    """Bytes of `taken` that no other worker holds: the tokenizer and the rows are the first one's."""
 
     # -- bytes -------------------------------------------------------------------------------------------
 
-    def need(self, jobs: Iterable[JobShape], tokens: float, recompute: Recompute = NOTHING) -> Need:
-        """Of the worker that needs most, with microbatches of so many tokens."""
-        return max(self.worker_needs(list(jobs), tokens, recompute), key=lambda one: one.total(UNFITTED))
+    def need(
+        self,
+        jobs: Iterable[JobShape],
+        tokens: float,
+        recompute: Recompute = NOTHING,
+        supervised: float | None = None,
+    ) -> Need:
+        """Of the worker that needs most, with microbatches of so many tokens; so many of them, or all, go
+        through the head."""
+        return self._most(self.worker_needs(list(jobs), tokens, recompute, supervised))
 
     def worker_needs(
-        self, jobs: Sequence[JobShape], tokens: float, recompute: Recompute = NOTHING
+        self,
+        jobs: Sequence[JobShape],
+        tokens: float,
+        recompute: Recompute = NOTHING,
+        supervised: float | None = None,
     ) -> list[Need]:
         """Of each worker of a replica."""
+        scored = tokens if supervised is None else supervised
         if self._keeps:
-            kept = (int(tokens * self._kept_bytes(part, recompute)) for part in self._parts)
-            return [self._keeping(part, jobs, each) for part, each in zip(self._parts, kept, strict=True)]
+            kept = [int(tokens * self._kept_bytes(part, recompute)) for part in self._parts]
+            return self._keeping(jobs, kept, scored)
         layer = layer_bytes(self.shape)
         workers = range(self.layout.workers)
-        return [self._turning(self.layout.on(worker), jobs, tokens, layer) for worker in workers]
+        return [self._turning(self.layout.on(worker), jobs, tokens, scored, layer) for worker in workers]
 
-    def holding(self, jobs: Sequence[JobShape], rows: Sequence[float], recompute: Recompute) -> Need:
-        """Of the worker of a pipeline that needs most, where each holds so many rows at a time."""
+    def holding(
+        self, jobs: Sequence[JobShape], rows: Sequence[float], recompute: Recompute, supervised: float
+    ) -> Need:
+        """Of the worker of a pipeline that needs most, where each holds so many rows at a time, and of one
+        microbatch so many go through the head."""
         held = [
             int(count * self._token_bytes(part, recompute))
             for part, count in zip(self._parts, rows, strict=True)
         ]
-        needs = [self._keeping(part, jobs, kept) for part, kept in zip(self._parts, held, strict=True)]
-        return max(needs, key=lambda one: one.total(UNFITTED))
+        return self._most(self._keeping(jobs, held, supervised))
+
+    def head_bytes(self, supervised: float) -> int:
+        """The logits of so many rows, or of one chunk where they are more."""
+        rows = min(supervised, logit_rows("cuda" if self.fused else "cpu", self.shape.vocabulary))
+        return int(LOGIT_COPIES * rows * 4 * self.shape.vocabulary)
+
+    def _most(self, needs: Sequence[Need]) -> Need:
+        return max(needs, key=lambda one: one.total(self.fit))
 
     @property
     def _keeps(self) -> bool:
@@ -120,22 +150,38 @@ class MemoryModel:
     @property
     def _parts(self) -> list[ModelShape]:
         """What of the base each worker has."""
-        stages = self.layout.stages
+        held = self._held
+        return [self.shape] if len(held) == 1 else [stage_shape(self.shape, one) for one in held]
+
+    @property
+    def _held(self) -> list[LayerRange]:
+        """The layers of each stage."""
+        stages, layers = self.layout.stages, self.shape.layers
         if len(stages) == 1:
-            return [self.shape]
-        layers = self.shape.layers
-        return [stage_shape(self.shape, LayerRange(one.start, one.stop, layers)) for one in stages]
+            return [LayerRange(0, layers, layers)]
+        return [LayerRange(one.start, one.stop, layers) for one in stages]
 
-    def _keeping(self, part: ModelShape, jobs: Iterable[JobShape], activations: int) -> Need:
-        """Adapters are counted whole on every worker: how they lie on the layers is not known here."""
-        return Need(
-            resident=self.taken + part.base_bytes,
-            state=self.state_bytes(jobs),
-            activations=activations,
-            slack=self._slack,
-        )
+    def _keeping(self, jobs: Sequence[JobShape], activations: Sequence[int], supervised: float) -> list[Need]:
+        """Of each worker, whose stage keeps so many bytes of activations."""
+        parts = zip(self._held, self._parts, activations, strict=True)
+        return [
+            Need(
+                resident=self._process(worker) + part.base_bytes,
+                state=self.bytes_per_parameter * sum(job.trainable_in(held) for job in jobs),
+                activations=kept,
+                slack=self._slack,
+                head=self.head_bytes(supervised) if held.last else 0,
+            )
+            for worker, (held, part, kept) in enumerate(parts)
+        ]
 
-    def _turning(self, on: OnWorker, jobs: Sequence[JobShape], tokens: float, layer: int) -> Need:
+    def _process(self, worker: int) -> int:
+        """What a worker's process holds before anything of the run is loaded."""
+        return self.taken if worker == 0 else self.taken - self.first_only
+
+    def _turning(
+        self, on: OnWorker, jobs: Sequence[JobShape], tokens: float, supervised: float, layer: int
+    ) -> Need:
         """A worker whose stages take turns; adapters are taken to be spread evenly over the layers."""
         sizes = [on.stages[stage].count for stage in on.own]
         rows = padded_rows(sum(job.batch_tokens for job in jobs), self.fused)
@@ -143,10 +189,11 @@ class MemoryModel:
         inputs = on.held_inputs.rounds + (self.layout.workers > 1)
         passing = max(sizes) * math.ceil(int(tokens) * self._whole_bytes(NOTHING) / self.shape.layers)
         return Need(
-            resident=self.taken + self._ends_bytes(on, layer) + present_layers(on) * layer,
+            resident=self._process(on.worker) + self._ends_bytes(on, layer) + present_layers(on) * layer,
             state=self._turning_state(on, jobs, sum(sizes)),
             activations=(inputs * rows + self._moving(on) * int(tokens)) * self._row_bytes + passing,
             slack=self._slack,
+            head=self.head_bytes(supervised) if on.own[-1] == len(on.stages) - 1 else 0,
         )
 
     def _turning_state(self, on: OnWorker, jobs: Sequence[JobShape], layers: int) -> int:
@@ -270,7 +317,9 @@ class MemoryModel:
         return [NOTHING, Recompute(outputs=True), *layers]
 
     def _room(self, jobs: Sequence[JobShape], recompute: Recompute) -> int:
-        free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error
+        # However few rows are supervised, the head is given all of its chunk.
+        head = int(self.fit.head * self.head_bytes(math.inf))
+        free = self.budget - self.peak_bytes(jobs, 0, recompute) - self.fit.error - head
         return int(free / (self.fit.activations * self.bytes_per_token(recompute)))
 
 

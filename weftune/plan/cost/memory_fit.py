@@ -1,7 +1,8 @@
 """The memory model refitted to the peaks of a run's windows, by non-negative least squares.
 
 What is fitted are factors of the model's parts (adapters' state, activations, slack); what was known of them
-before the run counts like a measurement. The stated error is how far the recent peaks lie above the fit.
+before the run counts like a measurement. The factor of the head stays as a profile has it. The stated error
+is how far the recent peaks lie above the fit.
 """
 
 from __future__ import annotations
@@ -37,13 +38,24 @@ def window_need(memory: MemoryModel, jobs: Sequence[JobShape], program: Program)
     """With the largest microbatch that the window holds, which may be far below its capacity, or with all
     that are in flight at a time in a pipeline."""
     if memory.layout.pipelined:
-        return memory.holding(jobs, held_rows(memory, program), program.recompute)
+        return memory.holding(jobs, held_rows(memory, program), program.recompute, scored_rows(program))
     tokens = 0.0
     for action, microbatch in program.compute():
         # An evaluation keeps nothing for a backward: what it holds is about one layer's.
         share = 1 / memory.pass_layers if isinstance(action, Evaluate) else 1.0
         tokens = max(tokens, share * microbatch.rows)
-    return memory.need(jobs, tokens, program.recompute)
+    return memory.need(jobs, tokens, program.recompute, scored_rows(program))
+
+
+def scored_rows(program: Program) -> int:
+    """The most rows of a microbatch that go through the head."""
+    return max(
+        (
+            sum(placed.supervised for segment in microbatch.segments for placed in segment.samples)
+            for microbatch in program.microbatches
+        ),
+        default=0,
+    )
 
 
 def held_rows(memory: MemoryModel, program: Program) -> list[float]:
@@ -70,7 +82,7 @@ def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
     peaks = peaks[-REMEMBERED:]
     parts = np.array([(one.need.state, one.need.activations, one.need.slack) for one in peaks], dtype=float)
     measured = np.array([one.measured for one in peaks], dtype=float)
-    rest = measured - [one.need.resident for one in peaks]
+    rest = measured - [one.need.resident + known.head * one.need.head for one in peaks]
     noise, doubt = NOISE * measured, np.array(DOUBT)
     matrix = np.vstack([parts / noise[:, None] * doubt, np.eye(len(doubt))])
     start = np.array([known.state, known.activations, known.slack])
@@ -82,6 +94,7 @@ def fit_memory(peaks: Sequence[Peak], known: MemoryFit = UNFITTED) -> MemoryFit:
         state=float(found[0]),
         activations=float(found[1]),
         slack=float(found[2]),
+        head=known.head,
         error=max(known.error, int(missed.max())),
     )
 
@@ -92,5 +105,6 @@ def safer(first: MemoryFit, second: MemoryFit) -> MemoryFit:
         state=max(first.state, second.state),
         activations=max(first.activations, second.activations),
         slack=max(first.slack, second.slack),
+        head=max(first.head, second.head),
         error=max(first.error, second.error),
     )

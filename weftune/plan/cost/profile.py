@@ -59,8 +59,23 @@ class Profile:
     """How long measuring took."""
     process_bytes: int = 0
     """What a process held before anything of a base was loaded; 0 where that is not known."""
+    first_worker_bytes: int = 0
+    """The same of the first of several workers, which are forked: what they have not touched of the libraries
+    is not theirs. 0 where that is not known."""
+    worker_bytes: int = 0
+    """The same of the others, which have no tokenizer."""
     first_seconds: float = 0.0
-    """What the first pass of a process took beyond what it takes later. Where that would be compiling, 0."""
+    """What the first passes of a process took beyond what they take later. Where that would be compiling,
+    0."""
+
+    def process_bytes_of(self, workers: int) -> int:
+        """What the first of so many processes holds before anything of a base is loaded; 0: not known."""
+        return (self.first_worker_bytes if workers > 1 else 0) or self.process_bytes
+
+    @property
+    def first_only_bytes(self) -> int:
+        """What the first of several workers holds and the others do not."""
+        return max(0, self.first_worker_bytes - self.worker_bytes) if self.worker_bytes else 0
 
 
 def key_of(shape: ModelShape, device: str, threads: int) -> ProfileKey:
@@ -158,6 +173,8 @@ def _from_json(value: Mapping[str, Any]) -> Profile:
         ),
         seconds=_seconds(value["seconds"]),
         process_bytes=int(value.get("process_bytes", 0)),
+        first_worker_bytes=int(value.get("first_worker_bytes", 0)),
+        worker_bytes=int(value.get("worker_bytes", 0)),
         first_seconds=_seconds(value.get("first_seconds", 0.0)),
     )
 

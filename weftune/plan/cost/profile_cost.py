@@ -81,16 +81,25 @@ def source_of(profile: Profile) -> str:
 
 
 def memory_of(profile: Profile, memory: MemoryModel) -> MemoryFit:
-    """Factors of activations and slack, from the peaks of the measured training passes."""
+    """Factors of activations, of the head's logits and of the slack, from the peaks of the measured training
+    passes."""
     passes = [one for one in profile.passes if one.time.training and one.peak_bytes]
     if not passes:
         return memory.fit
     per_layer = memory.bytes_per_token() / memory.shape.layers
-    slack = memory.need((), 0).slack
-    held = np.array([(one.layers * one.time.work.tokens * per_layer, slack) for one in passes])
+    most_slack = memory.need((), 0).slack
+    held = np.array([_held(one, per_layer, memory, most_slack) for one in passes], dtype=float)
     peaks = np.array([one.peak_bytes for one in passes], dtype=float)
     # Where an allocator took memory ahead no peak moves, and tokens would seem to take nothing.
-    floor = FLOOR * np.array([memory.fit.activations, memory.fit.slack])
+    floor = FLOOR * np.array([memory.fit.activations, memory.fit.head, memory.fit.slack])
     found = floor + non_negative(held / peaks[:, None], (peaks - held @ floor) / peaks)
     missed = peaks - held @ found
-    return MemoryFit(activations=float(found[0]), slack=float(found[1]), error=int(max(0.0, missed.max())))
+    activations, head, slack = (float(factor) for factor in found)
+    error = int(max(0.0, missed.max()))
+    return MemoryFit(activations=activations, head=head, slack=slack, error=error)
+
+
+def _held(one: LayeredPass, per_layer: float, memory: MemoryModel, slack: int) -> tuple[float, int, int]:
+    """What a pass held of activations, logits and slack, as the memory model counts them."""
+    work = one.time.work
+    return one.layers * work.tokens * per_layer, memory.head_bytes(work.supervised), slack

@@ -7,6 +7,7 @@ a stage each, or stream the base together where a stage does not fit one of them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -56,7 +57,7 @@ class Machine:
     budget: int
     """Bytes that the run may take of each worker's device, where the worker's part of the base stays."""
     taken: int = 0
-    """What each worker's process holds there before anything is loaded."""
+    """What the first worker's process holds there before anything is loaded."""
     stream_budget: int | None = None
     """The same for a base that comes and goes; None: it may not."""
     host_budget: int = 0
@@ -79,6 +80,13 @@ class Machine:
     @property
     def most(self) -> int:
         return self.capacity or MOST_TOKENS[self.on_gpu]
+
+    @property
+    def first_only(self) -> int:
+        """Bytes of `taken` that only the first of several workers holds."""
+        if self.on_gpu or self.worker_profile is None or self.workers == 1:
+            return 0
+        return self.worker_profile.first_only_bytes
 
     def place(self, budget: int) -> StreamDevice:
         """A device of which a streamed run may take so much; without a GPU one is pretended."""
@@ -216,14 +224,24 @@ def _as_streamed(
 ) -> Choice:
     """By one worker or several, without the times of a profile."""
     beside = _beside(shape, machine, choice.host_bytes)
+    memory = MemoryModel(
+        shape,
+        place.budget + beside,
+        beside,
+        machine.on_gpu,
+        MemoryFit(head=_fit(shape, machine).head),
+        choice.cut,
+        place.slack,
+        first_only=machine.first_only,
+    )
+    # A pretended device is as large as was asked for beside what the host's memory counts with it.
+    head = int(memory.fit.head * memory.head_bytes(math.inf))
     rounds = TRAVEL_ROUNDS if choice.cut.travels else WINDOW_ROUNDS
     return Choice(
         shape=shape,
         layout=choice.cut,
         capacity=choice.capacity,
-        memory=MemoryModel(
-            shape, place.budget + beside, beside, machine.on_gpu, layout=choice.cut, slack=place.slack
-        ),
+        memory=replace(memory, budget=memory.budget + head),
         aboard=tuple(aboard),
         seconds=choice.step_seconds,
         bytes=choice.device_bytes,
@@ -265,7 +283,15 @@ def _in_stages(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) ->
     """A stage for every worker; a replica that is one worker holds all of the base."""
     held, note = _layers(shape, machine)
     layout = in_stages(held, machine.replicas)
-    memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine), layout)
+    memory = MemoryModel(
+        shape,
+        machine.budget,
+        machine.taken,
+        machine.on_gpu,
+        _fit(shape, machine),
+        layout,
+        first_only=machine.first_only,
+    )
     together = fitting(jobs, memory)
     counts = " + ".join(str(one.stop - one.start) for one in held)
     times = _stage_times(shape, machine)

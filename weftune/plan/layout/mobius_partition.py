@@ -44,7 +44,7 @@ class StreamedPartition:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class _StageDraft:
     """A partition as the search turns it about: layer boundaries, and a resident bit for each stage."""
 
     cuts: tuple[int, ...]
@@ -67,13 +67,13 @@ class _Problem:
             self._stages[start, stop] = stage_cost(self.layers, start, stop)
         return self._stages[start, stop]
 
-    def stages(self, draft: _Draft) -> list[StageCost]:
+    def stages(self, draft: _StageDraft) -> list[StageCost]:
         return [self.stage(start, stop) for start, stop in pairwise(draft.cuts)]
 
-    def seconds(self, draft: _Draft) -> float:
+    def seconds(self, draft: _StageDraft) -> float:
         return stages_seconds(self.stages(draft), draft.resident, self.host, self.microbatches)
 
-    def excess(self, draft: _Draft) -> int:
+    def excess(self, draft: _StageDraft) -> int:
         """Bytes missing on the GPU that lacks most; at most 0 if all fits."""
         return -min(free_bytes(self.stages(draft), draft.resident, self.host))
 
@@ -106,11 +106,11 @@ def smallest_stages(layers: Sequence[LayerCost], host: Host) -> StreamPartition:
     return draft.partition()
 
 
-def _streamed(cuts: tuple[int, ...]) -> _Draft:
-    return _Draft(cuts, (False,) * (len(cuts) - 1))
+def _streamed(cuts: tuple[int, ...]) -> _StageDraft:
+    return _StageDraft(cuts, (False,) * (len(cuts) - 1))
 
 
-def _largest(problem: _Problem) -> _Draft:
+def _largest(problem: _Problem) -> _StageDraft:
     """Fills stages up to a limit, which sinks until adapter state finds room beside them."""
     limit = problem.host.memory_bytes
     while True:
@@ -142,7 +142,7 @@ def _why_not(problem: _Problem) -> str:
     )
 
 
-def _locally_best(problem: _Problem, starts: int) -> _Draft | None:
+def _locally_best(problem: _Problem, starts: int) -> _StageDraft | None:
     """The best of a few descents; None if nothing that the starts offer fits."""
     ranked = sorted(_starts(problem), key=problem.seconds)
     descents = [_descend(problem, draft) for draft in ranked[:starts]]
@@ -150,7 +150,7 @@ def _locally_best(problem: _Problem, starts: int) -> _Draft | None:
     return best if best and problem.seconds(best) < math.inf else None
 
 
-def _starts(problem: _Problem) -> Iterator[_Draft]:
+def _starts(problem: _Problem) -> Iterator[_StageDraft]:
     """Even stages in every number, and the two plain partitions."""
     count = len(problem.layers)
     for stages in range(1, count + 1):
@@ -163,7 +163,7 @@ def _starts(problem: _Problem) -> Iterator[_Draft]:
         return
 
 
-def _filled(problem: _Problem, cuts: tuple[int, ...]) -> _Draft:
+def _filled(problem: _Problem, cuts: tuple[int, ...]) -> _StageDraft:
     """As many resident stages as fit, from the first on."""
     draft = _streamed(cuts)
     for number in range(len(draft.resident)):
@@ -173,10 +173,10 @@ def _filled(problem: _Problem, cuts: tuple[int, ...]) -> _Draft:
     return draft
 
 
-def _descend(problem: _Problem, draft: _Draft) -> _Draft:
+def _descend(problem: _Problem, draft: _StageDraft) -> _StageDraft:
     """Takes the first change that helps, until none does."""
     seconds, tried = problem.seconds(draft), 0
-    better: _Draft | None = draft
+    better: _StageDraft | None = draft
     while better:
         draft, better = better, None
         for change in islice(_changes(draft, problem.host.gpus), CHANGES - tried):
@@ -188,13 +188,13 @@ def _descend(problem: _Problem, draft: _Draft) -> _Draft:
     return draft
 
 
-def _changes(draft: _Draft, gpus: int) -> Iterator[_Draft]:
+def _changes(draft: _StageDraft, gpus: int) -> Iterator[_StageDraft]:
     """One boundary moved, dropped or added, one bit turned, or a bit handed on."""
     cuts, resident = draft.cuts, draft.resident
     for number in range(1, len(cuts) - 1):
         for cut in (cuts[number] - 1, cuts[number] + 1):
             if cuts[number - 1] < cut < cuts[number + 1]:
-                yield _Draft((*cuts[:number], cut, *cuts[number + 1 :]), resident)
+                yield _StageDraft((*cuts[:number], cut, *cuts[number + 1 :]), resident)
     for number in range(len(resident)):
         yield _toggled(draft, number)
     for number in range(len(resident)):
@@ -202,20 +202,22 @@ def _changes(draft: _Draft, gpus: int) -> Iterator[_Draft]:
             if resident[number] != resident[other]:
                 yield _toggled(_toggled(draft, number), other)
     for number in range(1, len(cuts) - 1):
-        yield _Draft((*cuts[:number], *cuts[number + 1 :]), (*resident[: number - 1], *resident[number:]))
+        yield _StageDraft(
+            (*cuts[:number], *cuts[number + 1 :]), (*resident[: number - 1], *resident[number:])
+        )
     for number, (start, stop) in enumerate(pairwise(cuts)):
         if stop - start > 1:
             middle = (start + stop) // 2
             both = (*resident[:number], resident[number], *resident[number:])
-            yield _Draft((*cuts[: number + 1], middle, *cuts[number + 1 :]), both)
+            yield _StageDraft((*cuts[: number + 1], middle, *cuts[number + 1 :]), both)
 
 
-def _toggled(draft: _Draft, number: int) -> _Draft:
+def _toggled(draft: _StageDraft, number: int) -> _StageDraft:
     resident = draft.resident
-    return _Draft(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
+    return _StageDraft(draft.cuts, (*resident[:number], not resident[number], *resident[number + 1 :]))
 
 
-def _branch_and_bound(problem: _Problem, best: _Draft | None, prefixes: int) -> StreamedPartition:
+def _branch_and_bound(problem: _Problem, best: _StageDraft | None, prefixes: int) -> StreamedPartition:
     bounds = Bounds(problem.layers, problem.host, problem.microbatches)
     count = len(problem.layers)
     seconds = problem.seconds(best) if best else math.inf
@@ -235,7 +237,7 @@ def _branch_and_bound(problem: _Problem, best: _Draft | None, prefixes: int) -> 
                 if child.layers < count:
                     levels[child.layers].append(child)
                     continue
-                draft = _Draft(child.cuts, child.resident)
+                draft = _StageDraft(child.cuts, child.resident)
                 exact = problem.seconds(draft)
                 if exact < seconds * CLOSE:
                     best, seconds = draft, exact

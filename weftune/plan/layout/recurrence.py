@@ -136,7 +136,7 @@ def round_ends(
     stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops, rounds: int
 ) -> list[float]:
     """When each of so many rounds ends, the first beginning at 0."""
-    run = _Run(stages, cut, microbatches, hops, rounds)
+    run = _Recurrence(stages, cut, microbatches, hops, rounds)
     ends = []
     for _ in range(rounds):
         last = len(stages) - 1
@@ -149,7 +149,7 @@ def round_ends(
     return ends
 
 
-class _Run:
+class _Recurrence:
     def __init__(
         self, stages: Sequence[StageRound], cut: Layout, microbatches: int, hops: Hops, rounds: int
     ) -> None:

@@ -22,7 +22,7 @@ def swap(case: Instance, bins: Bins, fewest: int, tries: int) -> Bins:
     sum of squared tokens grows with every exchange, and the search ends; `tries` ends it sooner. It also ends
     when `fewest` bins remain and the emptiest cannot hold less.
     """
-    search = _Search(case, [list(chosen) for chosen in bins], tries)
+    search = _SwapSearch(case, [list(chosen) for chosen in bins], tries)
     while search.tries > 0 and not search.done(fewest) and search.round():
         pass
     found = search.bins
@@ -57,7 +57,7 @@ def least_possible(case: Instance, count: int) -> int:
     return max(0, case.rows - (count - 1) * case.capacity)
 
 
-class _Search:
+class _SwapSearch:
     def __init__(self, case: Instance, bins: Bins, tries: int) -> None:
         self.case = case
         self.bins = bins

@@ -42,7 +42,7 @@ Arrival = tuple[int, int, str]
 def simulate(program: Program, prices: Prices, cluster: PricedCluster) -> Timeline:
     """Run `program`, which the checker has passed, on paper."""
     assert len(cluster.devices) >= len(program.devices), "the cluster has fewer devices than the program"
-    run = _Run(program, prices, cluster)
+    run = _Simulation(program, prices, cluster)
     run.go()
     stuck = [lanes.compute[0].action for lanes in run.lanes if lanes.compute]
     assert not stuck, f"the simulation ended before {stuck[0]}: was the program checked?"
@@ -97,7 +97,7 @@ class _Flow:
     version: int = 0
 
 
-class _Run:
+class _Simulation:
     def __init__(self, program: Program, prices: Prices, cluster: PricedCluster) -> None:
         self.program, self.prices, self.cluster = program, prices, cluster
         self.pairs = {(pair.sender, pair.receiver): pair.link for pair in cluster.pairs}

@@ -142,7 +142,7 @@ def _pass_seconds(run: _Pass, root: Root) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flow:
+class _ContendedFlow:
     upload: _Upload
     rate: float
 
@@ -150,15 +150,15 @@ class _Flow:
         return now + self.upload.left / self.rate
 
 
-def _flows(run: _Pass, root: Root, now: float) -> list[_Flow]:
+def _flows(run: _Pass, root: Root, now: float) -> list[_ContendedFlow]:
     """The uploads that move now, and how fast."""
     moving: dict[int, list[_Upload]] = {}
     for upload in sorted(run.uploads, key=lambda one: one.visit):
         if upload.moves(now):
             moving.setdefault(run.roots[upload.visit], []).append(upload)
-    flows: list[_Flow] = []
+    flows: list[_ContendedFlow] = []
     for uploads in moving.values():
         chosen = uploads[:1] if root.ordered else uploads
         rate = min(run.host.bandwidth, root.bandwidth / len(chosen))
-        flows += [_Flow(upload, rate) for upload in chosen]
+        flows += [_ContendedFlow(upload, rate) for upload in chosen]
     return flows

@@ -83,7 +83,7 @@ class Overlap:
         return min(self.one_by_one, self.by_depth, self.by_start, key=lambda launch: launch.seconds)
 
 
-class _Lanes:
+class _OverlapLanes:
     """The stage's two lanes; each runs its operators in the order of launch, when what they need is there."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class _Lanes:
         return self.communication if operator.kind is OperatorKind.communication else self.compute
 
 
-_Rule = Callable[[Subgraph, _Lanes], tuple[float, ...]]
+_Rule = Callable[[Subgraph, _OverlapLanes], tuple[float, ...]]
 """What is least for the subgraph to launch next; the same for no two of them."""
 
 
@@ -120,15 +120,15 @@ def overlap(graphs: Sequence[Graph]) -> Overlap:
     return Overlap(_launch(cut, _one_by_one), _launch(cut, _by_depth), _launch(cut, _by_start))
 
 
-def _one_by_one(one: Subgraph, lanes: _Lanes) -> tuple[float, ...]:
+def _one_by_one(one: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
     return (one.graph, one.number)
 
 
-def _by_depth(one: Subgraph, lanes: _Lanes) -> tuple[float, ...]:
+def _by_depth(one: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
     return (one.depth, -one.seconds, one.graph, one.number)
 
 
-def _by_start(one: Subgraph, lanes: _Lanes) -> tuple[float, ...]:
+def _by_start(one: Subgraph, lanes: _OverlapLanes) -> tuple[float, ...]:
     start = lanes.start(one.operators[0], one.graph)
     return (start, one.graph != lanes.last, one.depth, one.graph, one.number)
 
@@ -158,7 +158,7 @@ def subgraphs(graph: Graph, number: int = 0) -> tuple[Subgraph, ...]:
 
 def _launch(graphs: Sequence[Sequence[Subgraph]], rule: _Rule) -> Launch:
     """Kahn's algorithm over several graphs at once: of the subgraphs that may start, the least by `rule`."""
-    lanes = _Lanes()
+    lanes = _OverlapLanes()
     order: list[Subgraph] = []
     unmet = {(one.graph, one.number): len(one.needs) for graph in graphs for one in graph}
     ready = [one for graph in graphs for one in graph if not one.needs]

@@ -50,6 +50,10 @@ class Span:
     start: Moment
     stop: Moment
 
+    def is_over(self) -> bool:
+        """Whether the device has reached its end."""
+        return isinstance(self.stop, float) or self.stop.query()
+
     def seconds(self) -> float:
         """The duration; waits until the device has reached its end."""
         if isinstance(self.start, float) and isinstance(self.stop, float):

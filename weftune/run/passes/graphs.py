@@ -11,6 +11,7 @@ Shapes: T rows, D hidden width.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,10 @@ from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Program
 from weftune.plan.program.recompute import NOTHING
+from weftune.run.measure.timers import Clock, Moment, Span
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.graph_pool import captured
+from weftune.run.passes.payback import Payback, WatchedPass
 from weftune.run.passes.plain import MadeBackward, MadeForward, PlainPasses
 from weftune.run.passes.rows import LaidMicrobatch, RowsHere, StageVisit
 
@@ -41,11 +44,15 @@ class _Place:
 
 
 class CapturedPasses:
-    """Passes whose forward is kept, captured the second time that their key is met: the first runs plainly,
+    """Passes whose forward is kept, captured when that pays; the first of a key runs plainly in any case,
     which compiles its kernels."""
 
-    def __init__(self, plain: PlainPasses) -> None:
+    def __init__(self, plain: PlainPasses, at_once: bool = True) -> None:
+        """`at_once`, passes are captured the second time that their key is met."""
         self._plain = plain
+        self._payback = Payback(at_once)
+        self._clock = Clock(plain.adapted.base.device)
+        self._timed: dict[StageVisit, WatchedPass] = {}
         self._banks = plain.adapted.banks
         self._captures = 0
         self._recompute = NOTHING
@@ -74,20 +81,38 @@ class CapturedPasses:
         assert keep, "a forward that is recomputed is captured otherwise"
         if not self._banks.capturable(rows.laid.microbatch):
             return self._plain.forward(visit, rows, given_TD, keep)
+        key = key_of(rows.laid, self._banks, self._recompute)
+        is_new = (key, visit.stage) not in self._seen
+        self._seen.add((key, visit.stage))
         before = self._captures
-        place = self._place(visit.stage, rows.laid)
+        place = None if is_new else self._place(visit.stage, key)
+        began = self._clock.mark()
         if place is None:
-            return MadeForward(self._plain.forward(visit, rows, given_TD, keep).h_TD, settled=False)
-        self._open[visit] = place
-        return MadeForward(self._graphs[place].forward(rows.laid, given_TD), self._captures == before)
+            h_TD = self._plain.forward(visit, rows, given_TD, keep).h_TD
+        else:
+            self._open[visit] = place
+            h_TD = self._graphs[place].forward(rows.laid, given_TD)
+        if not is_new:
+            self._timed[visit] = WatchedPass((key, visit.stage), key.rows, replayed=place is not None)
+            self._stop(visit, began)
+        return MadeForward(h_TD, settled=not is_new and self._captures == before)
 
     def backward(
         self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None, dh_TD: Tensor
     ) -> MadeBackward:
         place = self._open.pop(visit, None)
+        began = self._clock.mark()
         if place is None:
-            return self._plain.backward(visit, rows, given_TD, dh_TD)
-        return MadeBackward(self._graphs[place].backward(dh_TD))
+            made = self._plain.backward(visit, rows, given_TD, dh_TD)
+        else:
+            made = MadeBackward(self._graphs[place].backward(dh_TD))
+        if visit in self._timed:
+            self._stop(visit, began)
+            self._payback.watch(self._timed.pop(visit))
+        return made
+
+    def _stop(self, visit: StageVisit, began: Moment) -> None:
+        self._timed[visit].spans.append(Span(began, self._clock.mark()))
 
     def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
         return self._plain.evaluate(visit, rows, given_TD)
@@ -95,22 +120,23 @@ class CapturedPasses:
     def abandon(self) -> None:
         self._plain.abandon()
         self._open.clear()
+        self._timed.clear()
         self._graphs.clear()
         self._pools.clear()
 
-    def _place(self, stage: int, laid: LaidMicrobatch) -> _Place | None:
-        """The place of the microbatch's graph; None the first time its key is seen."""
-        key = key_of(laid, self._banks, self._recompute)
+    def _place(self, stage: int, key: GraphKey) -> _Place | None:
+        """The place of a graph that has been captured, maybe just now; None where a capture does not pay."""
         place = _Place(key, stage, self._free_instance())
         if place in self._graphs:
             self._graphs[place] = self._graphs.pop(place)
             return place
-        if (key, stage) not in self._seen:
-            self._seen.add((key, stage))
+        if not self._payback.pays((key, stage)):
             return None
         self._drop_oldest()
         base = self._plain.stages[stage]
+        began = time.perf_counter()
         self._graphs[place] = Graph(base, self._banks, key, self._pools[place.instance])
+        self._payback.note_capture(time.perf_counter() - began)
         self._captures += 1
         return place
 

@@ -24,7 +24,7 @@ from weftune.base.attention import Pack, Rule, attend_packed, kernel_serves
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS
 from weftune.base.model import Base
-from weftune.base.stages import Elsewhere
+from weftune.base.stages import Elsewhere, decoder_of
 from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
 from weftune.ops.rotary import HeadNorms, rotary_split
 from weftune.ops.swiglu import geglu, swiglu
@@ -41,7 +41,7 @@ class Layers:
     def __init__(self, base: Base) -> None:
         self.recompute = Recompute()
         """What the backward recomputes instead of keeping it from the forward."""
-        self._decoder = cast(Any, base.model.base_model)
+        self._decoder = cast(Any, decoder_of(base.model))
         self._config: Any = base.model.config
         self._device = base.device
         self._facts = facts_of(self._config)
@@ -104,9 +104,9 @@ class FusedLayer:
         self._head_norms = [norms[name] for name in facts.head_norms or ()]
         self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
         self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
-        self._o = banks.linear(f"{path}.{facts.o}")
+        self._o = banks.linear(f"{path}.{facts.o}", adds_residual=facts.after_attention is None)
         self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
-        self._down = banks.linear(f"{path}.{facts.down}")
+        self._down = banks.linear(f"{path}.{facts.down}", adds_residual=facts.after_mlp is None)
 
     def __call__(
         self,

@@ -52,7 +52,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _StepRun:
     """Steps that were begun together."""
 
     due: tuple[Due, ...]
@@ -72,7 +72,7 @@ class _Run:
 class _Left:
     """The unfinished part of a job's Step in one stage."""
 
-    run: _Run
+    run: _StepRun
     number: int
     """The job's index in the run."""
     part: StagePart
@@ -113,7 +113,7 @@ class TravellingStepsBegun:
     """Steps whose outcomes are read together."""
 
     steps: TravellingSteps
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[_StepRun] = field(default_factory=list)
     used: bool = False
     """Whether one of the jobs has been in a pass since."""
 
@@ -202,7 +202,7 @@ class TravellingSteps:
         if not by_kernels:
             known = zip(updates, factor_J.tolist(), strict=True)
             updates = tuple(replace(one, factor=factor) for one, factor in known)
-        run = _Run(
+        run = _StepRun(
             due=tuple(due),
             updates=updates,
             tokens=tokens,
@@ -259,7 +259,7 @@ class TravellingSteps:
         for there in dict.fromkeys(self._there.pop(pair) for pair in pairs):
             torch.cuda.current_stream().wait_event(there)
 
-    def outcomes(self, run: _Run) -> list[Outcome]:
+    def outcomes(self, run: _StepRun) -> list[Outcome]:
         assert not any(left.run is run for left in self._left.values()), "a Step is not all made"
         with self._made():
             # Not on the stream of the passes: the next round's may be on their way.

@@ -171,7 +171,7 @@ class _HostQueue:
 class _GpuQueue:
     """Streams for Loads and for Evicts, and events between them and the compute stream."""
 
-    def __init__(self, weights: StreamedWeights, stage_bytes: _Copied | _Read) -> None:
+    def __init__(self, weights: StreamedWeights, stage_bytes: _Copied | _StageRead) -> None:
         device = weights.base.whole.device
         self._weights, self._bytes = weights, stage_bytes
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -247,7 +247,7 @@ class _Copied:
         return None
 
 
-class _Read:
+class _StageRead:
     """A thread that reads stages from their files and copies them on a stream of its own. So nothing that the
     main thread asks for waits behind a stage that is still being read, or delays one."""
 
@@ -285,4 +285,4 @@ def _queue(weights: StreamedWeights) -> _Queue:
     if weights.base.whole.device.type != "cuda":
         return _HostQueue(weights)
     read = any(source.blocks for source in weights.base.sources.values())
-    return _GpuQueue(weights, _Read(weights) if read else _Copied(weights))
+    return _GpuQueue(weights, _StageRead(weights) if read else _Copied(weights))

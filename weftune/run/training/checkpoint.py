@@ -160,7 +160,7 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _CheckpointPart:
     """One file of tensors, with the place of each parameter in its flat vectors."""
 
     layout: VectorLayout
@@ -170,7 +170,7 @@ class _Part:
 @dataclass(frozen=True, slots=True)
 class _Stored:
     progress: Progress
-    parts: tuple[_Part, ...]
+    parts: tuple[_CheckpointPart, ...]
     best_is_master: bool
     """Whether the best weights are the master weights: slices are written before their evaluation is
     known."""
@@ -200,7 +200,7 @@ def _read(path: Path) -> _Stored | None:
         refuse_unknown_format(state.get("format"), path / STATE)
         slices = state.get("slices") or [{"file": TENSORS, "layout": state["layout"]}]
         parts = tuple(
-            _Part(_layout_from(one["layout"]), load_tensors(content[Path(one["file"]).name]))
+            _CheckpointPart(_layout_from(one["layout"]), load_tensors(content[Path(one["file"]).name]))
             for one in slices
         )
         return _Stored(Progress(**state["progress"]), parts, bool(state.get("best_is_master")))

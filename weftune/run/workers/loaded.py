@@ -43,4 +43,4 @@ def worker_executor(
 
     if isinstance(loaded, StreamedBase):
         return streamed_executor(loaded, worker=worker, agrees=agrees), sides[0]
-    return resident_executor(loaded, part=part, worker=worker, agrees=agrees), sides[0]
+    return resident_executor(loaded, part=part, worker=worker, agrees=agrees, at_once=False), sides[0]

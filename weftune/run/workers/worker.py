@@ -9,7 +9,7 @@ import torch
 
 from weftune.errors import UserError
 from weftune.run.events import SaveDue
-from weftune.run.measure.memory import limit_bytes, peak_bytes
+from weftune.run.measure.memory import begin_peak, limit_bytes, peak_bytes
 from weftune.run.parts import delivered
 from weftune.run.training import checkpoint
 from weftune.run.training.slices import write_slice
@@ -104,6 +104,8 @@ class Worker:
         self._checkpoints[job] = attach.checkpoints
 
     def _run(self, run: RunProgram) -> None:
+        # The peak of this window, as the first worker tells its own; not that of loading.
+        begin_peak(self.base.device)
         fetch = delivered(run.program, run.microbatches)
         for event in self.executor.run(run.program, fetch, overdue=self.orders.overdue.is_set):
             assert isinstance(event, SaveDue), f"{event} is the first worker's business"

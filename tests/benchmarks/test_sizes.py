@@ -5,8 +5,8 @@ import torch
 
 from weftune.bench.baselines import BaselineWork
 from weftune.bench.gpu_step import rows
-from weftune.bench.llama import SIZES, base_bytes, build, floor_seconds, outline, toy_of
 from weftune.bench.processes import ProcessTask
+from weftune.bench.sizes import SIZES, base_bytes, build, floor_seconds, outline, toy_of
 from weftune.bench.timing import Repeats, here
 
 TOY = SIZES["toy"]

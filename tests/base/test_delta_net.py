@@ -1,0 +1,70 @@
+"""Linear attention in a pack: samples do not see one another, in either direction of a pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.base.packs import base_of, packed, random_samples
+from tests.families import config, randomised
+from weftune.base import model as base_model
+from weftune.base.check import attention_set
+from weftune.base.delta_net import equally_long
+from weftune.errors import BaseModelError
+
+LENGTHS = (5, 64, 1, 70, 63, 130, 2)
+"""Below, at and beyond the chunk that the recurrence takes at a time."""
+
+
+def with_long_context() -> PreTrainedModel:
+    shape = config("qwen3_5")
+    shape.max_position_embeddings = 256
+    return randomised(shape, torch.float32)
+
+
+def test_packed_samples_give_the_logits_of_separate_ones() -> None:
+    base, samples = base_of(with_long_context()), random_samples(LENGTHS)
+    got = base.head().logits(base.hidden(packed(samples))).split(LENGTHS)
+    with torch.no_grad(), attention_set(base.model, "sdpa"):
+        for mine, tokens_L in zip(got, samples, strict=True):
+            want = base.model(tokens_L[None], use_cache=False).logits[0]
+            torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_packed_samples_are_those_of_separate_ones() -> None:
+    """Of the embedding, where every layer's part arrives; the loss weighs every row another way."""
+    base, samples = base_of(with_long_context()), random_samples(LENGTHS)
+    embedding = base.model.get_input_embeddings().weight.requires_grad_()
+    rows = sum(LENGTHS)
+    weigh_TD = torch.randn(rows, base.shape.hidden, generator=torch.Generator().manual_seed(1))
+    (base.hidden(packed(samples)) * weigh_TD).sum().backward()
+    got, embedding.grad = embedding.grad, None
+    with attention_set(base.model, "sdpa"):
+        for tokens_L, weigh_LD in zip(samples, weigh_TD.split(LENGTHS), strict=True):
+            hidden_LD = base.model.base_model(tokens_L[None], use_cache=False).last_hidden_state[0]
+            (hidden_LD * weigh_LD).sum().backward()
+    assert (got - embedding.grad).norm() <= 1e-5 * embedding.grad.norm()
+
+
+def test_a_nan_in_one_sample_reaches_no_other() -> None:
+    base, samples = base_of(with_long_context()), random_samples(LENGTHS)
+    samples = [tokens_L.clamp(max=90) for tokens_L in samples]
+    want = base.hidden(packed(samples)).split(LENGTHS)
+    samples[3][10] = 95
+    with torch.no_grad():
+        base.model.get_input_embeddings().weight[95] = torch.nan
+    got = base.hidden(packed(samples)).split(LENGTHS)
+    assert got[3][10:].isnan().all()
+    for number in set(range(len(LENGTHS))) - {3}:
+        assert torch.equal(got[number], want[number])
+
+
+def test_the_check_at_load_notices_a_state_that_flows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_model, "separate_samples", lambda _model: None)
+    with pytest.raises(BaseModelError, match="computes something else when samples are packed together"):
+        base_of(with_long_context())
+
+
+def test_samples_of_equally_many_chunks_go_together() -> None:
+    assert equally_long((5, 64, 65, 1, 129, 128)) == [[0, 1, 3], [2, 5], [4]]

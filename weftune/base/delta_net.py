@@ -1,0 +1,100 @@
+"""Gated DeltaNet (linear attention) over packed rows: every sample begins with an empty state.
+
+A layer mixes rows by a short convolution and by a recurrence, and transformers' own forward would carry both
+from one sample of a pack into the next. Here samples are laid side by side as a padded batch for these two,
+while the layer's linears see the rows of the pack as they are.
+
+Shapes: T rows of the pack, S samples of a batch, L rows of its longest, H value heads, V width of a value
+head, N inputs of the convolution (q, k and v).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from weftune.base.attention import Pack
+
+MODULES = frozenset({"Qwen3_5GatedDeltaNet"})
+"""The classes of transformers whose parts are known here."""
+CHUNK = 64
+"""Rows that the recurrence takes at a time; transformers pads samples to a multiple of it anyway."""
+
+
+def separate_samples(model: PreTrainedModel) -> None:
+    """Let every such layer of the model begin anew with each sample of a pack."""
+    for module in model.modules():
+        if type(module).__name__ in MODULES:
+            setattr(module, "forward", PackedDeltaNet(module))  # noqa: B010 (a method, to mypy)
+
+
+class PackedDeltaNet:
+    """The forward of a layer; the signature is transformers'. Without a pack it is transformers' own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        functions = vars(sys.modules[type(module).__module__])
+        self._convolve, self._recur = functions["causal_conv1d_fn"], functions["torch_chunk_gated_delta_rule"]
+
+    def __call__(
+        self, hidden_states: Tensor, *given: Any, weftune_pack: Pack | None = None, **named: Any
+    ) -> Any:
+        module = self._module
+        if weftune_pack is None:
+            return type(module).forward(module, hidden_states, *given, **named)
+        assert named.get("attention_mask") is None, "packed rows have no mask"
+        assert named.get("cache_params") is None, "packed rows have no past"
+        linears = module.in_proj_qkv, module.in_proj_b, module.in_proj_a
+        arguments = *(linear(hidden_states)[0] for linear in linears), weftune_pack.lengths
+        # The recurrence keeps many times what goes into it: its backward runs it once more instead.
+        if torch.is_grad_enabled():
+            mixed_THV = checkpoint(self._mixed, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed_THV = self._mixed(*arguments)
+        gate_THV = module.in_proj_z(hidden_states)[0].unflatten(-1, (-1, module.head_v_dim))
+        normed_RV = module.norm(mixed_THV.flatten(0, 1), gate_THV.flatten(0, 1))
+        return module.out_proj(normed_RV.view(1, len(mixed_THV), -1))
+
+    def _mixed(self, qkv_TN: Tensor, b_TH: Tensor, a_TH: Tensor, lengths: Sequence[int]) -> Tensor:
+        decay_TH = -self._module.A_log.float().exp() * softplus(a_TH.float() + self._module.dt_bias)
+        samples = list(zip(*(x.split(lengths) for x in (qkv_TN, b_TH.sigmoid(), decay_TH)), strict=True))
+        found: dict[int, Tensor] = {}
+        for together in equally_long(lengths):
+            batch = (pad_sequence([samples[i][n] for i in together], batch_first=True) for n in range(3))
+            mixed_SLHV = self._mixed_batch(*batch)
+            found |= {i: mixed_SLHV[at, : lengths[i]] for at, i in enumerate(together)}
+        return torch.cat([found[i] for i in range(len(lengths))])
+
+    def _mixed_batch(self, qkv_SLN: Tensor, beta_SLH: Tensor, decay_SLH: Tensor) -> Tensor:
+        module = self._module
+        weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
+        qkv_SLN = self._convolve(qkv_SLN.mT, weight, bias, activation=module.activation).mT
+        q, k, v = qkv_SLN.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+        q, k = (x.unflatten(-1, (-1, module.head_k_dim)) for x in (q, k))
+        repeats = module.num_v_heads // module.num_k_heads
+        mixed_SLHV, _ = self._recur(
+            q.repeat_interleave(repeats, dim=2),
+            k.repeat_interleave(repeats, dim=2),
+            v.unflatten(-1, (-1, module.head_v_dim)),
+            g=decay_SLH,
+            beta=beta_SLH,
+            use_qk_l2norm_in_kernel=True,
+        )
+        assert isinstance(mixed_SLHV, Tensor)
+        return mixed_SLHV
+
+
+def equally_long(lengths: Sequence[int]) -> list[list[int]]:
+    """The samples of as many chunks each, which a batch pads no more than each alone would be."""
+    found: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        found.setdefault(-(-length // CHUNK), []).append(index)
+    return list(found.values())

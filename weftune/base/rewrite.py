@@ -1,0 +1,72 @@
+"""A wrapper's folder, written again with what its text tower has become."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from weftune.base.config import CONFIG, read_config
+from weftune.base.outline import Tower
+from weftune.base.place import place
+from weftune.base.spec import BaseSpec
+from weftune.base.weights import WeightFiles, found_file, part_of, stored_names, weight_files
+
+BESIDE = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What a wrapper has beside its weights, its config and its tokenizer."""
+
+
+def is_tower(model: PreTrainedModel) -> bool:
+    return isinstance(model.base_model, Tower)
+
+
+def write_wrapper(model: PreTrainedModel, spec: BaseSpec, target: Path) -> None:
+    """Write the whole wrapper of the base in the dtype of `model`, its text tower; a file at a time is in
+    memory."""
+    files = weight_files(place(spec), spec.revision)
+    assert files is not None
+    sizes = {file: _write_file(model, files, file, target) for file in sorted(set(files.files.values()))}
+    if len(sizes) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(files.files)}
+        (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+    dtype = str(model.dtype).removeprefix("torch.")
+    (target / CONFIG).write_text(json.dumps(_in_dtype(read_config(spec), dtype), indent=2))
+    for name in BESIDE:
+        path = found_file(files.where, name, spec.revision)
+        if path is not None:
+            shutil.copyfile(path, target / name)
+
+
+def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: Path) -> int:
+    """One file with the tower's own weights in their places; returns the bytes of its tensors."""
+    names = stored_names(model, files)
+    assert names is not None, "the tower was read from these files"
+    found = [(name, parts, part) for name, parts in names.items() for part in parts]
+    own = {part: part_of(model.get_parameter(name), parts, part) for name, parts, part in found}
+    here = [stored for stored, where in files.files.items() if where == file]
+    tensors: dict[str, Tensor] = {}
+    with safe_open(files.path(here[0]), framework="pt") as opened:
+        for stored in here:
+            value = own[stored] if stored in own else opened.get_tensor(stored)
+            value = value.detach()
+            tensors[stored] = (value.to(model.dtype) if value.is_floating_point() else value).contiguous()
+    save_file(tensors, target / file, metadata={"format": "pt"})
+    return sum(value.nbytes for value in tensors.values())
+
+
+def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with its own dtype, and those of the configs in it, set; older files have another key."""
+    inner = {key: _in_dtype(value, dtype) for key, value in config.items() if key.endswith("_config")}
+    return {key: value for key, value in config.items() if key != "torch_dtype"} | inner | {"dtype": dtype}

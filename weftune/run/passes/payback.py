@@ -1,0 +1,71 @@
+"""When the capture of a pass pays for itself.
+
+A replayed pass saves the time in which the device waits for the host to ask for a plain one: much where
+passes are small, nothing where the device is the slower of the two. How often a pass will come again is not
+known, so it is captured once its plain runs have lost as many seconds as a capture takes. That is never more
+than twice what whoever knew the future would lose.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from weftune.run.measure.timers import Span
+
+
+@dataclass(slots=True)
+class WatchedPass:
+    """A pass on the device: its forward and, later, its backward."""
+
+    key: Hashable
+    rows: int
+    replayed: bool
+    spans: list[Span] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        return len(self.spans) == 2 and all(span.is_over() for span in self.spans)
+
+
+class Payback:
+    def __init__(self, at_once: bool) -> None:
+        """`at_once`, every capture is said to pay: for what is measured, and for tests."""
+        self._at_once = at_once
+        self._captures = 0
+        self._capture_seconds = 0.0
+        self._row_seconds = float("inf")
+        """The least that a row of a replayed pass has taken."""
+        self._lost: dict[Hashable, float] = defaultdict(float)
+        self._under_way: list[WatchedPass] = []
+
+    def pays(self, key: Hashable) -> bool:
+        """Whether to capture now. The first capture tells what captures take and give."""
+        if self._at_once or not self._captures:
+            return True
+        self._hear()
+        return self._lost[key] >= self._capture_seconds / self._captures
+
+    def note_capture(self, seconds: float) -> None:
+        self._captures += 1
+        self._capture_seconds += seconds
+
+    def watch(self, timed: WatchedPass) -> None:
+        """Take the times of this pass into account when the device has made it."""
+        if not self._at_once:
+            self._under_way.append(timed)
+
+    def _hear(self) -> None:
+        still = []
+        for one in self._under_way:
+            if one.is_over():
+                self.note_pass(one.key, one.rows, sum(span.seconds() for span in one.spans), one.replayed)
+            else:
+                still.append(one)
+        self._under_way = still
+
+    def note_pass(self, key: Hashable, rows: int, seconds: float, replayed: bool) -> None:
+        if replayed:
+            self._row_seconds = min(self._row_seconds, seconds / rows)
+        elif self._row_seconds < float("inf"):
+            self._lost[key] += max(0.0, seconds - self._row_seconds * rows)
