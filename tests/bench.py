@@ -18,8 +18,7 @@ from tests.families import VOCABULARY, tiny
 from tests.oracle import Sample, Trained
 from weftune import JobSpec, Options, Result, Trainer
 from weftune.adapters.kind import Member
-from weftune.adapters.lora.apply import A
-from weftune.adapters.lora.spec import weight_names
+from weftune.adapters.lora.spec import A, weight_names
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.data.order import SampleOrder

@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     Mistral3Config,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -24,6 +25,7 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3VLConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -35,7 +37,10 @@ WINDOW = 6
 
 MORE = ("phi4-mini",)
 """Configs of the same families that their layers must know too."""
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families with experts in the place of an MLP."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2")
+EVERY = (*FAMILIES, *MIXTURES)
 
 WRAPPERS = ("gemma3", "mistral3", "qwen3_vl", "qwen3_5")
 """Models that see images too, whose text towers are trained."""
@@ -97,6 +102,11 @@ def config(family: str) -> PretrainedConfig:
             rope |= {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
             rope |= {"original_max_position_embeddings": CONTEXT // 2}
             return Phi3Config(**GROUPED, rope_parameters=rope, sliding_window=WINDOW)
+        case "mixtral":
+            return MixtralConfig(**GROUPED, num_local_experts=4)
+        case "qwen3_moe":
+            chosen = {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
+            return Qwen3MoeConfig(**GROUPED, head_dim=16, moe_intermediate_size=24, **chosen)
         case "opt":
             return OPTConfig(
                 **COMMON,
@@ -154,13 +164,30 @@ def tiny(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreT
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """transformers' RMSNorms compute in float32 whatever they are given, and a float32 rounding that falls
-    the other way is a jump of 1e-8 in a float64 model. Here they keep float64."""
+    """transformers' RMSNorms and routers compute in float32 whatever they are given, and a float32 rounding
+    that falls the other way is a jump of 1e-8 in a float64 model. Here they keep float64."""
     for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("TopKRouter"):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, ExactRouter(module))
         if type(module).__name__.endswith("RMSNorm"):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, ExactNorm(module))
     return model
+
+
+class ExactRouter(torch.nn.Module):
+    def __init__(self, router: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight, self.top_k = router.weight, router.top_k
+        self.norm_topk_prob = getattr(router, "norm_topk_prob", True)
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits_TE = torch.nn.functional.linear(x_TD, self.weight)
+        weights_Tk, chosen_Tk = logits_TE.softmax(dim=-1).topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
+        return logits_TE, weights_Tk, chosen_Tk
 
 
 class ExactNorm(torch.nn.Module):
@@ -184,6 +211,8 @@ def randomised(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind.from_config(model_config, dtype=torch.float64)
+        if model_config.model_type in MIXTURES and dtype is torch.float64:
+            model.set_experts_implementation("eager")  # torch groups no products in float64
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Phi3Config
+from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 
-from tests.families import COMMON, FAMILIES, GROUPED, config
+from tests.families import COMMON, EVERY, GROUPED, config
 from weftune.base.architecture import model_shape
 from weftune.base.shape import model_shape as real_shape
 from weftune.errors import BaseModelError
@@ -16,13 +16,13 @@ def made(model_config):
     return real_shape(model, torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5"])
+@pytest.mark.parametrize("family", [*EVERY, "qwen3_5"])
 def test_the_shape_from_the_config_is_that_of_the_model(family):
     asked = config(family)
     assert model_shape(asked.to_diff_dict(), "tiny", 2) == made(asked)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5"])
+@pytest.mark.parametrize("family", [*EVERY, "qwen3_5"])
 def test_what_a_config_leaves_out_is_as_the_family_has_it(family):
     """Only the number of layers is given, so that a model with all other defaults is quickly made."""
     layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
@@ -37,6 +37,26 @@ def test_biases_and_an_untied_head_are_counted():
     plain = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "word_embed_proj_dim": 32}
     asked = type(config("opt"))(**COMMON, **plain, num_attention_heads=4, enable_bias=False)
     assert model_shape(asked.to_diff_dict(), "opt", 2) == made(asked)
+
+
+def test_layers_of_a_mixture_without_experts_are_counted():
+    dense = {"mlp_only_layers": [0], "decoder_sparse_step": 2}
+    asked = Qwen3MoeConfig(**{**GROUPED, "num_hidden_layers": 4}, num_experts=4, **dense)
+    shape = made(asked)
+    assert [site.name for site in shape.sites if site.experts] == [
+        f"model.layers.{layer}.mlp.experts.{name}"
+        for layer in (1, 3)
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    assert model_shape(asked.to_diff_dict(), "mixed", 2) == shape
+
+
+def test_a_mixture_counts_all_experts_and_computes_with_few():
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token meets 3.3 with its embedding."""
+    given = {"num_hidden_layers": 48, "head_dim": 128, "num_experts": 128, "norm_topk_prob": True}
+    shape = model_shape({"model_type": "qwen3_moe", **given}, "Qwen3-30B-A3B", 2)
+    assert round(shape.parameters / 1e9, 1) == 30.5
+    assert 3.3e9 < shape.active_parameters < 3.4e9
 
 
 def test_long_rope_ends_the_context_in_files_of_either_age():

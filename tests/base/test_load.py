@@ -13,7 +13,7 @@ from transformers import LlavaConfig
 
 from tests.base.folders import model_folder
 from tests.base.packs import CPU, packed, random_samples
-from tests.families import FAMILIES, config, tiny
+from tests.families import EVERY, config, tiny
 from weftune.base.load import base_dtype, inspect, load_base, load_tokenizer
 from weftune.base.spec import BaseSpec
 from weftune.errors import BaseModelError
@@ -21,7 +21,7 @@ from weftune.errors import BaseModelError
 STORIES = Path(__file__).parents[2].parent / "shared" / "models" / "stories15m"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_folder_loads_to_the_model_that_was_saved(family: str, tmp_path: Path) -> None:
     base = load_base(BaseSpec(model=str(model_folder(tmp_path, family))), CPU)
     saved = tiny(family, torch.float32)
@@ -32,7 +32,7 @@ def test_a_folder_loads_to_the_model_that_was_saved(family: str, tmp_path: Path)
     torch.testing.assert_close(logits_TV, expected, rtol=0.0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_inspecting_tells_the_loaded_shape_without_reading_weights(family: str, tmp_path: Path) -> None:
     spec = BaseSpec(model=str(model_folder(tmp_path, family)))
     loaded = load_base(spec, CPU).shape

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.base.packs import LENGTHS, base_of, packed, random_samples
-from tests.families import FAMILIES, WINDOW, config, tiny
+from tests.families import EVERY, WINDOW, config, tiny
 from weftune.base.model import Base
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -44,7 +44,7 @@ def gradient_at_embeddings(model: PreTrainedModel, run: Callable[[], Tensor], we
     return gradient[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_packed_logits_equal_separate_forwards(family: str) -> None:
     plain, base = tiny(family), base_of(tiny(family))
     samples = random_samples()
@@ -55,7 +55,7 @@ def test_packed_logits_equal_separate_forwards(family: str) -> None:
     assert expected.std() > 0.1, "a model without spread proves nothing"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_packed_gradients_equal_separate_backwards(family: str) -> None:
     plain, base = tiny(family).requires_grad_(False), base_of(tiny(family))
     samples = random_samples()
@@ -92,20 +92,20 @@ def assert_a_nan_stays_in_its_sample(base: Base) -> None:
     torch.testing.assert_close(sick_TD[stop:], healthy_TD[stop:], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_nan_in_one_sample_does_not_reach_the_others(family: str) -> None:
     assert_a_nan_stays_in_its_sample(base_of(tiny(family)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_nan_in_one_sample_does_not_reach_the_others_on_a_gpu(family: str, dtype: torch.dtype) -> None:
     base = base_of(tiny(family, dtype), device=torch.device("cuda", 0))
     assert_a_nan_stays_in_its_sample(base)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_sample_does_not_depend_on_its_place_or_neighbours(family: str) -> None:
     base = base_of(tiny(family))
     first, second, third = random_samples((9, 13, 4))
@@ -138,7 +138,7 @@ def test_the_final_softcap_bounds_the_logits() -> None:
     assert 1.0 < logits_TV.abs().max() < 2.0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_no_pass_asks_the_device_where_samples_begin(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that waits for an answer in every pass cannot lay out the next while the device computes."""
 

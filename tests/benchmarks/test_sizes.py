@@ -38,7 +38,8 @@ def test_a_base_has_the_linears_of_its_size_and_is_frozen(shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [("qwen3-8b", 8.19), ("phi-4-mini", 3.84), ("gemma-3-4b", 3.88)]
+    ("shape", "billions"),
+    [("qwen3-8b", 8.19), ("phi-4-mini", 3.84), ("gemma-3-4b", 3.88), ("qwen3-30b-a3b", 30.53)],
 )
 def test_shapes_have_the_parameters_of_the_models_that_they_are_named_after(
     shape: str, billions: float
@@ -50,7 +51,13 @@ def test_shapes_have_the_parameters_of_the_models_that_they_are_named_after(
     assert base_bytes(size) == pytest.approx(2 * parameters, rel=1e-3)
 
 
-@pytest.mark.parametrize("shape", ["qwen3-8b", "phi-4-mini", "gemma-3-4b"])
+def test_the_floor_of_a_mixture_is_that_of_the_experts_of_a_token() -> None:
+    size = SIZES["qwen3-30b-a3b"]
+    active = size.layers * sum(k * n for k, n in size.sites) + 2 * size.hidden * size.vocabulary
+    assert active / 1e9 == pytest.approx(3.3, abs=0.05)
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "phi-4-mini", "gemma-3-4b", "qwen3-30b-a3b"])
 def test_jobs_train_on_a_toy_of_every_shape_beside_the_frozen_base_and_peft(shape: str) -> None:
     place = here(toy=True)
     assert place is not None

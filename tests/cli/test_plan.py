@@ -428,3 +428,37 @@ def test_on_this_machine_a_base_is_streamed_by_the_link_that_a_run_would_measure
     assert "measured just now" in source
     # The layers' 13 GiB come twice a round, save those that find their slot still full.
     assert measured > 20 > by_sheet
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "max_position_embeddings": 40960,
+}  # fmt: skip
+"""Qwen3-30B-A3B."""
+EXPERTS = "[mlp.experts.gate_up_proj, mlp.experts.down_proj]"
+
+
+@pytest.fixture
+def mixture(folder):
+    (folder / "base" / "config.json").write_text(json.dumps(MIXTURE))
+    yield folder
+    (folder / "base" / "config.json").write_text(json.dumps(CONFIG))
+
+
+def test_a_mixture_takes_the_memory_of_all_experts_and_the_time_of_the_active_ones(mixture, weftune):
+    jobs_file(mixture, short="{rank: 4}", long=f"{{rank: 4, target_parameters: {EXPERTS}}}")
+    shown = weftune("jobs.yaml", "--cluster", "1xH200", "--json", "out.json")
+    assert shown.code == 0, shown.err
+    numbers = json.loads((mixture / "out.json").read_text())
+    (device,) = numbers["stages"]
+    assert device["needs_bytes"] > 2 * 30.5e9
+    # A dense base of 30.5 billion parameters at the data sheet's peak makes 8,100 tokens a second.
+    assert numbers["forecast"]["tokens_per_second"] > 20_000
+
+
+def test_a_mixture_that_does_not_fit_is_streamed_at_the_pace_of_its_active_experts(mixture, weftune):
+    jobs_file(mixture, short="{rank: 4}", long=f"{{rank: 4, target_parameters: {EXPERTS}}}")
+    shown = weftune("jobs.yaml", "--cluster", "1xA100-80G", "--gpu-memory", "40GiB", "--json", "out.json")
+    assert shown.code == 0, shown.err
+    assert "is streamed from the host" in shown.out

@@ -8,6 +8,7 @@ import torch
 
 from tests import bench
 from tests.cases import slow_but
+from tests.families import MIXTURES
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
 from tests.run.workers.test_agreed import PACE, make_jobs, whole_base
@@ -116,10 +117,10 @@ def test_losses_evaluations_and_adapters_have_the_bits_of_the_resident_run(name,
     compare("llama", torch.float32, travelling(CUTS[name]) if travels else CUTS[name])
 
 
-FAMILIES = ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2"]
+FAMILIES = ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2", *MIXTURES]
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, ["gemma3", "phi3", "gpt2"]))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["gemma3", "phi3", "gpt2", "qwen3_moe"]))
 def test_every_family_streams(family):
     compare(family, torch.float64, travelling(CUTS["a layer at a time"]))
 

@@ -15,13 +15,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import ROWS, Frozen, Member, Parameters, Pass, SiteBank, SiteParts
+from weftune.adapters.kind import (
+    ROWS,
+    ExpertBank,
+    Frozen,
+    Kind,
+    Member,
+    Parameters,
+    Pass,
+    SiteBank,
+    SiteParts,
+)
 from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.core.batch import Microbatch, Segment
@@ -30,6 +40,7 @@ from weftune.core.weight import FrozenWeight, HoldsWeight, StackedWeight, Weight
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import step_key
+from weftune.ops.experts import ExpertLinear, experts_output
 from weftune.ops.lora.choice import Contest
 from weftune.ops.lora.choice_trial import choices_on
 from weftune.ops.lora.routes import Route
@@ -50,7 +61,7 @@ class Aboard:
     weights: Tensor
     gradient: Tensor
     totals: Parameters
-    groups: tuple[SiteGroup, ...]
+    groups: tuple[SiteGroup | ExpertGroup, ...]
     """The groups of sites with its adapter."""
     tiled: bool
     """Whether its kind has kernels on the tiled route."""
@@ -82,6 +93,21 @@ class SiteGroup:
         return kernels.contest(self.frozen, self.adds_residual, bound)
 
 
+@dataclass(slots=True)
+class ExpertGroup:
+    """The experts of a layer, with the adapters attached there."""
+
+    module: nn.Module
+    sites: tuple[SiteShape, ...]
+    banks: dict[str, ExpertBank] = field(default_factory=dict)
+
+    def linear(self, site: SiteShape, bound: Pass) -> ExpertLinear:
+        weight_ENK = cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))
+        return ExpertLinear(
+            weight_ENK, [part for bank in self.banks.values() for part in bank.parts(site.name, bound)]
+        )
+
+
 class Banks:
     def __init__(
         self,
@@ -104,6 +130,9 @@ class Banks:
         self._compiled: set[Hashable] = set()
         self._pass: Pass | None = None
         self._whole_sites = tuple(whole_sites or sites)
+        self._divided = len(self._whole_sites) > len(sites)
+        mixed = [site for site in sites if site.experts]
+        sites = [site for site in sites if not site.experts]
         self._constants: dict[tuple[str, Hashable], Parameters] = {}
         """By kind and key; kept while a job aboard reads them."""
         self._modules = {site.name: modules[site.name] for site in sites}
@@ -119,6 +148,10 @@ class Banks:
         for (name,) in alone:
             module = self._modules[name]
             module.forward = partial(self._weave, name, module.forward)
+        self._experts = {path: ExpertGroup(module, own) for path, module, own in _by_module(modules, mixed)}
+        """By the path of their module."""
+        for experts in self._experts.values():
+            experts.module.forward = partial(self._mix, experts, experts.module.forward)
         self._embedding = embedding
         if embedding is not None:
             embedding.forward = partial(self._embed, embedding.forward)
@@ -127,6 +160,8 @@ class Banks:
         """Restore every site's own forward: the base is as it was."""
         for module in self._modules.values():
             module.__dict__.pop("forward", None)
+        for experts in self._experts.values():
+            experts.module.__dict__.pop("forward", None)
         if self._embedding is not None:
             self._embedding.__dict__.pop("forward", None)
 
@@ -148,11 +183,8 @@ class Banks:
         assert weights.dtype == self._like.dtype
         self._refuse_shared(member, layout, travels=read is not None)
         kind, spec, slot = kind_named(member.spec.kind), member.spec, self._free_slot()
-        places = [group for site, group in self._groups.items() if kind.adapts(spec, site)]
-        groups = tuple({id(group): group for group in places}.values())
-        for group in groups:
-            if kind.name not in group.banks:
-                group.banks[kind.name] = kind.bank(group.sites, self.slots)
+        groups: tuple[SiteGroup | ExpertGroup, ...]
+        groups = (*self._linear_groups(kind, spec), *self._expert_groups(kind, layout))
         totals = totals or layout.views(gradient)
         views = {**(read or layout.views(weights)), **self._constants_for(spec)}
         before = views[SHARED, ROWS] if kind.rows_before(spec) else None
@@ -173,13 +205,30 @@ class Banks:
         for group in groups:
             group.banks[kind.name].attach(member, slot, views, totals)
 
+    def _linear_groups(self, kind: Kind, spec: Any) -> list[SiteGroup]:
+        """Those where an adapter attaches, with a bank of its kind."""
+        places = [group for site, group in self._groups.items() if kind.adapts(spec, site)]
+        groups = list({id(group): group for group in places}.values())
+        for group in groups:
+            if kind.name not in group.banks:
+                group.banks[kind.name] = kind.bank(group.sites, self.slots)
+        return groups
+
+    def _expert_groups(self, kind: Kind, layout: VectorLayout) -> list[ExpertGroup]:
+        named = {parameter.site.rpartition(".")[0] for parameter in layout.parameters}
+        groups = [group for path, group in self._experts.items() if path in named]
+        for group in groups:
+            if kind.name not in group.banks:
+                group.banks[kind.name] = kind.expert_bank(group.sites)
+        return groups
+
     def _refuse_shared(self, member: Member, layout: VectorLayout, travels: bool) -> None:
         """Refuse parameters shared by all sites where not all sites are here: their gradient is a sum over
         all of them."""
         if not any(parameter.site == SHARED for parameter in layout.parameters):
             return
         where = None
-        if len(self._whole_sites) > len(self._modules):
+        if self._divided:
             where = "where the base is divided among workers; train it on one"
         elif travels:
             where = "where adapters are kept in host memory; train fewer jobs at once"
@@ -308,6 +357,22 @@ class Banks:
             return plain(x)
         return self._linear(group, x.flatten(0, -2), None).view(*x.shape[:-1], -1)
 
+    def _mix(
+        self,
+        group: ExpertGroup,
+        plain: Callable[..., Tensor],
+        x_TD: Tensor,
+        chosen_Tk: Tensor,
+        weights_Tk: Tensor,
+    ) -> Tensor:
+        """The experts' own forward, unless a job in the pass has adapters on them."""
+        bound = self._pass
+        if bound is None or not any(bank.present(bound) for bank in group.banks.values()):
+            return plain(x_TD, chosen_Tk, weights_Tk)
+        gate_up, down = (group.linear(site, bound) for site in group.sites)
+        activation = cast(Callable[[Tensor], Tensor], group.module.act_fn)
+        return experts_output(x_TD, chosen_Tk, weights_Tk, gate_up, down, activation)
+
     def _embed(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """The embedding, with the rows that adapters put before their samples."""
         h, bound = plain(tokens), self._pass
@@ -332,6 +397,15 @@ class Banks:
             pieces.append(_site_output(group.frozen.part(low, high), x_TK, parts))
         y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
+
+
+def _by_module(
+    modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]
+) -> Iterator[tuple[str, nn.Module, tuple[SiteShape, ...]]]:
+    """The sites of experts, layer by layer."""
+    for path, own in groupby(sites, key=lambda site: site.name.rpartition(".")[0]):
+        together = tuple(own)
+        yield path, modules[together[0].name], together
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:

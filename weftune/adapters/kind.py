@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import Weight, part_of
+from weftune.ops.experts import JobPart
 from weftune.ops.lora.choice import Choices, Contest
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
@@ -120,6 +121,22 @@ class SiteBank(Protocol):
         """What `linear` will have to choose from, so that kernels can be compiled ahead; None if nothing."""
 
 
+class ExpertBank(Protocol):
+    """At the experts of a layer, the parameters of all adapters of one kind aboard."""
+
+    tiled: bool
+
+    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None: ...
+
+    def detach(self, job: str) -> None: ...
+
+    def present(self, bound: Pass) -> bool:
+        """Whether any of its jobs has rows in the pass."""
+
+    def parts(self, site: str, bound: Pass) -> Iterable[JobPart]:
+        """What its jobs add at one of the experts' parameters."""
+
+
 class Kind(Protocol):
     name: str
 
@@ -156,6 +173,9 @@ class Kind(Protocol):
         """
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> SiteBank: ...
+
+    def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
+        """Only asked for where an adapter's layout has parameters at experts."""
 
     def save(
         self, folder: Any, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str

@@ -9,6 +9,7 @@ from typing import Any
 
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS, extra_values
+from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES, MixtureFacts
 from weftune.base.towers import is_wrapper, text_values, within
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
@@ -22,10 +23,17 @@ class _Linear:
     in_features: int
     out_features: int
     bias: bool = False
+    experts: int = 0
+    active: int = 1
 
     @property
     def parameters(self) -> int:
-        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+        return self.site().weights + (self.out_features if self.bias else 0)
+
+    def site(self, path: str = "", transposed: bool = False) -> SiteShape:
+        return SiteShape(
+            path or self.name, self.in_features, self.out_features, transposed, self.experts, self.active
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,7 @@ class _Parts:
 
 DEFAULTS: Mapping[str, Config] = {
     **{family: facts.config for family, facts in DECODERS.items()},
+    **{family: facts.attention.config for family, facts in MIXTURES.items()},
     "opt": {
         "hidden_size": 768,
         "num_hidden_layers": 12,
@@ -137,8 +146,7 @@ def _parameters(parts: _Parts) -> int:
 
 def _sites(parts: _Parts, wrapped: bool) -> tuple[SiteShape, ...]:
     def site(path: str, linear: _Linear) -> SiteShape:
-        name = within(path) if wrapped else path
-        return SiteShape(name, linear.in_features, linear.out_features, parts.transposed)
+        return linear.site(within(path) if wrapped else path, parts.transposed)
 
     return (
         *(site(linear.name, linear) for linear in parts.outside),
@@ -164,25 +172,57 @@ def _context(config: Config) -> int:
 def _decoder(facts: DecoderFacts, config: Config) -> _Parts:
     """The Llama shape: q, k, v and o, then gate, up and down."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    head, wide, narrow = _heads(config)
-    bias, mlp_bias = (facts.heeds_biases and bool(config[f"{one}_bias"]) for one in ("attention", "mlp"))
-    qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
-    qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
+    mlp_bias = facts.heeds_biases and bool(config["mlp_bias"])
     gate_up = (inner, inner) if len(facts.gate_up) == 2 else (2 * inner,)
-    linears = [_Linear(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
-    linears.insert(0 if facts.o_first else len(linears), _Linear(facts.o, wide, hidden, bias))
     layer = _Layer(
         linears=(
-            *linears,
+            *_attention(facts, config),
             *(_Linear(name, hidden, out, mlp_bias) for name, out in zip(facts.gate_up, gate_up, strict=True)),
             _Linear(facts.down, inner, hidden, mlp_bias),
         ),
-        others=len(facts.norms) * hidden + (2 * head if facts.head_norms else 0),
+        others=_norms(facts, config),
     )
     return _Parts(
         hidden=hidden,
         stem="model.layers",
         layers=(layer,) * int(config["num_hidden_layers"]),
+        around=_ends(config, hidden) + hidden,
+    )
+
+
+def _attention(facts: DecoderFacts, config: Config) -> list[_Linear]:
+    hidden = int(config["hidden_size"])
+    _, wide, narrow = _heads(config)
+    bias = facts.heeds_biases and bool(config["attention_bias"])
+    qkv_bias = bias if facts.qkv_bias is None else facts.qkv_bias
+    qkv = (wide, narrow, narrow) if len(facts.qkv) == 3 else (wide + 2 * narrow,)
+    linears = [_Linear(name, hidden, out, qkv_bias) for name, out in zip(facts.qkv, qkv, strict=True)]
+    linears.insert(0 if facts.o_first else len(linears), _Linear(facts.o, wide, hidden, bias))
+    return linears
+
+
+def _norms(facts: DecoderFacts, config: Config) -> int:
+    head, _, _ = _heads(config)
+    return len(facts.norms) * int(config["hidden_size"]) + (2 * head if facts.head_norms else 0)
+
+
+def _mixture(facts: MixtureFacts, config: Config) -> _Parts:
+    """Attention as in the Llama shape, then a router and experts; in some layers an MLP, which is no site."""
+    hidden, inner, layers = (int(config[key]) for key in ("hidden_size", facts.inner, "num_hidden_layers"))
+    count = int(config.get("num_experts") or config["num_local_experts"])
+    active = int(config["num_experts_per_tok"])
+    every, named = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    attention, norms = tuple(_attention(facts.attention, config)), _norms(facts.attention, config)
+    experts = (
+        _Linear(f"{EXPERTS}.{GATE_UP}", hidden, 2 * inner, experts=count, active=active),
+        _Linear(f"{EXPERTS}.{DOWN}", inner, hidden, experts=count, active=active),
+    )
+    sparse = _Layer((*attention, *experts), norms + count * hidden)
+    dense = _Layer(attention, norms + 3 * hidden * int(config["intermediate_size"]))
+    return _Parts(
+        hidden=hidden,
+        stem="model.layers",
+        layers=tuple(dense if at in named or (at + 1) % every else sparse for at in range(layers)),
         around=_ends(config, hidden) + hidden,
     )
 
@@ -291,6 +331,7 @@ def _delta_net(config: Config, hidden: int) -> _Layer:
 
 FAMILIES: Mapping[str, Callable[[Config], _Parts]] = {
     **{family: partial(_decoder, facts) for family, facts in DECODERS.items()},
+    **{family: partial(_mixture, facts) for family, facts in MIXTURES.items()},
     "opt": _opt,
     "gpt2": _gpt2,
     "qwen3_5_text": _qwen3_5,

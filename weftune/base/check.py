@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weftune.base.families import KNOWN
+from weftune.base.routing import Routing
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.errors import BaseModelError, UserError
@@ -36,10 +37,12 @@ def check_packing(base: Base, plain: str) -> None:
     """Compare with the separate forwards under the attention `plain`, and refuse the model if they differ."""
     name, known = base.spec.model, base.model.config.model_type in KNOWN
     samples = [sample(length, base) for length in sample_lengths(base, known)]
+    routing = Routing(base.model)
     try:
-        packed_TV = base.head().logits(base.hidden(microbatch_of(samples)))
-        with attention_set(base.model, plain):
+        with attention_set(base.model, plain), routing.recorded():
             separate = [base.model(tokens_L[None], use_cache=False).logits[0] for tokens_L in samples]
+        with routing.replayed():
+            packed_TV = base.head().logits(base.hidden(microbatch_of(samples)))
     except UserError as refusal:
         raise BaseModelError(f"{name} cannot be a base: {refusal}") from refusal
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:

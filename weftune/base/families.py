@@ -7,13 +7,18 @@ import re
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base.decoders.known import DECODERS
+from weftune.base.decoders.mixtures import MIXTURES
 from weftune.errors import BaseModelError
 
-KNOWN = frozenset({*DECODERS, "opt", "gpt2", "qwen3_5_text"})
+KNOWN = frozenset({*DECODERS, *MIXTURES, "opt", "gpt2", "qwen3_5_text"})
 """Model types tested with packed samples; any other must pass the check at load to be accepted."""
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_MODULES = re.compile(r"Experts|MoE|Moe")
+TRAINED = (
+    "Weftune trains dense text-only causal language models, and of mixtures of experts "
+    f"{' and '.join(MIXTURES)}."
+)
 SEPARATED = frozenset({"qwen3_5_text"})
 """Model types whose recurrent layers begin anew with every sample (base/delta_net.py)."""
 LAYER_KINDS = ("layer_types", "layers_block_type")
@@ -28,7 +33,7 @@ def refuse_config(config: PretrainedConfig, name: str) -> None:
     """Raise a sentence if the config of a causal language model alone says that it cannot be a base."""
     kind = kind_refused(config)
     if kind is not None:
-        raise BaseModelError(f"{name} is {kind}; Weftune trains dense text-only causal language models.")
+        raise BaseModelError(f"{name} is {kind}; {TRAINED}")
     refuse_quantised(config, name)
     if config.model_type not in SEPARATED and (layers := recurrent_layers(config)):
         raise BaseModelError(
@@ -53,10 +58,10 @@ def refuse_quantised(config: PretrainedConfig, name: str) -> None:
 
 def refuse_modules(model: PreTrainedModel, name: str) -> None:
     """Mixtures of experts whose config does not say so are known by the names of their modules."""
+    if model.config.model_type in MIXTURES:
+        return
     if any(EXPERT_MODULES.search(type(module).__name__) for module in model.modules()):
-        raise BaseModelError(
-            f"{name} is a mixture of experts; Weftune trains dense text-only causal language models."
-        )
+        raise BaseModelError(f"{name} is a mixture of experts; {TRAINED}")
 
 
 def kind_refused(config: PretrainedConfig) -> str | None:
@@ -65,7 +70,8 @@ def kind_refused(config: PretrainedConfig) -> str | None:
             return f"a {sense} model ({config.model_type})"
     if getattr(config, "is_encoder_decoder", False):
         return f"an encoder-decoder model ({config.model_type})"
-    if any((getattr(config, key, None) or 0) > 1 for key in EXPERT_COUNTS):
+    mixes = any((getattr(config, key, None) or 0) > 1 for key in EXPERT_COUNTS)
+    if mixes and config.model_type not in MIXTURES:
         return f"a mixture of experts ({config.model_type})"
     if getattr(config, "use_bidirectional_attention", False):
         return f"a bidirectional model ({config.model_type})"

@@ -14,9 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base import attention
 from weftune.base.check import check_packing
+from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.delta_net import separate_samples
 from weftune.base.families import refuse_config, refuse_modules
-from weftune.base.shape import linears, model_shape
+from weftune.base.shape import model_shape, site_modules
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.core.head import Head
@@ -70,8 +71,9 @@ class Base:
         return base
 
     def sites(self) -> dict[str, nn.Module]:
-        """Every linear that can carry an adapter, by module path, in the model's own order."""
-        return linears(self.model)
+        """Every linear that can carry an adapter, by module path, in the model's own order; then experts, by
+        the paths of their parameters."""
+        return site_modules(self.model)
 
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None
@@ -129,6 +131,15 @@ def logit_multiplier(config: PretrainedConfig) -> float:
 def own_config(model: PreTrainedModel) -> None:
     """Give the model a config of its own: transformers shares it by reference with whoever else holds it."""
     shared, own = model.config, copy.deepcopy(model.config)
+    if own.model_type in MIXTURES:
+        _settle_mixture(own, model.dtype)
     for module in model.modules():
         if getattr(module, "config", None) is shared:
             setattr(module, "config", own)  # noqa: B010 (nn.Module declares its attributes tensors or modules)
+
+
+def _settle_mixture(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Nobody asks for routers' logits: there is no loss on them. torch groups no products in float64."""
+    config.output_router_logits = False
+    if dtype is torch.float64:
+        config._experts_implementation = "eager"

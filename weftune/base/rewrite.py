@@ -17,7 +17,7 @@ from weftune.base.config import CONFIG, read_config
 from weftune.base.outline import Tower
 from weftune.base.place import place
 from weftune.base.spec import BaseSpec
-from weftune.base.weights import WeightFiles, found_file, stored_names, weight_files
+from weftune.base.weights import WeightFiles, found_file, part_of, stored_names, weight_files
 
 BESIDE = (
     "generation_config.json",
@@ -53,12 +53,13 @@ def _write_file(model: PreTrainedModel, files: WeightFiles, file: str, target: P
     """One file with the tower's own weights in their places; returns the bytes of its tensors."""
     names = stored_names(model, files)
     assert names is not None, "the tower was read from these files"
-    own = {stored: name for name, stored in names.items()}
+    found = [(name, parts, part) for name, parts in names.items() for part in parts]
+    own = {part: part_of(model.get_parameter(name), parts, part) for name, parts, part in found}
     here = [stored for stored, where in files.files.items() if where == file]
     tensors: dict[str, Tensor] = {}
     with safe_open(files.path(here[0]), framework="pt") as opened:
         for stored in here:
-            value = model.get_parameter(own[stored]) if stored in own else opened.get_tensor(stored)
+            value = own[stored] if stored in own else opened.get_tensor(stored)
             value = value.detach()
             tensors[stored] = (value.to(model.dtype) if value.is_floating_point() else value).contiguous()
     save_file(tensors, target / file, metadata={"format": "pt"})

@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weftune.base.decoders.known import extra_values
+from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.core.weight import HoldsWeight, Weight, held_bytes
 
 
 def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every linear but the output layer, by module path: what PEFT calls all-linear."""
-    output = model.get_output_embeddings()
+    """Every linear but the output layer, by module path; of a mixture of experts those of attention.
+
+    PEFT takes the names of other linears there, which a few layers may have, for those of experts.
+    """
+    output, mixes = model.get_output_embeddings(), model.config.model_type in MIXTURES
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not output
+        if isinstance(module, nn.Linear | Conv1D) and module is not output and not (mixes and ".mlp." in name)
     }
+
+
+def experts(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The experts of each layer of a mixture, by module path."""
+    if model.config.model_type not in MIXTURES:
+        return {}
+    return {name: module for name, module in model.named_modules() if name.endswith(f".{EXPERTS}")}
+
+
+def site_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The module of every site: a linear, or experts."""
+    mixed = {f"{path}.{name}": module for path, module in experts(model).items() for name in (GATE_UP, DOWN)}
+    return linears(model) | mixed
+
+
+def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
+    """Every place for an adapter, in the model's own order."""
+    found, mixed = linears(model), experts(model)
+    for name, _ in model.named_modules():
+        if name in found:
+            yield site_shape(name, found[name])
+        elif name in mixed:
+            yield from expert_sites(name, mixed[name], model.config.num_experts_per_tok)
+
+
+def expert_sites(path: str, module: nn.Module, active: int) -> Iterator[SiteShape]:
+    for name in (GATE_UP, DOWN):
+        count, outputs, inputs = cast(Tensor, getattr(module, name)).shape
+        yield SiteShape(f"{path}.{name}", inputs, outputs, experts=count, active=active)
 
 
 def site_shape(name: str, module: nn.Module) -> SiteShape:
@@ -36,7 +69,7 @@ def site_shape(name: str, module: nn.Module) -> SiteShape:
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     config = model.config
     modules = linears(model)
-    sites = tuple(site_shape(name, module) for name, module in modules.items())
+    sites = tuple(model_sites(model))
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weftune.base.decoders.known import DECODERS
+from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.families import refuse_modules
 from weftune.base.load import base_dtype, load_base, load_config, load_plain
 from weftune.base.model import Base, own_config, take_packs
 from weftune.base.outline import Tower, outline
 from weftune.base.place import explained, place
-from weftune.base.shape import linears, model_shape, site_shape, values
+from weftune.base.shape import model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import WeightFiles, read_weights, weight_files
 from weftune.core.shapes import LayerRange, ModelShape
@@ -41,7 +42,7 @@ class Ends:
 
 
 ENDS = {
-    **dict.fromkeys(DECODERS, Ends()),
+    **dict.fromkeys((*DECODERS, *MIXTURES), Ends()),
     "qwen3_5_text": Ends(),
     "gpt2": Ends(layers="h", embedding="wte", positions="wpe", after=("ln_f",)),
     "opt": Ends(
@@ -125,7 +126,7 @@ def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelS
         vocabulary=whole.vocabulary,
         parameters=values(model),
         bytes_per_value=whole.bytes_per_value,
-        sites=tuple(site_shape(name, module) for name, module in linears(model).items()),
+        sites=tuple(model_sites(model)),
         context=whole.context,
         site_bytes_per_value=whole.site_bytes_per_value,
         extra_values=whole.extra_values,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
 from weftune.base.safe_files import weight_map
 from weftune.base.towers import older_name
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """As safetensors names them."""
 HEAD = "lm_head.weight"
+
+StoredNames = Mapping[str, tuple[str, ...]]
+"""Parameter of a model → what its files call the parts of it, which is mostly one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +57,56 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
 def file_reader(model: PreTrainedModel, files: WeightFiles) -> Callable[[str, Tensor], None] | None:
     """Writes a parameter of `model`, by its name, into a tensor; None if the files do not know them all."""
     known = stored_names(model, files)
-    if known is None:
-        return None
-
-    def read(name: str, out: Tensor) -> None:
-        stored = known[name]
-        with safe_open(files.path(stored), framework="pt") as file:
-            value = file.get_tensor(stored)
-        refuse_other_shape(name, value.shape, out.shape)
-        out.copy_(value)
-
-    return read
+    return None if known is None else partial(_read, files, known)
 
 
-def stored_names(model: PreTrainedModel, files: WeightFiles) -> dict[str, str] | None:
-    """Parameter of `model` → what the files call it; None if they do not know them all."""
-    wanted = {
-        name: _name_in(files, model, name) for name, _ in model.named_parameters(remove_duplicate=False)
-    }
-    known = {name: stored for name, stored in wanted.items() if stored is not None}
-    return known if len(known) == len(wanted) else None
+def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> None:
+    for path, parts in _by_file(files, known[name]).items():
+        with safe_open(path, framework="pt") as file:
+            for part in parts:
+                place, value = part_of(out, known[name], part), file.get_tensor(part)
+                refuse_other_shape(name, value.shape, place.shape)
+                place.copy_(value)
+
+
+def _by_file(files: WeightFiles, parts: Sequence[str]) -> dict[Path, list[str]]:
+    found: dict[Path, list[str]] = {}
+    for part in parts:
+        found.setdefault(files.path(part), []).append(part)
+    return found
+
+
+def part_of(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
+    """The place of a stored tensor in a parameter that the files hold in so many parts, one below another."""
+    if len(parts) == 1:
+        return parameter
+    return parameter.flatten(0, -2).chunk(len(parts))[parts.index(part)]
+
+
+def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
+    """Those of all parameters of `model`; None if the files do not know them all."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        parts = [_name_in(files, model, part) for part in _parts(model, name)]
+        found[name] = tuple(part for part in parts if part is not None)
+        if len(found[name]) < len(parts):
+            return None
+    return found
+
+
+def _parts(model: PreTrainedModel, name: str) -> list[str]:
+    """What a parameter is made of in files: those of a mixture hold every expert's linears apart."""
+    facts = MIXTURES.get(model.config.model_type)
+    if facts is None:
+        return [name]
+    gate, up, down = facts.stored
+    inside = {f".{EXPERTS}.{GATE_UP}": (gate, up), f".{EXPERTS}.{DOWN}": (down,)}
+    own = next((linears for ending, linears in inside.items() if name.endswith(ending)), None)
+    stored = name.replace(".mlp.", f".{facts.stored_mlp}.")
+    if own is None:
+        return [stored]
+    path, experts = stored.rpartition(".")[0], len(model.get_parameter(name))
+    return [f"{path}.{number}.{linear}.weight" for number in range(experts) for linear in own]
 
 
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
@@ -83,18 +118,27 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
     shared = shared_names(model)
     by_file: dict[Path, list[str]] = {}
     for name in shared:
-        by_file.setdefault(files.path(wanted[name]), []).append(name)
+        if len(wanted[name]) == 1:
+            by_file.setdefault(files.path(wanted[name][0]), []).append(name)
     for path, names in by_file.items():
         with safe_open(path, framework="pt") as file:
             for name in names:
-                _put(model, shared[name], file.get_tensor(wanted[name]), device)
+                _put(model, shared[name], file.get_tensor(wanted[name][0]), device)
+    for name in (name for name in shared if len(wanted[name]) > 1):
+        value = torch.empty_like(model.get_parameter(name), device=device)
+        _read(files, wanted, name, value)
+        _put(model, shared[name], value, device)
     make_buffers(model, device)
     return True
 
 
 def lacking(model: PreTrainedModel, files: WeightFiles) -> list[str]:
     """The parameters of `model` that the files do not know."""
-    return sorted(name for name in shared_names(model) if _name_in(files, model, name) is None)
+    return sorted(
+        name
+        for name in shared_names(model)
+        if not all(_name_in(files, model, part) for part in _parts(model, name))
+    )
 
 
 def head_stored(files: WeightFiles) -> bool:

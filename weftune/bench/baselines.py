@@ -19,6 +19,7 @@ from weftune.core.batch import IGNORED
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PHI3_TARGETS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,14 @@ def peft_one_by_one(
 
 
 def peft_model(size: Size, rank: int, place: BenchPlace, wide: bool) -> Any:
-    targets = PHI3_TARGETS if size.family == "phi3" else TARGETS
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+    targets = PHI3_TARGETS if size.family == "phi3" else TARGETS[:4] if size.experts else TARGETS
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=targets,
+        target_parameters=EXPERTS if size.experts else None,
+        task_type="CAUSAL_LM",
+    )
     return get_peft_model(build(size, place), config, autocast_adapter_dtype=wide).train()
 
 

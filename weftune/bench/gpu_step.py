@@ -1,11 +1,12 @@
 """One optimizer step of many jobs on one GPU: Weftune, the frozen base alone, and the ways of PEFT.
 
-All linears carry adapters, all tokens are supervised, the weights are random in the real shapes. Every number
-of a table comes from the same run, since cards of one name differ. The time is that of a round: one step of
-every job. ρ is the arithmetic floor, at the rate of a large product measured first, over the measured time.
+All linears carry adapters, those of experts too, all tokens are supervised, the weights are random in the
+real shapes. Every number of a table comes from the same run, since cards of one name differ. The time is that
+of a round: one step of every job. ρ is the arithmetic floor, at the rate of a large product measured first,
+over the measured time.
 
-    python -m benchmarks.gpu_step [--shape NAME] [--jobs N] [--batch BxL] [--rank R] [--baselines a,b]
-                                  [--profile]
+    python -m benchmarks.gpu_step [--shape NAME] [--layers N] [--jobs N] [--batch BxL] [--rank R]
+                                  [--baselines a,b] [--profile]
 
 --profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
 """
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.bench.baselines import BaselineWork, frozen, peft_one_by_one
+from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one
 from weftune.bench.liger import peft_with_liger
 from weftune.bench.processes import ProcessTask, peft_at_once
 from weftune.bench.result import arguments, finish
@@ -46,7 +47,8 @@ def aboard(task: ProcessTask) -> JobsAboard:
     work = task.work
     together = resident(build(task.size, task.place), task.place.device)
     for at in range(work.jobs):
-        adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank)
+        experts = tuple(EXPERTS) if task.size.experts else ()
+        adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank, target_parameters=experts)
         together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
     return together
 
@@ -136,7 +138,8 @@ def main() -> None:
     rate = gemm_rate(place)
     made = list(rows(task, baselines, asked.capacity, rate))
     work = task.work
-    print(f"\n{task.size.name}: {work.jobs} jobs, rank {work.rank}, {work.batch}×{work.length} tokens each")
+    each = f"rank {work.rank}, {work.batch}×{work.length} tokens each"
+    print(f"\n{task.size.name}, {task.size.layers} layers: {work.jobs} jobs, {each}")
     print(f"large product: {rate / 1e12:,.3f} TFLOP/s\n")
     print(table(made, work.tokens))
     best = strongest(made)
@@ -146,6 +149,7 @@ def main() -> None:
     finish(
         {
             "shape": task.size.name,
+            "layers": task.size.layers,
             "jobs": work.jobs,
             "batch": f"{work.batch}x{work.length}",
             "rank": work.rank,
@@ -171,6 +175,7 @@ def as_json(row: StepRow) -> dict[str, object]:
 def step_arguments() -> argparse.ArgumentParser:
     parser = arguments(__doc__ or "")
     parser.add_argument("--shape", choices=[name for name in SIZES if name != "toy"], default="8b")
+    parser.add_argument("--layers", type=int, help="only so many of the shape's")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--batch", default="1x1024", help="samples × tokens of each, of one job's step")
     parser.add_argument("--rank", type=int, default=16)
@@ -190,7 +195,9 @@ def task_of(asked: argparse.Namespace, place: BenchPlace) -> ProcessTask:
         return ProcessTask(toy_of(SIZES[asked.shape]), work, place, Repeats(1, 2, 1))
     batch, length = (int(word) for word in asked.batch.lower().split("x"))
     work = BaselineWork(jobs=asked.jobs, batch=batch, length=length, rank=asked.rank)
-    return ProcessTask(SIZES[asked.shape], work, place, Repeats(asked.warmup, asked.blocks, asked.steps))
+    size = SIZES[asked.shape]
+    size = replace(size, layers=min(asked.layers or size.layers, size.layers))
+    return ProcessTask(size, work, place, Repeats(asked.warmup, asked.blocks, asked.steps))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ class Size:
     """The width of a head, where it is not that of the hidden state divided by their number."""
     tied: bool = False
     """Whether the output layer is the embedding."""
+    experts: int = 0
+    """Of a layer, in the place of an MLP; `intermediate` is the width of each."""
+    active: int = 1
+    """Experts of a token."""
 
     @property
     def wide(self) -> int:
@@ -42,13 +46,28 @@ class Size:
 
     @property
     def sites(self) -> tuple[tuple[int, int], ...]:
-        """In and out features of the linears of a layer: seven, or four where some are one."""
+        """In and out features of the linears that a token passes in a layer: seven, or four where some are
+        one; of experts two each."""
         kv, o = self.head_width * self.kv_heads, (self.wide, self.hidden)
         down = (self.intermediate, self.hidden)
+        if self.experts:
+            qkv = (self.hidden, self.wide), (self.hidden, kv), (self.hidden, kv)
+            return *qkv, o, *self.active * self.expert
         if self.family == "phi3":
             return o, (self.hidden, self.wide + 2 * kv), (self.hidden, 2 * self.intermediate), down
         gate = (self.hidden, self.intermediate)
         return (self.hidden, self.wide), (self.hidden, kv), (self.hidden, kv), o, gate, gate, down
+
+    @property
+    def expert(self) -> tuple[tuple[int, int], ...]:
+        """The linears of one expert: gate and up, which are one, and down."""
+        return (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
+
+    @property
+    def layer_weights(self) -> int:
+        """Of a layer, all experts included."""
+        resting = max(0, self.experts - self.active) * sum(k * n for k, n in self.expert)
+        return sum(k * n for k, n in self.sites) + resting
 
 
 SIZES = {
@@ -140,6 +159,21 @@ SIZES = {
             tied=True,
         ),
         Size(
+            name="qwen3-30b-a3b",
+            family="qwen3_moe",
+            hidden=2048,
+            layers=48,
+            heads=32,
+            head=128,
+            kv_heads=4,
+            intermediate=768,
+            vocabulary=151936,
+            context=40960,
+            rope_theta=1000000.0,
+            experts=128,
+            active=8,
+        ),
+        Size(
             name="toy",
             hidden=32,
             layers=2,
@@ -156,7 +190,8 @@ SIZES = {
 
 def toy_of(size: Size) -> Size:
     """A tiny shape of the same family."""
-    return replace(SIZES["toy"], family=size.family, head=size.head and 16, tied=size.tied)
+    toy = replace(SIZES["toy"], family=size.family, head=size.head and 16, tied=size.tied)
+    return replace(toy, experts=4, active=2) if size.experts else toy
 
 
 def build(size: Size, place: BenchPlace) -> PreTrainedModel:
@@ -216,6 +251,14 @@ def _of_family(size: Size) -> dict[str, Any]:
                 "query_pre_attn_scalar": size.head_width,
                 "sliding_window": 1024,
             }
+        case "qwen3_moe":
+            return {
+                "rope_parameters": rope,
+                "moe_intermediate_size": size.intermediate,
+                "num_experts": size.experts,
+                "num_experts_per_tok": size.active,
+                "norm_topk_prob": True,
+            }
     return {"rope_parameters": rope}
 
 
@@ -224,7 +267,7 @@ def random_ids(size: Size, rows: int, length: int, place: BenchPlace) -> Tensor:
 
 
 def base_bytes(size: Size, bytes_per_value: int = 2) -> int:
-    linears = size.layers * sum(k * n for k, n in size.sites)
+    linears = size.layers * size.layer_weights
     return (linears + (1 if size.tied else 2) * size.hidden * size.vocabulary) * bytes_per_value
 
 

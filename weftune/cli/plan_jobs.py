@@ -76,7 +76,7 @@ def outline_jobs(
 
 def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, most: int) -> JobOutline:
     train, adapter = planned.data.train, job.adapter
-    sites = [site for site in shape.sites if adapter.targets_site(site.name)]
+    sites = [site for site in shape.sites if adapter.adapts(site)]
     rounds = range(1, min(most, planned.steps) + 1)
     return JobOutline(
         shape=JobShape(

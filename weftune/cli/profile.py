@@ -125,7 +125,7 @@ def kinds_table(profile: Profile, shape: ModelShape) -> Table:
     from weftune.plan.cost.time import PassWork
 
     rank, tokens, samples = 8, 256, 4
-    widths = sum(site.in_features + site.out_features for site in shape.sites)
+    widths = sum(site.widths for site in shape.sites if not site.experts)
     work = PassWork(
         tokens=tokens,
         squares=tokens * tokens // samples,

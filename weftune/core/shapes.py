@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""What the linears of a layer's experts are called, in the order of their module: each is one parameter."""
 TEXT_TOWER = "model.language_model"
 """The module path of the text tower in a model that sees images too."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -21,13 +23,32 @@ def logit_rows(device: str, vocabulary: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """A linear of the base where an adapter can attach. `name` is its module path in the base."""
+    """A linear of the base where an adapter can attach, or those of all experts of a layer, which are one
+    parameter. `name` is its path in the base."""
 
     name: str
     in_features: int
     out_features: int
     fan_in_fan_out: bool = False
     """True where the weight is stored [in, out] (GPT-2's Conv1D)."""
+    experts: int = 0
+    """Matrices that a router chooses from; 0 where there is one, which every token passes."""
+    active: int = 1
+    """Matrices that a token passes."""
+
+    @property
+    def weights(self) -> int:
+        return max(1, self.experts) * self.in_features * self.out_features
+
+    @property
+    def active_weights(self) -> int:
+        """Those that a token is multiplied by."""
+        return self.active * self.in_features * self.out_features
+
+    @property
+    def widths(self) -> int:
+        """Values of a token that go in and come out."""
+        return self.active * (self.in_features + self.out_features)
 
 
 def layer_of(site: str) -> int | None:
@@ -61,6 +82,16 @@ class ModelShape:
     some families have more norms, or linears that are one where others have three."""
 
     @property
+    def mixes(self) -> bool:
+        """Whether it is a mixture of experts: its layers run as transformers runs them, on every device."""
+        return any(site.experts for site in self.sites)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token meets: of a mixture, not all experts."""
+        return self.parameters - sum(site.weights - site.active_weights for site in self.sites)
+
+    @property
     def weight_bytes_per_value(self) -> float:
         """Of the sites' weights; adapters, activations and the ends have `bytes_per_value`."""
         return self.bytes_per_value if self.site_bytes_per_value is None else self.site_bytes_per_value
@@ -69,7 +100,7 @@ class ModelShape:
     def base_bytes(self) -> int:
         if self.site_bytes_per_value is None:
             return self.parameters * self.bytes_per_value
-        inside = sum(site.in_features * site.out_features for site in self.sites)
+        inside = sum(site.weights for site in self.sites)
         return round((self.parameters - inside) * self.bytes_per_value + inside * self.weight_bytes_per_value)
 
     def site(self, name: str) -> SiteShape:

@@ -17,7 +17,7 @@ from weftune.adapters.kind import Kind
 from weftune.adapters.registry import kind_of
 from weftune.base.load import load_plain, load_tokenizer, own_dtype
 from weftune.base.rewrite import is_tower, write_wrapper
-from weftune.base.shape import linears, model_shape
+from weftune.base.shape import model_shape, site_modules
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.core.disk import disk_errors, ordinary_modes
 from weftune.core.files import refuse_full_folder
@@ -42,7 +42,7 @@ def write_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None
     with new_folder(target):
         kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
         model = load_plain(replace(base, dtype=kept), torch.device("cpu"))
-        kind.merge(folder, linears(model), model_shape(model, model.dtype).sites)
+        kind.merge(folder, site_modules(model), model_shape(model, model.dtype).sites)
         if not copy_tokenizer(folder, target):
             load_tokenizer(base).save_pretrained(target)
         if is_tower(model):

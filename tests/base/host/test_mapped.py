@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.base.folders import model_folder
 from tests.base.host.test_streamed import a_layer_each, through
 from tests.base.packs import CPU, packed, random_samples
-from tests.families import COMMON, FAMILIES, config, randomised
+from tests.families import COMMON, EVERY, config, randomised
 from weftune.base.host.mapped import MappedFile, MappedTensor
 from weftune.base.host.source import MappedStage, SourcePart, Staging
 from weftune.base.host.streamed import load_streamed, weights_in_files
@@ -32,7 +32,7 @@ def assert_same(spec, base):
     assert all(isinstance(source, MappedStage) for source in base.sources.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_family_gives_the_bits_of_the_whole_base(family, tmp_path):
     spec = BaseSpec(model=str(model_folder(tmp_path, family, torch.float64)), dtype="float64")
     assert_same(spec, load_streamed(spec, CPU, a_layer_each(family, resident={1}), mapped=True))

@@ -7,7 +7,7 @@ import torch
 
 from tests.base.folders import model_folder
 from tests.base.packs import CPU, base_of, packed, random_samples
-from tests.families import FAMILIES, config, randomised, tiny
+from tests.families import EVERY, config, randomised, tiny
 from weftune.adapters.banks import Banks
 from weftune.base.host.pinned import host_vectors
 from weftune.base.host.streamed import load_streamed, stream_model
@@ -31,7 +31,7 @@ def through(base, microbatch):
     return given_TD
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_stages_that_take_turns_in_one_place_give_the_bits_of_the_whole_base(family):
     whole, microbatch = base_of(tiny(family)), packed(random_samples())
     base = stream_model(tiny(family), whole.spec, CPU, a_layer_each(family))
@@ -42,7 +42,7 @@ def test_stages_that_take_turns_in_one_place_give_the_bits_of_the_whole_base(fam
     assert sorted(site for stage in base.stages for site in stage.sites()) == sorted(whole.sites())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_read_from_files_it_is_the_same(family, tmp_path):
     spec = BaseSpec(model=str(model_folder(tmp_path, family, torch.float64)), dtype="float64")
     whole, microbatch = load_base(spec, CPU), packed(random_samples())

@@ -166,3 +166,53 @@ def test_a_start_whose_patterns_take_long_on_the_names_of_this_base_is_not_tried
 def test_a_start_that_cannot_be_read_is_left_to_those_who_refuse_it(before: Path) -> None:
     (before / "adapter_config.json").write_text("{")
     assert warnings([job(rank=4, init_from=str(before))], SHAPE) == []
+
+
+MIXED = replace(
+    SHAPE,
+    sites=tuple(
+        site
+        for layer in range(2)
+        for site in (
+            SiteShape(f"model.layers.{layer}.self_attn.q_proj", 32, 32),
+            SiteShape(f"model.layers.{layer}.mlp.experts.gate_up_proj", 32, 48, experts=4, active=2),
+            SiteShape(f"model.layers.{layer}.mlp.experts.down_proj", 24, 32, experts=4, active=2),
+        )
+    ),
+)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def test_experts_have_an_adapter_only_where_parameters_are_named() -> None:
+    for adapter, wanted in [
+        (job().adapter, []),
+        (job(targets=r".*_proj").adapter, []),
+        (job(target_parameters=EXPERTS).adapter, ["gate_up_proj", "down_proj"]),
+        (job(targets=[], target_parameters=["down_proj"]).adapter, ["down_proj"]),
+    ]:
+        found = [site.name for site in MIXED.sites if site.experts and adapter.adapts(site)]
+        assert found == [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in wanted]
+
+
+def test_parameters_that_no_experts_have_are_mistakes() -> None:
+    assert check_targets([job(target_parameters=EXPERTS)], MIXED) == []
+    (mistake,) = check_targets([job(target_parameters=[EXPERTS[0], "mlp.gate.weight"])], MIXED)
+    assert mistake.place == "job a adapter.target_parameters[1]"
+    assert '"mlp.gate.weight" matches no parameter of the base\'s experts; write target' in mistake.sentence
+    (mistake,) = check_targets([job(target_parameters=["mlp.experts.down_proj"])], SHAPE)
+    assert "asks for experts, which the base has none of; leave it out" in mistake.sentence
+
+
+def test_modules_that_are_experts_are_answered_with_their_parameters() -> None:
+    (mistake,) = check_targets([job(targets=["q_proj", "down_proj"])], MIXED)
+    wanted = "for its experts write target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]"
+    assert mistake.sentence.endswith(wanted)
+    (mistake,) = check_targets([job(targets=["k_proj"], target_parameters=EXPERTS)], MIXED)
+    assert '"k_proj" matches no module of the base' in mistake.sentence
+
+
+def test_what_vllm_does_not_load_is_said_when_the_job_is_read() -> None:
+    (sentence,) = warnings([job(target_parameters=EXPERTS)], MIXED)
+    stored = "vLLM does not load adapters on experts as PEFT stores them"
+    assert sentence == f"a: {stored}; to serve it there, run weftune export --merged"
+    assert warnings([job()], MIXED) == []

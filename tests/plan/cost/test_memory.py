@@ -118,6 +118,21 @@ def test_a_job_that_fits_only_with_everything_recomputed_is_let_aboard() -> None
     assert deep(10 * everything - 1).why_not([job()]) is not None
 
 
+def test_of_a_mixture_all_experts_are_held_and_the_active_ones_activated() -> None:
+    """Its layers are fused nowhere, and so nothing of them is recomputed."""
+    experts = (
+        SiteShape("up", 100, 400, experts=8, active=2),
+        SiteShape("down", 200, 100, experts=8, active=2),
+    )
+    mixture = replace(shape(), sites=experts)
+    for fused in (False, True):
+        memory = MemoryModel(mixture, 10**9, fused=fused)
+        assert memory.bytes_per_token() == 1.5 * 2 * (500 + 300) * 2
+        assert memory.recompute([job()], most=10**9) == NOTHING
+    assert [site.weights for site in experts] == [8 * 40_000, 8 * 20_000]
+    assert mixture.active_parameters == 10**6 - 6 * 60_000
+
+
 def in_two(**changes) -> MemoryModel:
     """Ten layers cut into seven and three, by two workers."""
     layout = in_stages([LayerRange(0, 7, 10), LayerRange(7, 10, 10)])

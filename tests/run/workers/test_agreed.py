@@ -9,6 +9,7 @@ import torch
 
 from tests import bench
 from tests.cases import slow_but
+from tests.families import MIXTURES
 from tests.run import aboard
 from tests.run.models import deep
 from tests.run.processes import run_workers
@@ -31,8 +32,12 @@ CAPACITY = 40
 
 
 def make_jobs(base):
-    """Of different rank, targets, length and batch size, with dropout; `b` adapts one layer only."""
+    """Of different rank, targets, length and batch size, with dropout; `b` adapts one layer only. Where there
+    are experts, `a` adapts all of them and `b` those of its layer."""
     targets = {"a": "all-linear", "b": r".*layers\.2\..*", "c": ["q_proj", "v_proj", "fc1", "up_proj"]}
+    mixes = any(site.experts for site in base.shape.sites)
+    experts = {"a": ["gate_up_proj", "down_proj"], "b": ["model.layers.2.mlp.experts.down_proj"]}
+    targets |= {"c": ["q_proj", "v_proj"]} if mixes else {}
     return [
         aboard.ready(
             base,
@@ -41,7 +46,12 @@ def make_jobs(base):
             steps=STEPS[name],
             batch_size=2 + seed,
             data=bench.rows(bench.samples(12, seed=seed, longest=8 + 6 * seed)),
-            adapter={"rank": [4, 7, 3][seed], "dropout": 0.2, "alpha": 8.0, "targets": targets[name]},
+            adapter={
+                "rank": [4, 7, 3][seed],
+                "alpha": 8.0,
+                "targets": targets[name],
+                **({"target_parameters": experts[name]} if mixes and name in experts else {"dropout": 0.2}),
+            },
             clip=0.1,
         )
         for seed, name in enumerate("abc")
@@ -161,8 +171,8 @@ def test_losses_and_adapters_equal_one_process_in_float64(order, workers):
     assert not any(isinstance(event, Stepped) for events, _, _ in answers[1:] for event in events)
 
 
-@pytest.mark.parametrize("family", slow_but(["gpt2", "opt", "gemma3"], ["gpt2", "gemma3"]))
-def test_families_with_positions_windows_and_tied_heads_train_the_same_in_stages(family):
+@pytest.mark.parametrize("family", slow_but(["gpt2", "opt", "gemma3", *MIXTURES], ["gpt2", "gemma3"]))
+def test_families_with_positions_windows_tied_heads_and_experts_train_the_same_in_stages(family):
     answers = run_workers(2, as_worker, family, torch.float64, CUTS[2], None, None)
     weights = {key: value for _, slices, _ in answers for key, value in slices.items()}
     assert_equal((losses_of(answers[0][0]), weights), alone(family, torch.float64), 1e-9, 1e-8)

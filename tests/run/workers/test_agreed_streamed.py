@@ -12,6 +12,7 @@ import torch
 
 from tests import bench
 from tests.cases import slow_but
+from tests.families import MIXTURES
 from tests.run import aboard
 from tests.run.models import LAYERS, deep
 from tests.run.processes import run_workers
@@ -176,7 +177,7 @@ def test_clipping_takes_the_norm_over_all_workers():
     assert_equal((losses, of(answers, 2)), (losses_of(events), weights, starts), 1e-9, 1e-8)
 
 
-FAMILIES = ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2"]
+FAMILIES = ["qwen2", "qwen3", "mistral", "gemma3", "phi3", "opt", "gpt2", *MIXTURES]
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, ["gemma3", "gpt2"]))

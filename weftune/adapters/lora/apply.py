@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteParts
+from weftune.adapters.lora.experts import LoraExperts, flattened, stacked
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, write_adapter
-from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.lora.spec import A, B, LoraSpec
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
@@ -30,7 +31,6 @@ from weftune.ops.lora.routes import Block, Blocks, Factors, Route, add_lora
 from weftune.ops.lora.table import Entry, Group, SlotTable
 from weftune.ops.lora.tiled import contest_at, woven_linear
 
-A, B = "a_rK", "b_rN"
 LEAST_RANK = 16
 """Kernels multiply at least so many ranks at once."""
 
@@ -171,16 +171,25 @@ def _factors(parameters: Parameters, sites: Sequence[str]) -> dict[str, Factors]
     return {site: Factors(parameters[site, A], parameters[site, B]) for site in sites}
 
 
+def _as_held(a: Tensor, b: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B of PEFT's as a bank has them, at a site whose parameters are shaped like one of them."""
+    return stacked(a, b, len(like)) if like.ndim == 3 else (a, b.T)
+
+
+def _as_stored(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return flattened(a, b) if a.ndim == 3 else (a, b.T)
+
+
 class Lora:
     name = "lora"
 
     def layout(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> VectorLayout:
         shapes: list[ParameterShape] = []
         for site in sites:
-            if spec.targets_site(site.name):
-                rank = spec.rank_at(site.name)
-                shapes.append(ParameterShape(site.name, A, (rank, site.in_features)))
-                shapes.append(ParameterShape(site.name, B, (rank, site.out_features)))
+            if spec.adapts(site):
+                ranks = (*((site.experts,) if site.experts else ()), spec.rank_at(site.name))
+                shapes.append(ParameterShape(site.name, A, (*ranks, site.in_features)))
+                shapes.append(ParameterShape(site.name, B, (*ranks, site.out_features)))
         return VectorLayout(tuple(shapes))
 
     def adapts(self, spec: LoraSpec, site: str) -> bool:
@@ -210,22 +219,27 @@ class Lora:
         start = None if member.spec.init_from is None else read_start(member.spec, sites)
         for (site, name), value in parameters.items():
             if start is not None:
-                a_rK, b_Nr = start[site]
-                value.copy_(a_rK if name == A else b_Nr.T)
+                a_rK, b_rN = _as_held(*start[site], value)
+                value.copy_(a_rK if name == A else b_rN)
             elif name == A:
                 drawn = parameter_key(member.seed, site, A)
-                fill_uniform(value, drawn, bound=value.shape[1] ** -0.5, drawn_on=drawn_on)
+                fill_uniform(value, drawn, bound=value.shape[-1] ** -0.5, drawn_on=drawn_on)
             else:
                 value.zero_()
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> LoraBank:
         return LoraBank(sites, slots)
 
+    def expert_bank(self, sites: Sequence[SiteShape]) -> LoraExperts:
+        return LoraExperts(sites)
+
     def save(
         self, folder: Path, spec: LoraSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
     ) -> None:
         weights = {
-            site: (value, parameters[site, B].T) for (site, name), value in parameters.items() if name == A
+            site: _as_stored(value, parameters[site, B])
+            for (site, name), value in parameters.items()
+            if name == A
         }
         write_adapter(folder, spec, weights, sites, base)
 

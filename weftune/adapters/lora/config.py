@@ -16,7 +16,6 @@ BEYOND = (
     "modules_to_save",
     "lora_bias",
     "layer_replication",
-    "target_parameters",
     "trainable_token_indices",
     "alora_invocation_tokens",
     "use_qalora",
@@ -55,12 +54,13 @@ def read_spec(folder: Path) -> LoraSpec:
 
 
 def _spec(config: Mapping[str, Any]) -> LoraSpec:
-    targets = config["target_modules"]
+    targets, parameters = config["target_modules"] or (), config.get("target_parameters") or ()
     spec = LoraSpec(
         rank=int(config["r"]),
         alpha=float(config["lora_alpha"]),
         dropout=float(config.get("lora_dropout", 0.0)),
         targets=targets if isinstance(targets, str) else tuple(str(target) for target in targets),
+        target_parameters=tuple(sorted(map(str, parameters))),
         rslora=bool(config.get("use_rslora")),
         rank_pattern={key: int(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
         alpha_pattern={key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()},

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.folder import read_config
+from weftune.adapters.lora.experts import stacked
 from weftune.adapters.lora.files import read_adapter, refuse_misfit, write_adapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.core.shapes import SiteShape
@@ -23,6 +24,11 @@ def write_portable(folder: Path, target: Path) -> int:
     """Write the adapter of `folder` with one rank, which is returned, and the scale 1 everywhere."""
     spec, weights = read_adapter(folder)
     config = read_config(folder)
+    if spec.target_parameters:
+        raise AdapterError(
+            f"{folder} has adapters on experts, which servers do not load as PEFT stores them; for a model "
+            "that they do load, run weftune export --merged"
+        )
     rank = max(a_rK.shape[0] for a_rK, _ in weights.values())
     folded = {
         site: (_padded(a_rK, rank), _padded((b_Nr.double() * spec.scale_at(site)).to(b_Nr.dtype).T, rank).T)
@@ -54,6 +60,9 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
         if site not in shapes:
             raise AdapterError(f"{folder} is for another base: this one has no linear {site}")
         refuse_misfit(folder, shapes[site], a_rK, b_Nr)
+        if shapes[site].experts:
+            _merge_experts(modules[site], site, shapes[site].experts, spec.scale_at(site), a_rK, b_Nr)
+            continue
         module = modules[site]
         weight = module.weight
         assert isinstance(weight, Tensor)
@@ -61,3 +70,11 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
         change = change_NK.T if shapes[site].fan_in_fan_out else change_NK
         # A parameter of its own: written in place, the change would reach whatever is tied to this weight.
         module.weight = nn.Parameter((weight.double() + change).to(weight.dtype), requires_grad=False)
+
+
+def _merge_experts(module: nn.Module, site: str, count: int, scale: float, a: Tensor, b: Tensor) -> None:
+    """One after another: all experts of a layer in float64 may be more than there is room for."""
+    weight_ENK = getattr(module, site.rpartition(".")[2])
+    for weight_NK, a_rK, b_rN in zip(weight_ENK.data, *stacked(a, b, count), strict=True):
+        change_NK = scale * (b_rN.double().T @ a_rK.double())
+        weight_NK.copy_(weight_NK.double() + change_NK)

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from weftune.adapters.folder import WEIGHTS, no_weights
 from weftune.adapters.lora.config import read_spec, refuse_slow
-from weftune.adapters.lora.spec import ALL_LINEAR, LoraSpec, site_of, weight_names
+from weftune.adapters.lora.spec import (
+    ALL_LINEAR,
+    EXPERTS,
+    LoraSpec,
+    site_of,
+    site_stored_at,
+    stored_path,
+    weight_names,
+)
 from weftune.core.shapes import SiteShape, in_wrapper
 from weftune.core.tensor_file import write_tensors
 from weftune.errors import AdapterError, MissingPackage
@@ -31,8 +39,9 @@ def write_adapter(
     """Write the folder so that PEFT and vLLM load it as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
+    mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
-        a_name, b_name = weight_names(site)
+        a_name, b_name = weight_names(stored_path(site, weights) if site in mixed else site)
         tensors[a_name] = a_rK.detach().cpu().contiguous()
         tensors[b_name] = b_Nr.detach().cpu().contiguous()
     partial = folder / f".{WEIGHTS}.partial"
@@ -54,6 +63,7 @@ def _peft_config(
         lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]
         lora_dropout=spec.dropout,
         target_modules=target_modules(spec, targeted, sites),
+        target_parameters=list(spec.target_parameters) or None,
         use_rslora=spec.rslora,
         rank_pattern=dict(spec.rank_pattern),
         alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
@@ -73,28 +83,32 @@ def _whole(alpha: float) -> float:
 def target_modules(spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
     """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same.
 
+    So is any expression where the base has experts: PEFT would look for names of experts and routers in it.
     In a wrapper every module is named: anything shorter could mean modules of its vision tower too.
     """
     if any(in_wrapper(name) for name in targeted):
         return sorted(targeted)
     if not isinstance(spec.targets, str):
         return list(spec.targets)
-    if spec.targets.lower() != ALL_LINEAR:
+    if spec.targets.lower() != ALL_LINEAR and not any(site.experts for site in sites):
         return spec.targets
-    endings = sorted({name.rsplit(".", 1)[-1] for name in targeted})
+    linears = {site.name for site in sites if not site.experts}
+    own = sorted(linears.intersection(targeted))
+    endings = sorted({name.rsplit(".", 1)[-1] for name in own})
     short = replace(spec, targets=tuple(endings))
-    meant = [site.name for site in sites if short.targets_site(site.name)]
-    return endings if sorted(meant) == sorted(targeted) else sorted(targeted)
+    return endings if sorted(filter(short.targets_site, linears)) == own else own
 
 
 def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor]]]:
     """The spec and the weights of a PEFT LoRA folder, checked against each other."""
     spec = read_spec(folder)
-    weights = read_weights(folder)
+    weights = {site_stored_at(path, spec): pair for path, pair in read_weights(folder).items()}
     refuse_slow(folder, spec, list(weights))
     for site, (a_rK, b_Nr) in weights.items():
         rank = spec.rank_at(site)
-        if a_rK.ndim != 2 or b_Nr.ndim != 2 or not a_rK.shape[0] == b_Nr.shape[1] == rank:
+        ranks = a_rK.shape[0] if spec.targets_parameter(site) else rank
+        matrices = a_rK.ndim == b_Nr.ndim == 2
+        if not (matrices and a_rK.shape[0] == b_Nr.shape[1] == ranks and ranks % rank == 0):
             raise AdapterError(
                 f"{folder} is damaged: at {site} A is {list(a_rK.shape)} and B {list(b_Nr.shape)}, "
                 f"but its config says rank {rank}"
@@ -129,23 +143,30 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
     assert spec.init_from is not None
     folder = Path(spec.init_from)
     _, weights = read_adapter(folder)
-    targeted = {site.name: site for site in sites if spec.targets_site(site.name)}
+    targeted = {site.name: site for site in sites if spec.adapts(site)}
     if odd := sorted(weights.keys() ^ targeted.keys()):
         where = "only in the folder" if odd[0] in weights else "not in the folder"
         more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
         raise AdapterError(
             f"{folder} and the job's targets do not name the same sites: {odd[0]} is {where}{more}; "
-            "set adapter.targets as the folder has it"
+            f"set adapter.targets{_and_parameters(spec, weights)} as the folder has it"
         )
     for name, site in targeted.items():
         a_rK, b_Nr = weights[name]
-        if a_rK.shape[0] != spec.rank_at(name):
+        matrices = max(1, site.experts)
+        if a_rK.shape[0] != matrices * spec.rank_at(name):
             raise AdapterError(
-                f"{folder} has rank {a_rK.shape[0]} at {name}, the job asks for {spec.rank_at(name)}; "
+                f"{folder} has rank {a_rK.shape[0] / matrices:g} at {name}, the job asks for "
+                f"{spec.rank_at(name)}; "
                 "set adapter.rank and adapter.rank_pattern as the folder has them"
             )
         refuse_misfit(folder, site, a_rK, b_Nr)
     return weights
+
+
+def _and_parameters(spec: LoraSpec, weights: Weights) -> str:
+    mixed = spec.target_parameters or any(EXPERTS in name for name in weights)
+    return " and adapter.target_parameters" if mixed else ""
 
 
 def refuse_misfit(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor) -> None:
@@ -154,4 +175,9 @@ def refuse_misfit(folder: Path, site: SiteShape, a_rK: Tensor, b_Nr: Tensor) -> 
         raise AdapterError(
             f"{folder} is for another base: at {site.name} it goes from {has[0]} to {has[1]} features, "
             f"the base from {wants[0]} to {wants[1]}"
+        )
+    if site.experts and a_rK.shape[0] % site.experts:
+        raise AdapterError(
+            f"{folder} is for another base: at {site.name} it has {a_rK.shape[0]} ranks, which are no "
+            f"multiple of the base's {site.experts} experts"
         )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from weftune.core.shapes import SiteShape
+from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 
 ALL_LINEAR = "all-linear"
+A, B = "a_rK", "b_rN"
+"""The parameters of an adapter at a site, as a bank holds them; at experts, those of all of them."""
+EXPERTS, WRAPPED = ".experts", ".base_layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,8 @@ class LoraSpec:
     dropout: float = 0.0
     targets: str | tuple[str, ...] = ALL_LINEAR
     """`all-linear`, a regular expression that must match a whole module path, or a list of path endings."""
+    target_parameters: tuple[str, ...] = ()
+    """Endings of the paths of experts' parameters, each of which gets an adapter for every expert."""
     rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
@@ -37,6 +42,14 @@ class LoraSpec:
             return self.targets.lower() == ALL_LINEAR or re.fullmatch(self.targets, name) is not None
         return any(name == target or name.endswith(f".{target}") for target in self.targets)
 
+    def adapts(self, site: SiteShape) -> bool:
+        """Experts have no adapter unless the job asks for one."""
+        return self.targets_parameter(site.name) if site.experts else self.targets_site(site.name)
+
+    def targets_parameter(self, name: str) -> bool:
+        """Whether PEFT would put an adapter on the experts' parameter `name`."""
+        return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
+
     def rank_at(self, name: str) -> int:
         return self.rank_pattern.get(pattern_for(self.rank_pattern, name), self.rank)
 
@@ -48,7 +61,7 @@ class LoraSpec:
         return self.alpha_at(name) / (math.sqrt(rank) if self.rslora else rank)
 
     def parameters_at(self, site: SiteShape) -> int:
-        return self.rank_at(site.name) * (site.in_features + site.out_features)
+        return max(1, site.experts) * self.rank_at(site.name) * (site.in_features + site.out_features)
 
 
 def pattern_for(patterns: Iterable[str], name: str) -> str:
@@ -59,13 +72,31 @@ def pattern_for(patterns: Iterable[str], name: str) -> str:
     return name
 
 
-def weight_names(site: str) -> tuple[str, str]:
+def stored_path(site: str, adapted: Collection[str]) -> str:
+    """Where PEFT stores what an adapter with these sites has on experts: it wraps their module once for every
+    parameter, the first innermost."""
+    module, _, name = site.rpartition(".")
+    outside = EXPERT_PARAMETERS[EXPERT_PARAMETERS.index(name) + 1 :]
+    return module + WRAPPED * sum(f"{module}.{other}" in adapted for other in outside)
+
+
+def site_stored_at(path: str, spec: LoraSpec) -> str:
+    """The site whose weights PEFT stores at a path: itself, unless it is that of experts."""
+    module = path.replace(WRAPPED, "")
+    if not module.endswith(EXPERTS):
+        return path
+    own = [f"{module}.{name}" for name in EXPERT_PARAMETERS if spec.targets_parameter(f"{module}.{name}")]
+    outside = path.count(WRAPPED)
+    return own[-1 - outside] if outside < len(own) else path
+
+
+def weight_names(path: str) -> tuple[str, str]:
     """The names of A [rank, in] and B [out, rank] in a PEFT adapter file."""
-    stem = f"base_model.model.{site}"
+    stem = f"base_model.model.{path}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
 def site_of(weight_name: str) -> str | None:
-    """The site whose A or B is called so in a PEFT adapter file; None for any other name."""
+    """The path whose A or B is called so in a PEFT adapter file; None for any other name."""
     found = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", weight_name)
     return None if found is None else found[1]

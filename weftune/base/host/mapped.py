@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weftune.base.weights import WeightFiles, refuse_other_shape, stored_names
+from weftune.base.weights import WeightFiles, part_of, refuse_other_shape, stored_names
 from weftune.errors import BaseModelError
 
 MADV_POPULATE_READ = 22
@@ -145,12 +145,12 @@ class MappedTensor:
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    tensors: Mapping[str, MappedTensor]
-    """By the names that the model gives its parameters."""
+    tensors: Mapping[str, tuple[MappedTensor, ...]]
+    """By the names that the model gives its parameters; of one that is stored in parts, all of them."""
 
     @property
     def files(self) -> list[MappedFile]:
-        return list(dict.fromkeys(tensor.file for tensor in self.tensors.values()))
+        return list(dict.fromkeys(part.file for parts in self.tensors.values() for part in parts))
 
 
 def map_weights(model: PreTrainedModel, files: WeightFiles | None, base: str) -> MappedWeights:
@@ -162,20 +162,22 @@ def map_weights(model: PreTrainedModel, files: WeightFiles | None, base: str) ->
     mapped: dict[str, MappedFile] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        within = files.files[names[name]]
-        if within not in mapped:
-            mapped[within] = MappedFile(files.path(names[name]))
-        file = mapped[within]
-        stored = file.tensors[names[name]]
-        refuse_other_shape(name, torch.Size(stored.shape), parameter.shape)
         wanted = STORED_AS.get(parameter.dtype, str(parameter.dtype))
-        if stored.dtype != wanted:
-            raise _not_as_they_are(
-                base,
-                f"{name} is stored as {stored.dtype} and the run computes in {wanted}; set the base's dtype "
-                "to that of its files",
-            )
-        found[name] = MappedTensor(file, stored.start, stored.stop)
+        parts = []
+        for part in names[name]:
+            within = files.files[part]
+            if within not in mapped:
+                mapped[within] = MappedFile(files.path(part))
+            stored = mapped[within].tensors[part]
+            refuse_other_shape(name, torch.Size(stored.shape), part_of(parameter, names[name], part).shape)
+            if stored.dtype != wanted:
+                raise _not_as_they_are(
+                    base,
+                    f"{name} is stored as {stored.dtype} and the run computes in {wanted}; set the base's "
+                    "dtype to that of its files",
+                )
+            parts.append(MappedTensor(mapped[within], stored.start, stored.stop))
+        found[name] = tuple(parts)
     return MappedWeights(found)
 
 

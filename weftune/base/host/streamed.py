@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -201,9 +201,18 @@ def _in_files(
 ) -> dict[int, StageSource]:
     staging = Staging(device) if device.type == "cuda" else None
     return {
-        stage: MappedStage(tuple(SourcePart(one.start, mapped.tensors[one.name]) for one in found), staging)
+        stage: MappedStage(tuple(part for one in found for part in _source_parts(one, mapped)), staging)
         for stage, found in pieces.items()
     }
+
+
+def _source_parts(piece: WeightPiece, mapped: MappedWeights) -> Iterator[SourcePart]:
+    """What files hold of a parameter, one part behind the other."""
+    start = piece.start
+    for held in mapped.tensors[piece.name]:
+        part = SourcePart(start, held)
+        start = part.stop
+        yield part
 
 
 def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:

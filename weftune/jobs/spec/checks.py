@@ -31,6 +31,7 @@ def check_targets(
     for job in jobs:
         slow = list(_slow_patterns(job, names, place))
         mistakes += slow or _target_mistakes(job, shape, place)
+        mistakes += _parameter_mistakes(job, shape, place)
     return mistakes
 
 
@@ -48,12 +49,12 @@ def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]
 def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
     targets = job.adapter.targets
     if isinstance(targets, str):
-        if not any(job.adapter.targets_site(site.name) for site in shape.sites):
+        if not any(job.adapter.adapts(site) for site in _linears(shape)):
             yield Mistake(place(job.name, "adapter", "targets"), _no_match(targets, shape))
         return
     for index, target in enumerate(targets):
         alone = replace(job.adapter, targets=(target,))
-        if not any(alone.targets_site(site.name) for site in shape.sites):
+        if not any(alone.adapts(site) for site in _linears(shape)):
             where = place(job.name, "adapter", "targets", index)
             yield Mistake(where, f"{show(target)} matches no module of the base; {_offer(target, shape)}")
 
@@ -70,11 +71,36 @@ def _offer(target: str, shape: ModelShape) -> str:
     endings = _endings(shape)
     near = nearest(target.rpartition(".")[2], endings)
     hint = f"did you mean {near}? " if near else ""
-    return f"{hint}its modules end in {', '.join(endings)}"
+    experts = f"; for its experts write {_expert_parameters(shape)}" if _experts(shape) else ""
+    return f"{hint}its modules end in {', '.join(endings)}{experts}"
 
 
 def _endings(shape: ModelShape) -> list[str]:
-    return list(dict.fromkeys(site.name.rpartition(".")[2] for site in shape.sites))
+    return list(dict.fromkeys(site.name.rpartition(".")[2] for site in _linears(shape)))
+
+
+def _parameter_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
+    for index, target in enumerate(job.adapter.target_parameters):
+        alone = replace(job.adapter, target_parameters=(target,))
+        where = place(job.name, "adapter", "target_parameters", index)
+        if not _experts(shape):
+            yield Mistake(where, f"{show(target)} asks for experts, which the base has none of; leave it out")
+        elif not any(alone.adapts(site) for site in _experts(shape)):
+            hint = f"write {_expert_parameters(shape)}, or one of both"
+            yield Mistake(where, f"{show(target)} matches no parameter of the base's experts; {hint}")
+
+
+def _linears(shape: ModelShape) -> list[SiteShape]:
+    return [site for site in shape.sites if not site.experts]
+
+
+def _experts(shape: ModelShape) -> list[SiteShape]:
+    return [site for site in shape.sites if site.experts]
+
+
+def _expert_parameters(shape: ModelShape) -> str:
+    endings = dict.fromkeys(".".join(site.name.rsplit(".", 3)[1:]) for site in _experts(shape))
+    return f"target_parameters: [{', '.join(endings)}]"
 
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
@@ -115,7 +141,7 @@ def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
         )
     if job.weight_decay > HIGH_DECAY:
         yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
-    aboard = [site for site in shape.sites if adapter.targets_site(site.name)]
+    aboard = [site for site in shape.sites if adapter.adapts(site)]
     wide = [site for site in aboard if adapter.rank_at(site.name) > _width(site)]
     if wide:
         narrow = min(wide, key=_width)
@@ -129,6 +155,11 @@ def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
                 yield f"{key} {show(pattern)} matches none of the job's targets"
     if adapter.rank_pattern or adapter.alpha_pattern:
         yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"
+    if adapter.target_parameters:
+        yield (
+            "vLLM does not load adapters on experts as PEFT stores them; to serve it there, run weftune "
+            "export --merged"
+        )
     if adapter.init_from is not None:
         yield from _start_warnings(adapter, Path(adapter.init_from), aboard)
     if job.data.max_length > shape.context:

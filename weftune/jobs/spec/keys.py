@@ -16,7 +16,8 @@ DATA_KEYS = (
     "path", "format", "columns", "split", "limit", "max_length", "train_on", "chat_template", "skip_bad_rows",
 )  # fmt: skip
 ADAPTER_KEYS = (
-    "kind", "rank", "alpha", "dropout", "targets", "rslora", "rank_pattern", "alpha_pattern", "init_from",
+    "kind", "rank", "alpha", "dropout", "targets", "target_parameters", "rslora", "rank_pattern",
+    "alpha_pattern", "init_from",
 )  # fmt: skip
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
@@ -86,6 +87,7 @@ RENAMED: Mapping[str, str] = {
     "sequence_len": "data.max_length",
     "micro_batch_size": "batch_size",
     "lora_target_linear": "adapter.targets",
+    "lora_target_parameters": "adapter.target_parameters",
     "lora_model_dir": "adapter.init_from",
     "datasets": "data.path",
     "test_datasets": "eval.path",

@@ -18,6 +18,7 @@ from weftune.jobs.spec.show import show
 EXPECTED: Mapping[Loc, str] = {
     ("adapter",): "a mapping such as {kind: lora, rank: 16}",
     ("adapter", "targets"): "all-linear, a regular expression, or a list of the endings of module paths",
+    ("adapter", "target_parameters"): "a list such as [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
     ("adapter", "rank_pattern"): "a mapping from a module path's ending to a rank",
     ("adapter", "alpha_pattern"): "a mapping from a module path's ending to an alpha",
     ("betas",): "a list of two numbers such as [0.9, 0.999]",

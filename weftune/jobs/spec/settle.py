@@ -148,9 +148,10 @@ def _data_faults(data: Any) -> Iterator[Fault]:
 def _adapter_faults(adapter: Any) -> Iterator[Fault]:
     if not isinstance(adapter, Mapping):
         return
-    targets = adapter.get("targets")
+    targets, parameters = adapter.get("targets"), adapter.get("target_parameters")
+    yield from _parameter_faults(adapter, parameters)
     if isinstance(targets, list | tuple):
-        if not targets:
+        if not targets and not parameters:
             yield Fault(
                 ("adapter", "targets"), f"must name at least one module; for all of them write {ALL_LINEAR}"
             )
@@ -165,6 +166,14 @@ def _adapter_faults(adapter: Any) -> Iterator[Fault]:
         patterns = adapter.get(name)
         for pattern in patterns if isinstance(patterns, Mapping) else ():
             yield from _expression(pattern, ending(pattern), ("adapter", name, pattern))
+
+
+def _parameter_faults(adapter: Mapping[str, Any], parameters: Any) -> Iterator[Fault]:
+    for index, parameter in enumerate(parameters if isinstance(parameters, list | tuple) else ()):
+        if parameter == "":
+            yield Fault(("adapter", "target_parameters", index), "must not be empty")
+    if parameters and adapter.get("dropout"):
+        yield Fault(("adapter", "dropout"), "must be 0 where target_parameters names experts, as in PEFT")
 
 
 def _expression(text: str, whole: str, loc: Loc) -> Iterator[Fault]:

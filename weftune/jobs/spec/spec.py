@@ -173,11 +173,19 @@ def _plain(record: Any) -> dict[str, Any]:
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
 """Keys that resolved jobs of earlier versions lack, with what those trained by."""
+ADDED_TO_ADAPTERS: Mapping[str, Any] = {"target_parameters": []}
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The dotted names of the keys in which two resolved jobs differ; a list is compared as a whole."""
-    return sorted(_changed({**ADDED, **old}, {**ADDED, **new}, ()))
+    return sorted(_changed(_completed(old), _completed(new), ()))
+
+
+def _completed(job: Mapping[str, Any]) -> dict[str, Any]:
+    whole = {**ADDED, **job}
+    if isinstance(adapter := whole.get("adapter"), Mapping):
+        whole["adapter"] = {**ADDED_TO_ADAPTERS, **adapter}
+    return whole
 
 
 def _changed(old: Any, new: Any, loc: Loc) -> list[str]:

@@ -95,7 +95,7 @@ def base_layers(shape: ModelShape, kept: int, apart: bool) -> tuple[BaseLayer, .
         number = layer_of(site.name)
         (outside if number is None else by_layer[number]).append(site)
     matrix = shape.vocabulary * shape.hidden
-    inside = sum(_weights(site) for sites in by_layer.values() for site in sites)
+    inside = sum(site.weights for sites in by_layer.values() for site in sites)
     tied = shape.parameters < inside + 2 * matrix
     # Norms, biases and positions are not told apart in the shape; they are small and counted here.
     first = shape.parameters - inside - (0 if tied else matrix)
@@ -115,21 +115,28 @@ def layer_bytes(shape: ModelShape) -> int:
     return max(layer.weight_bytes for layer in layers if layer.kind == "layer")
 
 
+def layer_flops(shape: ModelShape) -> int:
+    """Of a pass over one token in one layer, the most."""
+    layers = base_layers(shape, 0, apart=False)
+    return max(layer.flops for layer in layers if layer.kind == "layer")
+
+
 def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: int) -> BaseLayer:
-    weights = sum(_weights(site) for site in sites)
+    flops = 2 * sum(site.active_weights for site in sites)
+    held = round(sum(site.weights for site in sites) * shape.weight_bytes_per_value)
     # Two products of the width of all heads, half of each masked; that width is close to the hidden one.
-    held = round(weights * shape.weight_bytes_per_value)
-    return BaseLayer("layer", 2 * weights, 2 * shape.hidden, held, kept, handed, sites)
-
-
-def _weights(site: SiteShape) -> int:
-    return site.in_features * site.out_features
+    return BaseLayer("layer", flops, 2 * shape.hidden, held, kept, handed, sites)
 
 
 def adapter_flops(layer: BaseLayer, job: JobOutline) -> int:
     """Of a forward over one token."""
+    return sum(2 * job.ranks.get(site.name, 0) * site.widths for site in layer.sites)
+
+
+def adapter_parameters(layer: BaseLayer, job: JobOutline) -> int:
     return sum(
-        2 * job.ranks.get(site.name, 0) * (site.in_features + site.out_features) for site in layer.sites
+        max(1, site.experts) * job.ranks.get(site.name, 0) * (site.in_features + site.out_features)
+        for site in layer.sites
     )
 
 
@@ -177,7 +184,7 @@ def layer_costs(
             one / speed.adapter_flops * rows.by_job.get(job.name, 0)
             for one, job in zip(flops, jobs, strict=True)
         )
-        parameters = sum(one // 2 for one in flops)
+        parameters = sum(adapter_parameters(layer, job) for job in jobs)
         costs.append(
             LayerCost(
                 kind=layer.kind,

@@ -64,7 +64,7 @@ def stage_cost(layers: Sequence[LayerCost], start: int, stop: int) -> StageCost:
 def stage_shape(shape: ModelShape, held: LayerRange) -> ModelShape:
     """What of the base one stage holds; sites outside the layers count for every stage."""
     sites = tuple(site for site in shape.sites if _held(site.name, held))
-    inside = sum(site.in_features * site.out_features for site in sites)
+    inside = sum(site.weights for site in sites)
     ends = shape.hidden * shape.vocabulary * (held.first + held.last)
     return replace(shape, layers=held.stop - held.start, parameters=inside + ends, sites=sites)
 

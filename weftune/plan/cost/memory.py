@@ -257,9 +257,9 @@ class MemoryModel:
         return self._token_bytes(part, recompute) * (workers + self.spare if workers > 1 else 1)
 
     def _token_bytes(self, part: ModelShape, recompute: Recompute) -> int:
-        widths = sum(site.in_features + site.out_features for site in part.sites)
+        widths = sum(site.widths for site in part.sites)
         factor, extra = ACTIVATION_FACTOR, 0
-        if self.fused:
+        if self.fused and not part.mixes:
             factor, extra = OUTPUTS_FACTOR if recompute.outputs else FUSED_FACTOR, part.extra_values
         layers, again = part.layers, min(recompute.layers, part.layers)
         # Of layers that are recomputed, one is held whole at a time, and of each its input.
@@ -311,7 +311,7 @@ class MemoryModel:
     def _choices(self) -> list[Recompute]:
         """From nothing to everything; only fused layers can. Stages that take turns are recomputed as they
         are."""
-        if not (self.fused and self._keeps):
+        if not (self.fused and self._keeps) or self.shape.mixes:
             return [NOTHING]
         layers = (Recompute(True, count) for count in range(1, self.pass_layers + 1))
         return [NOTHING, Recompute(outputs=True), *layers]

@@ -90,7 +90,10 @@ def key_of(shape: ModelShape, device: str, threads: int) -> ProfileKey:
 
 def digest(shape: ModelShape) -> str:
     """Equal for bases whose passes take the same time; names of sites do not count."""
-    widths = sorted((site.in_features, site.out_features) for site in shape.sites)
+    widths = sorted(
+        (site.in_features, site.out_features, *((site.experts, site.active) if site.experts else ()))
+        for site in shape.sites
+    )
     sizes = (shape.layers, shape.hidden, shape.vocabulary, shape.parameters, widths)
     return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
 

@@ -56,7 +56,7 @@ def cut_layers(shape: ModelShape, stages: int, costs: PartCosts | None = None) -
 
 def counted_costs(shape: ModelShape) -> PartCosts:
     """Products of a token: a frozen matrix has one in each direction, and the head's forward makes both."""
-    inside = sum(site.in_features * site.out_features for site in shape.sites)
+    inside = sum(site.active_weights for site in shape.sites)
     return PartCosts(0.0, 2 * inside / shape.layers, 2 * shape.hidden * shape.vocabulary)
 
 
@@ -75,7 +75,7 @@ def typical_work(shape: ModelShape, tokens: int) -> PassWork:
     """A microbatch of so many tokens, one job's. All rows are supervised: a head that turns out cheaper
     leaves one stage idle for a while, one that turns out dearer would make all the others wait."""
     length = min(LENGTH, shape.context, tokens)
-    per_row = sum(RANK * (site.in_features + site.out_features) for site in shape.sites)
+    per_row = sum(RANK * site.widths for site in shape.sites if not site.experts)
     return PassWork(
         tokens=tokens,
         squares=tokens * length,

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from operator import ge
 
 from weftune.core.shapes import JobShape, ModelShape
-from weftune.plan.cost.estimate import GPU_LAUNCH, layer_bytes
+from weftune.plan.cost.estimate import GPU_LAUNCH, layer_bytes, layer_flops
 from weftune.plan.cost.memory import ON_THE_WAY, MemoryModel
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weftune.plan.layout.recurrence import Hops, StageRound, compute_seconds, round_seconds, slotted_seconds
@@ -268,8 +268,7 @@ class StreamCase:
     @cached_property
     def layer_seconds(self) -> float:
         """The forward of a round through one layer."""
-        values = self.layer_bytes / self.shape.weight_bytes_per_value
-        arithmetic = 2 * values * self.round_tokens / self.device.flops
+        arithmetic = layer_flops(self.shape) * self.round_tokens / self.device.flops
         return max(arithmetic + self._passes * self.device.launch, self._passes * self.device.asking)
 
     @cached_property

@@ -60,7 +60,7 @@ def first_pace(cost: CostModel, shape: ModelShape, on_gpu: bool, max_tokens: int
         )
         return WindowPace(cost.pass_seconds(full) / max_tokens)
     speed = speed_by_sheet(on_gpu)
-    return WindowPace(ROW_FLOPS * shape.parameters / speed.flops if speed else 0.0)
+    return WindowPace(ROW_FLOPS * shape.active_parameters / speed.flops if speed else 0.0)
 
 
 def speed_by_sheet(on_gpu: bool) -> Speed | None:
