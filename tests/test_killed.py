@@ -93,7 +93,7 @@ class Chain:
             return set()  # The folder of a job that has just ended went away under the search.
 
 
-@pytest.mark.parametrize("times", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_at_moments_uniform_over_the_run_it_resumes_to_the_same_adapters(forks, place, times):
     folder, seconds = place
     rng = random.Random(SEED)

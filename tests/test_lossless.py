@@ -82,6 +82,7 @@ def test_another_seed_or_dropout_does_change_the_result(run, tmp_path):
         oracle.assert_equal_float64(second, first)
 
 
+@pytest.mark.slow
 def test_at_least_four_in_five_microbatches_hold_two_jobs_or_more(run):
     """Read from the executed Programs of the run with seven others."""
     _, programs = run(torch.float32, 7, 96)

@@ -17,7 +17,7 @@ from tests import bench, oracle
 from tests.adapters.aboard import attach, banks_with, empty_banks, logits, together, weights_of
 from tests.base.folders import model_folder
 from tests.base.packs import random_samples
-from tests.cases import slow_but
+from tests.cases import slow_but, some_of
 from tests.families import MIXTURES, tiny
 from weftune import JobSpec
 from weftune.adapters.kind import Member
@@ -188,8 +188,13 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    some_of(
+        product(MIXTURES, (torch.float32, torch.bfloat16)),
+        zip(MIXTURES, (torch.float32, torch.bfloat16), strict=True),
+    ),
+)
 def test_gradients_on_a_gpu_are_as_near_to_float64_as_those_on_a_cpu(family, dtype):
     """In bfloat16 a GPU multiplies all groups at once."""
     microbatch, asked = together("abc", random_samples((9, 5, 12))), {"target_parameters": EXPERTS}

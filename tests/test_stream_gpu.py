@@ -205,9 +205,7 @@ FROM_FILES = (a_layer_each(1, travels=False), a_layer_each(2, travels=False, res
 
 @pytest.mark.parametrize(
     ("cut", "chunk"),
-    some_of(
-        product(FROM_FILES, (CHUNK_BYTES, 100_000)), zip(FROM_FILES, (100_000, CHUNK_BYTES), strict=True)
-    ),
+    some_of(product(FROM_FILES, (CHUNK_BYTES, 100_000)), [(FROM_FILES[0], 100_000)]),
 )
 def test_read_from_its_files_in_every_step_it_gives_the_very_bits_too(resident, stored, cut, chunk):
     device = torch.device("cuda", 0)
@@ -270,7 +268,7 @@ def poison(executor):
 
 @pytest.mark.parametrize(
     ("slots", "piece"),
-    some_of(product((1, 2, 3), (SMALL_PIECE, PIECE)), [(2, SMALL_PIECE)]),
+    some_of(product((1, 2, 3), (SMALL_PIECE, PIECE)), [(1, PIECE)]),
 )
 def test_steps_that_linger_change_no_bit(slots, piece, monkeypatch):
     """Whoever came too early would take NaN along."""

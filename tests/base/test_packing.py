@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.base.packs import LENGTHS, base_of, packed, random_samples
-from tests.families import EVERY, WINDOW, config, tiny
+from tests.families import EVERY, MIXTURES, WINDOW, config, tiny
 from weftune.base.model import Base
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -75,7 +75,7 @@ def test_packed_gradients_equal_separate_backwards(family: str) -> None:
     torch.testing.assert_close(gradient_TD, expected, **EXACT)
 
 
-def assert_a_nan_stays_in_its_sample(base: Base) -> None:
+def assert_a_nan_stays_in_its_sample(base: Base, rtol: float = 0.0, atol: float = 0.0) -> None:
     microbatch = packed(random_samples()).to(base.device)
     start, stop = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
 
@@ -88,8 +88,8 @@ def assert_a_nan_stays_in_its_sample(base: Base) -> None:
     with embeddings_through(base.model, poisoned):
         sick_TD = base.hidden(microbatch)
     assert sick_TD[start:stop].isnan().all()
-    torch.testing.assert_close(sick_TD[:start], healthy_TD[:start], rtol=0.0, atol=0.0)
-    torch.testing.assert_close(sick_TD[stop:], healthy_TD[stop:], rtol=0.0, atol=0.0)
+    torch.testing.assert_close(sick_TD[:start], healthy_TD[:start], rtol=rtol, atol=atol)
+    torch.testing.assert_close(sick_TD[stop:], healthy_TD[stop:], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -102,7 +102,9 @@ def test_a_nan_in_one_sample_does_not_reach_the_others(family: str) -> None:
 @pytest.mark.parametrize("family", EVERY)
 def test_a_nan_in_one_sample_does_not_reach_the_others_on_a_gpu(family: str, dtype: torch.dtype) -> None:
     base = base_of(tiny(family, dtype), device=torch.device("cuda", 0))
-    assert_a_nan_stays_in_its_sample(base)
+    # An expert has other rows when those of the sick sample go elsewhere, and a GPU's library sums otherwise.
+    close = {"rtol": 1e-4, "atol": 1e-5} if family in MIXTURES else {}
+    assert_a_nan_stays_in_its_sample(base, **close)
 
 
 @pytest.mark.parametrize("family", EVERY)

@@ -32,6 +32,7 @@ def test_the_formula_holds_in_every_case_and_the_figure_has_all_bars(run: Any) -
     assert set(found["figure20"][0]["bars"]) == {"1F1B", "mLoRA", "1", "2", "3", "4"}
 
 
+@pytest.mark.slow
 def test_a_streamed_base_is_foreseen(run: Any, capsys: pytest.CaptureFixture) -> None:
     (case,) = run(plan_stream)["cases"]
     # Each of 32 layers of 436 MB has to come twice, but for the few that stay: at least 0.3 s at 55 GB/s.

@@ -139,6 +139,7 @@ def large(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
 def test_a_mapped_base_takes_no_memory_for_the_layers_that_are_not_on_the_device(large):
     """The device is pretended: its one slot is memory of the process, too. The same base kept in memory shows

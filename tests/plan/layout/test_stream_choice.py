@@ -213,6 +213,7 @@ def test_a_cut_leaves_room_for_each_job_that_waits_by_itself():
         choose_stream(base(8), together, device, 64, 100, waiting=[job("d", 3_000_000)])
 
 
+@pytest.mark.slow
 def test_a_cut_of_eighty_layers_is_found_in_seconds():
     """A 70B base on a GPU that holds most of it: every way, capacity and number of slots comes close."""
     widths = {"qo": (8192, 8192), "kv": (8192, 1024), "gu": (8192, 28672), "d": (28672, 8192)}
