@@ -209,6 +209,8 @@ def test_joins_and_leaves_keep_memory_and_open_files_flat(base, tmp_path, times)
             return
         if not joined or trainer.loop.store.job(joined[-1]).state.ended:
             if len(joined) in (times // 5, times - 1):
+                # What is written beside training has files open.
+                trainer.loop.executor.finish_saves("anchor")
                 files = len(list(Path("/proc/self/fd").iterdir()))
                 taken.append((tensor_bytes(), files, taken_bytes(base.device)))
             joined.append(f"late-{len(joined)}")
@@ -217,8 +219,7 @@ def test_joins_and_leaves_keep_memory_and_open_files_flat(base, tmp_path, times)
     results = trainer.run(callback)
     assert [result.state for name, result in results.items() if name != "anchor"] == ["succeeded"] * times
     for before, after in zip(*taken, strict=True):
-        # A file may be open that is just being written beside training.
-        assert after <= max(before * 1.02, before + 1), taken
+        assert after <= before * 1.02, taken
 
 
 def test_a_job_that_always_breaks_off_stops_at_once_and_blocks_nobody(base, tmp_path, monkeypatch):

@@ -46,6 +46,7 @@ def test_losses_evaluations_and_adapters_equal_the_resident_run_and_it_says_what
     assert "The base is streamed in" in " ".join((place / "log").read_text().split())
 
 
+@pytest.mark.slow
 def test_where_inputs_of_stages_find_no_room_they_wait_in_host_memory_and_nothing_else_changes(place, forks):
     output = place / fresh(place, "crowded")
     assert stream(forks, place, "crowded", CROWDED) == 0

@@ -57,6 +57,7 @@ def small_host(monkeypatch):
     monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda: HOST)
 
 
+@pytest.mark.slow
 def test_they_train_to_the_same_and_it_is_said(folder, tmp_path, small_host):
     trainer(folder, tmp_path / "whole").run()
     results = trainer(folder, tmp_path / "mapped", gpu_memory=GPU).run()
