@@ -186,7 +186,7 @@ def test_a_nan_in_one_job_does_not_reach_the_others_on_the_gpu(tmp_path):
 
 def test_out_of_memory_halves_the_capacity_and_loses_no_job(tmp_path):
     """The allocator itself is capped, so that the first capacity cannot fit and a smaller one does."""
-    train(tmp_path / "free", "bfloat16", "cuda", [job("first", 0, steps=2)]).run()
+    train(tmp_path / "free", "float32", "cuda", [job("first", 0, steps=2)]).run()
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -194,13 +194,13 @@ def test_out_of_memory_halves_the_capacity_and_loses_no_job(tmp_path):
     try:
         adapter = {"rank": 8, "targets": ["q_proj", "v_proj"]}  # Few kernels to compile for every capacity.
         jobs = [job(f"job{i}", i, batch_size=32, steps=4, adapter=adapter) for i in range(4)]
-        trainer = train(tmp_path / "capped", "bfloat16", "cuda", jobs, capacity=16384, memory=8 << 30)
+        trainer = train(tmp_path / "capped", "float32", "cuda", jobs, capacity=16384, memory=8 << 30)
         results = trainer.run()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert all(result.state == "succeeded" for result in results.values())
     assert "Out of memory" in (tmp_path / "capped" / "status.json").read_text()
-    train(tmp_path / "whole", "bfloat16", "cuda", jobs).run()
+    train(tmp_path / "whole", "float32", "cuda", jobs).run()
     for i in range(4):
         capped, whole = (bench.losses(tmp_path / name, f"job{i}") for name in ("capped", "whole"))
-        assert capped == pytest.approx(whole, rel=0.02)
+        assert capped == pytest.approx(whole, rel=1e-3)

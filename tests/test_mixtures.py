@@ -24,8 +24,8 @@ from weftune.adapters.kind import Member
 from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import A, LoraSpec
 from weftune.adapters.registry import kind_named
+from weftune.base.decoders.routing import Routing
 from weftune.base.model import Base
-from weftune.base.routing import Routing
 from weftune.base.spec import BaseSpec
 from weftune.errors import AdapterError
 from weftune.ops.lora.routes import Route

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import silu
 
 from tests.ops.earned import assert_earned, outcomes
-from weftune.ops.experts import ExpertLinear, JobPart, Routes, experts_output, experts_output_reference
+from weftune.ops.experts import ExpertLinear, ExpertPart, Routes, experts_output, experts_output_reference
 
 TOKENS, EXPERTS, ACTIVE, HIDDEN, INNER = 23, 7, 3, 16, 24
 JOBS = [(0, 9, 5, 0.5), (9, 14, 2, 2.0), (14, 20, 8, 1.0)]
@@ -41,8 +41,8 @@ def computed_by(function):
         parts = ([], [])
         for index, (start, stop, _, scale) in enumerate(JOBS):
             a_up, b_up, a_down, b_down = factors[4 * index : 4 * index + 4]
-            parts[0].append(JobPart(start, stop, a_up, b_up, scale))
-            parts[1].append(JobPart(start, stop, a_down, b_down, scale))
+            parts[0].append(ExpertPart(start, stop, a_up, b_up, scale))
+            parts[1].append(ExpertPart(start, stop, a_down, b_down, scale))
         linears = [ExpertLinear(weight, part) for weight, part in zip(weights, parts, strict=True)]
         chosen_Tk, weights_Tk = routing(x_TD.device)
         return function(x_TD, chosen_Tk, weights_Tk.to(x_TD.dtype), *linears, silu)

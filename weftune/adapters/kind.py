@@ -14,7 +14,7 @@ from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import Weight, part_of
-from weftune.ops.experts import JobPart
+from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.choice import Choices, Contest
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
@@ -133,7 +133,7 @@ class ExpertBank(Protocol):
     def present(self, bound: Pass) -> bool:
         """Whether any of its jobs has rows in the pass."""
 
-    def parts(self, site: str, bound: Pass) -> Iterable[JobPart]:
+    def parts(self, site: str, bound: Pass) -> Iterable[ExpertPart]:
         """What its jobs add at one of the experts' parameters."""
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weftune.base.decoders.routing import Routing
 from weftune.base.families import KNOWN
-from weftune.base.routing import Routing
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.errors import BaseModelError, UserError

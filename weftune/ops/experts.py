@@ -28,7 +28,7 @@ Tokens = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class JobPart:
+class ExpertPart:
     """What a job adds to the outputs of its tokens, `start` to `stop`: scale · xAᵀB, by expert."""
 
     start: int
@@ -45,7 +45,7 @@ class JobPart:
 @dataclass(frozen=True, slots=True)
 class ExpertLinear:
     weight_ENK: Tensor
-    parts: Sequence[JobPart]
+    parts: Sequence[ExpertPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Groups:
         pairs = zip(x_SK.split(rows), w_ENK.unbind(), strict=True)
         return torch.cat([x_sK @ w_NK.T for x_sK, w_NK in pairs])
 
-    def low_rank(self, x_SK: Tensor, part: JobPart) -> Tensor:
+    def low_rank(self, x_SK: Tensor, part: ExpertPart) -> Tensor:
         """scale · xAᵀB."""
         a_ErK, b_ErN = part.a_ErK, part.b_ErN
         if x_SK.is_cuda and (short := -a_ErK.shape[1] % ALIGNED):

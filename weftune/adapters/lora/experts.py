@@ -16,7 +16,7 @@ from weftune.adapters.kind import Member, Parameters, Pass
 from weftune.adapters.lora.spec import A, B
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
-from weftune.ops.experts import JobPart
+from weftune.ops.experts import ExpertPart
 
 
 def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class LoraExperts:
     def present(self, bound: Pass) -> bool:
         return any(segment.through in self._aboard for segment in bound.microbatch.segments)
 
-    def parts(self, site: str, bound: Pass) -> Iterator[JobPart]:
+    def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
         """What every job adds at one of the sites, with the gradients of its weights accumulated."""
         for segment in bound.microbatch.segments:
             member, weights = self._aboard.get(segment.through or "", (None, {}))
@@ -59,4 +59,4 @@ class LoraExperts:
             a_ErK, b_ErN = (
                 accumulated(weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
             )
-            yield JobPart(segment.start, segment.stop, a_ErK, b_ErN, member.spec.scale_at(site))
+            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, member.spec.scale_at(site))
