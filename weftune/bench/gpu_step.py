@@ -5,9 +5,11 @@ of a table comes from the same run, since cards of one name differ. The time is 
 every job. ρ is the arithmetic floor, at the rate of a large product measured first, over the measured time.
 
     python -m benchmarks.gpu_step [--shape NAME] [--jobs N] [--batch BxL] [--rank R] [--baselines a,b]
-                                  [--profile]
+                                  [--profile] [--deterministic]
 
 --profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
+--deterministic: one more row, Weftune with torch's deterministic kernels and its own choices pinned, as
+`deterministic: true` in a jobs file has them.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, fresh, gemm_rate, here, measure
 from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
+from weftune.core.deterministic import deterministic_kernels
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
+DETERMINISTIC = "Weftune, deterministic"
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
 GB = 1e9
 
@@ -63,7 +67,9 @@ def profiled(task: ProcessTask, capacity: int) -> Spent:
     return spent(traced(lambda: block(1)(), task.place.device))
 
 
-def rows(task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float) -> Iterator[StepRow]:
+def rows(
+    task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float, deterministic: bool = False
+) -> Iterator[StepRow]:
     """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
     bare = floor_seconds(size, rate, work.lengths, rank=0)
@@ -89,13 +95,19 @@ def rows(task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float
         yield row("PEFT bf16, processes", lambda: peft_at_once(task, narrow.peak_bytes))
     if "liger" in baselines:
         yield row("PEFT bf16 + Liger + compile", lambda: peft_with_liger(task))
+    if deterministic:
+        with deterministic_kernels():
+            made = row(DETERMINISTIC, lambda: together(task, capacity))
+        yield made
     yield row(WEFTUNE, lambda: together(task, capacity))
 
 
 def strongest(made: Sequence[StepRow]) -> StepRow | None:
     """The fastest way to train without Weftune."""
     others = [
-        row for row in made if row.adapters and row.name != WEFTUNE and row.measured.seconds is not None
+        row
+        for row in made
+        if row.adapters and row.name not in (WEFTUNE, DETERMINISTIC) and row.measured.seconds is not None
     ]
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
 
@@ -134,7 +146,7 @@ def main() -> None:
         )
     task = task_of(asked, place)
     rate = gemm_rate(place)
-    made = list(rows(task, baselines, asked.capacity, rate))
+    made = list(rows(task, baselines, asked.capacity, rate, asked.deterministic))
     work = task.work
     print(f"\n{task.size.name}: {work.jobs} jobs, rank {work.rank}, {work.batch}×{work.length} tokens each")
     print(f"large product: {rate / 1e12:,.3f} TFLOP/s\n")
@@ -180,6 +192,7 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=5, help="the median of so many blocks")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
     parser.add_argument("--profile", action="store_true", help="say where the time of Weftune's round goes")
+    parser.add_argument("--deterministic", action="store_true", help="also Weftune with the same bits twice")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 
