@@ -11,9 +11,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.utils import deterministic as details
+import torch.utils.deterministic
 
 from weftune.errors import UserError
 
@@ -34,6 +35,7 @@ def deterministic_kernels(asked: bool = True) -> Iterator[None]:
     os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    details: Any = torch.utils.deterministic
     filled = details.fill_uninitialized_memory
     # Not only warned: where torch warns, attention keeps its atomics.
     torch.use_deterministic_algorithms(True)
