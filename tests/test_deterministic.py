@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests import bench
-from tests.outputs import status
+from tests.launches import Launch, deep_folder
+from tests.outputs import states, status
 from tests.test_memory import strike_above
 from weftune import JobSpec, Options, train
 from weftune.jobs.spec.read import parse_run
@@ -109,10 +110,27 @@ def test_free_memory_changes_no_deterministic_plan(base, tmp_path, monkeypatch, 
         assert_same_bits(tmp_path / "much", tmp_path / "little")
 
 
+@pytest.mark.slow
+def test_stages_in_two_processes_give_the_same_bits_twice(tmp_path):
+    """Each plans its microbatches' order by the layers of the stages, not by the times that they report."""
+    keys = {"steps": 40, "batch_size": 8, "adapter": {"rank": 4, "dropout": 0.1}}
+    folder = deep_folder(tmp_path, [{"name": name, **keys} for name in ("a", "b", "c")])
+    file = folder / "jobs.yaml"
+    file.write_text("deterministic: true\n" + file.read_text())
+    for name in ("one", "other"):
+        assert Launch(folder, name, 2).wait() == 0
+        assert states(folder / name) == dict.fromkeys("abc", "succeeded")
+    assert planned(folder / "one") == planned(folder / "other")
+    for name in "abc":
+        assert bench.losses(folder / "one", name) == bench.losses(folder / "other", name)
+        adapter, twin = (bench.adapter(folder / run / name) for run in ("one", "other"))
+        assert all(torch.equal(adapter[site], twin[site]) for site in adapter)
+
+
 def test_a_shortage_of_memory_says_that_the_bits_differ(tmp_path):
     base = bench.base()
     strike_above(base, 120)
-    run(base, tmp_path / "out", True, capacity=200)
+    bench.train(base, tmp_path / "out", [job("a", 1)], deterministic=True, capacity=200)
     assert status(tmp_path / "out")["notes"][0] == (
         "Out of memory with 200 tokens a microbatch: going on with 100. Deterministic: the bits differ from "
         "here on from those of a run without this shortage."

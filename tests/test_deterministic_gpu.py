@@ -23,12 +23,6 @@ UNEVEN = (700, 31, 512, 129, 64, 333)
 STEPS = 12
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    """Torch refuses products without it; it stays where a run has set it."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", [UNEVEN, (512,) * 4])
 def test_the_backward_of_the_attention_gives_the_same_bits_each_time(lengths, window):

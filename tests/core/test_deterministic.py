@@ -63,6 +63,19 @@ def test_an_operation_that_torch_refuses_is_a_sentence_with_its_name():
         torch.zeros(4).put_(torch.tensor([1]), torch.ones(1))
 
 
+def test_a_process_that_began_to_multiply_without_the_workspace_is_told_so():
+    """Torch's own words, which only a GPU brings."""
+    refusal = (
+        "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+        "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it "
+        "uses CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior in this case, you must set "
+        "an environment variable before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    )
+    told = "^deterministic: this process has used the GPU without CUBLAS_WORKSPACE_CONFIG=:4096:8; set it"
+    with pytest.raises(UserError, match=told), deterministic_kernels():
+        raise RuntimeError(refusal)
+
+
 def test_other_errors_stay_what_they_are():
     with pytest.raises(RuntimeError, match="sizes do not match"), deterministic_kernels():
         raise RuntimeError("sizes do not match")

@@ -28,7 +28,7 @@ from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, fresh, gemm_rate, here, measure
 from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
-from weftune.core.deterministic import deterministic_kernels
+from weftune.core.deterministic import deterministic_kernels, settle_workspace
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 DETERMINISTIC = "Weftune, deterministic"
@@ -136,6 +136,8 @@ def table(made: Sequence[StepRow], tokens: int) -> str:
 def main() -> None:
     parser = step_arguments()
     asked = parser.parse_args()
+    if asked.deterministic:
+        settle_workspace()
     place = here(asked.toy)
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")

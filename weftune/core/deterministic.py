@@ -19,7 +19,8 @@ import torch.utils.deterministic
 from weftune.errors import UserError
 
 WORKSPACE, WORKSPACE_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""One of the two values with which cuBLAS promises the same bits; torch refuses products without it."""
+"""One of the two values with which cuBLAS promises the same bits. Torch looks for it at the first product on
+a GPU, and refuses all products of a process that began without."""
 REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
@@ -32,7 +33,7 @@ def deterministic_kernels(asked: bool = True) -> Iterator[None]:
     if not asked:
         yield
         return
-    os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
+    settle_workspace()
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     details: Any = torch.utils.deterministic
@@ -44,16 +45,33 @@ def deterministic_kernels(asked: bool = True) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = REFUSED.match(str(error))
-        if found is None:
+        sentence = _sentence(str(error))
+        if sentence is None:
             raise
-        raise UserError(
-            f"deterministic: torch {torch.__version__} has no deterministic form of {found[1]}, which this "
-            "run needs; leave deterministic out"
-        ) from error
+        raise UserError(f"deterministic: {sentence}") from error
     finally:
         details.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def settle_workspace() -> None:
+    """Set what products on a GPU need to be deterministic, if the user has not: before the first of them."""
+    os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
+
+
+def _sentence(refusal: str) -> str | None:
+    """What to do about torch's refusal; None where that is no such error."""
+    if found := REFUSED.match(refusal):
+        return (
+            f"torch {torch.__version__} has no deterministic form of {found[1]}, which this run needs; leave "
+            "deterministic out"
+        )
+    if refusal.startswith("Deterministic behavior was enabled") and WORKSPACE in refusal:
+        return (
+            f"this process has used the GPU without {WORKSPACE}={WORKSPACE_SIZE}; set it before Python "
+            "starts, or train in a process of its own"
+        )
+    return None
 
 
 def are_kernels_deterministic() -> bool:
