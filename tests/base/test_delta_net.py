@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from tests.base.packs import base_of, packed, random_samples
@@ -11,6 +14,7 @@ from tests.families import config, randomised
 from weftune.base import model as base_model
 from weftune.base.check import attention_set
 from weftune.base.delta_net import equally_long
+from weftune.core.deterministic import deterministic_kernels
 from weftune.errors import BaseModelError
 
 LENGTHS = (5, 64, 1, 70, 63, 130, 2)
@@ -45,6 +49,41 @@ def test_gradients_of_packed_samples_are_those_of_separate_ones() -> None:
             hidden_LD = base.model.base_model(tokens_L[None], use_cache=False).last_hidden_state[0]
             (hidden_LD * weigh_LD).sum().backward()
     assert (got - embedding.grad).norm() <= 1e-5 * embedding.grad.norm()
+
+
+class FloatSums(TorchDispatchMode):
+    """Counts running sums of floats, which torch refuses on a GPU where it is to be deterministic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.cumsum.default and args[0].is_floating_point()
+        return func(*args, **kwargs or {})
+
+
+def gradient_and_sums(packs: bool) -> tuple[torch.Tensor, int]:
+    """Of the embedding; by packed samples, or by transformers' own forward over one."""
+    base, samples = base_of(with_long_context()), random_samples((70, 70))
+    embedding = base.model.get_input_embeddings().weight.requires_grad_()
+    with FloatSums() as sums:
+        if packs:
+            base.hidden(packed(samples)).square().sum().backward()
+        else:
+            with attention_set(base.model, "sdpa"):
+                base.model.base_model(samples[0][None], use_cache=False)[0].square().sum().backward()
+    assert embedding.grad is not None
+    return embedding.grad, sums.count
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_deterministic_passes_make_no_running_sum_of_floats(packs: bool) -> None:
+    usual, some = gradient_and_sums(packs)
+    with deterministic_kernels():
+        strict, none = gradient_and_sums(packs)
+    assert (some > 0, none) == (True, 0)
+    assert (strict - usual).norm() <= 1e-5 * usual.norm()
 
 
 def test_a_nan_in_one_sample_reaches_no_other() -> None:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu_stream, pipeline_gpu
 from weftune.bench import gpu_churn, gpu_lengths, gpu_quality, gpu_step
@@ -65,6 +66,17 @@ def test_without_baselines_weftune_is_measured_alone_and_without_a_profile_nothi
     assert found["where"] is None
     with pytest.raises(SystemExit):
         run(gpu_step, "--baselines", "none,frozen")
+
+
+def test_the_same_bits_twice_are_a_row_before_weftunes_own(run: Any) -> None:
+    found = run(gpu_step, "--baselines", "frozen", "--deterministic")
+    assert [row["name"] for row in found["rows"]] == [
+        gpu_step.FROZEN,
+        gpu_step.DETERMINISTIC,
+        gpu_step.WEFTUNE,
+    ]
+    assert found["strongest"] is None
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weftune() -> None:

@@ -211,6 +211,8 @@ FILES = [
     (JOB + "report_to: [wandb, comet]\n", "jobs.yaml:5 report_to[1]", "must be tensorboard, wandb or mlflow"),
     (JOB + "report_to: none\n", "jobs.yaml:5 report_to", "for none leave report_to out"),
     (JOB + "report_to: 3\n", "jobs.yaml:5 report_to", "must be a list of tensorboard"),
+    (JOB + "deterministic: maybe\n", "jobs.yaml:5 deterministic", 'must be true or false, got "maybe"'),
+    (JOB + "full_determinism: true\n", "jobs.yaml:5 full_determinism", "write deterministic"),
     (JOB + "defaults: 3\n", "jobs.yaml:5 defaults", "must be a mapping of a job's keys"),
     (JOB + "defaults: {name: x}\n", "jobs.yaml:5 defaults.name", "must be given in each job"),
     (JOB.replace("demo", "3"), "jobs.yaml:1 base", "must be a Hub id, a folder, a GGUF file, demo"),

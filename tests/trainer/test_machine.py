@@ -1,14 +1,19 @@
 """What stages are cut by, before any worker is started."""
 
 from dataclasses import replace
+from pathlib import Path
+
+import psutil
 
 from tests.bench import CPU
 from tests.plan.costs import SHAPE
 from tests.plan.profiles import profile
+from weftune.base.spec import BaseSpec
 from weftune.plan.cost.profile import file_of, profile_folder, write_profile
+from weftune.plan.layout.choose import PROCESS_BYTES
 from weftune.plan.layout.cut import measured_costs, typical_work
 from weftune.run.profile import key_here
-from weftune.trainer.machine import costs_here, most_tokens
+from weftune.trainer.machine import Setup, costs_here, machine_here, most_tokens, sheet_gpu
 
 
 def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_base(tmp_path, monkeypatch):
@@ -18,3 +23,31 @@ def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_
     write_profile(file_of(profile_folder(), mine.key), mine)
     assert costs_here(SHAPE, CPU) == measured_costs(mine, SHAPE, typical_work(SHAPE, most_tokens(CPU)))
     assert costs_here(replace(SHAPE, vocabulary=100), CPU) is None
+
+
+def test_a_deterministic_run_is_planned_by_what_the_machine_has_not_by_what_is_free(monkeypatch):
+    setup = Setup(
+        spec=BaseSpec(model="demo"),
+        base=None,
+        device=CPU,
+        shape=SHAPE,
+        staff=None,
+        memory=None,
+        gpu_memory=None,
+        capacity=None,
+        profile=None,
+        checkpoints=Path,
+    )
+    real = psutil.virtual_memory()
+
+    def found(deterministic, free):
+        monkeypatch.setattr("psutil.virtual_memory", lambda: real._replace(total=64 << 30, available=free))
+        machine = machine_here(replace(setup, deterministic=deterministic))
+        return machine.budget, machine.host_budget, machine.taken
+
+    assert found(True, 1 << 30) == found(True, 32 << 30)
+    assert found(True, 1 << 30)[2] == PROCESS_BYTES
+    assert found(False, 1 << 30) != found(False, 32 << 30)
+    given = machine_here(replace(setup, deterministic=True, memory=5 << 30))
+    assert (given.budget, given.taken) == (5 << 30, PROCESS_BYTES)
+    assert sheet_gpu(1 << 30, 2 << 30) == sheet_gpu(1 << 30, 2 << 30)

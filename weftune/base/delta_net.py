@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from weftune.base.attention import Pack
+from weftune.core.deterministic import are_kernels_deterministic
 
 MODULES = frozenset({"Qwen3_5GatedDeltaNet"})
 """The classes of transformers whose parts are known here."""
@@ -49,7 +52,8 @@ class PackedDeltaNet:
     ) -> Any:
         module = self._module
         if weftune_pack is None:
-            return type(module).forward(module, hidden_states, *given, **named)
+            with refused_sums_made_otherwise():
+                return type(module).forward(module, hidden_states, *given, **named)
         assert named.get("attention_mask") is None, "packed rows have no mask"
         assert named.get("cache_params") is None, "packed rows have no past"
         linears = module.in_proj_qkv, module.in_proj_b, module.in_proj_a
@@ -80,16 +84,36 @@ class PackedDeltaNet:
         q, k, v = qkv_SLN.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
         q, k = (x.unflatten(-1, (-1, module.head_k_dim)) for x in (q, k))
         repeats = module.num_v_heads // module.num_k_heads
-        mixed_SLHV, _ = self._recur(
-            q.repeat_interleave(repeats, dim=2),
-            k.repeat_interleave(repeats, dim=2),
-            v.unflatten(-1, (-1, module.head_v_dim)),
-            g=decay_SLH,
-            beta=beta_SLH,
-            use_qk_l2norm_in_kernel=True,
-        )
+        with refused_sums_made_otherwise():
+            mixed_SLHV, _ = self._recur(
+                q.repeat_interleave(repeats, dim=2),
+                k.repeat_interleave(repeats, dim=2),
+                v.unflatten(-1, (-1, module.head_v_dim)),
+                g=decay_SLH,
+                beta=beta_SLH,
+                use_qk_l2norm_in_kernel=True,
+            )
         assert isinstance(mixed_SLHV, Tensor)
         return mixed_SLHV
+
+
+class SumsByProducts(TorchFunctionMode):
+    """Running sums of floats as products with a triangle of ones: on a GPU torch has no other deterministic
+    form of them, and their backward would be one again."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.cumsum, torch.Tensor.cumsum) or not args[0].is_floating_point():
+            return func(*args, **kwargs)
+        dim = kwargs["dim"] if "dim" in kwargs else args[1]
+        # In float64: what is summed are exponents, and a product rounds less carefully than a running sum.
+        x = args[0].movedim(dim, -1).double()
+        sums = x @ x.new_ones(x.shape[-1], x.shape[-1]).triu()
+        return sums.movedim(-1, dim).to(args[0].dtype)
+
+
+def refused_sums_made_otherwise() -> AbstractContextManager[object]:
+    return SumsByProducts() if are_kernels_deterministic() else nullcontext()
 
 
 def equally_long(lengths: Sequence[int]) -> list[list[int]]:

@@ -6,9 +6,11 @@ of a round: one step of every job. ρ is the arithmetic floor, at the rate of a 
 over the measured time.
 
     python -m benchmarks.gpu_step [--shape NAME] [--layers N] [--jobs N] [--batch BxL] [--rank R]
-                                  [--baselines a,b] [--profile]
+                                  [--baselines a,b] [--profile] [--deterministic]
 
 --profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
+--deterministic: one more row, Weftune with torch's deterministic kernels and its own choices pinned, as
+`deterministic: true` in a jobs file has them.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from weftune.bench.table import aligned, number, ratio
 from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, fresh, gemm_rate, here, measure
 from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
+from weftune.core.deterministic import deterministic_kernels, settle_workspace
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
+DETERMINISTIC = "Weftune, deterministic"
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
 GB = 1e9
 
@@ -65,7 +69,9 @@ def profiled(task: ProcessTask, capacity: int) -> Spent:
     return spent(traced(lambda: block(1)(), task.place.device))
 
 
-def rows(task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float) -> Iterator[StepRow]:
+def rows(
+    task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float, deterministic: bool = False
+) -> Iterator[StepRow]:
     """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
     bare = floor_seconds(size, rate, work.lengths, rank=0)
@@ -91,13 +97,19 @@ def rows(task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float
         yield row("PEFT bf16, processes", lambda: peft_at_once(task, narrow.peak_bytes))
     if "liger" in baselines:
         yield row("PEFT bf16 + Liger + compile", lambda: peft_with_liger(task))
+    if deterministic:
+        with deterministic_kernels():
+            made = row(DETERMINISTIC, lambda: together(task, capacity))
+        yield made
     yield row(WEFTUNE, lambda: together(task, capacity))
 
 
 def strongest(made: Sequence[StepRow]) -> StepRow | None:
     """The fastest way to train without Weftune."""
     others = [
-        row for row in made if row.adapters and row.name != WEFTUNE and row.measured.seconds is not None
+        row
+        for row in made
+        if row.adapters and row.name not in (WEFTUNE, DETERMINISTIC) and row.measured.seconds is not None
     ]
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
 
@@ -126,6 +138,8 @@ def table(made: Sequence[StepRow], tokens: int) -> str:
 def main() -> None:
     parser = step_arguments()
     asked = parser.parse_args()
+    if asked.deterministic:
+        settle_workspace()
     place = here(asked.toy)
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
@@ -136,7 +150,7 @@ def main() -> None:
         )
     task = task_of(asked, place)
     rate = gemm_rate(place)
-    made = list(rows(task, baselines, asked.capacity, rate))
+    made = list(rows(task, baselines, asked.capacity, rate, asked.deterministic))
     work = task.work
     each = f"rank {work.rank}, {work.batch}×{work.length} tokens each"
     print(f"\n{task.size.name}, {task.size.layers} layers: {work.jobs} jobs, {each}")
@@ -185,6 +199,7 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=5, help="the median of so many blocks")
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
     parser.add_argument("--profile", action="store_true", help="say where the time of Weftune's round goes")
+    parser.add_argument("--deterministic", action="store_true", help="also Weftune with the same bits twice")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 

@@ -213,11 +213,14 @@ def _chosen(asked: TrainAsked) -> StageCount:
     from weftune.plan.layout.stage_count import choose_stages
     from weftune.report.steady import steady_output
     from weftune.run.measure.devices import devices_here
+    from weftune.run.measure.memory import steady_budget_bytes
     from weftune.trainer.machine import costs_here
 
     device = device_named(asked.device)
-    budget = bytes_of(asked.memory) if asked.memory else None
     run = read_run(asked.jobs)
+    budget = bytes_of(asked.memory) if asked.memory else None
+    if budget is None and run.deterministic:
+        budget = steady_budget_bytes(device)
     shape = inspect(run.base, device)
     devices = devices_here(device, budget).shared_by(asked.replicas)
     # Whoever asks for replicas wants every job on all of them: no shares then.

@@ -39,6 +39,7 @@ from weftune.plan.window.length import speed_by_sheet
 from weftune.report.terminal import JobRow
 from weftune.report.words import duration_text, plural
 from weftune.run.measure.devices import devices_here
+from weftune.run.measure.memory import steady_budget_bytes
 from weftune.run.profile import key_here
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
@@ -89,7 +90,7 @@ def train_shares(
     """Train every job of a run, a share of them on each of `devices`."""
     options = options or Options()
     trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
-    hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), options)
+    hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), trainer.options)
     trainer.check(hosts.shape)
     with open_store(trainer.output, options.resume) as store:
         ready = trainer.unfinished(store, hosts.shape)
@@ -119,7 +120,10 @@ class Hosts:
     @property
     def budget(self) -> int:
         """Bytes for each share; processes on the CPU have one memory among them."""
-        whole = devices_here(self.device, self.options.memory).budget
+        given = self.options.memory
+        if given is None and self.options.deterministic:
+            given = steady_budget_bytes(self.device)
+        whole = devices_here(self.device, given).budget
         return whole if self.device.type == "cuda" else whole // len(self.devices)
 
     def check(self, ready: Sequence[Ready], view: View) -> frozenset[str]:

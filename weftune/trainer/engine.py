@@ -4,7 +4,7 @@ needs to plan with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from weftune.base.host.streamed import load_streamed
@@ -23,7 +23,7 @@ from weftune.run.executor import Executor
 from weftune.run.measure.memory import limit_bytes
 from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.messages import Staff
-from weftune.trainer.machine import Setup, machine_here
+from weftune.trainer.machine import Setup, machine_here, short_of_memory
 from weftune.trainer.watchers import StreamWatcher, TimelineWatcher, Watcher, WorkerStreamWatcher
 
 Price = Callable[[Program], float | None]
@@ -44,6 +44,8 @@ class Engine:
     """By job sizes: predicts windows in place of the learned time model, where several workers share one."""
     other_peaks: Callable[[], Sequence[int]] = tuple
     """Peaks of bytes in use on other workers."""
+    deterministic: bool = False
+    """Whether windows are planned by nothing that the run measures."""
 
     @property
     def base(self) -> Base:
@@ -55,11 +57,14 @@ def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], No
     """Load the base as the choice for these jobs says; `note` is called with sentences about it."""
     # Before the base is loaded: the machine counts what the process holds without it.
     choice = choose(setup.shape, jobs, machine_here(setup))
-    if choice.note:
-        note(choice.note)
+    for sentence in (choice.note, short_of_memory(setup)):
+        if sentence:
+            note(sentence)
     if setup.staff is not None:
-        return _of_workers(setup, setup.staff, choice)
-    return (_streamed if choice.streamed else _whole)(setup, choice)
+        engine = _of_workers(setup, setup.staff, choice)
+    else:
+        engine = (_streamed if choice.streamed else _whole)(setup, choice)
+    return replace(engine, deterministic=setup.deterministic)
 
 
 def _whole(setup: Setup, choice: Choice) -> Engine:
@@ -79,8 +84,11 @@ def _streamed(setup: Setup, choice: Choice) -> Engine:
 def _of_workers(setup: Setup, staff: Staff, choice: Choice) -> Engine:
     most = choice.place.budget if choice.place else setup.gpu_memory and setup.gpu_memory // setup.sharing
     layout, checkpoints = choice.layout, setup.checkpoints
-    driver = open_pipeline(staff, setup.spec, setup.device, layout, checkpoints, most=most)
+    driver = open_pipeline(
+        staff, setup.spec, setup.device, layout, checkpoints, most=most, deterministic=setup.deterministic
+    )
     driver.paces.loads = choice.loads
+    paces = driver.paces.guesses if setup.deterministic else driver.paces.stages
     watchers: tuple[Watcher, ...] = (TimelineWatcher(driver),)
     if choice.streamed:
         watchers = (*watchers, WorkerStreamWatcher(driver, choice))
@@ -90,7 +98,7 @@ def _of_workers(setup: Setup, staff: Staff, choice: Choice) -> Engine:
         # Layers of a worker whose stages take turns are no base of their own: their numbers have gaps.
         arithmetic(choice.memory.shape if choice.streamed else driver.base.shape),
         watchers,
-        pacing=lambda: Pacing(driver.paces.stages(), spare=SPARE) if layout.pipelined else None,
+        pacing=lambda: Pacing(paces(), spare=SPARE) if layout.pipelined else None,
         price=partial(_price, driver, choice),
         other_peaks=lambda: driver.peaks,
     )

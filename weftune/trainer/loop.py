@@ -124,8 +124,9 @@ class Loop:
         """Seconds of all windows."""
         self.saving_seconds = 0.0
         """Seconds that training has waited for snapshots and for the disk."""
-        with suppress(ValueError):
-            self.learned.resume(journal.learned())
+        if not engine.deterministic:
+            with suppress(ValueError):
+                self.learned.resume(journal.learned())
         self.jobs: dict[str, Ready] = {}
         self.waiting: dict[str, Ready] = {}
         self.programs_run: list[Program] | None = None
@@ -209,7 +210,8 @@ class Loop:
         self.store.best_job(spec.name, progress.best_step, progress.best_loss)
         folder = self.store.output / spec.name
         try:
-            write_job_file(folder, with_retries(describe(job, self.base.spec), folder))
+            described = describe(job, self.base.spec, self.engine.deterministic)
+            write_job_file(folder, with_retries(described, folder))
             checkpoint.set_aside(found.damaged)
         except (OSError, OutputError) as error:
             self.journal.move(spec.name, State.PAUSED, f"{error}; mend that, and go on with --resume")
@@ -321,6 +323,9 @@ class Loop:
         return Room(memory.capacity(shapes, self.most, recompute), recompute, self._pace())
 
     def _pace(self) -> WindowPace:
+        if self.engine.deterministic:
+            # Windows have all their rounds: who joins at which step depends on no prediction.
+            return WindowPace()
         recorded = self.learned.row_seconds
         return self.choice.first_pace if recorded is None else WindowPace(recorded)
 
@@ -362,7 +367,7 @@ class Loop:
         peak = self._peak_bytes()
         outcome = Outcome(seconds, peak, own_peak, timed.passes, timed.steps, timed.saves)
         self.learned.learn(program, aboard, outcome)
-        if self.learned.adopt():
+        if not self.engine.deterministic and self.learned.adopt():
             self.journal.keep_learned(self.learned.recorded())
         self.journal.window(
             Window(
@@ -389,6 +394,7 @@ class Loop:
             self.most = max(capacity // 2, least)
             self.journal.note(
                 f"Out of memory with {capacity} tokens a microbatch: going on with {self.most}."
+                f"{self._other_bits()}"
             )
             return
         last = max(shapes, key=lambda shape: (-shape.priority, shape.order)).name
@@ -398,7 +404,15 @@ class Loop:
             self._end(last, Ending(State.FAILED, f"{reason}; lower data.max_length or rank"))
             return
         self._crowd = len(shapes) - 1
+        if other_bits := self._other_bits():
+            self.journal.note(f"{last}: {reason}.{other_bits}")
         self._send_back(last, f"{reason}; it goes on when another job has left")
+
+    def _other_bits(self) -> str:
+        """What a shortage means to a deterministic run."""
+        if not self.engine.deterministic:
+            return ""
+        return " Deterministic: the bits differ from here on from those of a run without this shortage."
 
     # -- events ------------------------------------------------------------------------------------------
 

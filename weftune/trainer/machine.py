@@ -16,16 +16,24 @@ from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.shapes import ModelShape
 from weftune.errors import BaseModelError, HostTooSmall, UserError
+from weftune.plan.cost.cluster import PCIE
+from weftune.plan.cost.memory import gib
 from weftune.plan.cost.profile import Profile, find_profile, read_profile
-from weftune.plan.layout.choose import MOST_TOKENS, Machine
+from weftune.plan.layout.choose import MOST_TOKENS, PROCESS_BYTES, Machine
 from weftune.plan.layout.cut import PartCosts, measured_costs, typical_work
 from weftune.plan.layout.need import StreamDevice
 from weftune.plan.layout.one_device import gpu_place, in_files
+from weftune.plan.window.length import speed_by_sheet
 from weftune.run.measure.link import measure_files, measure_link
-from weftune.run.measure.memory import CPU_SHARE, budget_bytes, taken_bytes
+from weftune.run.measure.memory import CPU_SHARE, budget_bytes, steady_budget_bytes, taken_bytes
 from weftune.run.profile import key_here
 from weftune.run.workers.groups import WorkerPlace, own_gpus
 from weftune.run.workers.messages import Staff
+
+UNKNOWN_FLOPS, FILE_BANDWIDTH = 1e14, 2e9
+"""Of a GPU without a data sheet and of a disk, where nothing may be measured."""
+PLENTY = 0.9
+"""The share of a plan's memory that must be free where it was not planned by what is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,8 @@ class Setup:
     capacity: int | None
     profile: Path | None
     checkpoints: Callable[[str], Path]
+    deterministic: bool = False
+    """Whether the plan may depend on nothing that is measured now: neither times nor free memory."""
 
     @property
     def on_gpu(self) -> bool:
@@ -50,7 +60,12 @@ class Setup:
 
     @property
     def budget(self) -> int:
-        return self.gpu_memory or self.memory or budget_bytes(self.device)
+        return self.gpu_memory or self.memory or self.device_budget
+
+    @property
+    def device_budget(self) -> int:
+        """What the device has for a run of which nobody has said what it may take."""
+        return (steady_budget_bytes if self.deterministic else budget_bytes)(self.device)
 
     @property
     def place(self) -> WorkerPlace:
@@ -71,23 +86,43 @@ def machine_here(setup: Setup) -> Machine:
     return Machine(
         on_gpu=setup.on_gpu,
         budget=_resident_budget(setup) // setup.sharing,
-        taken=taken_bytes(device),
+        taken=_taken_bytes(setup),
         stream_budget=_stream_budget(setup),
         # Workers of other machines have memory of their own.
-        host_budget=host_budget() * place.workers // place.local_workers,
+        host_budget=host_budget(setup.deterministic) * place.workers // place.local_workers,
         capacity=setup.capacity,
         workers=place.stages,
         replicas=place.replicas,
         profile=profile,
         worker_profile=profile if place.workers == 1 else _worker_profile(setup),
-        gpu=partial(measured_gpu, setup.spec, device),
-        files=partial(from_files, setup.spec, device),
+        gpu=sheet_gpu if setup.deterministic else partial(measured_gpu, setup.spec, device),
+        files=partial(from_files, setup.spec, device, measured=not setup.deterministic),
     )
+
+
+def short_of_memory(setup: Setup) -> str:
+    """A warning where a plan that does not look at free memory counts on more than there is; else nothing."""
+    if not setup.deterministic or setup.gpu_memory or setup.memory:
+        return ""
+    free, planned = budget_bytes(setup.device), setup.device_budget
+    if free >= PLENTY * planned:
+        return ""
+    return (
+        f"warning: deterministic: this run is planned for {gib(planned)} whatever is free, and now "
+        f"{gib(free)} is; give --memory the same in every run, or make room"
+    )
+
+
+def _taken_bytes(setup: Setup) -> int:
+    """What the process holds; of a deterministic run on a CPU always the same."""
+    if setup.deterministic and not setup.on_gpu:
+        return PROCESS_BYTES
+    return taken_bytes(setup.device)
 
 
 def _resident_budget(setup: Setup) -> int:
     """The budget for a resident base. On a CPU a small GPU is pretended only for a base that is streamed."""
-    return setup.budget if setup.on_gpu else setup.memory or budget_bytes(setup.device)
+    return setup.budget if setup.on_gpu else setup.memory or setup.device_budget
 
 
 def _stream_budget(setup: Setup) -> int | None:
@@ -131,9 +166,16 @@ def costs_here(shape: ModelShape, device: torch.device) -> PartCosts | None:
     return measured_costs(profile, shape, typical_work(shape, most_tokens(device))) if profile else None
 
 
-def host_budget() -> int:
-    """Bytes of the host's memory that a run may take."""
-    return int(psutil.virtual_memory().available * CPU_SHARE)
+def host_budget(deterministic: bool = False) -> int:
+    """Bytes of the host's memory that a run may take: of what is free, or of all."""
+    memory = psutil.virtual_memory()
+    return int((memory.total if deterministic else memory.available) * CPU_SHARE)
+
+
+def sheet_gpu(budget: int, host: int) -> StreamDevice:
+    """The GPU as its data sheet has it: the same in every run."""
+    speed = speed_by_sheet(on_gpu=True)
+    return gpu_place(budget, host, PCIE.bandwidth, speed.flops if speed else UNKNOWN_FLOPS)
 
 
 def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -> StreamDevice:
@@ -143,7 +185,7 @@ def measured_gpu(spec: BaseSpec, device: torch.device, budget: int, host: int) -
 
 
 def from_files(
-    spec: BaseSpec, device: torch.device, place: StreamDevice, short: HostTooSmall
+    spec: BaseSpec, device: torch.device, place: StreamDevice, short: HostTooSmall, measured: bool = True
 ) -> StreamDevice:
     """The same machine for a base whose weights stay in their files; if they cannot, an error with both
     reasons."""
@@ -153,6 +195,6 @@ def from_files(
         raise HostTooSmall([*short.mistakes, *error.mistakes]) from None
     if device.type != "cuda":
         return in_files(place)
-    files = measure_files(weights.files)
+    files = measure_files(weights.files) if measured else FILE_BANDWIDTH
     both_ways = None if place.both_ways is None else min(place.both_ways, files)
     return replace(in_files(place), bandwidth=min(place.bandwidth, files), both_ways=both_ways)

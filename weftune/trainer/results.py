@@ -48,13 +48,15 @@ BASE_KEYS = ("model", "dtype", "revision")
 NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 
 
-def describe(job: Ready, base: BaseSpec) -> dict[str, Any]:
-    """The content of `job.yaml`: the resolved spec, the data, and the versions of libraries."""
+def describe(job: Ready, base: BaseSpec, deterministic: bool = False) -> dict[str, Any]:
+    """The content of `job.yaml`: the resolved spec, the data, and the versions of libraries. How the run was
+    last gone on with is no setting of the job: `deterministic` may differ when it is resumed."""
     data = job.data
     return {
         "format": FORMAT,
         "job": resolved(job.spec),
         "steps": job.recipe.steps,
+        **({"deterministic": True} if deterministic else {}),
         "base": {name: getattr(base, name) for name in (*BASE_KEYS, "written")},
         "data": {
             "fingerprint": data.train.fingerprint,

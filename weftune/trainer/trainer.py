@@ -16,6 +16,7 @@ from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.clock import Clock, Phase, current, phase, running
+from weftune.core.deterministic import deterministic_kernels
 from weftune.core.interrupt import interrupts
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import ModelShape
@@ -90,6 +91,8 @@ class Options:
     """A file that `weftune doctor --profile` has written; None: the one in the cache, if there is any."""
     staff: Staff | None = None
     """The other workers, where the base is cut into stages; this process is the first of them."""
+    deterministic: bool = False
+    """Whether two runs of the same jobs on the same device give the same bits."""
     share: int | None = None
     """Which share of the jobs is trained here, where other processes train the others."""
 
@@ -172,6 +175,7 @@ class Trainer:
         shape = self.base.shape if isinstance(self.base, Base) else inspect(self.spec, device)
         self.check(shape)
         with ExitStack() as stack:
+            stack.enter_context(deterministic_kernels(self.options.deterministic))
             store = stack.enter_context(self._open())
             ready = self.unfinished(store, shape)
             shapes = [job.shape for job in ready]
@@ -369,6 +373,7 @@ class Trainer:
             capacity=options.capacity,
             profile=options.profile,
             checkpoints=self._checkpoints,
+            deterministic=options.deterministic,
         )
 
     def _checkpoints(self, name: str) -> Path:
@@ -394,7 +399,8 @@ class Trainer:
             if job.name not in self.options.retry:
                 continue
             folder = self.output / job.name
-            before, after = read_job_file(folder), describe(job, self.spec)
+            after = describe(job, self.spec, self.options.deterministic)
+            before = read_job_file(folder)
             assert before is not None, "a job that has not started is refused"
             progress = checkpoint.newest_progress(folder / CHECKPOINTS) or Progress()
             retry = new_retry(before.values["job"], after["job"], progress.step, store.job(job.name).reason)
@@ -483,6 +489,7 @@ def train(
     output: str | Path | None = None,
     max_steps: int | None = None,
     resume: bool = False,
+    deterministic: bool = False,
     progress: bool = True,
     options: Options | None = None,
     view: View | None = None,
@@ -491,12 +498,14 @@ def train(
     """Train every job of a jobs file, or of a dict that holds what such a file holds.
 
     Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
-    an output that was begun goes on. Progress is shown in terminals and notebooks, unless `progress` is False
-    or a `view` is told of it instead.
+    an output that was begun goes on. With `deterministic`, here or in the file, two runs on the same device
+    give the same bits. Progress is shown in terminals and notebooks, unless `progress` is False or a `view`
+    is told of it instead.
     """
     run = _run_of(jobs)
     options = options or Options()
     options = replace(options, resume=True) if resume else options
+    options = replace(options, deterministic=True) if deterministic else options
 
     def trained(shown: View | None) -> dict[str, Result]:
         return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)
@@ -521,6 +530,9 @@ def trainer_for(
     options: Options | None = None,
     view: View | None = None,
 ) -> Trainer:
+    options = options or Options()
+    if run.deterministic:
+        options = replace(options, deterministic=True)
     trainer = Trainer(
         run.base,
         output=output or run.output,

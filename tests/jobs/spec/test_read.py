@@ -239,6 +239,15 @@ def test_an_output_is_a_folder_that_is_there_or_will_be(tmp_path: Path) -> None:
     assert told({"base": "demo", "jobs": [ONE]}, tmp_path) == ['output: "output" is a file; name a folder']
 
 
+def test_a_run_is_deterministic_if_its_file_says_so(tmp_path: Path) -> None:
+    run = {"base": "demo", "jobs": [ONE]}
+    assert not parse_run(run, tmp_path).deterministic
+    assert parse_run({**run, "deterministic": True}, tmp_path).deterministic
+    assert told({**run, "deterministic": 1}, tmp_path) == ["deterministic: must be true or false, got 1"]
+    [inside] = told({"base": "demo", "jobs": [{**ONE, "deterministic": True}]}, tmp_path)
+    assert inside.endswith("write deterministic at the top of the file, beside jobs")
+
+
 def test_a_tracker_is_told_of_once(tmp_path: Path) -> None:
     run = {"base": "demo", "report_to": ["wandb", "mlflow", "wandb"], "jobs": [ONE]}
     assert parse_run(run, tmp_path).report_to == ("wandb", "mlflow")

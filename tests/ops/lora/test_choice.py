@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.cases import slow_but
+from weftune.core.deterministic import deterministic_kernels
 from weftune.ops.lora import choice_trial
 from weftune.ops.lora.choice import MOST_ROWS, Choices, Contest, fastest, shape_of
 from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine, file_for
@@ -154,6 +155,30 @@ def test_while_a_graph_is_captured_nothing_is_measured_nor_remembered(tmp_path):
     assert Call().of(made) is Order.wide_beside
     capturing = True
     assert Call().of(made) is Order.wide_beside
+
+
+def test_pinned_the_first_order_is_taken_unmeasured_whatever_a_file_says(tmp_path):
+    Call().of(choices(Clock(wide=200.0, beside=100.0), tmp_path))
+    clock = Clock(wide=200.0, beside=100.0)
+    pinned = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: False, pinned=True)
+    assert Call().of(pinned) is Order.wide
+    assert Call(features=128).of(pinned) is Order.wide
+    assert not clock.asked
+    assert len(ChoiceFile(tmp_path, MACHINE).read()) == 1
+
+
+def test_pinned_only_the_first_order_is_compiled_ahead_whatever_a_file_says(tmp_path):
+    Call().of(choices(Clock(), tmp_path))
+    compiler, call = Compiler(), Call()
+    file = ChoiceFile(tmp_path, MACHINE)
+    Choices(Clock(), file, lambda: False, compiler, pinned=True).compile_ahead([Contest(call.shape, BOTH)])
+    assert compiler.asked == [(call.shape, BOTH[0])]
+
+
+def test_choices_are_pinned_where_kernels_are_deterministic():
+    assert not choices_on(CPU).pinned
+    with deterministic_kernels():
+        assert choices_on(CPU).pinned
 
 
 def test_a_trial_out_of_memory_takes_the_first_order_for_this_process_only(tmp_path):

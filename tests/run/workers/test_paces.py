@@ -26,6 +26,18 @@ def test_until_every_stage_was_measured_its_layers_are_the_guess():
     assert paces.predicted_seconds(program) is None
 
 
+def test_guesses_stay_when_every_stage_has_been_measured():
+    program, paces = one_forward_one_backward(work(1, 1, 1), 2), Paces([3, 1])
+    before = paces.guesses()
+    times = [
+        [TimedAction(Forward(0, stage), 0.0, 1.0), TimedAction(Backward(0, stage), 0.0, 2.0)]
+        for stage in (0, 1)
+    ]
+    paces.learn(program, [WorkerReport(times=one) for one in times])
+    assert paces.measured
+    assert paces.guesses() == before != paces.stages()
+
+
 def test_a_windows_times_predict_the_next_like_it():
     program = one_forward_one_backward(work(1, 1, 1), 2)
     reports = [

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from weftune.jobs.spec.near import nearest
 
-RUN_KEYS = ("base", "output", "report_to", "defaults", "jobs")
+RUN_KEYS = ("base", "output", "report_to", "deterministic", "defaults", "jobs")
 BASE_KEYS = ("model", "dtype", "revision")
 DATA_KEYS = (
     "path", "format", "columns", "split", "limit", "max_length", "train_on", "chat_template", "skip_bad_rows",
@@ -108,6 +108,8 @@ RENAMED: Mapping[str, str] = {
     "max_samples": "data.limit",
     "val_size": "eval.fraction",
     "stage": "objective",
+    "full_determinism": "run.deterministic",
+    "use_deterministic_algorithms": "run.deterministic",
 }
 """Foreign key → the section and name of ours; a name without a section belongs to the job."""
 

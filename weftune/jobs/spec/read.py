@@ -69,11 +69,20 @@ class _Reader:
         base = self.base(values["base"]) if "base" in values else None
         output = self.output(values.get("output"))
         report_to = self.report_to(values.get("report_to"))
+        deterministic = self.deterministic(values.get("deterministic", False))
         jobs, places = self.jobs(values)
         if base is None:
             self.raise_mistakes()
         assert base is not None
-        run = RunSpec(base=base, output=output, report_to=report_to, jobs=jobs, file=file, places=places)
+        run = RunSpec(
+            base=base,
+            output=output,
+            report_to=report_to,
+            deterministic=deterministic,
+            jobs=jobs,
+            file=file,
+            places=places,
+        )
         self.raise_mistakes(self.target_mistakes(run))
         return run
 
@@ -148,6 +157,11 @@ class _Reader:
                 sentence = f"must be {', '.join(known[:-1])} or {known[-1]}, got {show(tracker)}"
                 self.fault(loc, f"{sentence}; for none leave report_to out")
         return tuple(dict.fromkeys(tracker for tracker in trackers if tracker in known))
+
+    def deterministic(self, value: Any) -> bool:
+        if not isinstance(value, bool):
+            self.fault(("deterministic",), f"must be true or false, got {show(value)}")
+        return value is True
 
     def jobs(self, values: Mapping[str, Any]) -> tuple[tuple[JobSpec, ...], dict[str, Places]]:
         listed = values.get("jobs")

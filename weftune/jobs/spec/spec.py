@@ -112,6 +112,8 @@ class RunSpec:
     base: BaseSpec
     output: Path
     report_to: tuple[Tracker, ...] = ()
+    deterministic: bool = False
+    """Whether two runs on the same device give the same bits."""
     jobs: tuple[JobSpec, ...] = ()
     file: Path | None = None
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)

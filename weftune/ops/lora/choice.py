@@ -86,12 +86,15 @@ class Choices:
         file: ChoiceFile | None,
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         compile: Compile | None = None,
+        pinned: bool = False,
     ) -> None:
-        """Without a file nothing is measured: an interpreter's times say nothing about a GPU."""
+        """Without a file nothing is measured: an interpreter's times say nothing about a GPU. `pinned`, the
+        first order that may be used is taken whatever others take, and the file is not read."""
         self._measure = measure
         self._file = file
         self._capturing = capturing
         self._compile = compile
+        self.pinned = pinned
         self._compiled: set[Contest] = set()
         self._orders: dict[Contest, Order] = {}
 
@@ -109,8 +112,9 @@ class Choices:
         if self._file is None or self._compile is None or not new or self._capturing():
             return
         self._compiled |= new
-        known = self._file.read()
-        asked = [(one.shape, order) for one in new if one.text not in known for order in one.orders]
+        known = {} if self.pinned else self._file.read()
+        used = slice(1) if self.pinned else slice(None)
+        asked = [(one.shape, order) for one in new if one.text not in known for order in one.orders[used]]
         if not asked:
             return
 
@@ -132,7 +136,7 @@ class Choices:
         orders: tuple[Order, ...],
     ) -> Order:
         """One of `orders`, those that may be used; the first of them where nothing can be measured."""
-        if self._file is None or len(orders) == 1:
+        if self._file is None or self.pinned or len(orders) == 1:
             return orders[0]
         contest = Contest(shape_of(x_TK.dtype, weight_NK, residual_TN is not None, group, rows), orders)
         if contest not in self._orders:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.choice import Choices, Shape
 from weftune.ops.lora.choice_file import file_for
@@ -37,9 +38,12 @@ HEAD_START = 4_000_000
 
 
 def choices_on(device: torch.device) -> Choices:
-    """For the sites of a base on this device."""
+    """For the sites of a base on this device; pinned where kernels are to be deterministic."""
     return Choices(
-        partial(time_orders, device=device), file_for(device), compile=partial(compile_order, device=device)
+        partial(time_orders, device=device),
+        file_for(device),
+        compile=partial(compile_order, device=device),
+        pinned=are_kernels_deterministic(),
     )
 
 

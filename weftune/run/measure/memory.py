@@ -14,6 +14,8 @@ import torch
 CPU_SHARE = 0.85
 GPU_SHARE = 0.92
 """The share of free memory that a run may plan with; the rest is for the allocator and for others."""
+CONTEXT_BYTES = 1 << 30
+"""What CUDA and its libraries hold of a GPU beside the allocator, at most."""
 CPU_SHORTAGE = ("can't allocate memory", "DefaultCPUAllocator: not enough memory")
 """How torch reports a shortage on a CPU, in a plain RuntimeError: with malloc, and with mimalloc, as on
 ARM."""
@@ -37,6 +39,13 @@ def budget_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
     return taken_bytes(device) + int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+def steady_budget_bytes(device: torch.device) -> int:
+    """The same for a run whose plan must not depend on what happens to be free: by the device's size."""
+    if device.type == "cuda":
+        return int((torch.cuda.get_device_properties(device).total_memory - CONTEXT_BYTES) * GPU_SHARE)
+    return int(psutil.virtual_memory().total * CPU_SHARE)
 
 
 def limit_bytes(device: torch.device, most: int | None) -> None:

@@ -14,10 +14,7 @@ from weftune.base.attention import Pack
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops.lora.rows import Rows
 from weftune.plan.program.recompute import Recompute
-from weftune.run.passes.rows import LaidMicrobatch, Membership
-
-LEAST = 64
-"""The smallest bucket of sample lengths."""
+from weftune.run.passes.rows import LEAST, LaidMicrobatch, Membership, bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +83,3 @@ class GraphInputs:
         self._positions_T.copy_(laid.microbatch.positions_T)
         self.rows.buffer.copy_(membership.rows.buffer)
         self._held = laid
-
-
-def bucket(value: int, least: int) -> int:
-    """The next power of two."""
-    return max(least, 1 << (value - 1).bit_length())

@@ -17,9 +17,13 @@ from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack, pack
 from weftune.base.model import Base
 from weftune.core.batch import IGNORED, Microbatch, to_device
+from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
 from weftune.run.passes.adapted import AdaptedBase
+
+LEAST = 64
+"""The smallest bucket of sample lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,29 @@ def membership_of(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) 
     if route is Route.tiled:
         rows = Rows.empty(laid.microbatch.rows, banks.slots, base.device)
         rows.fill(banks.seats(laid.microbatch), laid.token_index)
-    return Membership(rows, pack(laid.microbatch.sample_lengths, base.device))
+    packed = pack(laid.microbatch.sample_lengths, base.device)
+    if are_kernels_deterministic():
+        packed = as_captured(packed, base.shape.context)
+    return Membership(rows, packed)
+
+
+def as_captured(packed: Pack, context: int) -> Pack:
+    """The pack as a captured pass has it: the number of samples, the last ones empty, and the longest one in
+    buckets, unless all are equally long.
+
+    A deterministic backward of the attention adds up in an order that depends on the number of samples, and
+    whether a pass is captured depends on a clock.
+    """
+    if packed.even:
+        return packed
+    empty = bucket(len(packed.lengths), 1) - len(packed.lengths)
+    boundaries_B = pad(packed.boundaries, (0, empty), value=sum(packed.lengths))
+    return replace(packed, boundaries=boundaries_B, longest=min(context, bucket(packed.longest, LEAST)))
+
+
+def bucket(value: int, least: int) -> int:
+    """The next power of two."""
+    return max(least, 1 << (value - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,11 +366,13 @@ def open_pipeline(
     checkpoints: Callable[[str], Path],
     delay: float = 0.0,
     most: int | None = None,
+    deterministic: bool = False,
 ) -> Driver:
     """Load every worker's part of the base, and wait for all. No worker uses more than `most` bytes of its
-    GPU."""
+    GPU; `deterministic`, the other workers have torch's deterministic kernels, as the caller has."""
     for worker in staff.workers:
-        staff.command(worker, Begin(spec, layout.on(worker % layout.workers), delay, most))
+        part = layout.on(worker % layout.workers)
+        staff.command(worker, Begin(spec, part, delay, most, deterministic))
     limit_bytes(device, most)
     loaded = load_part(spec, device, layout.on(0))
     for _ in staff.workers:

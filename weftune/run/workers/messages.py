@@ -40,6 +40,8 @@ class Begin:
     delay: float = 0.0
     most: int | None = None
     """Bytes that the worker may use of its GPU, if not all."""
+    deterministic: bool = False
+    """Whether the worker runs torch's deterministic kernels."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,11 @@ class Paces:
                     stepped.steps.append(seconds)
 
     def stages(self) -> tuple[StagePace, ...]:
-        known = self.measured
-        return tuple(stage.pace() if known else stage.guess() for stage in self._stages)
+        return tuple(stage.pace() for stage in self._stages) if self.measured else self.guesses()
+
+    def guesses(self) -> tuple[StagePace, ...]:
+        """By the number of layers alone."""
+        return tuple(stage.guess() for stage in self._stages)
 
     def predicted_seconds(self, program: Program) -> float | None:
         """The simulated time of a window in seconds; None while nothing has been measured."""

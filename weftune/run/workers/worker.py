@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from weftune.core.deterministic import deterministic_kernels
 from weftune.errors import UserError
 from weftune.run.events import SaveDue
 from weftune.run.measure.memory import begin_peak, limit_bytes, peak_bytes
@@ -44,6 +45,11 @@ def serve(wires: Wires, device: torch.device) -> None:
         orders.answer(Ended())
         return
     assert isinstance(first, Begin), f"the first command is to begin, not {first}"
+    with deterministic_kernels(first.deterministic):
+        _serve(wires, orders, first, device)
+
+
+def _serve(wires: Wires, orders: Orders, first: Begin, device: torch.device) -> None:
     try:
         worker = Worker(wires, orders, first, device)
     except UserError as error:

@@ -1,0 +1,40 @@
+"""Where the samples of a microbatch lie, for plain passes and captured ones."""
+
+import pytest
+
+from tests import bench
+from tests.adapters.aboard import attach, together
+from tests.adapters.test_kinds import drawn
+from tests.base.packs import random_samples
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.attention import pack
+from weftune.core.deterministic import deterministic_kernels
+from weftune.ops.lora.routes import Route
+from weftune.plan.program.recompute import NOTHING
+from weftune.run.passes.adapted import AdaptedBase
+from weftune.run.passes.graph_inputs import GraphInputs, key_of
+from weftune.run.passes.rows import RowsHere, as_captured, lay
+
+
+@pytest.mark.parametrize("lengths", [(5, 6, 7), (5, 6, 7, 8, 9), (6, 6, 6), (5,)])
+def test_a_deterministic_pass_has_the_samples_of_a_captured_one(lengths):
+    """The kernel of the attention adds up otherwise for another number of samples."""
+    base, spec = bench.base("gpt2"), LoraSpec(rank=2)
+    adapted = AdaptedBase(base, Route.tiled)
+    attach(adapted.banks, base, "a", spec, drawn(base, spec, 0))
+    microbatch = together(["a"] * len(lengths), random_samples(lengths))
+    laid = lay(microbatch, microbatch.rows, bench.CPU)
+    captured = GraphInputs(adapted.banks, key_of(laid, adapted.banks, NOTHING), bench.CPU)
+    usual = RowsHere(laid).membership(adapted)
+    captured.copy(laid, usual)
+    assert usual.pack.boundaries.tolist() == pack(lengths, bench.CPU).boundaries.tolist()
+    with deterministic_kernels():
+        strict = RowsHere(laid).membership(adapted).pack
+    assert strict.boundaries.tolist() == captured.pack.boundaries.tolist()
+    assert (strict.longest, strict.even) == (captured.pack.longest, captured.pack.even)
+    assert strict.lengths == lengths
+
+
+def test_no_bucket_is_longer_than_the_context():
+    assert as_captured(pack((90, 50), bench.CPU), context=100).longest == 100
+    assert as_captured(pack((90, 50), bench.CPU), context=2048).longest == 128

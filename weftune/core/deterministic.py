@@ -1,0 +1,79 @@
+"""Torch's deterministic kernels, for the time of a run.
+
+In this mode the backward of flash attention (varlen_attn, and scaled_dot_product_attention where it takes
+that) adds up dq in an order of its own instead of by atomics, the memory-efficient backward splits no keys,
+and cuDNN's attention is left out. Torch refuses an operation that has no deterministic form.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+from weftune.errors import UserError
+
+WORKSPACE, WORKSPACE_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+"""One of the two values with which cuBLAS promises the same bits. Torch looks for it at the first product on
+a GPU, and refuses all products of a process that began without."""
+REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
+
+
+@contextmanager
+def deterministic_kernels(asked: bool = True) -> Iterator[None]:
+    """Inside, torch computes the same bits each time, if `asked`; afterwards all is as before.
+
+    An operation that torch refuses ends in a UserError that names it.
+    """
+    if not asked:
+        yield
+        return
+    settle_workspace()
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    details: Any = torch.utils.deterministic
+    filled = details.fill_uninitialized_memory
+    # Not only warned: where torch warns, attention keeps its atomics.
+    torch.use_deterministic_algorithms(True)
+    # Nobody reads what was not written, and to fill every new tensor takes a launch each.
+    details.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        sentence = _sentence(str(error))
+        if sentence is None:
+            raise
+        raise UserError(f"deterministic: {sentence}") from error
+    finally:
+        details.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def settle_workspace() -> None:
+    """Set what products on a GPU need to be deterministic, if the user has not: before the first of them."""
+    os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
+
+
+def _sentence(refusal: str) -> str | None:
+    """What to do about torch's refusal; None where that is no such error."""
+    if found := REFUSED.match(refusal):
+        return (
+            f"torch {torch.__version__} has no deterministic form of {found[1]}, which this run needs; leave "
+            "deterministic out"
+        )
+    if refusal.startswith("Deterministic behavior was enabled") and WORKSPACE in refusal:
+        return (
+            f"this process has used the GPU without {WORKSPACE}={WORKSPACE_SIZE}; set it before Python "
+            "starts, or train in a process of its own"
+        )
+    return None
+
+
+def are_kernels_deterministic() -> bool:
+    """Whether torch was asked for it, by `deterministic_kernels` or by the user."""
+    return torch.are_deterministic_algorithms_enabled()
