@@ -167,9 +167,9 @@ def compile_modules(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], env=os.environ | kept(folder), check=True)
 
 
-def train(name: str, folder: Path, words: Sequence[str]) -> Run:
+def train(name: str, folder: Path, words: Sequence[str], jobs: str = "jobs.yaml") -> Run:
     output = folder / name.replace(" ", "-")
-    asked = [sys.executable, "-m", "weftune", "train", str(folder / "jobs.yaml"), "--output", str(output)]
+    asked = [sys.executable, "-m", "weftune", "train", str(folder / jobs), "--output", str(output)]
     began = time.perf_counter()
     ended = subprocess.run([*asked, *words], env=os.environ | kept(folder), check=False)
     seconds, ended_at = time.perf_counter() - began, time.time()
