@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -80,6 +81,22 @@ def test_a_disk_that_fails_is_told_with_job_step_and_reason_and_once(tmp_path, w
     writer.wait("a")
     assert writer.unsaved() == []
     assert checkpoint.newest_progress(tmp_path) == training.progress
+
+
+def test_however_many_saves_are_under_way_asking_for_failed_ones_goes_through_none_of_them(
+    tmp_path, writer, fresh, monkeypatch
+):
+    training, goes_on, asked = fresh(), threading.Event(), []
+    advance(training)
+    writer.run("other", lambda: goes_on.wait(SOON))
+    for at in range(20):
+        save(writer, tmp_path / str(at), training)
+    monkeypatch.setattr(Future, "done", lambda future: asked.append(future))
+    assert writer.unsaved() == []
+    assert asked == []
+    monkeypatch.undo()
+    goes_on.set()
+    writer.wait("a")
 
 
 def test_a_bug_in_the_thread_is_raised_where_it_is_asked(tmp_path, writer, fresh, monkeypatch):
