@@ -137,6 +137,7 @@ class Loop:
         """Finished jobs whose checkpoints go when the status says so."""
         self._tokenizer = TokenizerFiles(tokenizer)
         self._timed = TimedWindow()
+        self._saved_at_every_step: set[str] = set()
         self._crowd: int | None = None
 
     # -- jobs come ---------------------------------------------------------------------------------------
@@ -144,6 +145,8 @@ class Loop:
     def enter(self, job: Ready) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
         self.jobs[job.name] = self.waiting[job.name] = job
+        if save_interval(job.spec, job.recipe.steps) == 1:
+            self._saved_at_every_step.add(job.name)
         self.store.add_job(job.name)
         for note in job.data.notes:
             self.store.note_job(job.name, note)
@@ -423,7 +426,7 @@ class Loop:
             case StepsMade():
                 self._timed.steps.append(event.time)
             case Stepped(job):
-                if self._is_saved_at_every_step(job):
+                if job in self._saved_at_every_step:
                     # There is no half of an interval in which the last one's checkpoint could be written.
                     self.executor.finish_saves(job)
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
@@ -467,10 +470,6 @@ class Loop:
         seconds = time.monotonic() - began
         self.saving_seconds += seconds
         self._timed.saves.append(StateTime(1, training.layout.size, seconds))
-
-    def _is_saved_at_every_step(self, name: str) -> bool:
-        job = self.jobs[name]
-        return save_interval(job.spec, job.recipe.steps) == 1
 
     def _hear_writes(self) -> None:
         """Act on what has been written since the last call, or could not be."""
