@@ -27,7 +27,8 @@ from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
-from weftune.plan.window.length import WindowPace, shortened
+from weftune.plan.window.length import WindowPace, rounds_within, shortened
+from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
 from weftune.report.words import plural
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
@@ -63,15 +64,29 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A window, and the courses that it was cut from."""
+
+    program: Program
+    courses: Sequence[Course]
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ahead:
     """The next window, planned while this one runs, and the cursors it was planned for."""
 
     cursors: Mapping[str, int]
     room: Room
-    program: Future[Program]
+    planned: Future[Planned]
 
     def serves(self, cursors: Mapping[str, int], room: Room) -> bool:
-        return room == self.room and cursors.items() <= self.cursors.items()
+        """Whether it is what would be planned now. Another pace matters only by the number of rounds."""
+        alike = replace(room, pace=self.room.pace) == self.room and cursors.items() <= self.cursors.items()
+        if not alike or room.pace == self.room.pace:
+            return alike
+        planned = self.planned.result()
+        return rounds_within(planned.courses, room.pace) == planned.rounds
 
 
 @dataclass(slots=True)
@@ -275,11 +290,11 @@ class Loop:
         room = self._room()
         beginners = frozenset(name for name in cursors if self._begins(name))
         if ahead is not None and not beginners and ahead.serves(cursors, room):
-            program = ahead.program.result()
+            program = ahead.planned.result().program
             if gone := ahead.cursors.keys() - cursors.keys():
                 program = program.without(*gone)
         else:
-            program = self._plan(cursors, beginners, room)
+            program = self._plan(cursors, beginners, room).program
         self._forget_ended()
         return program
 
@@ -298,12 +313,13 @@ class Loop:
             return progress.step == 0
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
-    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
+    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Planned:
         rounds, layout = self.choice.rounds, self.choice.layout
         courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
-        courses = shortened(courses, room.pace)
+        cut = shortened(courses, room.pace)
         ladder = self.executor.captures is not None
-        return plan_window(courses, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
+        program = plan_window(cut, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
+        return Planned(program, courses, rounds_within(courses, room.pace))
 
     def _promise(self, program: Program, aboard: JobShapes) -> Promise:
         return self.learned.promise(program, aboard, self.engine.price(sizes_of(aboard)))
