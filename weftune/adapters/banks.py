@@ -43,7 +43,7 @@ from weftune.ops.dropout import step_key
 from weftune.ops.experts import ExpertLinear, experts_output
 from weftune.ops.lora.choice import Contest
 from weftune.ops.lora.choice_trial import choices_on
-from weftune.ops.lora.experts import ExpertSite, Owners, woven_experts
+from weftune.ops.lora.experts import ExpertSite, Owners, multiplies_at_once, woven_experts
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.site import scaled_outputs, scaled_rows
@@ -108,6 +108,10 @@ class ExpertGroup:
     def linear(self, site: SiteShape, bound: Pass) -> ExpertLinear:
         parts = [part for bank in self.banks.values() for part in bank.parts(site.name, bound)]
         return ExpertLinear(self.weight(site), parts)
+
+    def site(self, site: SiteShape, banks: Sequence[ExpertBank], device: torch.device) -> ExpertSite:
+        """As the kernels take it, with the adapters of the only bank, if there is one."""
+        return ExpertSite(self.weight(site), banks[0].group(site.name, device) if banks else None)
 
     @property
     def gated(self) -> bool:
@@ -374,35 +378,21 @@ class Banks:
         chosen_Tk: Tensor,
         weights_Tk: Tensor,
     ) -> Tensor:
-        """The experts' own forward, unless a job in the pass has adapters on them."""
+        """The experts' own forward, unless a job in the pass has adapters on them or kernels are at hand that
+        multiply all experts at once."""
         bound = self._pass
-        present = [] if bound is None else [bank for bank in group.banks.values() if bank.present(bound)]
-        if bound is None or not present:
+        banks = [] if bound is None else [bank for bank in group.banks.values() if bank.present(bound)]
+        if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and group.gated:
+            sites = [group.site(site, banks, x_TD.device) for site in group.sites]
+            if banks or all(map(multiplies_at_once, sites)):
+                owners = self._owners = self._owners or _owners(bound.microbatch, len(x_TD), x_TD.device)
+                numbers_J = banks[0].numbers(owners.jobs, x_TD.device) if banks else None
+                return woven_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owners, numbers_J)
+        if bound is None or not banks:
             return plain(x_TD, chosen_Tk, weights_Tk)
-        if bound.route is Route.tiled and len(present) == 1 and group.gated:
-            return self._woven_experts(group, present[0], bound, x_TD, chosen_Tk, weights_Tk)
         gate_up, down = (group.linear(site, bound) for site in group.sites)
         activation = cast(Callable[[Tensor], Tensor], group.module.act_fn)
         return experts_output(x_TD, chosen_Tk, weights_Tk, gate_up, down, activation)
-
-    def _woven_experts(
-        self,
-        group: ExpertGroup,
-        bank: ExpertBank,
-        bound: Pass,
-        x_TD: Tensor,
-        chosen_Tk: Tensor,
-        weights_Tk: Tensor,
-    ) -> Tensor:
-        if self._owners is None:
-            self._owners = _owners(bound.microbatch, len(x_TD), x_TD.device)
-        gate_up, down = (
-            ExpertSite(group.weight(site), bank.group(site.name, x_TD.device)) for site in group.sites
-        )
-        numbers_J = bank.numbers(self._owners.jobs, x_TD.device)
-        return woven_experts(
-            x_TD, chosen_Tk, weights_Tk, bound.anchor, gate_up, down, self._owners, numbers_J
-        )
 
     def _embed(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         """The embedding, with the rows that adapters put before their samples."""

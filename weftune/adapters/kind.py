@@ -138,9 +138,9 @@ class ExpertBank(Protocol):
         """What its jobs add at one of the experts' parameters, with the gradients of their weights
         accumulated."""
 
-    def group(self, site: str, device: torch.device) -> Group:
+    def group(self, site: str, device: torch.device) -> Group | None:
         """All adapters at one of the experts' parameters, as the tiled kernels find them: slot n · E + e is
-        the n-th at expert e."""
+        the n-th at expert e. None where there are none."""
 
     def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
         """int32: the number of each job's adapter there, −1 where it has none."""

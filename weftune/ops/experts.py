@@ -167,17 +167,17 @@ def _one_output(x_K: Tensor, token: int, expert: int, linear: ExpertLinear) -> T
 
 def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
     """Every row times its expert's matrix. By one kernel for all experts where the device has it."""
-    if _has_kernel(x_SK, w_EKN):
+    if has_kernel(w_EKN):
         return grouped_mm(x_SK, w_EKN, offs=stops_E)
     rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
     pairs = zip(x_SK.split(rows), w_EKN.unbind(), strict=True)
     return torch.cat([x_sK @ w_KN for x_sK, w_KN in pairs])
 
 
-def _has_kernel(x_SK: Tensor, w_EKN: Tensor) -> bool:
+def has_kernel(w_EKN: Tensor) -> bool:
     """For frozen matrices: of those that are trained it would leave the gradient unwritten where an expert
     has no rows."""
-    if not x_SK.is_cuda or x_SK.dtype is not torch.bfloat16 or w_EKN.requires_grad:
+    if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
     aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])
-    return aligned and torch.cuda.get_device_capability(x_SK.device) >= GROUPING
+    return aligned and torch.cuda.get_device_capability(w_EKN.device) >= GROUPING

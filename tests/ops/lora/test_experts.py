@@ -139,7 +139,8 @@ def got(case, device, wants_dx=True, times=1):
                 table.put_experts(table.host_views(), (room - 1 - number) * case.experts, entry)
         table.send()
         rank = max([16, *(job.ranks[at] for job in case.jobs)])
-        sites.append(ExpertSite(weight, Group(((0, outputs),), table, rank, drops=False)))
+        group = Group(((0, outputs),), table, rank, drops=False)
+        sites.append(ExpertSite(weight, group if any(job.ranks[at] for job in case.jobs) else None))
     owners = Owners(case.owner_T.to(device), (None, *map(str, range(len(case.jobs)))))
     numbers_J = torch.tensor(
         [-1, *(room - 1 - number for number in range(len(case.jobs)))], dtype=torch.int32
@@ -147,7 +148,7 @@ def got(case, device, wants_dx=True, times=1):
     anchor = torch.zeros((), device=device, requires_grad=True)
     for _ in range(times):
         x_TD, weights_Tk = (t.clone().requires_grad_(wants_dx) for t in (made.x_TD, made.weights_Tk))
-        y_TD = woven_experts(x_TD, made.chosen_Tk, weights_Tk, anchor, *sites, owners, numbers_J, case.order)
+        y_TD = woven_experts(x_TD, made.chosen_Tk, weights_Tk, anchor, sites, owners, numbers_J, case.order)
         y_TD.backward(made.dy_TD)
     found = {"y": y_TD.detach(), "dx": x_TD.grad, "dweights": weights_Tk.grad}
     for (site, number), pair in totals.items():
@@ -161,6 +162,8 @@ CASES = {
     "one job, one expert": Case((Job(20),), experts=2, active=1),
     "widths of no alignment": Case((Job(6), Job(8)), hidden=37, inner=21),
     "nobody has adapters on gate and up": Case((Job(6, (0, 3)), Job(2, (0, 5)))),
+    "nobody has any": Case((Job(6, (0, 0)),)),
+    "the same, in a product of our own": Case((Job(6, (0, 0)),), order=Order.fused),
 }
 
 

@@ -50,8 +50,9 @@ class _Seat:
     def entry(self, site: str) -> Entry | None:
         if (site, A) not in self.weights:
             return None
-        factors = (values[site, name] for values in (self.weights, self.totals) for name in (A, B))
-        return Entry(*factors, self.member.spec.scale_at(site), dropout=0.0)
+        a_ErK, b_ErN = (self.weights[site, name] for name in (A, B))
+        da_ErK, db_ErN = (self.totals[site, name] for name in (A, B))
+        return Entry(a_ErK, b_ErN, da_ErK, db_ErN, self.member.spec.scale_at(site), dropout=0.0)
 
 
 class LoraExperts:
@@ -105,7 +106,9 @@ class LoraExperts:
             self._numbers[jobs] = found.to(device)
         return self._numbers[jobs]
 
-    def group(self, site: str, device: torch.device) -> Group:
+    def group(self, site: str, device: torch.device) -> Group | None:
+        if not any((site, A) in seat.weights for seat in self._seats.values()):
+            return None
         shape = self._sites[site]
         if site not in self._tables:
             self._tables[site] = self._table(shape, device)

@@ -13,6 +13,7 @@ power of two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weftune.ops.experts import grouped_product
+from weftune.ops.experts import grouped_product, has_kernel
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import add_dx, alignment, da, down, ds_db, precision, room_for_da, up
-from weftune.ops.lora.weave import Order, ProductBlocks, RowSpan, Weave, orders_for, tiling
+from weftune.ops.lora.weave import Order, RowSpan, Weave, blocks_for, fuses, tiling
 
 TILE = 64
 """Rows of a program, where all of them are one job's."""
@@ -46,8 +47,8 @@ class ExpertSite:
     """One linear of all experts of a layer, with the adapters there."""
 
     weight_ENK: Tensor
-    group: Group
-    """Slot n · E + e of its table is the n-th adapter at expert e."""
+    group: Group | None
+    """Slot n · E + e of its table is the n-th adapter at expert e; None where nobody has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,7 @@ class Dealt:
 
 
 def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slots: int) -> Dealt:
-    """`numbers_J`: which of the adapters in the table an owner has, −1 for none. The host waits for
-    nothing."""
+    """The host waits for nothing."""
     count = len(owners.jobs)
     key_S, order_S = (chosen_Tk.int() * count + owners.owner_T[:, None]).flatten().sort(stable=True)
     places_S = torch.empty_like(key_S)
@@ -146,20 +146,23 @@ def woven_experts(
     chosen_Tk: Tensor,
     weights_Tk: Tensor,
     anchor: Tensor,
-    gate_up: ExpertSite,
-    down: ExpertSite,
+    sites: Sequence[ExpertSite],
     owners: Owners,
-    numbers_J: Tensor,
+    numbers_J: Tensor | None,
     order: Order | None = None,
 ) -> Tensor:
     """Σ over a token's experts of down(weight · silu(gate) ⊙ up), every job's adapters included.
 
-    The backward adds dA and dB to the jobs' own accumulators. `anchor` is a scalar that requires a gradient
-    and gets none: with it the backward is called even where x needs no gradient.
+    `sites` are gate and up, which are one, and down. `numbers_J`: which of the adapters in their tables an
+    owner has, −1 for none; None where nobody has one. The backward adds dA and dB to the jobs' own
+    accumulators. `anchor` is a scalar that requires a gradient and gets none: with it the backward is called
+    even where x needs no gradient.
     """
-    slots = down.group.table.rank_PS.shape[1]
-    dealt = deal(chosen_Tk, owners, numbers_J, len(down.weight_ENK), slots)
-    linears = [WovenLinear.of(site, dealt, order) for site in (gate_up, down)]
+    if numbers_J is None:
+        numbers_J = torch.full((len(owners.jobs),), -1, dtype=torch.int32, device=x_TD.device)
+    slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
+    dealt = deal(chosen_Tk, owners, numbers_J, len(sites[0].weight_ENK), slots)
+    linears = [WovenLinear.of(site, dealt, order) for site in sites]
     return _Experts.apply(x_TD, weights_Tk, anchor, dealt, *linears)
 
 
@@ -168,51 +171,56 @@ class WovenLinear:
     """A linear of all experts in one pass."""
 
     weight_ENK: Tensor
-    weave: Weave
     dealt: Dealt
+    order: Order
+    weave: Weave | None
+    """None where nobody has an adapter."""
 
     @classmethod
-    def of(cls, site: ExpertSite, dealt: Dealt, order: Order | None) -> WovenLinear:
+    def of(cls, site: ExpertSite, dealt: Dealt, order: Order | None = None) -> WovenLinear:
         weight_ENK, group, rows = site.weight_ENK, site.group, dealt.rows
+        order = order or best_order(site)
+        if group is None:
+            return cls(weight_ENK, dealt, order, None)
         chosen = tiling(rows, group, weight_ENK.shape[2], weight_ENK.dtype)
         # No dropout: training or not, all is the same.
-        return cls(weight_ENK, Weave(group, rows, True, chosen, order or best_order(site)), dealt)
+        return cls(weight_ENK, dealt, order, Weave(group, rows, True, chosen, order))
 
-    def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
         """y, and the s that its backward needs."""
-        s_SR = down(x_SK, self.weave)
-        if self.weave.order.fuses:
-            return self._product(x_SK, s_SR, self.weave.tiling.y, backward=False), s_SR
+        s_SR = None if self.weave is None else down(x_SK, self.weave)
+        if self.order.fuses:
+            return self._product(x_SK, s_SR, backward=False), s_SR
         y_SN = grouped_product(x_SK, self.weight_ENK.transpose(1, 2), self.dealt.stops_E)
-        up(s_SR, y_SN, self._span(y_SN), None, None, y_SN, self.weave)
+        if self.weave is not None and s_SR is not None:
+            up(s_SR, y_SN, _whole(y_SN, self.weave), None, None, y_SN, self.weave)
         return y_SN, s_SR
 
-    def gradients(self, dy_SN: Tensor, s_SR: Tensor) -> Tensor:
+    def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
         """ds; dB is added to the jobs' accumulators."""
-        return ds_db(dy_SN, s_SR, self.weave)[0]
+        return None if self.weave is None or s_SR is None else ds_db(dy_SN, s_SR, self.weave)[0]
 
-    def add_da(self, x_SK: Tensor, ds_SR: Tensor) -> None:
-        da(x_SK, ds_SR, room_for_da(x_SK, self.weave), self.weave)
+    def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
+        if self.weave is not None and ds_SR is not None:
+            da(x_SK, ds_SR, room_for_da(x_SK, self.weave), self.weave)
 
-    def dx(self, dy_SN: Tensor, ds_SR: Tensor) -> Tensor:
-        if self.weave.order.fuses:
-            return self._product(dy_SN, ds_SR, self.weave.tiling.dx, backward=True)
+    def dx(self, dy_SN: Tensor, ds_SR: Tensor | None) -> Tensor:
+        if self.order.fuses:
+            return self._product(dy_SN, ds_SR, backward=True)
         dx_SK = grouped_product(dy_SN, self.weight_ENK, self.dealt.stops_E)
-        add_dx(ds_SR, dx_SK, self._span(dx_SK), dx_SK, self.weave)
+        if self.weave is not None and ds_SR is not None:
+            add_dx(ds_SR, dx_SK, _whole(dx_SK, self.weave), dx_SK, self.weave)
         return dx_SK
 
-    def _span(self, y_SN: Tensor) -> RowSpan:
-        """All columns."""
-        return RowSpan(0, -(-y_SN.shape[1] // self.weave.tiling.up.columns), 0, y_SN.shape[1])
-
-    def _product(self, left: Tensor, s_SR: Tensor, blocks: ProductBlocks, backward: bool) -> Tensor:
+    def _product(self, left: Tensor, s_SR: Tensor | None, backward: bool) -> Tensor:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from weftune.ops.triton import experts
 
+        (rows, inputs), outputs = left.shape, self.weight_ENK.shape[2 if backward else 1]
+        blocks = blocks_for(rows, ((0, outputs),), left.dtype, left.device)
         right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
-        target = left.new_empty(len(left), self.weight_ENK.shape[2 if backward else 1])
-        table = self.weave.group.table
+        target, weave = left.new_empty(rows, outputs), self.weave
         experts.expert_product[(blocks.programs,)](
             TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
             TensorDescriptor.from_tensor(self.weight_ENK.flatten(0, 1), right),
@@ -221,18 +229,18 @@ class WovenLinear:
             self.dealt.rows.pieces_Q4,
             self.dealt.blocks_G5,
             self.dealt.used_1,
-            table.address_PS4,
-            table.rank_PS,
-            target.shape[1],
-            left.shape[1],
+            weave and weave.group.table.address_PS4,
+            weave and weave.group.table.rank_PS,
+            outputs,
+            inputs,
             BACKWARD=backward,
-            S=self.weave.slots,
-            R=self.weave.ranks,
+            S=weave.slots if weave else 1,
+            R=weave.ranks if weave else 1,
             M=BLOCK,
             C=blocks.columns,
             D=blocks.inner,
             GROUP=blocks.group,
-            ALIGNMENT=alignment(left, self.weave),
+            ALIGNMENT=alignment(left, weave) if weave else 1,
             PRECISION=precision(left),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
@@ -240,12 +248,21 @@ class WovenLinear:
         return target
 
 
+def _whole(y_SN: Tensor, weave: Weave) -> RowSpan:
+    """All columns."""
+    return RowSpan(0, -(-y_SN.shape[1] // weave.tiling.up.columns), 0, y_SN.shape[1])
+
+
 def best_order(site: ExpertSite) -> Order:
     """A product of our own where the device has it: it adds the adapters before it rounds."""
-    weight_NK = site.weight_ENK.flatten(0, 1)
+    weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
-    fused = aligned and Order.fused in orders_for(weight_NK, site.group, weight_NK.device)
-    return Order.fused if fused else Order.wide
+    return Order.fused if aligned and fuses(weight_NK, rank, weight_NK.device) else Order.wide
+
+
+def multiplies_at_once(site: ExpertSite) -> bool:
+    """Whether there is a kernel for all experts."""
+    return best_order(site).fuses or has_kernel(site.weight_ENK)
 
 
 class _Experts(torch.autograd.Function):
@@ -274,14 +291,15 @@ class _Experts(torch.autograd.Function):
         dealt, gate_up, down = ctx.dealt, ctx.gate_up, ctx.down
         with torch.cuda.device_of(x_TD):
             dy_SD = dealt.sorted_tokens(dy_TD)
-            ds_SR = down.gradients(dy_SD, down_s_SR)
+            ds_SR = down.ds(dy_SD, down_s_SR)
             dact_SI = down.dx(dy_SD, ds_SR)
             del dy_SD
             act_SI, dgate_up_SF, dweight_S = _gated_backward(dact_SI, gate_up_SF, weight_S)
             down.add_da(act_SI, ds_SR)
             del act_SI, dact_SI
-            ds_SR = gate_up.gradients(dgate_up_SF, up_s_SR)
-            gate_up.add_da(dealt.sorted_tokens(x_TD), ds_SR)
+            ds_SR = gate_up.ds(dgate_up_SF, up_s_SR)
+            if ds_SR is not None:
+                gate_up.add_da(dealt.sorted_tokens(x_TD), ds_SR)
             if not ctx.needs_input_grad[0]:
                 return (None,) * 6
             dx_SD = gate_up.dx(dgate_up_SF, ds_SR)

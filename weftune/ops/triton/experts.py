@@ -45,7 +45,7 @@ def expert_product(
     """target [rows, N] = left [rows, K] · every row's expert + the adapters' products.
 
     Forward: right is W of all experts as [experts · N, K], the adapters add sB. Backward: right is W as
-    [experts · K, N], and the adapters add ds · A.
+    [experts · K, N], and the adapters add ds · A. Without s there are none.
     """
     H: tl.constexpr = C // 2
     row_blocks = tl.load(used)
@@ -72,19 +72,20 @@ def expert_product(
         for half in tl.static_range(2):
             n_H = column_block * C + half * H + tl.arange(0, H)
             y_MH = sums[half]
-            turn = first
-            # Not a for loop: that would be made one with the outer loop.
-            while turn < end:
-                run = runs + turn * 4
-                slot = tl.load(run + 2)
-                if slot >= 0:
-                    mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
-                    added_MH = added(
-                        s, None, None, address, rank, None, None, slot, 0, row_M, n_H, 0, N, stop,
-                        0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
-                    )  # fmt: skip
-                    y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
-                turn += 1
+            if s is not None:
+                turn = first
+                # Not a for loop: that would be made one with the outer loop.
+                while turn < end:
+                    run = runs + turn * 4
+                    slot = tl.load(run + 2)
+                    if slot >= 0:
+                        mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
+                        added_MH = added(
+                            s, None, None, address, rank, None, None, slot, 0, row_M, n_H, 0, N, stop,
+                            0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
+                        )  # fmt: skip
+                        y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
+                    turn += 1
             # The rows behind are another expert's, so no copy engine may write.
             at_MH = row_M.to(tl.int64)[:, None] * N + n_H[None, :]
             stored_MH = (row_M < stop)[:, None] & (n_H < N)[None, :]
