@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from weftune.core.shapes import JobShape
 from weftune.plan.pack.pack import pack
 from weftune.plan.program.program import (
     Evaluate,
@@ -21,8 +22,8 @@ from weftune.plan.program.program import (
     Step,
 )
 
-Sizes = Mapping[str, int]
-"""Job → adapter parameters."""
+JobShapes = Mapping[str, JobShape]
+"""Everybody aboard, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class PassWork:
     supervised: int
     """Rows that go through the head."""
     adapted: int
-    """For each row the parameters of its adapter (widths times rank, over its sites), summed."""
+    """For each row the parameters that it meets of its adapter (widths times rank, over sites), summed."""
     segments: int
 
 
@@ -150,33 +151,33 @@ class CostModel:
         """Forward and backward."""
         return self.forward(work) + self.backward(work)
 
-    def program_seconds(self, program: Program, sizes: Sizes) -> float | None:
+    def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
         """The predicted time of a program, or None while nothing like it has been measured."""
         if not self.measured:
             return None
-        total = 0.0
+        total, met = 0.0, met_by(shapes)
         for action in program.actions:
             match action:
                 case Forward(number, stage=0):
-                    total += self.pass_seconds(work_of(program.microbatches[number], sizes)) + self.between
+                    total += self.pass_seconds(work_of(program.microbatches[number], met)) + self.between
                 case Evaluate(number, stage=0):
-                    total += self.evaluation(work_of(program.microbatches[number], sizes)) + self.between
+                    total += self.evaluation(work_of(program.microbatches[number], met)) + self.between
                 case Step(job):
-                    total += self.step(1, sizes[job]) + self.between
+                    total += self.step(1, shapes[job].trainable) + self.between
                 case Save(job):
-                    total += self.save(1, sizes[job]) + self.between
+                    total += self.save(1, shapes[job].trainable) + self.between
         return total
 
-    def alone_seconds(self, batches: Iterable[GlobalBatch], capacity: int, sizes: Sizes) -> float | None:
+    def alone_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
         """What the passes of these batches would take if every job packed its samples by itself."""
         if not self.measured:
             return None
-        total = 0.0
+        total, met = 0.0, met_by(shapes)
         for batch in batches:
             for chosen in pack([placed.length for placed in batch.samples], capacity):
                 samples = tuple(batch.samples[index] for index in chosen)
                 alone = MicrobatchPlan((SegmentPlan(batch.job, batch.step, samples),))
-                total += self.pass_seconds(work_of(alone, sizes))
+                total += self.pass_seconds(work_of(alone, met))
         return total
 
     def unmeasured(self) -> CostModel:
@@ -193,13 +194,18 @@ class CostModel:
         )
 
 
-def work_of(microbatch: MicrobatchPlan, sizes: Sizes) -> PassWork:
+def met_by(shapes: JobShapes) -> dict[str, int]:
+    """Job → adapter parameters that a row meets."""
+    return {name: shape.met for name, shape in shapes.items()}
+
+
+def work_of(microbatch: MicrobatchPlan, met: Mapping[str, int]) -> PassWork:
     samples = [placed for segment in microbatch.segments for placed in segment.samples]
     return PassWork(
         tokens=microbatch.rows,
         squares=sum(placed.length**2 for placed in samples),
         samples=len(samples),
         supervised=sum(placed.supervised for placed in samples),
-        adapted=sum(segment.tokens * sizes[segment.job] for segment in microbatch.segments),
+        adapted=sum(segment.tokens * met[segment.job] for segment in microbatch.segments),
         segments=len(microbatch.segments),
     )
