@@ -7,7 +7,7 @@ import pytest
 from tests.plan.costs import SHAPE, TRUTH, program, work
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.time import Rate, Terms, counts, terms_of, work_of
+from weftune.plan.cost.time import Rate, Terms, counts, met_by, terms_of, work_of
 from weftune.plan.program.program import GlobalBatch, MicrobatchPlan, PlacedSample, SegmentPlan
 
 
@@ -69,6 +69,28 @@ def test_alone_costs_one_pass_for_each_microbatch_of_one_job() -> None:
     model = replace(TRUTH, forward=Terms(fixed=1.0), backward=Terms())
     batch = GlobalBatch("a", 1, (PlacedSample(0, 30, 0), PlacedSample(1, 50, 30)), supervised=80)
     assert model.alone_seconds([batch, batch], 64, {"a": shape(1)}) == pytest.approx(4.0)
+
+
+def test_alone_costs_what_its_passes_cost_one_by_one() -> None:
+    shapes = {"a": shape(1000), "b": shape(70)}
+    batches = [
+        GlobalBatch(
+            job, 1, tuple(PlacedSample(at, length, 0, length // 2) for at, length in enumerate(own)), 9
+        )
+        for job, own in (("a", (30,)), ("b", (50, 10, 7)), ("a", (20, 20)))
+    ]
+    passes = [
+        MicrobatchPlan((SegmentPlan(batch.job, 1, samples),))
+        for batch, samples in (
+            (batches[0], batches[0].samples),
+            (batches[1], batches[1].samples[:2]),
+            (batches[1], batches[1].samples[2:]),
+            (batches[2], batches[2].samples),
+        )
+    ]
+    each = sum(TRUTH.pass_seconds(work_of(one, met_by(shapes))) for one in passes)
+    assert TRUTH.alone_seconds(batches, 64, shapes) == pytest.approx(each)
+    assert TRUTH.alone_seconds([], 64, shapes) == 0
 
 
 def test_another_level_changes_passes_alone() -> None:
