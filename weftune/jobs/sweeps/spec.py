@@ -1,0 +1,64 @@
+"""What the key `sweep` of a job asks for, and the trials that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Search = Literal["grid", "random", "tpe"]
+Mode = Literal["min", "max"]
+Metric = Literal["eval_loss", "eval_mean_token_accuracy"]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRange:
+    """All numbers from `min` to `max`; whole ones where both ends are whole. `log`: even in their logarithms."""
+
+    min: float
+    max: float
+    log: bool = False
+
+
+Choices = tuple[Any, ...] | ValueRange
+"""Values that a key may have: those of a list (of mappings, too), or a range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halving:
+    """At each share `at` of a trial's steps all are evaluated, and only a share `keep` of them goes on."""
+
+    at: tuple[float, ...]
+    keep: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSpec:
+    over: Mapping[str, Choices]
+    """Dotted key of the job → what it may be."""
+    search: Search = "grid"
+    trials: int | None = None
+    """How many are drawn; a grid has all of its own."""
+    metric: Metric = "eval_loss"
+    mode: Mode = "min"
+    halving: Halving | None = None
+    keep: int = 1
+    """Winners whose adapters are kept in `best`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A job of a sweep: its name, and the values in which it differs from the others."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A job with the key `sweep`: its trials are jobs of the run."""
+
+    name: str
+    spec: SweepSpec
+    trials: tuple[Trial, ...]
+    """Of `tpe` the first generation: later ones depend on how these end."""
