@@ -6,8 +6,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -91,16 +93,22 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
     """Its own length in eight bytes, then where each tensor lies behind it, padded to eight bytes."""
-    listed: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    start = 0
     for name, tensor in ordered:
         assert tensor.is_contiguous(), f"{name} is not contiguous"
-        stop = start + tensor.nbytes
-        listed[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
+    listed = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered)
+    return _header_of(listed, tuple((metadata or {}).items()))
+
+
+@lru_cache(maxsize=16)
+def _header_of(
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
+) -> bytes:
+    """Adapters of many jobs have the same one."""
+    listed: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, dtype, shape in tensors:
+        stop = start + math.prod(shape) * dtype.itemsize
+        listed[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -63,7 +63,8 @@ def _peft_config(
         from peft import LoraConfig
     except ImportError as error:
         raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
-    transposed = any(site.fan_in_fan_out for site in sites if site.name in set(targeted))
+    adapted = set(targeted)
+    transposed = any(site.fan_in_fan_out for site in sites if site.name in adapted)
     return LoraConfig(
         r=spec.rank,
         lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]
