@@ -87,13 +87,14 @@ def test_runs_that_take_other_times_plan_the_same_windows_and_give_the_same_bits
     assert_same_bits(tmp_path / "slow", tmp_path / "fast")
 
 
+@pytest.mark.slow
 def test_without_the_key_they_plan_other_windows(slow_and_fast):
     slow, fast = slow_and_fast(False)
     assert slow != fast
     assert len(slow) > len(fast)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_free_memory_changes_no_deterministic_plan(base, tmp_path, monkeypatch, deterministic):
     """Jobs wait for one another where little is free, unless the plan does not look at it."""
     needed, real = PROCESS_BYTES + base.shape.base_bytes, psutil.virtual_memory()

@@ -54,7 +54,7 @@ def notes(output):
 @pytest.fixture
 def small_host(monkeypatch):
     """No test can take the machine's memory away."""
-    monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda: HOST)
+    monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda deterministic: HOST)
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+from weftune.adapters.kind import Member
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.ops.adamw import RateRun
 
@@ -61,3 +64,11 @@ def test_neighbours_that_learn_at_one_rate_are_one_run():
     assert VectorLayout((a, *faster)).rates == (RateRun(0, 6, 1.0), RateRun(6, 19, 4.0))
     # What was stored when all learned alike fits.
     assert VectorLayout((a, *faster)) == LAYOUT
+
+
+def test_an_adapter_without_a_site_here_has_nothing_to_draw():
+    """A stage may have none of the layers that a job adapts."""
+    lora = kind_named("lora")
+    empty = VectorLayout(())
+    lora.initialise(Member("a", LoraSpec(), seed=1), (), empty.views(torch.empty(0)))
+    assert empty.views(torch.empty(0)) == {}

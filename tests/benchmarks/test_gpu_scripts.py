@@ -115,6 +115,7 @@ def test_real_lengths_are_measured_with_the_padding_of_both(run: Any) -> None:
     assert weftune["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_experts_are_measured_with_adapters_and_without(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
     found = run(gpu_experts, "--jobs", "2", "--tokens", "8")["seconds"]
@@ -122,6 +123,7 @@ def test_experts_are_measured_with_adapters_and_without(run: Any, monkeypatch: p
     assert all(seconds > 0 for seconds in found.values())
 
 
+@pytest.mark.slow
 def test_joins_and_leaves_are_made_and_counted(run: Any) -> None:
     found = run(gpu_churn)
     assert found["joins"] + found["leaves"] == found["changes"]

@@ -202,8 +202,13 @@ def test_while_the_base_is_loaded_the_first_signal_ends_the_run_at_once(tmp_path
 
     monkeypatch.setattr(weftune.trainer.trainer, "open_engine", load)
     trainer = bench.trainer(bench.base(), tmp_path / "out", rich_jobs())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run()
+    # Processes that a shell starts in the background ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_outside_the_main_thread_nobody_asks_to_stop():

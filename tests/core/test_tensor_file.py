@@ -41,3 +41,35 @@ def test_the_checksum_is_that_of_the_file_which_is_synced(tmp_path, monkeypatch)
 def test_a_tensor_that_is_not_contiguous_is_a_bug(tmp_path):
     with pytest.raises(AssertionError, match="a is not contiguous"):
         write_tensors(tmp_path / "file", {"a": torch.zeros(2, 3).T})
+
+
+def test_hundreds_of_small_tensors_are_one_write_and_a_large_one_is_not_copied(tmp_path, monkeypatch):
+    written = []
+    write_all = tensor_file._write_all
+    monkeypatch.setattr(
+        tensor_file, "_write_all", lambda file, piece: (written.append(piece), write_all(file, piece))
+    )
+    tensors = {f"{at:03d}": torch.full((8, 4), float(at)) for at in range(300)}
+    write_tensors(tmp_path / "small", tensors)
+    assert len(written) == 1
+    written.clear()
+    monkeypatch.setattr(tensor_file, "LARGE_BYTES", 4096)
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 8192)
+    tensors["large"] = torch.randn(4096)
+    write_tensors(tmp_path / "large", tensors)
+    assert sum(isinstance(piece, memoryview) for piece in written) == 2
+    assert (tmp_path / "large").read_bytes() == save(tensors)
+
+
+def test_what_a_write_leaves_over_is_written_by_the_next(tmp_path):
+    class Hesitant:
+        def __init__(self):
+            self.taken = b""
+
+        def write(self, content):
+            self.taken += bytes(content[:3])
+            return min(3, len(content))
+
+    file = Hesitant()
+    tensor_file._write_all(file, b"12345678")
+    assert file.taken == b"12345678"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -137,3 +138,19 @@ def test_a_pace_that_asks_for_other_rounds_asks_for_another_plan() -> None:
     assert not ahead.serves({"a": 0}, replace(room, pace=late))
     assert not ahead.serves({"a": 0}, replace(room, capacity=512))
     assert not ahead.serves({"a": 1}, room)
+
+
+def test_job_files_are_written_while_other_jobs_are_made_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: set[str] = set()
+    write = loop.write_job_file
+
+    def noted(folder: Path, values: dict[str, Any]) -> None:
+        writers.add(threading.current_thread().name)
+        write(folder, values)
+
+    monkeypatch.setattr(loop, "write_job_file", noted)
+    train(tmp_path / "out", FEW)
+    assert threading.current_thread().name not in writers
+    assert len(list((tmp_path / "out").glob("job*/job.yaml"))) == FEW

@@ -1,19 +1,25 @@
-"""Safetensors files, written piece by piece from where the tensors lie. Nothing is copied, and other threads
-run while a piece is hashed or written."""
+"""Safetensors files, written piece by piece from where the tensors lie. Nothing large is copied, and other
+threads run while a piece is hashed or written."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Piece = bytes | memoryview
 PIECE_BYTES = 8 << 20
+LARGE_BYTES = 1 << 20
+"""Pieces of so many bytes are written from where they lie."""
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The names that the format has for them."""
 
@@ -39,34 +45,70 @@ def write_hashed_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _write(path: Path, pieces: Iterator[Piece]) -> None:
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
+    with open(path, "wb", buffering=0) as file:
+        for piece in _together(pieces):
+            _write_all(file, piece)
         os.fsync(file.fileno())
+
+
+def _write_all(file: io.FileIO, piece: Piece) -> None:
+    left = memoryview(piece)
+    while len(left):
+        left = left[file.write(left) :]
+
+
+def _together(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Small pieces as one: a thread that writes hands the interpreter to the others and waits for it behind
+    every write, which takes longer than to copy a matrix of an adapter."""
+    small: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if size + len(piece) > PIECE_BYTES:
+            yield b"".join(small)
+            small, size = [], 0
+        if len(piece) >= LARGE_BYTES and not small:
+            yield piece
+        else:
+            small.append(piece)
+            size += len(piece)
+    yield b"".join(small)
 
 
 def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[Piece]:
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     yield _header(ordered, metadata)
     for _, tensor in ordered:
-        content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        content = _bytes_of(tensor)
         for start in range(0, len(content), PIECE_BYTES):
             yield content[start : start + PIECE_BYTES]
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """By numpy, where that can be: calls into torch let other threads run, and an adapter has hundreds of
+    tensors."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    array = (plain.view(torch.int16) if plain.dtype is torch.bfloat16 else plain).numpy()
+    return array.reshape(-1).view(np.uint8).data
+
+
 def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
     """Its own length in eight bytes, then where each tensor lies behind it, padded to eight bytes."""
-    listed: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    start = 0
     for name, tensor in ordered:
         assert tensor.is_contiguous(), f"{name} is not contiguous"
-        stop = start + tensor.nbytes
-        listed[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
+    listed = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered)
+    return _header_of(listed, tuple((metadata or {}).items()))
+
+
+@lru_cache(maxsize=16)
+def _header_of(
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], metadata: tuple[tuple[str, str], ...]
+) -> bytes:
+    """Adapters of many jobs have the same one."""
+    listed: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, dtype, shape in tensors:
+        stop = start + math.prod(shape) * dtype.itemsize
+        listed[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(listed, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

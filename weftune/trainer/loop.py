@@ -197,13 +197,27 @@ class Loop:
             if self.store.job(name).reason != reason:
                 self.store.explain_job(name, reason)
                 self.journal.show(name, reason=reason)
+        written = {name: self._write_job_file_ahead(self.waiting[name]) for name in decision.admitted}
         for name in decision.admitted:
-            self._board(self.waiting.pop(name))
+            self._board(self.waiting.pop(name), written[name])
         if decision.admitted or decision.too_large:
             # Once for all of them, however many come.
             self.journal.settle()
 
-    def _board(self, job: Ready) -> None:
+    def _write_job_file_ahead(self, job: Ready) -> Future[None] | None:
+        """While others are made ready: of thousands of small files most is waiting for the disk. A job that
+        has checkpoints is looked at first."""
+        if self._checkpoints(job.name).exists():
+            return None
+        return self.writer.run(job.name, partial(self._write_job_file, job))
+
+    def _write_job_file(self, job: Ready) -> None:
+        folder = self.store.output / job.name
+        described = describe(job, self.base.spec, self.engine.deterministic)
+        write_job_file(folder, with_retries(described, folder))
+
+    def _board(self, job: Ready, written: Future[None] | None) -> None:
+        """Attach a job; `written` is its job file, where that has been begun."""
         spec = job.spec
         member = Member(spec.name, spec.adapter, spec.seed)
         try:
@@ -226,10 +240,11 @@ class Loop:
         progress = training.progress
         self.store.advance_job(spec.name, progress.step, job.recipe.steps, progress.trained_tokens)
         self.store.best_job(spec.name, progress.best_step, progress.best_loss)
-        folder = self.store.output / spec.name
         try:
-            described = describe(job, self.base.spec, self.engine.deterministic)
-            write_job_file(folder, with_retries(described, folder))
+            if written is None:
+                self._write_job_file(job)
+            else:
+                written.result()
             checkpoint.set_aside(found.damaged)
         except (OSError, OutputError) as error:
             self.journal.move(spec.name, State.PAUSED, f"{error}; mend that, and go on with --resume")

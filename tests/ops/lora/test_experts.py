@@ -204,7 +204,7 @@ def test_what_a_young_adapter_adds_is_not_rounded_away():
     assert (seen * added).sum() / (added**2).sum() == pytest.approx(1.0, abs=0.2)
 
 
-@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+@pytest.mark.parametrize("order", [pytest.param(Order.wide, marks=pytest.mark.slow), Order.fused])
 def test_a_nan_of_one_job_leaves_the_others_their_bits(order, device):
     case = Case(order=order)
     if device.type == "cuda":
@@ -221,6 +221,7 @@ def test_a_nan_of_one_job_leaves_the_others_their_bits(order, device):
             assert name.endswith("job0") == (not torch.equal(sick[name], clean[name])), name
 
 
+@pytest.mark.slow
 def test_gradients_are_added_to_what_is_there_also_where_x_needs_none(device):
     once, twice = got(Case(), device), got(Case(), device, wants_dx=False, times=2)
     assert twice["dx"] is None

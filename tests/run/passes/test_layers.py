@@ -109,7 +109,7 @@ def test_the_fused_layers_of_a_text_tower_compute_what_the_plain_ones_do(family,
     assert torch.equal(base.hidden(microbatch), plain_TD)
 
 
-@pytest.mark.parametrize("family", slow_but(FUSED, ["qwen2", "qwen3_moe"]))
+@pytest.mark.parametrize("family", slow_but(FUSED, ["qwen2"]))
 def test_fused_layers_train_as_the_plain_ones_do(family, monkeypatch):
     """Two jobs: one that drops, and one with an adapter at one site of the q,k,v group only."""
     base = one_layer(family)

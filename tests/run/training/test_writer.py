@@ -30,7 +30,7 @@ def fresh():
 
 @pytest.fixture
 def writer():
-    made = Writer(bench.CPU)
+    made = Writer(bench.CPU, threads=1)
     yield made
     made.close()
 
@@ -68,6 +68,18 @@ def test_a_jobs_checkpoints_are_written_in_the_order_of_its_steps(tmp_path, writ
         f".step-{step:08d}.partial" for step in range(1, 5)
     ]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000004"]
+
+
+def test_small_files_of_different_jobs_are_written_side_by_side():
+    """Most of that is waiting for the disk, however few cores there are."""
+    several = Writer(bench.CPU)
+    meets = threading.Barrier(2)
+    for job in ("a", "b"):
+        several.run(job, lambda: meets.wait(SOON))
+    several.wait("a")
+    several.wait("b")
+    several.close()
+    assert not meets.broken
 
 
 def test_a_disk_that_fails_is_told_with_job_step_and_reason_and_once(tmp_path, writer, fresh):
@@ -113,7 +125,7 @@ def test_a_bug_in_the_thread_is_raised_where_it_is_asked(tmp_path, writer, fresh
 
 def test_what_has_not_begun_can_be_forgotten_and_its_memory_comes_back(tmp_path, fresh):
     training = fresh()
-    writer = Writer(bench.CPU, max_bytes=snapshot_bytes(training))
+    writer = Writer(bench.CPU, max_bytes=snapshot_bytes(training), threads=1)
     goes_on = threading.Event()
     writer.run("other", lambda: goes_on.wait(SOON))
     for _ in range(3):
@@ -128,7 +140,7 @@ def test_what_has_not_begun_can_be_forgotten_and_its_memory_comes_back(tmp_path,
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_closing_waits_for_all_or_for_what_has_begun(tmp_path, fresh, at_once):
-    writer, training = Writer(bench.CPU), fresh()
+    writer, training = Writer(bench.CPU, threads=1), fresh()
     begun, goes_on = threading.Event(), threading.Event()
     ended = []
 

@@ -42,12 +42,18 @@ def write_adapter(
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
         a_name, b_name = weight_names(stored_path(site, weights) if site in mixed else site)
-        tensors[a_name] = a_rK.detach().cpu().contiguous()
-        tensors[b_name] = b_Nr.detach().cpu().contiguous()
+        tensors[a_name], tensors[b_name] = _plain(a_rK), _plain(b_Nr)
     partial = folder / f".{WEIGHTS}.partial"
     write_tensors(partial, tensors, metadata={"format": "pt"})
     os.replace(partial, folder / WEIGHTS)
     _peft_config(spec, list(weights), sites, base).save_pretrained(str(folder))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Contiguous on the host; what is so already is not touched."""
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().cpu().contiguous()
 
 
 def _peft_config(
@@ -57,7 +63,8 @@ def _peft_config(
         from peft import LoraConfig
     except ImportError as error:
         raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
-    transposed = any(site.fan_in_fan_out for site in sites if site.name in set(targeted))
+    adapted = set(targeted)
+    transposed = any(site.fan_in_fan_out for site in sites if site.name in adapted)
     return LoraConfig(
         r=spec.rank,
         lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]

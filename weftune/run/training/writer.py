@@ -23,9 +23,9 @@ from weftune.run.training import checkpoint
 from weftune.run.training.snapshot import Snapshot, Snapshots
 
 T = TypeVar("T")
-MOST_THREADS = 4
+LEAST_THREADS, MOST_THREADS = 2, 4
 CORES_PER_THREAD = 4
-"""A hash takes a core, and training needs some too."""
+"""A hash takes a core, and training needs some too; but of small files most is waiting for the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,12 @@ class Unsaved:
 
 
 class Writer:
-    def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device, max_bytes: int | None = None, threads: int | None = None
+    ) -> None:
         """`device` is the one that trains; snapshots take at most `max_bytes`."""
         self.snapshots = Snapshots(device, max_bytes)
-        threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="writer")
+        self._threads = ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="writer")
         self._last: dict[str, Future[Any]] = {}
         """Job → what was asked for last, unless it is done."""
         self._lock = Lock()
@@ -110,6 +111,10 @@ class Writer:
     def close(self, at_once: bool = False) -> None:
         """Wait until everything is written; `at_once`, only what has begun."""
         self._threads.shutdown(wait=True, cancel_futures=at_once)
+
+
+def default_threads() -> int:
+    return max(LEAST_THREADS, min(MOST_THREADS, (os.cpu_count() or 1) // CORES_PER_THREAD))
 
 
 def disk_error(done: Future[Any]) -> str | None:
