@@ -17,6 +17,7 @@ from weftune.errors import SpecError
 from weftune.jobs.spec.layer import from_python
 from weftune.jobs.spec.places import ROWS, Loc, Places, dotted, in_file_order, place_of
 from weftune.jobs.spec.settle import settle
+from weftune.jobs.sweeps.spec import Sweep
 
 Objective = Literal["sft"]
 Schedule = Literal["linear", "cosine", "constant"]
@@ -115,6 +116,8 @@ class RunSpec:
     deterministic: bool = False
     """Whether two runs on the same device give the same bits."""
     jobs: tuple[JobSpec, ...] = ()
+    """The trials of a sweep among them, where its job was written."""
+    sweeps: tuple[Sweep, ...] = ()
     file: Path | None = None
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
     """For each job by name, where its keys were written."""
