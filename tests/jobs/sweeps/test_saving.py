@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weftune.jobs.sweeps.saving import Work, expected_saving, kept_of, rung_counts, rung_steps
+from weftune.jobs.sweeps.saving import Work, expected_saving, rung_counts
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 THIRDS = Halving((0.1, 0.3), 0.33)
@@ -12,19 +12,13 @@ def spec_of(trials: int, halving: Halving | None = THIRDS, search: str = "random
     return SweepSpec(over={"steps": (1, 2)}, search=search, trials=trials, halving=halving)  # type: ignore[arg-type]
 
 
-def test_a_rung_keeps_its_share_rounded_up_and_never_nobody() -> None:
-    assert [kept_of(24, 0.33), kept_of(8, 0.33), kept_of(1, 0.1), kept_of(100, 0.07)] == [8, 3, 1, 7]
+def test_the_trials_of_each_rung_are_those_that_the_one_before_keeps() -> None:
     assert rung_counts(spec_of(24)) == (24, 8, 3)
     assert rung_counts(SweepSpec(over={"steps": (1, 2), "batch_size": (1, 2, 3)})) == (6,)
 
 
 def test_every_generation_of_tpe_is_halved_by_itself() -> None:
     assert rung_counts(spec_of(24, search="tpe")) == (24, 8, 4)
-
-
-def test_rungs_are_shares_of_the_steps_and_the_end() -> None:
-    assert rung_steps(200, THIRDS) == (20, 60, 200)
-    assert rung_steps(200, None) == (200,)
 
 
 def test_the_samples_of_the_rungs_are_set_against_those_of_the_grid() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
-from weftune.jobs.spec.spec import in_steps
+from weftune.jobs.sweeps.rungs import quota, rung_steps
 from weftune.jobs.sweeps.search import combinations, generations
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
@@ -39,11 +37,6 @@ def trial_count(spec: SweepSpec) -> int:
     return int(combinations(spec.over)) if spec.trials is None else spec.trials
 
 
-def kept_of(trials: int, keep: float) -> int:
-    """How many of so many go on: a share of the decimal that was written, rounded up."""
-    return max(1, math.ceil(Fraction(repr(float(keep))) * trials))
-
-
 def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
     """The trials that begin each rung; every generation of `tpe` is halved by itself."""
     count = trial_count(spec)
@@ -54,7 +47,7 @@ def rung_counts(spec: SweepSpec) -> tuple[int, ...]:
 def _counts(trials: int, halving: Halving | None) -> list[int]:
     counts = [trials]
     for _ in halving.at if halving else ():
-        counts.append(kept_of(counts[-1], halving.keep if halving else 1.0))
+        counts.append(quota(halving.keep if halving else 1.0, counts[-1]))
     return counts
 
 
@@ -71,11 +64,6 @@ def expected_saving(spec: SweepSpec, works: Sequence[Work]) -> Saving:
 
 def _spans(work: Work, halving: Halving | None) -> Iterable[float]:
     """From each rung to the next."""
-    ends = [*rung_steps(work.steps, halving)]
+    ends = [*rung_steps(halving, work.steps), work.steps]
     starts = [0, *ends[:-1]]
     return [(end - start) * work.per_step for start, end in zip(starts, ends, strict=True)]
-
-
-def rung_steps(steps: int, halving: Halving | None) -> tuple[int, ...]:
-    """The steps at which a trial of so many is compared with the others; the last is its end."""
-    return (*(in_steps(share, steps) for share in (halving.at if halving else ())), steps)
