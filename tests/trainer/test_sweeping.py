@@ -208,6 +208,9 @@ def test_a_trial_whose_training_loss_does_not_fall_leaves_between_rungs(base, tm
     assert (row["state"], row["reason"], row["left_at"]) == ("left", job["reason"], job["step"])
     assert not (tmp_path / "out" / "s-lr1e-30" / "checkpoints").exists()
     assert record(tmp_path / "out")["best"] == ["s-lr0.01"]
+    (tmp_path / "out" / "status.json").write_text("{")
+    sweeping(base, tmp_path / "out", jobs, sweep_of(jobs, at=(0.9,), share=0.9), resume=True).run()
+    assert status(tmp_path / "out")["jobs"]["s-lr1e-30"]["reason"] == job["reason"], "the record knows it"
 
 
 def test_a_sweep_beside_ordinary_jobs_changes_nothing_for_them(base, jobs, tmp_path):

@@ -13,8 +13,9 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from weftune.core.files import json_text, kept_lines, sync_folder
 from weftune.errors import OutputError, SpecError, UserError
@@ -33,8 +34,10 @@ from weftune.jobs.sweeps.record import (
     read_record,
     write_record,
 )
-from weftune.jobs.sweeps.rungs import End, LossTrend, Rungs
+from weftune.jobs.sweeps.rungs import LEFT, Decision, End, LossTrend, Rungs
+from weftune.jobs.sweeps.search import Proposer, proposer
 from weftune.jobs.sweeps.spec import Sweep, Trial
+from weftune.jobs.sweeps.trials import trial_job
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training import checkpoint
 from weftune.trainer.job import Ready
@@ -43,20 +46,19 @@ Tell = Callable[[str], None]
 ENDS = {State.SUCCEEDED: End.FINISHED, State.FAILED: End.FAILED, State.CANCELLED: End.LEFT}
 
 
-class Proposer(Protocol):
-    """Trials in generations, each proposed by how those before ended."""
-
-    def first(self) -> tuple[Trial, ...]: ...
-
-    def next(self, ended: Sequence[tuple[Trial, float | None]]) -> tuple[Trial, ...]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Proposals:
     """Later generations of a sweep: who proposes them, and the job that a trial is."""
 
     proposer: Proposer
     job_of: Callable[[Trial], JobSpec]
+
+
+def proposals_for(sweep: Sweep, others: Iterable[str]) -> Proposals | None:
+    """Of a sweep that was read, None where all trials are known; `others` are the run's other jobs."""
+    if sweep.spec.search != "tpe":
+        return None
+    return Proposals(proposer(sweep, others), partial(trial_job, sweep))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,20 @@ class RunningSweep:
         for name, reason in self._unfinished_leaves():
             self.store.add_job(name)
             self.store.move_job(name, State.CANCELLED, reason)
-        for name in self.trials.keys() - again:
-            if name in self.store and self.store.job(name).state is State.CANCELLED:
-                # A kill may have come before they were deleted.
-                shutil.rmtree(self.store.output / name / CHECKPOINTS, ignore_errors=True)
+        if record is not None and self.store.rebuilt:
+            self._tell_ends(record, again)
+        self._drop_checkpoints()
         self.read_metrics()
         self._hear_ends((), again)
         return [trial for generation in generations[1:] for trial in generation]
+
+    def _drop_checkpoints(self) -> None:
+        """Of trials that have left: a kill may have come before they were deleted. One that the user has
+        cancelled keeps its own, as any job does."""
+        for name in (name for name in self.trials if name in self.store):
+            status = self.store.job(name)
+            if status.state is State.CANCELLED and status.reason.startswith(LEFT):
+                shutil.rmtree(self.store.output / name / CHECKPOINTS, ignore_errors=True)
 
     def _read(self) -> SweepRecord | None:
         try:
@@ -149,9 +158,12 @@ class RunningSweep:
 
     def _refuse_changes(self, record: SweepRecord) -> None:
         mine = self._record(self.rungs)
-        keys = {"search": "search", "metric": "metric", "mode": "mode", "at": "halving.at"}
-        keys["share"] = "halving.keep"
-        changed = [keys[name] for name in keys if getattr(record, name) != getattr(mine, name)]
+        names = {"at": "halving.at", "share": "halving.keep"}
+        changed = [
+            names.get(name, name)
+            for name in ("search", "metric", "mode", "at", "share")
+            if getattr(record, name) != getattr(mine, name)
+        ]
         before = [(one.name, json_text(one.values)) for one in record.trials if one.generation == 0]
         if before != [(one.name, json_text(one.values)) for one in self.sweep.trials]:
             changed.append("its trials")
@@ -178,6 +190,15 @@ class RunningSweep:
             self.rungs.adopt(decision)
         self.best, self._written = record.best, record
 
+    def _tell_ends(self, record: SweepRecord, again: Collection[str]) -> None:
+        """The record knows who has left or failed; a status that was rebuilt from the folders does not."""
+        states = {"left": State.CANCELLED, "failed": State.FAILED}
+        for trial in record.trials:
+            if trial.state not in states or trial.name not in self.store or trial.name in again:
+                continue
+            if not self.store.job(trial.name).state.ended:
+                self.store.move_job(trial.name, states[trial.state], trial.reason)
+
     def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:
         """Trials that a decision sends away and whose state does not say so yet, with the reason."""
         for decision in self.rungs.decisions:
@@ -188,9 +209,7 @@ class RunningSweep:
     def refuse_again(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
         """Refuse to train a trial anew, or to go on with it, where the sweep has decided without it."""
         for name in (name for name in names if name in self.trials):
-            steps = [
-                one.step for one in self.rungs.decisions if self._passed_over(name, one.generation, one.rung)
-            ]
+            steps = [one.step for one in self.rungs.decisions if self._is_against(name, one)]
             if steps:
                 raise SpecError(
                     f"{option} {name}: the sweep {self.sweep.name} has decided at step {steps[0]} that "
@@ -202,9 +221,8 @@ class RunningSweep:
                     "compares trials by their settings; leave --set out"
                 )
 
-    def _passed_over(self, name: str, generation: int, rung: int) -> bool:
-        decision = next(d for d in self.rungs.decisions if (d.generation, d.rung) == (generation, rung))
-        return name in self.rungs.generations[generation] and name not in decision.kept
+    def _is_against(self, name: str, decision: Decision) -> bool:
+        return name in self.rungs.generations[decision.generation] and name not in decision.kept
 
     # -- jobs come ---------------------------------------------------------------------------------------
 
@@ -316,9 +334,14 @@ class RunningSweep:
         if not (found := self._proposals.proposer.next(ended)):
             self._exhausted = True
             return ()
+        before = deepcopy(self.rungs)
         self._begin(found)
-        write_record(self.folder, self._record(self.rungs))
-        return found
+        if self._write(self.rungs, {}):
+            return found
+        self.rungs = before
+        for trial in found:
+            del self.trials[trial.name]
+        return ()
 
     def job_of(self, trial: Trial) -> JobSpec:
         assert self._proposals is not None
@@ -417,10 +440,9 @@ class RunningSweep:
         measured = self._measured.get(name, {})
         if not measured:
             return None
-        step = max(measured)
-        if name in self.store and name in self.jobs and self.jobs[name].keep == "best":
-            step = self.store.job(name).best_step if self.store.job(name).best_step in measured else step
-        return self._value(measured[step])
+        best = self.store.job(name).best_step if name in self.store else None
+        keeps_best = name in self.jobs and self.jobs[name].keep == "best"
+        return self._value(measured[best if keeps_best and best in measured else max(measured)])
 
     # -- after -------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -24,7 +25,7 @@ from weftune.core.shapes import ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
 from weftune.data.workers import end_workers
-from weftune.errors import Mistake, OutputError, SpecError, UserError
+from weftune.errors import MissingPackage, Mistake, OutputError, SpecError, UserError
 from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
 from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
@@ -33,6 +34,8 @@ from weftune.jobs.spec.spec import JobSpec, RunSpec, place_in_job, resolved
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
+from weftune.jobs.sweeps.record import read_record
+from weftune.jobs.sweeps.rungs import worth
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weftune.report.loggers import open_loggers
@@ -58,7 +61,7 @@ from weftune.trainer.results import (
     with_retries,
     write_job_file,
 )
-from weftune.trainer.sweeping import Proposals, RunningSweep, Sweeping
+from weftune.trainer.sweeping import Proposals, RunningSweep, Sweeping, proposals_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,31 @@ class Result:
     path: Path
     metrics: dict[str, float]
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """How a sweep ended."""
+
+    name: str
+    path: Path
+    """The sweep's folder, with `best` in it."""
+    table: list[dict[str, Any]]
+    """A row for each trial, the best first: its name, its values, its metric, and how it ended."""
+    best: Result | None
+    """Of the winner; None where no trial has finished."""
+    results: dict[str, Result]
+    """Of every trial, by name."""
+
+    def frame(self) -> Any:
+        """The table as a pandas DataFrame."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise MissingPackage(
+                "a DataFrame needs pandas: pip install pandas, or use .table, a list of dicts"
+            ) from None
+        return pandas.DataFrame(self.table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +283,8 @@ class Trainer:
         for sweep, proposals in self.sweeps.values():
             one = RunningSweep(sweep, store, self.jobs, self._tell(store), proposals)
             for trial in one.recall([name for names in again.values() for name in names]):
-                self.add(one.job_of(trial))
+                if trial.name not in self.jobs:
+                    self.add(one.job_of(trial))
             for option, names in again.items():
                 one.refuse_again(option, names, self.options.changes)
             running.append(one)
@@ -580,8 +609,72 @@ def trainer_for(
     for job in run.jobs:
         trainer.add(job)
     for sweep in run.sweeps:
-        trainer.add_sweep(sweep)
+        own = {trial.name for trial in sweep.trials}
+        trainer.add_sweep(sweep, proposals_for(sweep, (name for name in trainer.jobs if name not in own)))
     return trainer
+
+
+def sweep(
+    base: str | Mapping[str, Any],
+    job: Mapping[str, Any],
+    *,
+    output: str | Path = "output",
+    max_steps: int | None = None,
+    resume: bool = False,
+    deterministic: bool = False,
+    progress: bool = True,
+    options: Options | None = None,
+    view: View | None = None,
+    callback: Callback | None = None,
+) -> SweepResult:
+    """Train the trials of one job that has the key `sweep`, as in a jobs file, and say which is best.
+
+    `base` is what a jobs file has there; the rest is as for `train`.
+    """
+    if "sweep" not in job:
+        raise SpecError(Mistake("sweep", "the job needs this key: what is tried, such as {over: {…}}"))
+    results = train(
+        {"base": base, "jobs": [job]},
+        output=output,
+        max_steps=max_steps,
+        resume=resume,
+        deterministic=deterministic,
+        progress=progress,
+        options=options,
+        view=view,
+        callback=callback,
+    )
+    return sweep_result(Path(output) / str(job["name"]), results)
+
+
+def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
+    """How the sweep in this folder ended; `results` are those of its run."""
+    record = read_record(folder)
+    assert record is not None, "a run with this sweep has written it"
+    # Finished ones by their rank, and behind them whoever came farthest.
+    places = {name: place for place, name in enumerate(record.best)}
+    ordered = sorted(
+        record.trials,
+        key=lambda trial: (
+            places.get(trial.name, len(places)),
+            trial.state != "finished",
+            -len(trial.at_rungs),
+            worth(trial.score, record.mode),
+        ),
+    )
+    table = [
+        {
+            "trial": trial.name,
+            **trial.values,
+            "state": trial.state,
+            record.metric: trial.score,
+            "step": int(results[trial.name].metrics["step"]) if trial.name in results else 0,
+            "reason": trial.reason,
+        }
+        for trial in ordered
+    ]
+    best = results[record.best[0]] if record.best else None
+    return SweepResult(name=record.name, path=folder, table=table, best=best, results=dict(results))
 
 
 def _base_spec(base: str | Mapping[str, Any] | BaseSpec) -> BaseSpec:

@@ -24,6 +24,8 @@ from enum import StrEnum
 from weftune.jobs.spec.spec import in_steps
 from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
 
+LEFT = "left the sweep at step"
+"""How the reason of every trial begins that has left."""
 TREND_STEPS = 10
 """Steps whose mean loss is compared."""
 FIRST_TREND = 20
@@ -65,7 +67,7 @@ class Decision:
         """Why a trial leaves here."""
         place = ordinal(len(self.kept) + self.left.index(trial) + 1)
         go_on = "the best goes on" if len(self.kept) == 1 else f"the best {len(self.kept)} go on"
-        return f"left the sweep at step {step}: {place} of {self.began}, {go_on}"
+        return f"{LEFT} {step}: {place} of {self.began}, {go_on}"
 
 
 def ordinal(number: int) -> str:
@@ -248,7 +250,7 @@ class LossTrend:
         if last < first:
             return None
         return (
-            f"left the sweep at step {self._step}: its training loss does not fall "
+            f"{LEFT} {self._step}: its training loss does not fall "
             f"(mean of the first {TREND_STEPS} steps {first:.4g}, of the last {last:.4g})"
         )
 
