@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from weftune.jobs.sweeps.search import Ended, identity, propose
-from weftune.jobs.sweeps.spec import SweepSpec, Trial, ValueRange
+from weftune.jobs.sweeps.draws import identity
+from weftune.jobs.sweeps.search import propose
+from weftune.jobs.sweeps.spec import Ends, SweepSpec, Trial, ValueRange
 
 SPEC = SweepSpec(
     search="tpe",
@@ -58,7 +59,7 @@ def test_later_generations_are_better_than_random_ones() -> None:
 
 def test_told_the_same_ends_it_proposes_the_same_in_whatever_order_they_came() -> None:
     first, second, third, _ = swept()
-    ended: Ended = [(trial, loss(trial.values)) for trial in (*first, *second)]
+    ended: Ends = [(trial, loss(trial.values)) for trial in (*first, *second)]
     shuffled = random.Random(1).sample(ended, len(ended))
     assert propose("a", SPEC, 0).next(ended) == third
     assert propose("a", SPEC, 0).next(shuffled) == third
@@ -72,7 +73,7 @@ def test_a_trial_without_a_value_is_avoided_and_stops_nothing() -> None:
     first = proposer.first()
     for value in (None, float("nan"), float("inf")):
         assert len(proposer.next([(trial, value) for trial in first])) == 6
-    mixed: Ended = [(trial, None if trial.values["warmup"] > 10 else 1.0) for trial in first]
+    mixed: Ends = [(trial, None if trial.values["warmup"] > 10 else 1.0) for trial in first]
     assert len(proposer.next(mixed)) == 6
 
 
@@ -88,13 +89,13 @@ def test_accuracy_is_maximised() -> None:
     spec = SweepSpec(search="tpe", trials=24, metric="eval_mean_token_accuracy", mode="max", over=SPEC.over)
     least = propose("a", SPEC, 0)
     most = propose("a", spec, 0)
-    ends: Ended = [(trial, loss(trial.values)) for trial in least.first()]
+    ends: Ends = [(trial, loss(trial.values)) for trial in least.first()]
     assert most.next([(trial, -(value or 0)) for trial, value in ends]) == least.next(ends)
 
 
 def test_names_of_other_jobs_are_not_taken() -> None:
     proposer = propose("a", SPEC, 0)
-    ends: Ended = [(trial, loss(trial.values)) for trial in proposer.first()]
+    ends: Ends = [(trial, loss(trial.values)) for trial in proposer.first()]
     (one, *_) = proposer.next(ends)
     (renamed, *_) = propose("a", SPEC, 0, [one.name]).next(ends)
     assert (renamed.name, renamed.values) == (f"{one.name}-2", one.values)
