@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -66,6 +67,22 @@ def test_told_the_same_ends_it_proposes_the_same_in_whatever_order_they_came() -
     other = [(trial, -value if value else None) for trial, value in ended]
     assert propose("a", SPEC, 0).next(other) != third
     assert swept(seed=1) != swept(seed=0)
+
+
+def test_trials_as_a_record_gives_them_back_are_the_same_trials() -> None:
+    over = {
+        "adapter": ({"rank": 8, "alpha": 16}, {"rank": 64, "alpha": 1}),
+        "betas": ([0.9, 0.99], [0.8, 0.9]),
+    }
+    spec = SweepSpec(search="tpe", trials=4, over=over)
+    proposer = propose("a", spec, 0)
+    ends: Ends = [(trial, 1.0) for trial in proposer.first()]
+    record = json.loads(json.dumps([trial.values for trial, _ in ends], sort_keys=True))
+    recalled: Ends = [
+        (Trial(trial.name, values), 1.0) for (trial, _), values in zip(ends, record, strict=True)
+    ]
+    assert proposer.next(recalled) == proposer.next(ends)
+    assert len({identity(trial.values) for trial, _ in (*recalled, *ends)}) == len(ends)
 
 
 def test_a_trial_without_a_value_is_avoided_and_stops_nothing() -> None:

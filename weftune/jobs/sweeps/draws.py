@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
@@ -59,8 +60,8 @@ def draws(
 
 
 def identity(values: Mapping[str, Any]) -> str:
-    """What two equal combinations have in common."""
-    return repr(sorted(values.items()))
+    """What two equal combinations have in common, whatever the order of their keys: records sort them."""
+    return json.dumps(values, sort_keys=True, default=repr)
 
 
 def _drawn(choices: Choices, uniform: float, digits: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from weftune.jobs.spec.bounds import MAX_TRIALS, bound_at, number_faults
 from weftune.jobs.spec.keys import JOB_KEYS, SAME_FOR_ALL, SECTIONS, unknown_key
+from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.places import Fault, Loc
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.show import show
@@ -133,7 +134,7 @@ def _read_over(written: Any) -> tuple[dict[str, Choices], list[Fault]]:
         found = found or list(_choice_faults(str(key), value, (*loc, key)))
         faults += found
         if not found:
-            over[str(key)] = ValueRange(**value) if isinstance(value, Mapping) else tuple(value)
+            over[str(key)] = ValueRange(**value) if isinstance(value, Mapping) else tuple(plain_values(value))
     return over, faults + list(_overlaps(over))
 
 
