@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weftune.jobs.spec.names import LONGEST, name_fault
+from weftune.jobs.sweeps.draws import grid
 from weftune.jobs.sweeps.names import number_text, trial_names, value_text
-from weftune.jobs.sweeps.search import grid
 from weftune.jobs.sweeps.spec import ValueRange
 
 

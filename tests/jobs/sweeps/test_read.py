@@ -113,6 +113,7 @@ def test_a_key_that_is_none_is_answered_with_the_nearest(key: str, sentence: str
         ({"min": -1, "max": 0.1}, ".min", "must be at least 0, got -1"),
         ({"min": 0, "max": "much"}, ".max", 'must be a number, got "much"'),
         ({"min": 0, "max": 0.1, "log": True}, ".min", "must be above 0 where log is true, got 0"),
+        ({"min": 0.1, "max": 0.1 + 1e-16}, "", "is too narrow to draw from; write a list of values"),
         ({"min": 0, "max": 0.1, "log": 10}, ".log", "must be true or false, got 10"),
         ({"min": 0, "max": 0.1, "base": 2}, ".base", "is not a key of a range; its keys are min, max, log"),
         ({"min": 0, "max": 0.1, "distribution": "log_uniform"}, ".distribution",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from weftune.jobs.sweeps.search import Ended, identity, propose
-from weftune.jobs.sweeps.spec import SweepSpec, Trial, ValueRange
+from weftune.jobs.sweeps.draws import identity
+from weftune.jobs.sweeps.search import propose
+from weftune.jobs.sweeps.spec import Ends, SweepSpec, Trial, ValueRange
 
 SPEC = SweepSpec(
     search="tpe",
@@ -58,7 +60,7 @@ def test_later_generations_are_better_than_random_ones() -> None:
 
 def test_told_the_same_ends_it_proposes_the_same_in_whatever_order_they_came() -> None:
     first, second, third, _ = swept()
-    ended: Ended = [(trial, loss(trial.values)) for trial in (*first, *second)]
+    ended: Ends = [(trial, loss(trial.values)) for trial in (*first, *second)]
     shuffled = random.Random(1).sample(ended, len(ended))
     assert propose("a", SPEC, 0).next(ended) == third
     assert propose("a", SPEC, 0).next(shuffled) == third
@@ -67,12 +69,28 @@ def test_told_the_same_ends_it_proposes_the_same_in_whatever_order_they_came() -
     assert swept(seed=1) != swept(seed=0)
 
 
+def test_trials_as_a_record_gives_them_back_are_the_same_trials() -> None:
+    over = {
+        "adapter": ({"rank": 8, "alpha": 16}, {"rank": 64, "alpha": 1}),
+        "betas": ([0.9, 0.99], [0.8, 0.9]),
+    }
+    spec = SweepSpec(search="tpe", trials=4, over=over)
+    proposer = propose("a", spec, 0)
+    ends: Ends = [(trial, 1.0) for trial in proposer.first()]
+    record = json.loads(json.dumps([trial.values for trial, _ in ends], sort_keys=True))
+    recalled: Ends = [
+        (Trial(trial.name, values), 1.0) for (trial, _), values in zip(ends, record, strict=True)
+    ]
+    assert proposer.next(recalled) == proposer.next(ends)
+    assert len({identity(trial.values) for trial, _ in (*recalled, *ends)}) == len(ends)
+
+
 def test_a_trial_without_a_value_is_avoided_and_stops_nothing() -> None:
     proposer = propose("a", SPEC, 0)
     first = proposer.first()
     for value in (None, float("nan"), float("inf")):
         assert len(proposer.next([(trial, value) for trial in first])) == 6
-    mixed: Ended = [(trial, None if trial.values["warmup"] > 10 else 1.0) for trial in first]
+    mixed: Ends = [(trial, None if trial.values["warmup"] > 10 else 1.0) for trial in first]
     assert len(proposer.next(mixed)) == 6
 
 
@@ -88,13 +106,13 @@ def test_accuracy_is_maximised() -> None:
     spec = SweepSpec(search="tpe", trials=24, metric="eval_mean_token_accuracy", mode="max", over=SPEC.over)
     least = propose("a", SPEC, 0)
     most = propose("a", spec, 0)
-    ends: Ended = [(trial, loss(trial.values)) for trial in least.first()]
+    ends: Ends = [(trial, loss(trial.values)) for trial in least.first()]
     assert most.next([(trial, -(value or 0)) for trial, value in ends]) == least.next(ends)
 
 
 def test_names_of_other_jobs_are_not_taken() -> None:
     proposer = propose("a", SPEC, 0)
-    ends: Ended = [(trial, loss(trial.values)) for trial in proposer.first()]
+    ends: Ends = [(trial, loss(trial.values)) for trial in proposer.first()]
     (one, *_) = proposer.next(ends)
     (renamed, *_) = propose("a", SPEC, 0, [one.name]).next(ends)
     assert (renamed.name, renamed.values) == (f"{one.name}-2", one.values)

@@ -38,6 +38,17 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "halving": ("at", "keep"),
 }
 
+SAME_FOR_ALL: Mapping[str, str] = {
+    "name": "every trial is named after what sets it apart",
+    "data": "trials that train on other rows cannot be compared; write a job for each",
+    "eval": "losses on other held-out rows cannot be compared; write a job for each",
+    "objective": "the losses of other objectives cannot be compared; write a job for each",
+    "seed": "its trials would differ by chance alone; write a job for each seed",
+    "priority": "it decides when a trial is trained, not what comes of it",
+    "sweep": "a sweep holds no other",
+}
+"""First part of a key → why all trials of a sweep share it."""
+
 INNER = ("source", "halving")
 """Sections inside sections: a key that stands elsewhere is not one of theirs."""
 

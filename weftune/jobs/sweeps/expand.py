@@ -12,8 +12,9 @@ from weftune.jobs.spec.places import Place, Placed, Places, place_of
 from weftune.jobs.spec.settle import settle
 from weftune.jobs.spec.show import show
 from weftune.jobs.spec.spec import JobSpec
+from weftune.jobs.sweeps.draws import grid
 from weftune.jobs.sweeps.read import read_sweep
-from weftune.jobs.sweeps.search import grid, propose
+from weftune.jobs.sweeps.search import propose
 from weftune.jobs.sweeps.spec import Sweep, Trial, ValueRange
 from weftune.jobs.sweeps.trials import own_keys, trial_layer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from weftune.jobs.spec.names import LONGEST
 from weftune.jobs.spec.places import Loc
-from weftune.jobs.sweeps.spec import Choices, ValueRange
+from weftune.jobs.sweeps.spec import Choices, SweepSpec, Trial, ValueRange
 from weftune.jobs.sweeps.ways import leaves, leaves_of, way_of
 
 SHORT: Mapping[str, str] = {
@@ -26,6 +26,13 @@ BY_VALUE = ("schedule", "targets")
 """Keys whose values say by themselves what they are."""
 LEAST_OF_SWEEP = 16
 """Letters of the sweep's name that a long list of values leaves."""
+
+
+def named(
+    sweep: str, spec: SweepSpec, drawn: Sequence[Mapping[str, Any]], taken: Iterable[str]
+) -> tuple[Trial, ...]:
+    names = trial_names(sweep, spec.over, drawn, taken)
+    return tuple(map(Trial, names, drawn))
 
 
 def trial_names(

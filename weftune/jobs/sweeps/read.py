@@ -9,29 +9,21 @@ from itertools import pairwise
 from typing import Any
 
 from weftune.jobs.spec.bounds import MAX_TRIALS, bound_at, number_faults
-from weftune.jobs.spec.keys import JOB_KEYS, SECTIONS, unknown_key
+from weftune.jobs.spec.keys import JOB_KEYS, SAME_FOR_ALL, SECTIONS, unknown_key
+from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.places import Fault, Loc
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.show import show
+from weftune.jobs.sweeps.draws import combinations
 from weftune.jobs.sweeps.saving import rung_counts
-from weftune.jobs.sweeps.search import combinations
 from weftune.jobs.sweeps.spec import Choices, SweepSpec, ValueRange
 from weftune.jobs.sweeps.ways import leaves_of, way_of
 
+NARROWEST = 1e-9
+"""The least width of a range over its values: far wider than the distance of two numbers."""
 RANGE_KEYS = ("min", "max", "log")
 BEST = {"eval_loss": "min", "eval_mean_token_accuracy": "max"}
 """What is better of each metric."""
-
-SAME_FOR_ALL: Mapping[str, str] = {
-    "name": "every trial is named after what sets it apart",
-    "data": "trials that train on other rows cannot be compared; write a job for each",
-    "eval": "losses on other held-out rows cannot be compared; write a job for each",
-    "objective": "the losses of other objectives cannot be compared; write a job for each",
-    "seed": "its trials would differ by chance alone; write a job for each seed",
-    "priority": "it decides when a trial is trained, not what comes of it",
-    "sweep": "a sweep holds no other",
-}
-"""First part of a key of `over` → why all trials share it."""
 
 
 def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
@@ -142,7 +134,7 @@ def _read_over(written: Any) -> tuple[dict[str, Choices], list[Fault]]:
         found = found or list(_choice_faults(str(key), value, (*loc, key)))
         faults += found
         if not found:
-            over[str(key)] = ValueRange(**value) if isinstance(value, Mapping) else tuple(value)
+            over[str(key)] = ValueRange(**value) if isinstance(value, Mapping) else tuple(plain_values(value))
     return over, faults + list(_overlaps(over))
 
 
@@ -212,6 +204,8 @@ def _range_faults(key: str, value: Mapping[str, Any], loc: Loc) -> Iterator[Faul
         yield Fault((*loc, "max"), f"must be above min, which is {show(low)}, got {show(high)}")
     elif value.get("log") is True and low <= 0:
         yield Fault((*loc, "min"), f"must be above 0 where log is true, got {show(low)}")
+    elif not isinstance(low, int) and high - low < NARROWEST * high:
+        yield Fault(loc, "is too narrow to draw from; write a list of values")
     elif bound.share and high > 1 and not (isinstance(low, int) and isinstance(high, int)):
         yield Fault(loc, "must go over shares of the run (below 1) or over whole numbers of steps, not both")
 

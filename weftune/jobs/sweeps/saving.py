@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from weftune.jobs.sweeps.draws import combinations, generations
 from weftune.jobs.sweeps.rungs import quota, rung_steps
-from weftune.jobs.sweeps.search import combinations, generations
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -60,6 +60,10 @@ class Trial:
     name: str
     values: Mapping[str, Any]
     """Key of `over` as it is written there, dots included → this trial's value."""
+
+
+Ends = Sequence[tuple[Trial, float | None]]
+"""Trials with the last value that was evaluated of each; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
 from weftune.errors import MissingPackage
-from weftune.jobs.sweeps.search import Ended, draws, generations, identity, is_whole, named, tidy
-from weftune.jobs.sweeps.spec import Choices, SweepSpec, Trial, ValueRange
+from weftune.jobs.sweeps.draws import draws, generations, identity, is_whole, tidy
+from weftune.jobs.sweeps.names import named
+from weftune.jobs.sweeps.spec import Choices, Ends, SweepSpec, Trial, ValueRange
 
 if TYPE_CHECKING:
     import optuna
@@ -37,7 +38,7 @@ class Tpe:
         count = next(generations(self._trials))
         return named(self.name, self.spec, draws(self.spec.over, count, self.seed), self.taken)
 
-    def next(self, ended: Ended) -> tuple[Trial, ...]:
+    def next(self, ended: Ends) -> tuple[Trial, ...]:
         # By name: what ended first, which hangs on the clock, must not matter.
         known = sorted(ended, key=lambda one: one[0].name)
         count = min(next(generations(self._trials)), self._trials - len(known))
@@ -54,7 +55,7 @@ class Tpe:
         assert self.spec.trials is not None
         return self.spec.trials
 
-    def _proposed(self, study: optuna.Study, known: Ended, count: int, seed: int) -> list[Mapping[str, Any]]:
+    def _proposed(self, study: optuna.Study, known: Ends, count: int, seed: int) -> list[Mapping[str, Any]]:
         """Distinct from one another and from all before."""
         over = self.spec.over
         asked = {key: _distribution(choices) for key, choices in over.items()}
@@ -73,7 +74,7 @@ class Tpe:
         return proposed + draws(over, count - len(proposed), seed, [*before, *proposed])
 
 
-def _study(spec: SweepSpec, known: Ended, seed: int) -> optuna.Study:
+def _study(spec: SweepSpec, known: Ends, seed: int) -> optuna.Study:
     try:
         import optuna
     except ImportError:
