@@ -45,7 +45,8 @@ def run_of(folder: Path, *names: str) -> dict[str, object]:
 
 def test_dir_shows_the_api_and_nothing_else() -> None:
     assert set(dir(weftune)) == {
-        "JobSpec", "Options", "Result", "Trainer", "UserError", "__version__", "train",
+        "JobSpec", "Options", "Result", "SweepResult", "Trainer", "UserError", "__version__",
+        "sweep", "train",
     }  # fmt: skip
     for name in dir(weftune):
         assert getattr(weftune, name) is not None
@@ -83,8 +84,50 @@ def test_a_job_is_cancelled_from_the_callback_and_the_others_go_on(folder: Path,
     assert (results["a"].state, results["b"].state) == (State.CANCELLED, State.SUCCEEDED)
 
 
+SWEPT = {
+    "name": "s",
+    "data": ROWS,
+    "steps": 4,
+    "batch_size": 2,
+    "eval": {"fraction": 0.25},
+    "adapter": {"rank": 2},
+    "sweep": {"over": {"learning_rate": [1e-3, 1e-2]}, "halving": {"at": [0.5], "keep": 0.5}},
+}
+
+
+def test_sweep_gives_a_table_the_best_result_and_calls_back(folder: Path, tmp_path: Path) -> None:
+    seen: list[Stepped | Evaluated] = []
+    made = weftune.sweep(str(folder), SWEPT, output=tmp_path / "out", progress=False, callback=seen.append)
+    assert [row["state"] for row in made.table] == ["finished", "left"]
+    assert set(made.table[0]) == {"trial", "learning_rate", "state", "eval_loss", "step", "reason"}
+    assert made.best is not None
+    assert made.best.path == tmp_path / "out" / str(made.table[0]["trial"])
+    assert made.table[0]["eval_loss"] == made.best.metrics["eval_loss"]
+    assert made.table[1]["reason"] == "left the sweep at step 2: 2nd of 2, the best goes on"
+    assert (made.path / "best" / str(made.table[0]["trial"]) / "adapter_config.json").is_file()
+    assert {event.job for event in seen} == set(made.results)
+    again = weftune.sweep(str(folder), SWEPT, output=tmp_path / "out", progress=False, resume=True)
+    assert again.table == made.table
+    with pytest.raises(weftune.UserError, match="needs this key"):
+        weftune.sweep(str(folder), {"name": "s", "data": ROWS})
+    try:
+        import pandas
+    except ImportError:
+        with pytest.raises(weftune.UserError, match="pip install pandas"):
+            made.frame()
+    else:
+        assert isinstance(made.frame(), pandas.DataFrame)
+        assert list(made.frame()["trial"]) == [row["trial"] for row in made.table]
+
+
 def test_all_of_it_is_typed() -> None:
-    calls = [weftune.train, weftune.Trainer.__init__, weftune.Trainer.add, weftune.Trainer.cancel]
+    calls = [
+        weftune.train,
+        weftune.sweep,
+        weftune.Trainer.__init__,
+        weftune.Trainer.add,
+        weftune.Trainer.cancel,
+    ]
     for call in [*calls, weftune.Trainer.run, weftune.JobSpec.__init__]:
         hints = typing.get_type_hints(call, localns={"Callback": object})
         assert set(hints) >= {*inspect.signature(call).parameters} - {"self"} | {"return"}, call

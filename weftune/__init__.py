@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weftune.errors import UserError
     from weftune.jobs.spec.spec import JobSpec
-    from weftune.trainer.trainer import Options, Result, Trainer, train
+    from weftune.trainer.trainer import Options, Result, SweepResult, Trainer, sweep, train
 
     __version__: str
 
-__all__ = ["JobSpec", "Options", "Result", "Trainer", "UserError", "__version__", "train"]
+__all__ = [
+    "JobSpec",
+    "Options",
+    "Result",
+    "SweepResult",
+    "Trainer",
+    "UserError",
+    "__version__",
+    "sweep",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

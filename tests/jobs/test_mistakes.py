@@ -279,6 +279,26 @@ def test_a_mapping_in_memory_is_placed_without_a_file(tmp_path: Path) -> None:
     assert str(caught.value) == "jobs[0].steps: must be at least 1, got 0"
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("learning_rate", "[1e-4, 3e-4]", "must be a number, got a list; to try each, write sweep: {over: "
+                                          "{learning_rate: [...]}}"),
+        ("adapter", "{rank: [8, 16]}", "must be a whole number, got a list; to try each, write sweep: {over: "
+                                       "{adapter.rank: [...]}}"),
+        ("schedule", "[linear, cosine]", "must be linear, cosine or constant, got a list; to try each, write "
+                                         "sweep: {over: {schedule: [...]}}"),
+        ("seed", "[1, 2]", "must be a whole number, got a list"),
+        ("betas", "[0.9, [1]]", "must be a number, got a list"),
+    ],
+)  # fmt: skip
+def test_a_list_where_one_value_belongs_leads_to_sweep(
+    folder: Path, key: str, value: str, sentence: str
+) -> None:
+    text = f"base: demo\njobs: [{{name: a, data: rows.jsonl, {key}: {value}}}]\n"
+    assert [told for _, told in mistakes_in(folder, text)] == [sentence]
+
+
 @pytest.mark.parametrize("key", [*RENAMED, *ANSWERED])
 def test_every_foreign_key_is_answered_with_a_key_that_exists(key: str) -> None:
     target = RENAMED.get(key)

@@ -174,7 +174,7 @@ def _place() -> WorkerPlace | None:
 
 def _check_early(asked: TrainAsked) -> None:
     """All mistakes that can be found without torch, before anything is printed."""
-    from weftune.cli.early import read_early, refuse_rows
+    from weftune.cli.early import one_of_each, read_early, refuse_rows
     from weftune.errors import SpecError
     from weftune.jobs.store.store import refuse_output
 
@@ -184,7 +184,7 @@ def _check_early(asked: TrainAsked) -> None:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
     refuse_output(asked.output or run.output, asked.resume)
     with phase(Phase.TOKENISING):
-        refuse_rows(run.jobs, named=True)
+        refuse_rows(one_of_each(run), named=True)
 
 
 def _train_here(asked: TrainAsked, stages: int) -> None:
@@ -332,6 +332,7 @@ def _finish(
     """The table of all jobs, how the wall time was spent, and the exit code."""
     from weftune.cli.options import MISTAKE
     from weftune.jobs.store.states import State
+    from weftune.jobs.sweeps.record import records_in
     from weftune.report.ending import final_table
     from weftune.report.read import read_run as read_records
     from weftune.report.wall import wall_sentence
@@ -348,7 +349,11 @@ def _finish(
     if interrupted:
         console.print("Interrupted. Go on with --resume.")
         raise typer.Exit(INTERRUPTED)
-    if any(result.state is not State.SUCCEEDED for result in results.values()):
+    # Trials that leave a sweep, or fail in it, are what a sweep is for: it has failed where nobody has won.
+    sweeps = records_in(folder)
+    trials = {trial.name for sweep in sweeps for trial in sweep.trials}
+    others = [result for name, result in results.items() if name not in trials]
+    if any(result.state is not State.SUCCEEDED for result in others) or not all(one.best for one in sweeps):
         raise typer.Exit(SOME_FAILED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -24,7 +25,7 @@ from weftune.core.shapes import ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
 from weftune.data.workers import end_workers
-from weftune.errors import Mistake, OutputError, SpecError, UserError
+from weftune.errors import MissingPackage, Mistake, OutputError, SpecError, UserError
 from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
 from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
@@ -33,6 +34,9 @@ from weftune.jobs.spec.spec import JobSpec, RunSpec, place_in_job, resolved
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
+from weftune.jobs.sweeps.record import read_record
+from weftune.jobs.sweeps.rungs import worth
+from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weftune.report.loggers import open_loggers
 from weftune.report.page import write_report
@@ -57,6 +61,7 @@ from weftune.trainer.results import (
     with_retries,
     write_job_file,
 )
+from weftune.trainer.sweeping import Proposals, RunningSweep, Sweeping, proposals_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,31 @@ class Result:
     path: Path
     metrics: dict[str, float]
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """How a sweep ended."""
+
+    name: str
+    path: Path
+    """The sweep's folder, with `best` in it."""
+    table: list[dict[str, Any]]
+    """A row for each trial, the best first: its name, its values, its metric, and how it ended."""
+    best: Result | None
+    """Of the winner; None where no trial has finished."""
+    results: dict[str, Result]
+    """Of every trial, by name."""
+
+    def frame(self) -> Any:
+        """The table as a pandas DataFrame."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise MissingPackage(
+                "a DataFrame needs pandas: pip install pandas, or use .table, a list of dicts"
+            ) from None
+        return pandas.DataFrame(self.table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +162,7 @@ class Trainer:
         self.options = options or Options()
         self.view: View = view or Quiet()
         self.jobs: dict[str, JobSpec] = {}
+        self.sweeps: dict[str, tuple[Sweep, Proposals | None]] = {}
         self.interrupted = False
         self.loop: Loop | None = None
         """The loop, while the run lasts."""
@@ -156,6 +187,15 @@ class Trainer:
             self.loop.enter(ready)
         return self
 
+    def add_sweep(self, sweep: Sweep, proposals: Proposals | None = None) -> Trainer:
+        """Add a sweep whose trials have been added as jobs; `proposals` are its later generations."""
+        missing = [trial.name for trial in sweep.trials if trial.name not in self.jobs]
+        assert not missing, f"{missing} are no jobs"
+        if sweep.name in self.jobs or sweep.name in self.sweeps:
+            raise SpecError(Mistake(f"sweep {sweep.name}", "there is already a job or a sweep of that name"))
+        self.sweeps[sweep.name] = sweep, proposals
+        return self
+
     def cancel(self, name: str) -> None:
         """Cancel one job of the run; the others go on."""
         if self.loop is None or name not in self.jobs:
@@ -178,6 +218,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(deterministic_kernels(self.options.deterministic))
             store = stack.enter_context(self._open())
+            sweeping = self._recalled_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
                 ready = self.unfinished(store, shape)
             shapes = [job.shape for job in ready]
@@ -193,6 +234,9 @@ class Trainer:
                 )
                 stack.callback(loggers.close)
                 self.loop = self._loop(engine, store, Journal(store, self.view, loggers.log))
+                self.loop.sweeps, self.loop.add = sweeping, self.add
+                for sweep in sweeping.sweeps:
+                    sweep.read_metrics()
                 stack.callback(self._leave_loop)
                 for job in ready:
                     self.loop.enter(job)
@@ -201,6 +245,7 @@ class Trainer:
                 self.loop.run(stop, callback)
                 for note in loggers.notes:
                     store.note(note)
+            sweeping.finish()
             self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
             self._write_last_status(store)
             return self.results(store)
@@ -229,6 +274,23 @@ class Trainer:
         return (
             open_store(self.output, self.options.resume) if share is None else open_share(self.output, share)
         )
+
+    def _recalled_sweeps(self, store: Store) -> Sweeping:
+        """The sweeps as earlier runs into this output have left them; trials that those proposed become jobs
+        again."""
+        again = {"--restart": self.options.restart, "--retry": self.options.retry}
+        running = []
+        for sweep, proposals in self.sweeps.values():
+            one = RunningSweep(sweep, store, self.jobs, self._tell(store), proposals)
+            for trial in one.recall([name for names in again.values() for name in names]):
+                if trial.name not in self.jobs:
+                    self.add(one.job_of(trial))
+            for option, names in again.items():
+                one.refuse_again(option, names, self.options.changes)
+            running.append(one)
+        sweeping = Sweeping(running)
+        sweeping.propose(self.add, self._tell(store))
+        return sweeping
 
     def unfinished(self, store: Store, shape: ModelShape) -> list[Ready]:
         """The unfinished jobs, and those to train anew, ready to train."""
@@ -546,7 +608,73 @@ def trainer_for(
     )
     for job in run.jobs:
         trainer.add(job)
+    for sweep in run.sweeps:
+        own = {trial.name for trial in sweep.trials}
+        trainer.add_sweep(sweep, proposals_for(sweep, (name for name in trainer.jobs if name not in own)))
     return trainer
+
+
+def sweep(
+    base: str | Mapping[str, Any],
+    job: Mapping[str, Any],
+    *,
+    output: str | Path = "output",
+    max_steps: int | None = None,
+    resume: bool = False,
+    deterministic: bool = False,
+    progress: bool = True,
+    options: Options | None = None,
+    view: View | None = None,
+    callback: Callback | None = None,
+) -> SweepResult:
+    """Train the trials of one job that has the key `sweep`, as in a jobs file, and say which is best.
+
+    `base` is what a jobs file has there; the rest is as for `train`.
+    """
+    if "sweep" not in job:
+        raise SpecError(Mistake("sweep", "the job needs this key: what is tried, such as {over: {…}}"))
+    results = train(
+        {"base": base, "jobs": [job]},
+        output=output,
+        max_steps=max_steps,
+        resume=resume,
+        deterministic=deterministic,
+        progress=progress,
+        options=options,
+        view=view,
+        callback=callback,
+    )
+    return sweep_result(Path(output) / str(job["name"]), results)
+
+
+def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
+    """How the sweep in this folder ended; `results` are those of its run."""
+    record = read_record(folder)
+    assert record is not None, "a run with this sweep has written it"
+    # Finished ones by their rank, and behind them whoever came farthest.
+    places = {name: place for place, name in enumerate(record.best)}
+    ordered = sorted(
+        record.trials,
+        key=lambda trial: (
+            places.get(trial.name, len(places)),
+            trial.state != "finished",
+            -len(trial.at_rungs),
+            worth(trial.score, record.mode),
+        ),
+    )
+    table = [
+        {
+            "trial": trial.name,
+            **trial.values,
+            "state": trial.state,
+            record.metric: trial.score,
+            "step": int(results[trial.name].metrics["step"]) if trial.name in results else 0,
+            "reason": trial.reason,
+        }
+        for trial in ordered
+    ]
+    best = results[record.best[0]] if record.best else None
+    return SweepResult(name=record.name, path=folder, table=table, best=best, results=dict(results))
 
 
 def _base_spec(base: str | Mapping[str, Any] | BaseSpec) -> BaseSpec:

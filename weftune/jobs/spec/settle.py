@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from weftune.adapters.lora.spec import ALL_LINEAR
 from weftune.core.patterns import ending, slow_sentence
-from weftune.jobs.spec.bounds import number_faults
+from weftune.jobs.spec.bounds import bound_at, number_faults
+from weftune.jobs.spec.keys import SAME_FOR_ALL
 from weftune.jobs.spec.layer import Layer
 from weftune.jobs.spec.names import name_fault
 from weftune.jobs.spec.paths import Locate, Located, locate_adapter, locate_rows, locate_template
-from weftune.jobs.spec.places import ROWS, Fault, Loc, Placed, place_of
+from weftune.jobs.spec.places import ROWS, Fault, Loc, Placed, dotted, place_of, step_into
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.show import show
 
@@ -37,9 +38,24 @@ def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | N
     note(made if isinstance(made, list) else [])
     note(_disagreements(values))
     if faults:
-        return None, [Placed(place_of(layer.places, loc), sentence) for loc, sentence in faults.items()]
+        return None, [
+            Placed(place_of(layer.places, loc), sentence + _hint(values, loc))
+            for loc, sentence in faults.items()
+        ]
     assert isinstance(made, record)
     return made, []
+
+
+def _hint(values: Mapping[str, Any], loc: Loc) -> str:
+    """Some tools sweep over a list that stands where one value belongs."""
+    value: Any = values
+    for part in loc:
+        value = step_into(value, part)
+    in_list = any(isinstance(part, int) for part in loc)
+    one_value = not in_list and (bound_at(loc) is not None or loc == ("schedule",))
+    if not one_value or loc[0] in SAME_FOR_ALL or not isinstance(value, list | tuple) or not value:
+        return ""
+    return f"; to try each, write sweep: {{over: {{{dotted(loc)}: [...]}}}}"
 
 
 def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
