@@ -107,6 +107,14 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class Crowd:
+    """After a shortage of memory: no more jobs than these are aboard until one has ended."""
+
+    most: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """A job that has left, and whose adapter is being written; it has succeeded when that is done."""
 
@@ -153,7 +161,11 @@ class Loop:
         self._tokenizer = TokenizerFiles(tokenizer)
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
-        self._crowd: int | None = None
+        self._crowd: Crowd | None = None
+        self._overtaken: Mapping[str, int] = {}
+        """Of waiting jobs: how many came aboard before them that stood behind them."""
+        self._gave_way: dict[str, str] = {}
+        """Of jobs that were preempted, and wait: for whom."""
 
     # -- jobs come ---------------------------------------------------------------------------------------
 
@@ -182,26 +194,48 @@ class Loop:
             self._end(name, Ending(State.CANCELLED))
 
     def _admit(self) -> None:
+        """At a window boundary: who comes aboard, and who gives way to them."""
         aboard = self._shapes(self.executor.aboard)
-        if self._crowd is not None and len(aboard) >= self._crowd:
-            for name in self.waiting:
-                if not self.store.job(name).reason:
-                    self.store.explain_job(name, "it waits until another job has left: memory was short")
-            return
-        decision = admit([job.shape for job in self.waiting.values()], aboard, self.learned.why_not)
+        waiting = [job.shape for job in self.waiting.values()]
+        decision = admit(waiting, aboard, self._why_not, self._overtaken)
+        self._overtaken = decision.overtaken
         for name, reason in decision.too_large.items():
             del self.waiting[name]
             advice = "lower data.max_length, rank or the base's dtype, or give more memory"
             self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
+        self._give_way(decision.preempted)
         for name, reason in decision.waiting.items():
-            if self.store.job(name).reason != reason:
-                self.store.explain_job(name, reason)
-                self.journal.show(name, reason=reason)
+            self._explain(name, reason)
         for name in decision.admitted:
+            self._gave_way.pop(name, None)
             self._board(self.waiting.pop(name))
         if decision.admitted or decision.too_large:
             # Once for all of them, however many come.
             self.journal.settle()
+
+    def _why_not(self, jobs: Sequence[JobShape]) -> str | None:
+        if self._crowd is not None and len(jobs) > self._crowd.most:
+            return self._crowd.reason
+        return self.learned.why_not(jobs)
+
+    def _give_way(self, preempted: Mapping[str, str]) -> None:
+        """Send jobs back for those that come in their place; who cannot be saved leaves all the same."""
+        self._gave_way |= preempted
+        self._send_back(
+            {
+                name: f"gives way to {other}, priority {self.jobs[other].shape.priority}"
+                for name, other in preempted.items()
+            }
+        )
+        if self._endings:
+            self._retire()
+
+    def _explain(self, name: str, reason: str) -> None:
+        """Say why a job waits; who gave way says to whom, as long as that one is aboard."""
+        if self._gave_way.get(name) in self.executor.aboard or self.store.job(name).reason == reason:
+            return
+        self.store.explain_job(name, reason)
+        self.journal.show(name, reason=reason)
 
     def _board(self, job: Ready) -> None:
         spec = job.spec
@@ -422,10 +456,10 @@ class Loop:
         if len(shapes) == 1:
             self._end(last, Ending(State.FAILED, f"{reason}; lower data.max_length or rank"))
             return
-        self._crowd = len(shapes) - 1
+        self._crowd = Crowd(len(shapes) - 1, f"{reason}; it goes on when another job has left")
         if other_bits := self._other_bits():
             self.journal.note(f"{last}: {reason}.{other_bits}")
-        self._send_back(last, f"{reason}; it goes on when another job has left")
+        self._send_back({last: self._crowd.reason})
 
     def _other_bits(self) -> str:
         """What a shortage means to a deterministic run."""
@@ -580,12 +614,13 @@ class Loop:
         if ending.state is State.SUCCEEDED:
             self._delivered.append(name)
 
-    def _send_back(self, name: str, reason: str) -> None:
-        """Preempt a job: its state is saved and it is queued again."""
-        if self._save_and_detach([name]):
-            self.journal.move(name, State.QUEUED, reason)
+    def _send_back(self, reasons: Mapping[str, str]) -> None:
+        """Preempt jobs: their states are saved and they are queued again, each with its reason."""
+        for training in self._save_and_detach(list(reasons)):
+            self.journal.move(training.job, State.QUEUED, reasons[training.job])
+            self.waiting[training.job] = self.jobs[training.job]
+        if reasons:
             self.journal.settle()
-            self.waiting[name] = self.jobs[name]
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
         """The jobs that are saved and have left; where that fails a job gets an ending instead."""
