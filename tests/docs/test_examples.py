@@ -17,7 +17,7 @@ from weftune.jobs.spec.keys import SECTIONS
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import EarlyStop, JobSpec, RunSpec
 
-PREFIX = {"run": "", "job": "", "source": "data.path[]."}
+PREFIX = {"run": "", "job": "", "source": "data.path[].", "init_from": "adapter.init_from."}
 RECORDS: dict[str, type] = {
     "": JobSpec, "adapter.": LoraSpec, "data.": DataSpec, "data.path[].": Source, "eval.": EvalSpec,
     "early_stop.": EarlyStop,

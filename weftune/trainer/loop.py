@@ -12,12 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import Member
+from weftune.adapters.kinds import AdapterSpec
+from weftune.adapters.start import source_of
 from weftune.core.batch import Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
 from weftune.jobs.courses import save_interval
+from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
@@ -129,6 +133,19 @@ def lost_sentence(name: str, found: checkpoint.Survey) -> str:
     return f"{what}{names}; put back a copy of one, or train it anew with --resume --restart {name}"
 
 
+def source_sentence(source: str, state: State) -> str:
+    """Why a job is paused that starts from another, which has stopped."""
+    if state is State.PAUSED:
+        return f"it starts from {source}, which is paused; --resume goes on with both"
+    happened = "has failed" if state is State.FAILED else "was cancelled"
+    mend = f"--resume with --retry {source} or --restart {source}"
+    return f"it starts from {source}, which {happened}; {mend} goes on with both"
+
+
+def _without_source(job: Ready) -> Ready:
+    return replace(job, shape=replace(job.shape, starts_from="")) if job.shape.starts_from else job
+
+
 class Loop:
     def __init__(self, engine: Engine, tokenizer: Any, store: Store, journal: Journal) -> None:
         self.engine = engine
@@ -171,6 +188,9 @@ class Loop:
 
     def enter(self, job: Ready) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
+        if job.shape.starts_from and checkpoint.newest_progress(self._checkpoints(job.name)) is not None:
+            # It has begun, and needs nobody else's adapter any more.
+            job = _without_source(job)
         self.jobs[job.name] = self.waiting[job.name] = job
         if save_interval(job.spec, job.recipe.steps) == 1:
             self._saved_at_every_step.add(job.name)
@@ -195,6 +215,7 @@ class Loop:
 
     def _admit(self) -> None:
         """At a window boundary: who comes aboard, and who gives way to them."""
+        self._look_at_sources()
         aboard = self._shapes(self.executor.aboard)
         waiting = [job.shape for job in self.waiting.values()]
         decision = admit(waiting, aboard, self._why_not, self._overtaken)
@@ -212,6 +233,28 @@ class Loop:
         if decision.admitted or decision.too_large:
             # Once for all of them, however many come.
             self.journal.settle()
+
+    def _look_at_sources(self) -> None:
+        """Of waiting jobs that start from others: those whose source has succeeded join the queue, and those
+        who would wait in vain are paused."""
+        for name, job in list(self.waiting.items()):
+            if not (source := job.shape.starts_from):
+                continue
+            while source in self._deliveries:
+                # So that it starts at the same boundary, however fast the disk is.
+                self._await_delivery()
+            state = self._state_of_source(source)
+            if state is State.SUCCEEDED:
+                self.jobs[name] = self.waiting[name] = _without_source(job)
+            elif state not in (State.QUEUED, State.RUNNING):
+                del self.waiting[name]
+                self.journal.move(name, State.PAUSED, source_sentence(source, state))
+
+    def _state_of_source(self, source: str) -> State:
+        """With shares, one that was trained before is known by its folder only."""
+        if source in self.store:
+            return self.store.job(source).state
+        return State.SUCCEEDED if (self.store.output / source / CONFIG).exists() else State.PAUSED
 
     def _why_not(self, jobs: Sequence[JobShape]) -> str | None:
         if self._crowd is not None and len(jobs) > self._crowd.most:
@@ -239,7 +282,9 @@ class Loop:
 
     def _board(self, job: Ready) -> None:
         spec = job.spec
-        member = Member(spec.name, spec.adapter, spec.seed)
+        found = checkpoint.survey(self._checkpoints(spec.name))
+        has_begun = found.progress is not None
+        member = Member(spec.name, self._adapter_to_start(spec, has_begun), spec.seed)
         try:
             training = new_training(
                 member,
@@ -253,8 +298,8 @@ class Loop:
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
             return
-        found = checkpoint.survey(self._checkpoints(spec.name))
-        if not checkpoint.restore(self._checkpoints(spec.name), training) and found.damaged:
+        restored = checkpoint.restore(self._checkpoints(spec.name), training)
+        if not restored and (found.damaged or (has_begun and source_of(spec.adapter))):
             self.journal.move(spec.name, State.PAUSED, lost_sentence(spec.name, found))
             return
         progress = training.progress
@@ -272,6 +317,15 @@ class Loop:
         self.journal.move(spec.name, State.RUNNING)
         size = snapshot_bytes(training, keeps_best=spec.keep == "best")
         self.writer.run(spec.name, partial(self._prepare_writes, job, size))
+
+    def _adapter_to_start(self, spec: JobSpec, has_begun: bool) -> AdapterSpec:
+        """The job's adapter with the folder of the job that it starts from; one that has begun goes on from
+        its checkpoint instead."""
+        source = source_of(spec.adapter)
+        if not source:
+            return spec.adapter
+        folder = None if has_begun else str(self.store.output.absolute() / source)
+        return replace(spec.adapter, init_from=folder)
 
     def _prepare_writes(self, job: Ready, size: int) -> None:
         """In the writer's thread. What goes wrong here goes wrong again where it matters."""
@@ -298,8 +352,12 @@ class Loop:
         with ThreadPoolExecutor(1, thread_name_prefix="planner") as planner:
             ahead: Ahead | None = None
             while not stop():
+                before = len(self.waiting)
                 self._admit()
                 if not self.executor.aboard:
+                    if len(self.waiting) < before:
+                        # Somebody could not come aboard, and others may have waited for that one.
+                        continue
                     break
                 program = self._program(ahead)
                 ahead = self._plan_ahead(planner, program)
@@ -312,9 +370,12 @@ class Loop:
 
     def _finish_writes(self) -> None:
         while self._deliveries:
-            wait([next(iter(self._deliveries.values())).written])
-            self._hear_writes()
+            self._await_delivery()
         self.writer.close()
+        self._hear_writes()
+
+    def _await_delivery(self) -> None:
+        wait([next(iter(self._deliveries.values())).written])
         self._hear_writes()
 
     def _program(self, ahead: Ahead | None) -> Program:

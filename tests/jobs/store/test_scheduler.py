@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +105,14 @@ def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
 
 WAITING = st.lists(st.tuples(st.integers(1, 120), st.integers(-1, 1), st.integers(0, 8)), max_size=8)
 ABOARD = st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 1)), max_size=4)
+
+
+def test_a_job_that_waits_for_another_is_not_in_the_queue() -> None:
+    late = replace(shape("late", 10, priority=9), starts_from="first")
+    admission = admit([late, shape("first", 60, order=1), shape("next", 40, order=2)], [], fits)
+    assert admission.admitted == ("first", "next")
+    assert admission.waiting == {"late": "waits for first"}
+    assert admission.overtaken == {}
 
 
 @dataclass

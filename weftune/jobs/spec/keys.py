@@ -34,7 +34,10 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "source": ("path", "weight"),
     "eval": ("path", "fraction", "every"),
     "early_stop": ("patience", "min_delta"),
+    "init_from": ("job",),
 }
+INNER = ("source", "init_from")
+"""Sections inside of others, which nobody is sent to."""
 
 RENAMED: Mapping[str, str] = {
     # PEFT
@@ -181,13 +184,13 @@ def unknown_key(section: str, key: str) -> str:
         return f"write {_way(section, RENAMED[plain])}{advice}"
     if plain in ANSWERED:
         return ANSWERED[plain]
-    homes = [home for home, keys in SECTIONS.items() if home not in ("source", section) and plain in keys]
+    homes = [home for home, keys in SECTIONS.items() if home not in (*INNER, section) and plain in keys]
     if homes:
         return f"is not a key of {_title(section)}; write {_way(section, f'{homes[0]}.{plain}')}"
     near = nearest(plain, known)
     if near:
         return f"is not a key of {_title(section)}; did you mean {near}?"
-    everywhere = {name: home for home, keys in SECTIONS.items() if home != "source" for name in keys}
+    everywhere = {name: home for home, keys in SECTIONS.items() if home not in INNER for name in keys}
     near = nearest(plain, everywhere)
     if near:
         way = _way(section, f"{everywhere[near]}.{near}")

@@ -4,7 +4,8 @@
 file. A job aboard gives way (it is saved and queued again) only where that lets one of higher priority come
 aboard at this boundary. A job that does not fit may be overtaken by smaller ones behind it, `MOST_OVERTAKEN`
 times; then nobody behind it is admitted until it is aboard, so that no stream of small jobs keeps a large one
-out. A job too large to run even alone is set aside and blocks nobody.
+out. A job too large to run even alone is set aside and blocks nobody. A job that waits for the adapter of
+another is not in the queue yet: nobody overtakes it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ def admit(
     fits: Fits,
     overtaken: Mapping[str, int] | None = None,
 ) -> Admission:
-    """Who changes places at this boundary; `overtaken` is what the last one's Admission says."""
+    """Who changes places at this boundary; `overtaken` is what the last one's Admission says. Whoever has a
+    `starts_from` waits: once that adapter is there, the caller leaves it empty."""
     never = too_large(waiting, fits)
-    possible = [job for job in waiting if job.name not in never]
+    early = {job.name: f"waits for {job.starts_from}" for job in waiting if job.starts_from}
+    possible = [job for job in waiting if job.name not in never and job.name not in early]
     seats = seat(possible, aboard, fits, overtaken)
     present, seated = {job.name for job in aboard}, {job.name for job in seats.seated}
     admitted = [job for job in seats.seated if job.name not in present]
@@ -47,7 +50,8 @@ def admit(
     return Admission(
         admitted=tuple(job.name for job in admitted),
         preempted={job.name: _first_before(job, admitted) for job in seats.unseated if job.name in present},
-        waiting=_reasons(seats, present, counts, fits),
+        waiting=_reasons(seats, present, counts, fits)
+        | {name: reason for name, reason in early.items() if name not in never},
         too_large=never,
         overtaken=counts,
     )

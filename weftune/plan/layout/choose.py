@@ -381,8 +381,10 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 
 def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
     """Those that are aboard from the start, as the scheduler admits them."""
-    never = too_large(jobs, memory.why_not)
-    return seat([job for job in jobs if job.name not in never], (), memory.why_not).seated
+    names = {job.name for job in jobs}
+    first = [job for job in jobs if job.starts_from not in names]
+    never = too_large(first, memory.why_not)
+    return seat([job for job in first if job.name not in never], (), memory.why_not).seated
 
 
 def full_bytes(memory: MemoryModel, together: Sequence[JobShape], most: int) -> int:

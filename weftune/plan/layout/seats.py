@@ -60,7 +60,7 @@ def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
     answers: dict[JobShape, str | None] = {}
     found: dict[str, str] = {}
     for job in jobs:
-        sizes = replace(job, name="", priority=0, order=0)
+        sizes = replace(job, name="", priority=0, order=0, starts_from="")
         if sizes not in answers:
             answers[sizes] = fits([job])
         if (reason := answers[sizes]) is not None:
