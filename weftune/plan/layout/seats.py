@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape
 
@@ -56,16 +56,17 @@ def seat(
 
 
 def too_large(jobs: Sequence[JobShape], fits: Fits) -> dict[str, str]:
-    """Name → why it cannot run even alone. Many have the same sizes, and one of each is looked at."""
-    answers: dict[JobShape, str | None] = {}
+    """Name → why it cannot run even alone. Who is no larger than one that can is not looked at."""
+    runnable: list[JobShape] = []
     found: dict[str, str] = {}
-    for job in jobs:
-        sizes = replace(job, name="", priority=0, order=0, starts_from="")
-        if sizes not in answers:
-            answers[sizes] = fits([job])
-        if (reason := answers[sizes]) is not None:
+    for job in sorted(jobs, key=lambda job: -job.longest):
+        if any(_is_as_large(other, job) for other in runnable):
+            continue
+        if (reason := fits([job])) is None:
+            runnable.append(job)
+        else:
             found[job.name] = reason
-    return found
+    return {job.name: found[job.name] for job in jobs if job.name in found}
 
 
 class _Seating:
@@ -78,8 +79,8 @@ class _Seating:
         self._present = {job.name for job in aboard}
         self._fits = fits
         self._overtaken = overtaken
-        self._refused: list[JobShape] = []
-        """Those that were looked at and did not fit."""
+        self._as_large: set[str] = set()
+        """Those that were looked at and did not fit, and whoever is behind them and no smaller."""
         self._left: float = math.inf
         """How many may still overtake those that wait without a seat."""
         self._crowded = False
@@ -90,12 +91,12 @@ class _Seating:
         tried = self._possible(rest)
         run = [rest[at] for at, _ in tried]
         # Behind one that does not fit there is seldom room for many.
-        first = 1 if self._refused else len(run)
+        first = 1 if self._as_large else len(run)
         count = most_that_fit(lambda count: self._fit(run[:count]), len(run), first) if run else 0
         end = len(rest)
         if count < len(run):
             end, self._left = tried[count]
-            self._refuse(rest[end])
+            self._refuse(rest[end], rest[end + 1 :])
         taken = {job.name for job in run[:count]}
         self.seated += run[:count]
         self._crowded = self._crowded or not taken <= self._present
@@ -116,16 +117,16 @@ class _Seating:
         return found
 
     def _is_hopeless(self, job: JobShape) -> bool:
-        if job.name in self._present and not self._crowded:
-            return False
-        return any(_is_as_large(job, refused) for refused in self._refused)
+        return job.name in self._as_large and (self._crowded or job.name not in self._present)
 
     def _allowed(self, job: JobShape) -> float:
         """How many may overtake a job without a seat. Who gives way stands in the queue from now on."""
         return MOST_OVERTAKEN - self._overtaken.get(job.name, 0)
 
-    def _refuse(self, job: JobShape) -> None:
-        self._refused.append(job)
+    def _refuse(self, job: JobShape, behind: Sequence[JobShape]) -> None:
+        known = self._as_large
+        known |= {other.name for other in behind if other.name not in known and _is_as_large(other, job)}
+        known.add(job.name)
         self._left = min(self._left, self._allowed(job))
 
     def _fit(self, more: Sequence[JobShape]) -> bool:
@@ -135,10 +136,12 @@ class _Seating:
 
 def _is_as_large(job: JobShape, other: JobShape) -> bool:
     """Whether `job` takes no less than `other` of anything."""
-    if job.longest < other.longest or job.trainable < other.trainable:
+    if job.longest < other.longest or job.batch_tokens < other.batch_tokens:
         return False
-    if job.batch_tokens < other.batch_tokens or len(job.by_layer) != len(other.by_layer):
+    if job.trainable < other.trainable or len(job.by_layer) != len(other.by_layer):
         return False
+    if job.by_layer == other.by_layer:
+        return True
     outside, others = (one.trainable - sum(one.by_layer) for one in (job, other))
     return outside >= others and all(a >= b for a, b in zip(job.by_layer, other.by_layer, strict=True))
 
