@@ -18,7 +18,10 @@ from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import EarlyStop, JobSpec, RunSpec
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
-PREFIX = {"run": "", "job": "", "source": "data.path[].", "halving": "sweep.halving."}
+PREFIX = {
+    "run": "", "job": "", "source": "data.path[].", "halving": "sweep.halving.",
+    "init_from": "adapter.init_from.",
+}  # fmt: skip
 RECORDS: dict[str, type] = {
     "": JobSpec, "adapter.": LoraSpec, "data.": DataSpec, "data.path[].": Source, "eval.": EvalSpec,
     "early_stop.": EarlyStop, "sweep.": SweepSpec, "sweep.halving.": Halving,

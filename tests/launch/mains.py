@@ -99,3 +99,25 @@ def cancelling_main(moment: tuple[str, int, str], notes: Path) -> None:
 
     Trainer.run, Executor.run = with_cancel, noted
     _main()
+
+
+def urgent_main(moment: tuple[str, int], keys: dict[str, Any]) -> None:
+    """The first worker adds a job at a moment, which is another's step; there is room for two at a time."""
+    from weftune import JobSpec
+    from weftune.plan.cost.learned import Learned
+    from weftune.trainer.trainer import Trainer
+
+    train = Trainer.run
+
+    def with_addition(self: Any) -> Any:
+        def callback(event: Any) -> None:
+            if (event.job, event.step) == moment and keys["name"] not in self.jobs:
+                self.add(JobSpec(**keys))
+
+        return train(self, callback)
+
+    def two_at_a_time(_self: Any, jobs: Any) -> str | None:
+        return None if len(jobs) <= 2 else "there is room for two at a time"
+
+    Trainer.run, Learned.why_not = with_addition, two_at_a_time
+    _main()

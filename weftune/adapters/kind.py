@@ -166,7 +166,8 @@ class Kind(Protocol):
         dtype and on the device of `like`."""
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
-        """Raise AdapterError where the spec's `init_from` cannot start an adapter at these sites."""
+        """Raise AdapterError where the folder in the spec's `init_from` cannot start an adapter at these
+        sites."""
 
     def initialise(
         self,

@@ -122,7 +122,7 @@ def with_weftune(
 def with_peft(model: PreTrainedModel, job: Ready) -> float:
     """The last validation loss of a job trained alone, with the batches and rates that Weftune takes."""
     start = job.spec.adapter.init_from
-    assert start is not None
+    assert isinstance(start, str)
     peft_model = PeftModel.from_pretrained(model, start, is_trainable=True)
     trainable = [p for p in peft_model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=job.recipe.learning_rate, weight_decay=0.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weftune.adapters.start import source_of
 from weftune.core.paths import cache_folder
 from weftune.core.shapes import JobShape, ModelShape, layer_sums
 from weftune.data.order import SampleOrder
@@ -88,6 +89,7 @@ def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, m
             batch_tokens=train.largest_batch(job.batch_size),
             by_layer=layer_sums(((site.name, adapter.parameters_at(site)) for site in sites), shape.layers),
             resting=sum(site.resting(adapter.parameters_at(site)) for site in sites),
+            starts_from=source_of(job.adapter),
         ),
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
         batches=tuple(tuple(train.lengths[planned.order.batch(step)].tolist()) for step in rounds),

@@ -146,6 +146,8 @@ class JobShape:
     """Adapter parameters in each layer of the base; empty: as many in every one."""
     resting: int = 0
     """Adapter parameters that a token does not meet: those at experts that it is not sent to."""
+    starts_from: str = ""
+    """The job of the same run whose adapter it waits for."""
 
     @property
     def met(self) -> int:

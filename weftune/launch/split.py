@@ -230,7 +230,8 @@ def divide(
         progress = checkpoint.newest_progress(output / job.name / CHECKPOINTS) or Progress()
         work = work_left(job, progress)
         seconds[job.name] = job_seconds(work, cost, capacity) if job.name in fits else 0.0
-    return [share for share in share_jobs(seconds, len(hosts.devices)) if share.jobs]
+    sources = {job.name: job.shape.starts_from for job in ready}
+    return [share for share in share_jobs(seconds, len(hosts.devices), sources) if share.jobs]
 
 
 def work_left(job: Ready, progress: Progress) -> JobWork:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weftune.adapters.registry import kind_named, layout_of
+from weftune.adapters.start import source_of
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape, ModelShape, layer_sums
 from weftune.data.collate import Part, collate
@@ -108,6 +109,7 @@ def make_ready(
             batch_tokens=data.train.largest_batch(spec.batch_size),
             by_layer=layer_sums(((one.site, one.size) for one in layout.parameters), shape.layers),
             resting=layout.size - layout.met,
+            starts_from=source_of(spec.adapter),
         ),
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,

@@ -12,7 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from weftune.adapters.folder import CONFIG
 from weftune.adapters.kind import Member
+from weftune.adapters.kinds import AdapterSpec
+from weftune.adapters.start import source_of
 from weftune.core.batch import Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
@@ -111,6 +114,14 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class Crowd:
+    """After a shortage of memory: no more jobs than these are aboard until one has ended."""
+
+    most: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """A job that has left, and whose adapter is being written; it has succeeded when that is done."""
 
@@ -123,6 +134,19 @@ def lost_sentence(name: str, found: checkpoint.Survey) -> str:
     what = "none of its checkpoints is whole" if found.damaged else "its checkpoints are gone"
     names = f" ({', '.join(path.name for path in found.damaged)})" if found.damaged else ""
     return f"{what}{names}; put back a copy of one, or train it anew with --resume --restart {name}"
+
+
+def source_sentence(source: str, state: State) -> str:
+    """Why a job is paused that starts from another, which has stopped."""
+    if state is State.PAUSED:
+        return f"it starts from {source}, which is paused; --resume goes on with both"
+    happened = "has failed" if state is State.FAILED else "was cancelled"
+    mend = f"--resume with --retry {source} or --restart {source}"
+    return f"it starts from {source}, which {happened}; {mend} goes on with both"
+
+
+def _without_source(job: Ready) -> Ready:
+    return replace(job, shape=replace(job.shape, starts_from="")) if job.shape.starts_from else job
 
 
 class Loop:
@@ -161,12 +185,19 @@ class Loop:
         """The sweeps that some of the jobs are trials of."""
         self.add: Callable[[JobSpec], Any] | None = None
         """Enters a job that a sweep proposes inside the run."""
-        self._crowd: int | None = None
+        self._crowd: Crowd | None = None
+        self._overtaken: Mapping[str, int] = {}
+        """Of waiting jobs: how many came aboard before them that stood behind them."""
+        self._gave_way: dict[str, str] = {}
+        """Of jobs that were preempted, and wait: for whom."""
 
     # -- jobs come ---------------------------------------------------------------------------------------
 
     def enter(self, job: Ready) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
+        if job.shape.starts_from and checkpoint.newest_progress(self._checkpoints(job.name)) is not None:
+            # It has begun, and needs nobody else's adapter any more.
+            job = _without_source(job)
         job = self.jobs[job.name] = self.sweeps.enter(job)
         if not self.sweeps.rests(job.name):
             self.waiting[job.name] = job
@@ -193,27 +224,72 @@ class Loop:
             self._end(name, Ending(State.CANCELLED))
 
     def _admit(self) -> None:
+        """At a window boundary: who comes aboard, and who gives way to them."""
+        self._look_at_sources()
         aboard = self._shapes(self.executor.aboard)
-        if self._crowd is not None and len(aboard) >= self._crowd:
-            for name in self.waiting:
-                if not self.store.job(name).reason:
-                    self.store.explain_job(name, "it waits until another job has left: memory was short")
-            return
-        decision = admit([job.shape for job in self.waiting.values()], aboard, self.learned.why_not)
+        waiting = [job.shape for job in self.waiting.values()]
+        decision = admit(waiting, aboard, self._why_not, self._overtaken)
+        self._overtaken = decision.overtaken
         for name, reason in decision.too_large.items():
             del self.waiting[name]
             advice = "lower data.max_length, rank or the base's dtype, or give more memory"
             self.journal.move(name, State.FAILED, f"it cannot run even alone: {reason}; {advice}")
+        self._give_way(decision.preempted)
         for name, reason in decision.waiting.items():
-            if self.store.job(name).reason != reason:
-                self.store.explain_job(name, reason)
-                self.journal.show(name, reason=reason)
+            self._explain(name, reason)
         written = {name: self._write_job_file_ahead(self.waiting[name]) for name in decision.admitted}
         for name in decision.admitted:
+            self._gave_way.pop(name, None)
             self._board(self.waiting.pop(name), written[name])
         if decision.admitted or decision.too_large:
             # Once for all of them, however many come.
             self.journal.settle()
+
+    def _look_at_sources(self) -> None:
+        """Of waiting jobs that start from others: those whose source has succeeded join the queue, and those
+        who would wait in vain are paused."""
+        for name, job in list(self.waiting.items()):
+            if not (source := job.shape.starts_from):
+                continue
+            while source in self._deliveries:
+                # So that it starts at the same boundary, however fast the disk is.
+                self._await_delivery()
+            state = self._state_of_source(source)
+            if state is State.SUCCEEDED:
+                self.jobs[name] = self.waiting[name] = _without_source(job)
+            elif state not in (State.QUEUED, State.RUNNING):
+                del self.waiting[name]
+                self.journal.move(name, State.PAUSED, source_sentence(source, state))
+
+    def _state_of_source(self, source: str) -> State:
+        """With shares, one that was trained before is known by its folder only."""
+        if source in self.store:
+            return self.store.job(source).state
+        return State.SUCCEEDED if (self.store.output / source / CONFIG).exists() else State.PAUSED
+
+    def _why_not(self, jobs: Sequence[JobShape]) -> str | None:
+        if self._crowd is not None and len(jobs) > self._crowd.most:
+            return self._crowd.reason
+        return self.learned.why_not(jobs)
+
+    def _give_way(self, preempted: Mapping[str, str]) -> None:
+        """Send jobs back for those that come in their place; who cannot be saved leaves all the same."""
+        self._gave_way |= preempted
+        self._send_back(
+            {
+                name: f"gives way to {other}, priority {self.jobs[other].shape.priority}"
+                for name, other in preempted.items()
+            }
+        )
+        if self._endings:
+            self._retire()
+
+    def _explain(self, name: str, reason: str) -> None:
+        """Say why a job waits; who gave way says to whom, as long as that one is aboard."""
+        if self._gave_way.get(name) in self.executor.aboard or self.store.job(name).reason == reason:
+            return
+        self.store.explain_job(name, reason)
+        self.journal.show(name, reason=reason)
 
     def _write_job_file_ahead(self, job: Ready) -> Future[None] | None:
         """While others are made ready: of thousands of small files most is waiting for the disk. A job that
@@ -230,7 +306,9 @@ class Loop:
     def _board(self, job: Ready, written: Future[None] | None) -> None:
         """Attach a job; `written` is its job file, where that has been begun."""
         spec = job.spec
-        member = Member(spec.name, spec.adapter, spec.seed)
+        found = checkpoint.survey(self._checkpoints(spec.name))
+        has_begun = found.progress is not None
+        member = Member(spec.name, self._adapter_to_start(spec, has_begun), spec.seed)
         try:
             training = new_training(
                 member,
@@ -244,8 +322,8 @@ class Loop:
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
             return
-        found = checkpoint.survey(self._checkpoints(spec.name))
-        if not checkpoint.restore(self._checkpoints(spec.name), training) and found.damaged:
+        restored = checkpoint.restore(self._checkpoints(spec.name), training)
+        if not restored and (found.damaged or (has_begun and source_of(spec.adapter))):
             self.journal.move(spec.name, State.PAUSED, lost_sentence(spec.name, found))
             return
         progress = training.progress
@@ -264,6 +342,15 @@ class Loop:
         self.journal.move(spec.name, State.RUNNING)
         size = snapshot_bytes(training, keeps_best=spec.keep == "best")
         self.writer.run(spec.name, partial(self._prepare_writes, job, size))
+
+    def _adapter_to_start(self, spec: JobSpec, has_begun: bool) -> AdapterSpec:
+        """The job's adapter with the folder of the job that it starts from; one that has begun goes on from
+        its checkpoint instead."""
+        source = source_of(spec.adapter)
+        if not source:
+            return spec.adapter
+        folder = None if has_begun else str(self.store.output.absolute() / source)
+        return replace(spec.adapter, init_from=folder)
 
     def _prepare_writes(self, job: Ready, size: int) -> None:
         """In the writer's thread. What goes wrong here goes wrong again where it matters."""
@@ -291,9 +378,11 @@ class Loop:
             ahead: Ahead | None = None
             while not stop():
                 self._follow_sweeps()
+                before = len(self.waiting)
                 self._admit()
                 if not self.executor.aboard:
-                    if self._follow_sweeps():
+                    if len(self.waiting) < before or self._follow_sweeps():
+                        # Somebody could not come aboard, and others may have waited for that one.
                         continue
                     break
                 program = self._program(ahead)
@@ -309,9 +398,12 @@ class Loop:
 
     def _finish_writes(self) -> None:
         while self._deliveries:
-            wait([next(iter(self._deliveries.values())).written])
-            self._hear_writes()
+            self._await_delivery()
         self.writer.close()
+        self._hear_writes()
+
+    def _await_delivery(self) -> None:
+        wait([next(iter(self._deliveries.values())).written])
         self._hear_writes()
 
     def _program(self, ahead: Ahead | None) -> Program:
@@ -455,10 +547,10 @@ class Loop:
         if len(shapes) == 1:
             self._end(last, Ending(State.FAILED, f"{reason}; lower data.max_length or rank"))
             return
-        self._crowd = len(shapes) - 1
+        self._crowd = Crowd(len(shapes) - 1, f"{reason}; it goes on when another job has left")
         if other_bits := self._other_bits():
             self.journal.note(f"{last}: {reason}.{other_bits}")
-        self._send_back(last, f"{reason}; it goes on when another job has left")
+        self._send_back({last: self._crowd.reason})
 
     def _other_bits(self) -> str:
         """What a shortage means to a deterministic run."""
@@ -619,12 +711,13 @@ class Loop:
         if ending.state is State.SUCCEEDED:
             self._delivered.append(name)
 
-    def _send_back(self, name: str, reason: str) -> None:
-        """Preempt a job: its state is saved and it is queued again."""
-        if self._save_and_detach([name]):
-            self.journal.move(name, State.QUEUED, reason)
+    def _send_back(self, reasons: Mapping[str, str]) -> None:
+        """Preempt jobs: their states are saved and they are queued again, each with its reason."""
+        for training in self._save_and_detach(list(reasons)):
+            self.journal.move(training.job, State.QUEUED, reasons[training.job])
+            self.waiting[training.job] = self.jobs[training.job]
+        if reasons:
             self.journal.settle()
-            self.waiting[name] = self.jobs[name]
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
         """The jobs that are saved and have left; where that fails a job gets an ending instead."""

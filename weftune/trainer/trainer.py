@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from weftune.adapters.start import source_of
 from weftune.base.host.read_ahead import base_read_ahead
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
@@ -31,6 +32,7 @@ from weftune.jobs.spec.layer import plain_values
 from weftune.jobs.spec.read import parse_run, read_run
 from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
 from weftune.jobs.spec.spec import JobSpec, RunSpec, place_in_job, resolved
+from weftune.jobs.spec.starts import check_names, check_starts
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
@@ -178,6 +180,8 @@ class Trainer:
         if self.loop is not None and not self._has_ended(self.loop.store, job.name):
             try:
                 shape = self.loop.choice.shape
+                if mistakes := self._start_mistakes([job], shape):
+                    raise SpecError(mistakes)
                 place, shared = len(self.jobs) - 1, self._shared_data(shape)
                 ready = self._ready(job, place, shape, self.loop.store, shared)
             except UserError:
@@ -257,7 +261,7 @@ class Trainer:
         if not self.jobs:
             raise SpecError("There is no job to train; add one.")
         jobs = list(self.jobs.values())
-        if mistakes := check_targets(jobs, shape, self._place):
+        if mistakes := [*self._start_mistakes(jobs, shape), *check_targets(jobs, shape, self._place)]:
             raise SpecError(mistakes)
         self._tell_of_jobs("warning", warnings(jobs, shape))
         for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
@@ -268,6 +272,12 @@ class Trainer:
                 f"--retry {both[0]} goes on from its last checkpoint, --restart begins anew; choose one"
             )
         self.tokenizer = self.tokenizer or load_tokenizer(self.spec)
+
+    def _start_mistakes(self, jobs: Sequence[JobSpec], shape: ModelShape) -> list[Mistake]:
+        """Of jobs that start from others; the process that divides jobs into shares looks at all of them."""
+        known = list(self.jobs) if self.options.share is None else [source_of(job.adapter) for job in jobs]
+        mistakes = check_names(jobs, known, self._place)
+        return mistakes or check_starts(list(self.jobs.values()), shape, self._place)
 
     def _open(self) -> Store:
         share = self.options.share

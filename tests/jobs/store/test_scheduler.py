@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weftune.core.shapes import JobShape
 from weftune.jobs.store.scheduler import admit
+from weftune.plan.layout.seats import MOST_OVERTAKEN
 
 ROOM = 100
 
@@ -38,11 +40,60 @@ def test_those_aboard_take_room() -> None:
     assert admission.waiting == {"a": "110 is over 100"}
 
 
-def test_a_small_job_does_not_overtake_a_large_one() -> None:
-    waiting = [shape("large", 90, order=0), shape("small", 10, order=1)]
+def test_the_lowest_priority_aboard_gives_way_to_a_higher_one() -> None:
+    aboard = [shape("low", 40, 0, 0), shape("lowest", 40, -1, 1), shape("high", 20, 5, 2)]
+    admission = admit([shape("urgent", 40, 9, 3)], aboard, fits)
+    assert admission.admitted == ("urgent",)
+    assert admission.preempted == {"lowest": "urgent"}
+    assert admission.waiting == {}
+
+
+def test_equals_never_preempt_each_other() -> None:
+    aboard = [shape("late", 60, 1, order=9)]
+    admission = admit([shape("early", 60, 1, order=0)], aboard, fits)
+    assert (admission.admitted, admission.preempted) == ((), {})
+
+
+def test_nobody_is_sent_away_where_that_makes_no_room() -> None:
+    aboard = [shape("equal", 60, 9, 0), shape("low", 10, 0, 1)]
+    admission = admit([shape("urgent", 60, 9, 2)], aboard, fits)
+    assert (admission.admitted, admission.preempted) == ((), {})
+    assert admission.waiting == {"urgent": "130 is over 100"}
+
+
+def test_those_aboard_stay_although_they_are_said_not_to_fit_any_more() -> None:
+    aboard = [shape("a", 60, 0, 0), shape("b", 60, 0, 1)]
+    admission = admit([shape("small", 1, 0, 2)], aboard, fits)
+    assert (admission.admitted, admission.preempted) == ((), {})
+
+
+def test_a_small_job_overtakes_a_large_one_that_does_not_fit() -> None:
+    waiting = [shape("large", 90, order=0), shape("small", 10, order=1), shape("other", 90, order=2)]
     admission = admit(waiting, [shape("x", 50)], fits)
-    assert admission.admitted == ()
-    assert admission.waiting["small"] == "it waits behind large, which comes first"
+    assert admission.admitted == ("small",)
+    assert admission.waiting == {
+        "large": "150 is over 100",
+        "other": "it waits behind large, which comes first",
+    }
+    assert admission.overtaken == {"large": 1, "other": 0}
+
+
+def test_after_so_many_nobody_overtakes_it_any_more() -> None:
+    waiting = [shape("large", 90, order=0), *(shape(f"small{n}", 1, order=n) for n in range(1, 21))]
+    admission = admit(waiting, [shape("x", 50)], fits, {"large": 3})
+    assert admission.admitted == tuple(f"small{n}" for n in range(1, MOST_OVERTAKEN - 2))
+    assert admission.overtaken["large"] == MOST_OVERTAKEN
+    assert admission.waiting["small20"] == "it waits behind large, which nobody may overtake any more"
+    again = admit(waiting[6:], [shape("x", 50)], fits, admission.overtaken)
+    assert len(again.admitted) == 15, "the large one is gone, and with it what it was owed"
+    assert admit([waiting[0], *waiting[6:]], [shape("x", 50)], fits, admission.overtaken).admitted == ()
+
+
+def test_a_higher_priority_goes_before_one_that_nobody_may_overtake() -> None:
+    waiting = [shape("large", 90, order=0), shape("urgent", 10, priority=1, order=1)]
+    admission = admit(waiting, [shape("x", 50)], fits, {"large": MOST_OVERTAKEN})
+    assert admission.admitted == ("urgent",)
+    assert admission.overtaken == {"large": MOST_OVERTAKEN}
 
 
 def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
@@ -52,56 +103,157 @@ def test_a_job_too_large_to_run_alone_blocks_nobody() -> None:
     assert admission.waiting == {}
 
 
-SIZES = st.lists(st.tuples(st.integers(1, 120), st.integers(-1, 1)), max_size=8)
+WAITING = st.lists(st.tuples(st.integers(1, 120), st.integers(-1, 1), st.integers(0, 8)), max_size=8)
+ABOARD = st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 1)), max_size=4)
 
 
-@given(SIZES, st.lists(st.integers(1, 40), max_size=2))
-def test_every_job_gets_one_answer_and_those_aboard_always_fit(
-    waiting: list[tuple[int, int]], aboard: list[int]
+def test_a_job_that_waits_for_another_is_not_in_the_queue() -> None:
+    late = replace(shape("late", 10, priority=9), starts_from="first")
+    admission = admit([late, shape("first", 60, order=1), shape("next", 40, order=2)], [], fits)
+    assert admission.admitted == ("first", "next")
+    assert admission.waiting == {"late": "waits for first"}
+    assert admission.overtaken == {}
+
+
+@dataclass
+class Places:
+    """Who sits where, by the rule as it reads: each in turn."""
+
+    seated: list[JobShape] = field(default_factory=list)
+    unseated: list[JobShape] = field(default_factory=list)
+    overtaken: dict[str, int] = field(default_factory=dict)
+
+
+def one_by_one(waiting: Sequence[JobShape], aboard: Sequence[JobShape], before: Mapping[str, int]) -> Places:
+    present, places = [job.name for job in aboard], Places()
+    possible = [job for job in waiting if fits([job]) is None]
+    for job in sorted(
+        [*possible, *aboard], key=lambda job: (-job.priority, job.name not in present, job.order)
+    ):
+        waits = job.name not in present
+        held = waits and any(count >= MOST_OVERTAKEN for count in places.overtaken.values())
+        comes = [one for one in places.seated if one.name not in present]
+        if held or ((waits or comes) and fits([*places.seated, job]) is not None):
+            places.unseated.append(job)
+            places.overtaken[job.name] = before.get(job.name, 0)
+            continue
+        places.seated.append(job)
+        for name in places.overtaken if waits else ():
+            places.overtaken[name] += 1
+    return places
+
+
+def made(
+    waiting: Sequence[tuple[int, int, int]], aboard: Sequence[tuple[int, int]]
+) -> tuple[list[JobShape], list[JobShape], dict[str, int]]:
+    jobs = [shape(f"w{n}", size, priority, 2 * n) for n, (size, priority, _) in enumerate(waiting)]
+    present = [shape(f"a{n}", size, priority, 2 * n + 1) for n, (size, priority) in enumerate(aboard)]
+    return jobs, present, {f"w{n}": count for n, (_, _, count) in enumerate(waiting)}
+
+
+@given(WAITING, ABOARD)
+def test_seats_are_given_as_one_by_one(
+    waiting: list[tuple[int, int, int]], aboard: list[tuple[int, int]]
 ) -> None:
-    jobs = [shape(f"w{n}", size, priority, n) for n, (size, priority) in enumerate(waiting)]
-    present = [shape(f"a{n}", size) for n, size in enumerate(aboard)]
-    admission = admit(jobs, present, fits)
+    jobs, present, before = made(waiting, aboard)
+    admission, places = admit(jobs, present, fits, before), one_by_one(jobs, present, before)
+    names = [job.name for job in present]
+    assert admission.admitted == tuple(job.name for job in places.seated if job.name not in names)
+    assert list(admission.preempted) == [job.name for job in places.unseated if job.name in names]
+    assert admission.overtaken == places.overtaken
+
+
+@given(WAITING, ABOARD)
+def test_every_job_gets_one_answer_and_nobody_waits_behind_a_lower_priority(
+    waiting: list[tuple[int, int, int]], aboard: list[tuple[int, int]]
+) -> None:
+    jobs, present, before = made(waiting, aboard)
+    admission = admit(jobs, present, fits, before)
     answers = [*admission.admitted, *admission.waiting, *admission.too_large]
     assert sorted(answers) == sorted(job.name for job in jobs)
-    assert fits([*present, *(job for job in jobs if job.name in admission.admitted)]) is None
-    possible = [
-        job for job in sorted(jobs, key=lambda job: (-job.priority, job.order)) if job.trainable <= ROOM
-    ]
-    assert admission.admitted == tuple(job.name for job in possible[: len(admission.admitted)])
-    if not present and possible:
+    by_name = {job.name: job for job in (*jobs, *present)}
+    together = [job for job in present if job.name not in admission.preempted]
+    together += [by_name[name] for name in admission.admitted]
+    if fits(present) is None or admission.admitted:
+        assert fits(together) is None
+    for name, other in admission.preempted.items():
+        assert by_name[other].priority > by_name[name].priority
+        assert other in admission.admitted
+        newcomers = [by_name[one] for one in admission.admitted]
+        higher = [job for job in together if job.priority >= by_name[name].priority]
+        assert fits([*higher, by_name[name]]) is not None, "there was room for it beside those before it"
+        assert newcomers
+    held = "which nobody may overtake any more"
+    for name, reason in admission.waiting.items():
+        job = by_name[name]
+        above = [one for one in together if one.priority >= job.priority]
+        assert held in reason or fits([*above, job]) is not None, f"{name} waits behind a lower priority"
+    if not present and len(jobs) > len(admission.too_large):
         assert admission.admitted
 
 
+def test_every_large_job_comes_aboard_however_many_small_ones_come() -> None:
+    """A stream of small jobs that each stay for three boundaries, and a large one of the same priority."""
+    large, aboard, overtaken = shape("large", 100, order=0), {}, {}
+    waiting = {"large": large}
+    for boundary in range(1, 40):
+        aboard = {name: left - 1 for name, left in aboard.items() if left > 1}
+        waiting |= {f"s{boundary}": shape(f"s{boundary}", 20, order=boundary)}
+        if boundary == 1:
+            del waiting["large"]
+        elif boundary == 2:
+            waiting["large"] = large
+        sizes = [shape(name, 20 if name != "large" else 100, order=0) for name in aboard]
+        decision = admit(list(waiting.values()), sizes, fits, overtaken)
+        overtaken = decision.overtaken
+        for name in decision.admitted:
+            del waiting[name]
+            aboard[name] = 3
+        if "large" in aboard:
+            break
+    assert 1 + MOST_OVERTAKEN <= boundary <= 1 + MOST_OVERTAKEN + 4
+
+
+class Counting:
+    def __init__(self, most: int) -> None:
+        self.most, self.looks = most, 0
+
+    def __call__(self, jobs: Sequence[JobShape]) -> str | None:
+        self.looks += 1
+        return None if len(jobs) <= self.most else "no room"
+
+
 def test_many_jobs_are_not_counted_again_for_each_of_them() -> None:
-    looked: list[int] = []
-
-    def counting(jobs: Sequence[JobShape]) -> str | None:
-        looked.append(len(jobs))
-        return None if len(jobs) <= 700 else "no room"
-
+    counting = Counting(700)
     admission = admit([shape(f"job{n}", 1, order=n) for n in range(4096)], [], counting)
     assert len(admission.admitted) == 700
     assert admission.waiting["job700"] == "no room"
     assert admission.waiting["job4095"] == "it waits behind job700, which comes first"
-    assert len(looked) <= 20
+    assert counting.looks <= 20
 
 
-def _one_by_one(waiting: Sequence[JobShape], aboard: Sequence[JobShape]) -> tuple[str, ...]:
-    """The rule as it reads: each in turn, until one does not fit."""
-    together, admitted = list(aboard), []
-    for job in sorted(waiting, key=lambda job: (-job.priority, job.order)):
-        if fits([job]) is not None:
-            continue
-        if fits([*together, job]) is not None:
-            break
-        together.append(job)
-        admitted.append(job.name)
-    return tuple(admitted)
+def test_many_jobs_give_way_without_being_counted_again_for_each_of_them() -> None:
+    counting = Counting(700)
+    aboard = [shape(f"job{n}", 1, order=n) for n in range(700)]
+    urgent = [shape(f"urgent{n}", 1, 9, order=n) for n in range(700, 1000)]
+    admission = admit(urgent, aboard, counting)
+    assert (len(admission.admitted), len(admission.preempted)) == (300, 300)
+    assert list(admission.preempted) == [f"job{n}" for n in range(400, 700)]
+    assert counting.looks <= 20
+    counting.looks = 0
+    full = admit([shape(f"job{n}", 1, order=n) for n in range(1000, 5000)], aboard, counting)
+    assert (full.admitted, full.preempted) == ((), {})
+    assert counting.looks <= 20
 
 
-@given(SIZES, st.lists(st.integers(1, 60), max_size=3))
-def test_as_many_are_admitted_as_one_by_one(waiting: list[tuple[int, int]], aboard: list[int]) -> None:
-    jobs = [shape(f"w{n}", size, priority, n) for n, (size, priority) in enumerate(waiting)]
-    present = [shape(f"a{n}", size) for n, size in enumerate(aboard)]
-    assert admit(jobs, present, fits).admitted == _one_by_one(jobs, present)
+def test_jobs_of_many_sizes_are_looked_at_only_where_they_are_smaller_than_one_that_did_not_fit() -> None:
+    looks = 0
+
+    def counting(jobs: Sequence[JobShape]) -> str | None:
+        nonlocal looks
+        looks += len(jobs) > 1
+        return fits(jobs)
+
+    sizes = [20 + (n * 37) % 41 for n in range(1000)]
+    admit([shape(f"w{n}", size, order=n) for n, size in enumerate(sizes)], [shape("x", 81)], counting)
+    assert looks <= 40

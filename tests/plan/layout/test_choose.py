@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -82,6 +83,25 @@ def test_those_aboard_are_whom_the_scheduler_admits(gib):
     found = choose(SHAPE, jobs, gpu(gib))
     assert tuple(job.name for job in found.aboard) == admit(jobs, [], found.memory.why_not).admitted
     assert found.aboard == fitting(jobs, found.memory)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_random_jobs_those_aboard_are_whom_the_scheduler_admits(seed):
+    dice = random.Random(seed)
+    jobs = [
+        replace(
+            job,
+            longest=dice.choice([50, 300, 2000]),
+            trainable=dice.choice([10**6, 10**7, 10**8, 10**11]),
+            by_layer=(),
+            priority=dice.randint(0, 2),
+            starts_from=dice.choice(["", "", "job0"]) if at else "",
+        )
+        for at, job in enumerate(shapes(12))
+    ]
+    memory = MemoryModel(SHAPE, dice.randint(17, 30) * GIB, fused=True)
+    aboard = fitting(jobs, memory)
+    assert tuple(job.name for job in aboard) == admit(jobs, [], memory.why_not).admitted
 
 
 def test_who_is_aboard_is_found_without_counting_all_of_them_for_each(monkeypatch):

@@ -102,3 +102,19 @@ def test_a_job_that_does_not_fit_even_alone_is_named_with_its_numbers():
     found = too_large(jobs, memory)
     assert list(found) == ["large"]
     assert "longest sample of 512 tokens, but 0.31 GiB are available" in found["large"]
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 1e3), st.integers(-1, 20)), max_size=20), st.integers(1, 4))
+def test_a_job_is_in_the_share_of_the_one_that_it_starts_from(jobs, devices):
+    seconds = named([one for one, _ in jobs])
+    sources = {f"job{n}": f"job{source}" for n, (_, source) in enumerate(jobs) if 0 <= source < n}
+    shares = share_jobs(seconds, devices, sources)
+    homes = {name: number for number, share in enumerate(shares) for name in share.jobs}
+    assert sorted(homes) == sorted(seconds)
+    assert all(homes[name] == homes[source] for name, source in sources.items())
+    assert all(list(share.jobs) == sorted(share.jobs, key=list(seconds).index) for share in shares)
+
+
+def test_one_that_is_trained_already_binds_nobody():
+    shares = share_jobs({"b": 1.0, "c": 1.0}, 2, {"b": "a", "c": "a"})
+    assert sorted(share.jobs for share in shares) == [("b",), ("c",)]

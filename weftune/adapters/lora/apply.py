@@ -206,7 +206,7 @@ class Lora:
         return {}
 
     def check_start(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> None:
-        if spec.init_from is not None:
+        if isinstance(spec.init_from, str):
             read_start(spec, sites)
 
     def initialise(

@@ -147,7 +147,7 @@ def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
     """The weights of the folder that a job starts from: exactly its sites, each with its rank."""
-    assert spec.init_from is not None
+    assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
     folder = Path(spec.init_from)
     _, weights = read_adapter(folder)
     targeted = {site.name: site for site in sites if spec.adapts(site)}

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from weftune.adapters.start import FromJob
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 
 ALL_LINEAR = "all-linear"
@@ -33,8 +34,8 @@ class LoraSpec:
     rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    init_from: str | None = None
-    """A PEFT adapter folder to start from."""
+    init_from: str | FromJob | None = None
+    """A PEFT adapter folder to start from, or the job of the same run whose adapter is waited for."""
 
     def targets_site(self, name: str) -> bool:
         """Whether PEFT would put an adapter on the module `name` (the output layer is no site at all)."""

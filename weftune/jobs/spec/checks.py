@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
+from weftune.adapters.start import source_of
 from weftune.core.patterns import ending, slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, Mistake
@@ -105,7 +106,8 @@ def _expert_parameters(shape: ModelShape) -> str:
 
 def warnings(jobs: Sequence[JobSpec], shape: ModelShape) -> list[str]:
     """Warnings about jobs that will run but may not be what the user meant: one sentence each."""
-    return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape))
+    adapters = {job.name: job.adapter for job in jobs}
+    return told_once((job.name, sentence) for job in jobs for sentence in _job_warnings(job, shape, adapters))
 
 
 def data_warnings(job: JobSpec, samples: int, steps: int) -> Iterator[str]:
@@ -132,7 +134,7 @@ def _names(jobs: Sequence[str]) -> str:
     return ", ".join(jobs) if more <= 1 else f"{', '.join(jobs[:NAMED])} and {more} more"
 
 
-def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
+def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, LoraSpec]) -> Iterator[str]:
     adapter = job.adapter
     if job.learning_rate > HIGH_RATE:
         yield (
@@ -160,8 +162,8 @@ def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
             "vLLM does not load adapters on experts as PEFT stores them; to serve it there, run weftune "
             "export --merged"
         )
-    if adapter.init_from is not None:
-        yield from _start_warnings(adapter, Path(adapter.init_from), aboard)
+    if (before := _started_from(adapter, aboard, adapters)) is not None:
+        yield from _start_warnings(adapter, before, aboard)
     if job.data.max_length > shape.context:
         yield (
             f"max_length {job.data.max_length} is over the base's context of {shape.context} tokens; "
@@ -169,13 +171,23 @@ def _job_warnings(job: JobSpec, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _start_warnings(adapter: LoraSpec, folder: Path, aboard: Sequence[SiteShape]) -> Iterator[str]:
-    """PEFT's files hold A and B; what they add up to hangs on the scale, which the job states anew."""
+def _started_from(
+    adapter: LoraSpec, aboard: Sequence[SiteShape], adapters: Mapping[str, LoraSpec]
+) -> LoraSpec | None:
+    """The spec of the adapter that a job starts from: of a folder, or of one of the jobs' `adapters`."""
+    if not isinstance(adapter.init_from, str):
+        return adapters.get(source_of(adapter))
+    folder = Path(adapter.init_from)
     try:
         before = read_spec(folder)
         refuse_slow(folder, before, [site.name for site in aboard])
     except AdapterError:
-        return  # refused, with its reason, when the job is made ready
+        return None  # refused, with its reason, when the job is made ready
+    return before
+
+
+def _start_warnings(adapter: LoraSpec, before: LoraSpec, aboard: Sequence[SiteShape]) -> Iterator[str]:
+    """PEFT's files hold A and B; what they add up to hangs on the scale, which the job states anew."""
     for site in aboard:
         scale, was = adapter.scale_at(site.name), before.scale_at(site.name)
         if not math.isclose(scale, was):

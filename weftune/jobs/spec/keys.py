@@ -36,8 +36,8 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "early_stop": ("patience", "min_delta"),
     "sweep": ("over", "search", "trials", "metric", "mode", "halving", "keep"),
     "halving": ("at", "keep"),
+    "init_from": ("job",),
 }
-
 SAME_FOR_ALL: Mapping[str, str] = {
     "name": "every trial is named after what sets it apart",
     "data": "trials that train on other rows cannot be compared; write a job for each",
@@ -49,7 +49,7 @@ SAME_FOR_ALL: Mapping[str, str] = {
 }
 """First part of a key → why all trials of a sweep share it."""
 
-INNER = ("source", "halving")
+INNER = ("source", "halving", "init_from")
 """Sections inside sections: a key that stands elsewhere is not one of theirs."""
 
 RENAMED: Mapping[str, str] = {

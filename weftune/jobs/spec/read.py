@@ -16,11 +16,22 @@ from weftune.jobs.spec.layer import Layer, is_rows, merged, written_out
 from weftune.jobs.spec.lines import MAX_NODES, read_yaml
 from weftune.jobs.spec.names import repeated
 from weftune.jobs.spec.paths import exists, is_hub_id, is_revision, missing, place_in
-from weftune.jobs.spec.places import ROWS, Loc, Place, Placed, Places, dotted, in_file_order, places_of
+from weftune.jobs.spec.places import (
+    ROWS,
+    Loc,
+    Place,
+    Placed,
+    Places,
+    dotted,
+    in_file_order,
+    place_of,
+    places_of,
+)
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.settle import settle
 from weftune.jobs.spec.show import show
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
+from weftune.jobs.spec.starts import SOURCE, check_starts, name_faults
 from weftune.jobs.sweeps.expand import expand, trial_clashes
 from weftune.jobs.sweeps.spec import Sweep
 
@@ -104,7 +115,9 @@ class _Reader:
             shape = self.shape_of(run.base)
         except UserError as error:
             return error.mistakes
-        return () if shape is None else check_targets(run.jobs, shape, run.place)
+        if shape is None:
+            return ()
+        return [*check_targets(run.jobs, shape, run.place), *check_starts(run.jobs, shape, run.place)]
 
     def fault(self, loc: Loc, sentence: str) -> None:
         line = next((self.lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in self.lines), 0)
@@ -215,6 +228,9 @@ class _Reader:
             [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed], sweeps
         ):
             self.fault(("jobs", index, "name"), sentence)
+        names = [keys.get("name") for keys in listed if isinstance(keys, Mapping)]
+        for name, sentence in name_faults(made, [name for name in names if isinstance(name, str)]):
+            self.found.append(Placed(place_of(places[name], SOURCE), sentence))
         return tuple(made), tuple(sweeps), places
 
     def defaults(self, values: Any) -> Layer:

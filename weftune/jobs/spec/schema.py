@@ -19,6 +19,7 @@ EXPECTED: Mapping[Loc, str] = {
     ("adapter",): "a mapping such as {kind: lora, rank: 16}",
     ("adapter", "targets"): "all-linear, a regular expression, or a list of the endings of module paths",
     ("adapter", "target_parameters"): "a list such as [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
+    ("adapter", "init_from"): "an adapter folder, or {job: NAME} for the adapter of another job",
     ("adapter", "rank_pattern"): "a mapping from a module path's ending to a rank",
     ("adapter", "alpha_pattern"): "a mapping from a module path's ending to an alpha",
     ("betas",): "a list of two numbers such as [0.9, 0.999]",
@@ -49,6 +50,13 @@ KINDS: Mapping[str, str] = {
     "float_parsing": "a number",
 }
 
+
+INNER: Mapping[Loc, str] = {
+    ("data", "path"): "source",
+    ("adapter", "init_from"): "init_from",
+    ("sweep", "halving"): "halving",
+}
+"""Sections inside of others, by their place."""
 
 MISSING = ("missing", "missing_argument")
 
@@ -111,9 +119,7 @@ def section_of(loc: Loc, section: str = "job") -> str:
     """The section of the spec whose keys stand at `loc`."""
     if not loc:
         return section
-    if loc[:2] == ("sweep", "halving"):
-        return "halving"
-    return "source" if loc[:2] == ("data", "path") else str(loc[0])
+    return INNER.get(loc[:2], str(loc[0]))
 
 
 def _required(key: str) -> str:
@@ -125,6 +131,7 @@ def _required(key: str) -> str:
         "over": f"over: {EXPECTED[('sweep', 'over')]}",
         "at": f"at: {EXPECTED[('sweep', 'halving', 'at')]}",
         "keep": "keep: the share that goes on, such as 0.33",
+        "job": "job: the name of another job",
         "patience": "patience: how many evaluations to wait",
     }.get(key, key)
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack
 
 from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.start import FromJob
 from weftune.base.spec import BaseSpec
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import Mistake, SpecError
@@ -173,6 +174,8 @@ def _plain(record: Any) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return dict(value)
+        if isinstance(value, FromJob):
+            return asdict(value)
         return list(value) if isinstance(value, tuple) else value
 
     return {item.name: plain(getattr(record, item.name)) for item in fields(record)}

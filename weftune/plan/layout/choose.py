@@ -27,10 +27,9 @@ from weftune.plan.layout.one_device import (
     choose_for_jobs,
     fits_whole,
     in_files,
-    in_order,
-    most_that_fit,
     pretended_place,
 )
+from weftune.plan.layout.seats import in_order, most_that_fit, seat, too_large
 from weftune.plan.layout.stream_choice import StreamChoice, choose_for_workers
 from weftune.plan.program.layout import Layout, in_stages, one_device
 from weftune.plan.program.program import Program
@@ -381,15 +380,11 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 
 
 def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
-    """Those that are aboard from the start, by the scheduler's rule: in order, and nobody overtakes but one
-    who is behind a job that fits nowhere."""
-    possible = [job for job in in_order(jobs) if _fits_alone(job, memory)]
-    count = most_that_fit(lambda count: memory.why_not(possible[:count]) is None, len(possible))
-    return tuple(possible[:count])
-
-
-def _fits_alone(job: JobShape, memory: MemoryModel) -> bool:
-    return memory.why_not([job]) is None
+    """Those that are aboard from the start, as the scheduler admits them."""
+    names = {job.name for job in jobs}
+    first = [job for job in jobs if job.starts_from not in names]
+    never = too_large(first, memory.why_not)
+    return seat([job for job in first if job.name not in never], (), memory.why_not).seated
 
 
 def full_bytes(memory: MemoryModel, together: Sequence[JobShape], most: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape, ModelShape
@@ -14,6 +14,7 @@ from weftune.plan.layout.need import (
     STREAM_SLACK_BYTES,
     StreamDevice,
 )
+from weftune.plan.layout.seats import in_order, most_that_fit
 from weftune.plan.layout.stream_choice import StreamChoice, choose_stream, fits_streamed
 
 PRETENDED_BANDWIDTH, PRETENDED_FLOPS = 1e10, 1e11
@@ -90,19 +91,3 @@ def choose_for_jobs(
 
 def _tokens(together: Sequence[JobShape]) -> int:
     return sum(job.batch_tokens for job in together)
-
-
-def in_order(jobs: Sequence[JobShape]) -> list[JobShape]:
-    """As they would come aboard."""
-    return sorted(jobs, key=lambda job: (-job.priority, job.order))
-
-
-def most_that_fit(fits: Callable[[int], bool], count: int) -> int:
-    """So many of them as fit, by halving; 0 if not one does."""
-    if fits(count):
-        return count
-    least, too_many = 0, count
-    while too_many - least > 1:
-        tried = (least + too_many) // 2
-        least, too_many = (tried, too_many) if fits(tried) else (least, tried)
-    return least

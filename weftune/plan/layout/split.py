@@ -66,21 +66,36 @@ def sheet_cost(shape: ModelShape, speed: Speed) -> CostModel:
     return counted(shape).whole(shape.layers, speed.source).times(1 / speed.flops)
 
 
-def share_jobs(seconds: Mapping[str, float], devices: int) -> tuple[DeviceShare, ...]:
-    """A share for every device; one is empty only where there are fewer jobs than devices.
+def share_jobs(
+    seconds: Mapping[str, float], devices: int, sources: Mapping[str, str] | None = None
+) -> tuple[DeviceShare, ...]:
+    """A share for every device; one is empty only where there are fewer jobs than devices. A job is in the
+    share of the one whose adapter it starts from, as `sources` has it.
 
     The longest first onto the least loaded, then moved and swapped while that evens the loads, which never
     makes the heaviest heavier: its load is at most 4/3 of the least that any division has.
     """
     assert devices >= 1, "there is a device"
-    names, each = list(seconds), list(seconds.values())
+    groups: dict[str, list[str]] = {}
+    for name in seconds:
+        groups.setdefault(_first_of(name, seconds, sources or {}), []).append(name)
+    families = list(groups.values())
+    each = [sum(seconds[name] for name in family) for family in families]
     buckets = longest_first(each, devices)
     if len(each) > devices:
         buckets = level(buckets, each)
+    held = [{name for index in bucket for name in families[index]} for bucket in buckets]
     return tuple(
-        DeviceShare(tuple(names[index] for index in sorted(bucket)), sum(each[index] for index in bucket))
-        for bucket in buckets
+        DeviceShare(tuple(name for name in seconds if name in names), sum(each[index] for index in bucket))
+        for names, bucket in zip(held, buckets, strict=True)
     )
+
+
+def _first_of(name: str, seconds: Mapping[str, float], sources: Mapping[str, str]) -> str:
+    """The job that a chain of starts begins with; what is trained already is in no chain."""
+    while sources.get(name, "") in seconds:
+        name = sources[name]
+    return name
 
 
 def too_large(jobs: Sequence[JobShape], memory: MemoryModel) -> dict[str, str]:

@@ -29,6 +29,7 @@ def share_outlook(
     alone: Callable[[Sequence[JobShape]], Foreseen],
 ) -> ShareOutlook:
     """`seconds` of each job's whole run divide them; `alone` foresees one device with a share."""
-    shares = [share for share in share_jobs(seconds, devices) if share.jobs]
+    sources = {job.name: job.starts_from for job in jobs}
+    shares = [share for share in share_jobs(seconds, devices, sources) if share.jobs]
     parts = [alone([job for job in jobs if job.name in share.jobs]) for share in shares]
     return ShareOutlook(tuple(shares), tuple(parts))

@@ -1,0 +1,94 @@
+"""Jobs that start from the adapters of other jobs: `init_from: {job: NAME}`.
+
+NAME is another job of the same run, and nobody waits in a circle. Its adapter is refused for what a folder
+would be refused for, before anything is trained: other sites, or another rank at one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.start import source_of
+from weftune.core.shapes import ModelShape
+from weftune.errors import Mistake
+from weftune.jobs.spec.near import nearest
+from weftune.jobs.spec.places import Loc
+from weftune.jobs.spec.show import show
+from weftune.jobs.spec.spec import JobSpec, place_in_job
+
+SOURCE: Loc = ("adapter", "init_from", "job")
+MOST_NAMED = 8
+"""Jobs that a sentence names before it counts."""
+
+
+def name_faults(jobs: Sequence[JobSpec], known: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """A job, and what is wrong with the name that it starts from; `known` are all names of the run."""
+    sources = {job.name: source for job in jobs if (source := source_of(job.adapter))}
+    told: set[str] = set()
+    for name, source in sources.items():
+        if source == name:
+            yield name, "a job cannot start from itself; name another, or write init_from: null"
+        elif source not in known:
+            yield name, _unknown(source, [other for other in known if other != name])
+        elif name not in told and (circle := _circle(name, sources)):
+            told.update(circle)
+            way = " from ".join([*circle, name])
+            yield name, f"jobs wait for each other in a circle, {way}; let one of them start from a folder"
+
+
+def _unknown(source: str, others: Sequence[str]) -> str:
+    sentence = f"there is no job {show(source)} in this run"
+    if near := nearest(source, others):
+        return f"{sentence}; did you mean {near}?"
+    if not others:
+        return f"{sentence}; for a folder write its path as init_from"
+    more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+    return f"{sentence}; its other jobs are {', '.join(others[:MOST_NAMED])}{more}"
+
+
+def _circle(name: str, sources: Mapping[str, str]) -> list[str]:
+    """From `name` along its sources back to itself; empty where that does not lead back."""
+    way = [name]
+    while (source := sources.get(way[-1], "")) and source not in way:
+        way.append(source)
+    return way if source == name else []
+
+
+def check_names(
+    jobs: Sequence[JobSpec], known: Sequence[str], place: Callable[..., str] = place_in_job
+) -> list[Mistake]:
+    """The same as mistakes, for jobs that were made in Python."""
+    return [Mistake(place(name, *SOURCE), sentence) for name, sentence in name_faults(jobs, known)]
+
+
+def check_starts(
+    jobs: Sequence[JobSpec], shape: ModelShape, place: Callable[..., str] = place_in_job
+) -> list[Mistake]:
+    """A mistake for every job whose source has other sites or ranks than it on this base."""
+    adapters = {job.name: job.adapter for job in jobs}
+    return [
+        Mistake(place(job.name, *SOURCE), sentence)
+        for job in jobs
+        if (source := source_of(job.adapter)) in adapters
+        and (sentence := _misfit(source, adapters[source], job.adapter, shape))
+    ]
+
+
+def _misfit(source: str, before: LoraSpec, own: LoraSpec, shape: ModelShape) -> str:
+    """What a folder of that adapter would be refused for, or nothing."""
+    if differ := [site for site in shape.sites if before.adapts(site) != own.adapts(site)]:
+        where = "this job" if own.adapts(differ[0]) else source
+        keys = "adapter.targets and adapter.target_parameters" if shape.mixes else "adapter.targets"
+        more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
+        return (
+            f"{source} and this job do not adapt the same sites: only {where} does {differ[0].name}{more}; "
+            f"set {keys} as {source} has it"
+        )
+    for site in shape.sites:
+        if own.adapts(site) and before.rank_at(site.name) != own.rank_at(site.name):
+            return (
+                f"{source} has rank {before.rank_at(site.name)} at {site.name}, the job asks for "
+                f"{own.rank_at(site.name)}; set adapter.rank and adapter.rank_pattern as {source} has them"
+            )
+    return ""
