@@ -1,0 +1,232 @@
+"""Who goes on from a rung, who rests and who leaves: by the recorded values, never by order of arrival."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weftune.jobs.sweeps.rungs import End, LossTrend, Rungs, ordinal, quota, rung_steps
+from weftune.jobs.sweeps.spec import Halving, SweepSpec
+
+STEPS = 200
+
+
+def rungs_of(count, at=(0.1, 0.3), keep=0.34, mode="min", steps=STEPS):
+    made = Rungs(SweepSpec(over={}, halving=Halving(at, keep), mode=mode))
+    names = [f"t{number}" for number in range(count)]
+    made.begin(names)
+    for name in names:
+        made.enter(name, steps)
+    return made
+
+
+def decide(rungs):
+    while due := rungs.due():
+        for decision in due:
+            rungs.adopt(decision)
+
+
+def test_a_trial_rests_at_a_rung_until_all_have_been_evaluated_there_and_the_best_go_on():
+    rungs = rungs_of(4, keep=0.5)
+    assert {rungs.limit(name) for name in rungs.trials} == {20}
+    for name, value in (("t3", 1.0), ("t0", 4.0), ("t2", 2.0)):
+        assert rungs.awaited(name)
+        rungs.evaluate(name, 20, value)
+        assert not rungs.awaited(name)
+        assert rungs.due() == []
+        assert rungs.limit(name) == 20
+    rungs.evaluate("t1", 20, 3.0)
+    (decision,) = rungs.due()
+    assert (decision.step, decision.kept, decision.left) == (20, ("t3", "t2"), ("t1", "t0"))
+    assert rungs.limit("t3") == 20, "nothing changes before it is adopted"
+    rungs.adopt(decision)
+    assert (rungs.limit("t3"), rungs.limit("t2")) == (60, 60)
+    assert decision.reason("t1", 20) == "left the sweep at step 20: 3rd of 4, the best 2 go on"
+    assert rungs.due() == []
+    for name, value in (("t2", 1.5), ("t3", 1.6)):
+        rungs.evaluate(name, 60, value)
+    decide(rungs)
+    assert rungs.decisions[-1].reason("t3", 60) == "left the sweep at step 60: 2nd of 2, the best goes on"
+    assert rungs.limit("t2") == STEPS
+
+
+def test_among_equals_the_first_of_the_file_goes_on_and_what_is_not_finite_is_worst():
+    rungs = rungs_of(4, keep=0.5)
+    for name, value in (("t3", 1.0), ("t2", 1.0), ("t1", 1.0), ("t0", math.nan)):
+        rungs.evaluate(name, 20, value)
+    decide(rungs)
+    assert rungs.decisions[0].kept == ("t1", "t2")
+    assert rungs.decisions[0].left == ("t3", "t0")
+
+
+def test_with_mode_max_the_highest_go_on():
+    rungs = rungs_of(2, keep=0.5, mode="max")
+    rungs.evaluate("t0", 20, 0.4)
+    rungs.evaluate("t1", 20, 0.5)
+    decide(rungs)
+    assert rungs.decisions[0].kept == ("t1",)
+
+
+def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst():
+    rungs = rungs_of(6, keep=0.5)
+    for name in ("t0", "t1"):
+        rungs.end(name, End.FAILED, 7)
+    for number in range(2, 6):
+        rungs.evaluate(f"t{number}", 20, float(number))
+    decide(rungs)
+    assert rungs.decisions[0].kept == ("t2", "t3", "t4")
+    assert rungs.decisions[0].left == ("t5",)
+    assert rungs.decisions[0].reason("t5", 20) == "left the sweep at step 20: 4th of 6, the best 3 go on"
+    rungs.end("t2", End.LEFT, 40)
+    rungs.evaluate("t3", 60, 2.0)
+    assert rungs.due() == []
+    rungs.evaluate("t4", 60, 3.0)
+    decide(rungs)
+    assert rungs.decisions[1].kept == ("t3", "t4")
+
+
+def test_a_rung_that_nobody_reaches_alive_is_not_decided():
+    rungs = rungs_of(2)
+    for name in rungs.trials:
+        rungs.end(name, End.FAILED, 3)
+    assert rungs.due() == []
+    assert rungs.is_over()
+    assert rungs.ranking({}) == []
+
+
+def test_one_that_its_early_stop_ended_takes_nobodys_place_at_later_rungs_and_is_ranked_at_the_end():
+    rungs = rungs_of(4, keep=0.5)
+    rungs.end("t0", End.FINISHED, 12)
+    for number in (1, 2, 3):
+        rungs.evaluate(f"t{number}", 20, float(number))
+    decide(rungs)
+    assert rungs.decisions[0].kept == ("t1", "t2")
+    for name, value in (("t1", 1.0), ("t2", 2.0)):
+        rungs.evaluate(name, 60, value)
+    decide(rungs)
+    rungs.end("t1", End.FINISHED, STEPS)
+    assert rungs.is_over()
+    assert rungs.ranking({"t0": 0.5, "t1": 0.7}) == ["t0", "t1"]
+
+
+def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():
+    """So decisions whose record is lost are made again, by the same values, as they were."""
+    rungs = rungs_of(4, keep=0.5)
+    for name, value in (("t0", 1.0), ("t1", 2.0), ("t2", 3.0), ("t3", 4.0)):
+        rungs.evaluate(name, 20, value)
+    decide(rungs)
+    rungs.end("t0", End.FAILED, 33)
+    rungs.evaluate("t1", 60, 2.0)
+    decide(rungs)
+    rungs.end("t1", End.FINISHED, STEPS)
+    rebuilt = rungs_of(4, keep=0.5)
+    for name, ended in rungs.ended.items():
+        rebuilt.end(name, ended.how, ended.step)
+    for name, seen in rungs.values.items():
+        for step, value in seen.items():
+            rebuilt.evaluate(name, step, value)
+    decide(rebuilt)
+    assert [one.kept for one in rebuilt.decisions] == [one.kept for one in rungs.decisions]
+
+
+def test_generations_are_decided_among_themselves():
+    rungs = rungs_of(2, keep=0.5)
+    rungs.begin(["u0", "u1"])
+    for name in ("u0", "u1"):
+        rungs.enter(name, 100)
+    for name, step, value in (("t0", 20, 1.0), ("t1", 20, 2.0), ("u0", 10, 9.0), ("u1", 10, 8.0)):
+        rungs.evaluate(name, step, value)
+    decide(rungs)
+    assert [(one.generation, one.kept) for one in rungs.decisions] == [(0, ("t0",)), (1, ("u1",))]
+
+
+def test_rungs_are_shares_of_a_trials_own_steps_and_before_its_last():
+    assert rung_steps(Halving((0.3, 0.1), 0.5), 200) == (20, 60)
+    assert rung_steps(Halving((0.1, 0.9), 0.5), 5) == (1, 4)
+    assert rung_steps(Halving((0.5,), 0.5), 1) == (0,)
+    assert rung_steps(None, 200) == ()
+
+
+def test_the_quota_is_rounded_up_from_the_decimal_that_was_written():
+    assert [quota(0.33, n) for n in (24, 8, 3, 1)] == [8, 3, 1, 1]
+    assert [quota(0.1, n) for n in (10, 11)] == [1, 2]
+    assert quota(1.0, 7) == 7
+
+
+def test_ordinals():
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 112)] == [
+        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "112th",
+    ]  # fmt: skip
+
+
+FATES = st.sampled_from(["goes on"] * 5 + ["fails", "leaves", "stops"])
+MOVE = st.tuples(st.integers(0, 4), FATES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trials=st.lists(
+        st.lists(st.tuples(st.integers(0, 4), FATES), min_size=3, max_size=3), min_size=1, max_size=9
+    ),
+    keep=st.sampled_from([0.2, 0.33, 0.5, 0.75]),
+    seeds=st.lists(st.integers(0, 10**6), min_size=2, max_size=2),
+)
+def test_decisions_are_the_same_in_whatever_order_values_arrive(trials, keep, seeds):
+    assert play(trials, keep, seeds[0]) == play(trials, keep, seeds[1])
+
+
+def play(trials, keep, seed):
+    """A sweep whose trials have these values and fates between rungs, moved on in a random order."""
+    rng = random.Random(seed)
+    rungs = rungs_of(len(trials), keep=keep)
+    at = dict.fromkeys(rungs.trials, 0)
+    while movable := [
+        name for name in at if name not in rungs.ended and (rungs.awaited(name) or rungs.limit(name) == STEPS)
+    ]:
+        name = rng.choice(movable)
+        value, fate = trials[int(name[1:])][at[name]]
+        at[name] += 1
+        step, limit = rungs.limit(name) - 5, rungs.limit(name)
+        if fate != "goes on":
+            rungs.end(name, {"fails": End.FAILED, "leaves": End.LEFT, "stops": End.FINISHED}[fate], step)
+        elif limit == STEPS:
+            rungs.end(name, End.FINISHED, STEPS)
+        else:
+            rungs.evaluate(name, limit, float(value))
+        if rng.random() < 0.5 or not any(rungs.awaited(name) for name in at if name not in rungs.ended):
+            decide(rungs)
+    decide(rungs)
+    assert rungs.is_over()
+    scores = {name: float(trials[int(name[1:])][2][0]) for name in at}
+    return rungs.decisions, rungs.ended, rungs.ranking(scores)
+
+
+@pytest.mark.parametrize(("steps", "first"), [(100, 20), (1000, 100)])
+def test_a_training_loss_that_does_not_fall_is_told_from_step_twenty_or_a_tenth_of_the_steps_on(steps, first):
+    trend = LossTrend(steps)
+    told = []
+    for step in range(1, steps + 1):
+        trend.add(step, 2.0)
+        if trend.fault():
+            told.append(step)
+    assert told == list(range(first, steps)), "at the last step all is paid for"
+    assert "its training loss does not fall (mean of the first 10 steps 2, of the last 2)" in trend_at(
+        20, 2.0
+    )
+
+
+def trend_at(step, late):
+    trend = LossTrend(100)
+    for number in range(1, step + 1):
+        trend.add(number, 2.0 if number <= 10 else late)
+    return trend.fault()
+
+
+def test_a_falling_loss_or_one_whose_first_steps_are_not_known_is_no_fault():
+    assert trend_at(50, 1.999) is None
+    trend = LossTrend(100)
+    for step in range(5, 60):
+        trend.add(step, 3.0)
+    assert trend.fault() is None

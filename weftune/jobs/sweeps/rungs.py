@@ -1,0 +1,258 @@
+"""Successive halving as a state machine: who may train up to which step, who rests, who leaves.
+
+A rung is a step at which all trials of a generation are evaluated, and from which only the best go on. It is
+decided when each of its trials has been evaluated there or has ended: so a decision depends on the recorded
+values and on nothing else, in whatever order they arrive. Trials leave a sweep
+
+- at a rung, where they are not among the best `max(1, ceil(keep × n))` of the `n` trials that began it; among
+  equals the first of the file goes on;
+- between rungs, when their training loss does not fall (`LossTrend`).
+
+A trial that fails, is cancelled or leaves between rungs counts as the worst at the rungs that it has not
+passed. One that its own `early_stop` has ended is finished: at later rungs it takes nobody's place, and at
+the end it is ranked among the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from weftune.jobs.spec.spec import in_steps
+from weftune.jobs.sweeps.spec import Halving, Mode, SweepSpec
+
+TREND_STEPS = 10
+"""Steps whose mean loss is compared."""
+FIRST_TREND = 20
+"""The step before which no trial leaves because of its training loss."""
+TREND_SHARE = 0.1
+"""Nor in this first share of its steps."""
+
+
+class End(StrEnum):
+    """How a trial came to make no more steps."""
+
+    LEFT = "left"
+    FAILED = "failed"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    how: End
+    step: int
+    """The last that it made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who goes on from a rung and who leaves there, the best first. Trials that had failed or left before are
+    in neither."""
+
+    generation: int
+    rung: int
+    step: int
+    """Of the generation's first trial; where numbers of steps are searched over, trials have their own."""
+    kept: tuple[str, ...]
+    left: tuple[str, ...]
+    began: int
+    """Trials that began the rung."""
+
+    def reason(self, trial: str, step: int) -> str:
+        """Why a trial leaves here."""
+        place = ordinal(len(self.kept) + self.left.index(trial) + 1)
+        go_on = "the best goes on" if len(self.kept) == 1 else f"the best {len(self.kept)} go on"
+        return f"left the sweep at step {step}: {place} of {self.began}, {go_on}"
+
+
+def ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def rung_steps(halving: Halving | None, steps: int) -> tuple[int, ...]:
+    """The steps of a trial's rungs, all of them before its last."""
+    shares = () if halving is None else sorted(halving.at)
+    return tuple(min(in_steps(share, steps), steps - 1) for share in shares)
+
+
+def quota(keep: float, count: int) -> int:
+    """How many of `count` go on."""
+    return count if keep >= 1 else max(1, in_steps(keep, count))
+
+
+def worth(value: float | None, mode: Mode) -> float:
+    """A number that is lower for a better value; what is missing or not finite is the worst."""
+    if value is None or not math.isfinite(value):
+        return math.inf
+    return value if mode == "min" else -value
+
+
+@dataclass(slots=True)
+class Rungs:
+    """A sweep's trials on their way."""
+
+    spec: SweepSpec
+    generations: list[tuple[str, ...]] = field(default_factory=list)
+    """Trials that are compared with one another; `tpe` has several such groups, one after another."""
+    decisions: list[Decision] = field(default_factory=list)
+    values: dict[str, dict[int, float | None]] = field(default_factory=dict)
+    """Trial → step of a rung → what was measured there first."""
+    ended: dict[str, Ended] = field(default_factory=dict)
+    _steps: dict[str, int] = field(default_factory=dict)
+    _generation: dict[str, int] = field(default_factory=dict)
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def begin(self, trials: Sequence[str]) -> None:
+        """A generation of trials, in the order of the file."""
+        self._generation |= dict.fromkeys(trials, len(self.generations))
+        self.generations.append(tuple(trials))
+
+    def enter(self, trial: str, steps: int) -> None:
+        """The number of a trial's steps is known."""
+        self._steps[trial] = steps
+
+    def evaluate(self, trial: str, step: int, value: float | None) -> bool:
+        """Take a value; False where that step is no rung, or has its value already."""
+        seen = self.values.setdefault(trial, {})
+        if step not in self.rungs(trial) or step in seen:
+            return False
+        seen[step] = value
+        return True
+
+    def end(self, trial: str, how: End, step: int) -> None:
+        self.ended.setdefault(trial, Ended(how, step))
+
+    def adopt(self, decision: Decision) -> None:
+        """Let a decision hold; those who leave have ended."""
+        self.decisions.append(decision)
+        for trial in decision.left:
+            self.end(trial, End.LEFT, self.rungs(trial)[decision.rung])
+
+    # -- answers -----------------------------------------------------------------------------------------
+
+    @property
+    def trials(self) -> Iterator[str]:
+        return (trial for generation in self.generations for trial in generation)
+
+    def rungs(self, trial: str) -> tuple[int, ...]:
+        return rung_steps(self.spec.halving, self._steps[trial]) if trial in self._steps else ()
+
+    def steps(self, trial: str) -> int:
+        return self._steps.get(trial, 0)
+
+    def limit(self, trial: str) -> int:
+        """The step up to which the trial may train now."""
+        generation = self._generation[trial]
+        rung = len(self._decided(generation))
+        rungs = self.rungs(trial)
+        if rung < len(rungs) and self._begins(trial, rung):
+            return rungs[rung]
+        return self.steps(trial)
+
+    def awaited(self, trial: str) -> bool:
+        """Whether the trial is still to be evaluated at the rung that is its limit."""
+        return self.limit(trial) < self.steps(trial) and self.limit(trial) not in self.values.get(trial, {})
+
+    def due(self) -> list[Decision]:
+        """The decisions that can be made now, one for a generation at most; nothing changes by asking."""
+        found = (self._due(generation) for generation in range(len(self.generations)))
+        return [decision for decision in found if decision is not None]
+
+    def is_over(self) -> bool:
+        """Whether every trial has ended."""
+        return all(trial in self.ended for trial in self.trials)
+
+    def ranking(self, scores: Mapping[str, float | None]) -> list[str]:
+        """The finished trials, the best first."""
+        finished = [
+            trial for trial in self.trials if trial in self.ended and self.ended[trial].how is End.FINISHED
+        ]
+        return sorted(finished, key=lambda trial: worth(scores.get(trial), self.spec.mode))
+
+    # -- how ---------------------------------------------------------------------------------------------
+
+    def _due(self, generation: int) -> Decision | None:
+        halving, rung = self.spec.halving, len(self._decided(generation))
+        if halving is None or rung >= len(halving.at):
+            return None
+        began = self._began(generation, rung)
+        if not all(self._is_known(trial, rung) for trial in began):
+            return None
+        here = [trial for trial in began if self._counts(trial, rung)]
+        if not here:
+            return None
+        ranked = sorted(here, key=lambda trial: worth(self._value(trial, rung), self.spec.mode))
+        count = quota(halving.keep, len(began))
+        step = self.rungs(here[0])[rung]
+        return Decision(generation, rung, step, tuple(ranked[:count]), tuple(ranked[count:]), len(began))
+
+    def _is_known(self, trial: str, rung: int) -> bool:
+        return trial in self.ended or self._has_value(trial, rung)
+
+    def _counts(self, trial: str, rung: int) -> bool:
+        """Whether it was evaluated at the rung, and had not failed or left by then."""
+        if not self._has_value(trial, rung):
+            return False
+        ended, step = self.ended.get(trial), self.rungs(trial)[rung]
+        return ended is None or ended.step > step or (ended.how is End.FINISHED and ended.step == step)
+
+    def _has_value(self, trial: str, rung: int) -> bool:
+        rungs = self.rungs(trial)
+        return bool(rungs) and rungs[rung] in self.values.get(trial, {})
+
+    def _value(self, trial: str, rung: int) -> float | None:
+        return self.values[trial][self.rungs(trial)[rung]]
+
+    def _decided(self, generation: int) -> list[Decision]:
+        return [decision for decision in self.decisions if decision.generation == generation]
+
+    def _began(self, generation: int, rung: int) -> tuple[str, ...]:
+        """Who began a rung: all, or those kept at the one before, in the order of the file."""
+        return tuple(trial for trial in self.generations[generation] if self._begins(trial, rung))
+
+    def _begins(self, trial: str, rung: int) -> bool:
+        return rung == 0 or trial in self._decided(self._generation[trial])[rung - 1].kept
+
+
+class LossTrend:
+    """Whether a trial's training loss falls: from step 20 on, or from a tenth of the steps if that is later,
+    the mean of its last ten step losses must be below that of its first ten. At the last step nobody asks:
+    all has been paid for by then."""
+
+    def __init__(self, steps: int) -> None:
+        self._from = max(FIRST_TREND, in_steps(TREND_SHARE, steps))
+        self._steps = steps
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=TREND_STEPS)
+        self._step = 0
+
+    def add(self, step: int, loss: float) -> None:
+        self._step = step
+        if step <= TREND_STEPS:
+            self._first.append(loss)
+        self._last.append(loss)
+
+    def fault(self) -> str | None:
+        """Why the trial leaves now, or None."""
+        if not self._from <= self._step < self._steps:
+            return None
+        if len(self._first) < TREND_STEPS:
+            # Lines of the metrics were lost, and nothing can be said.
+            return None
+        first, last = _mean(self._first), _mean(self._last)
+        if last < first:
+            return None
+        return (
+            f"left the sweep at step {self._step}: its training loss does not fall "
+            f"(mean of the first {TREND_STEPS} steps {first:.4g}, of the last {last:.4g})"
+        )
+
+
+def _mean(losses: Iterable[float]) -> float:
+    values = list(losses)
+    return math.fsum(values) / len(values)
