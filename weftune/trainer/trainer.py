@@ -33,6 +33,7 @@ from weftune.jobs.spec.spec import JobSpec, RunSpec, place_in_job, resolved
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
+from weftune.jobs.sweeps.record import SweepRecord
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weftune.report.loggers import open_loggers
 from weftune.report.page import write_report
@@ -102,6 +103,9 @@ class Quiet:
     """A view for runs that nobody watches."""
 
     def update(self, row: JobRow) -> None:
+        pass
+
+    def sweep(self, record: SweepRecord) -> None:
         pass
 
     def note(self, text: str) -> None:
