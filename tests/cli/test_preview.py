@@ -79,6 +79,43 @@ def test_preview_imports_nothing_heavy():
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason="stories15m is not here")
+def test_the_command_lists_a_sweeps_trials_in_a_table_and_its_data_once(tmp_path, monkeypatch):
+    import typer
+
+    monkeypatch.setenv("WEFTUNE_CACHE", str(tmp_path / "cache"))
+    rows = [{"text": f"Once upon a time there were {number} cats."} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "jobs.yaml").write_text(f"""base: {STORIES}
+defaults: {{data: rows.jsonl, steps: 100, batch_size: 4}}
+jobs:
+  - name: sql
+    eval: {{fraction: 0.5}}
+    sweep:
+      over: {{adapter.rank: [2, 4, 8], learning_rate: [1e-4, 3e-4]}}
+      halving: {{at: [0.1], keep: 0.5}}
+  - {{name: other}}
+""")
+    app = typer.Typer()
+    app.command()(preview)
+    shown = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--rows", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "─ sql (6 trials) ─" in shown.output
+    assert shown.output.count("training:") == 2
+    rows = [line.split() for line in shown.output.splitlines() if line.startswith("│ sql-r")]
+    assert [row[1] for row in rows] == [
+        f"sql-r{rank}-lr{rate}" for rank in (2, 4, 8) for rate in ("1e-4", "3e-4")
+    ]
+    assert all("100" in row and "MiB" in row for row in rows)
+    words = " ".join(shown.output.split())
+    assert "6 trials; 3 after step 10 go on. That takes 1,320 samples instead of 2,400, 55%." in words
+    only = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--job", "sql-r4-lr1e-4", "--rows", "1"])
+    assert "─ sql-r4-lr1e-4 ─" in only.output
+    assert "Sweep" not in only.output
+    wrong = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--job", "four"])
+    assert "there is no job four; the file has other, sql" in str(wrong.exception)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="stories15m is not here")
 def test_the_command_shows_identical_data_once(tmp_path, monkeypatch):
     import typer
 

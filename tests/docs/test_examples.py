@@ -16,11 +16,12 @@ from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.jobs.spec.keys import SECTIONS
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import EarlyStop, JobSpec, RunSpec
+from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
-PREFIX = {"run": "", "job": "", "source": "data.path[]."}
+PREFIX = {"run": "", "job": "", "source": "data.path[].", "halving": "sweep.halving."}
 RECORDS: dict[str, type] = {
     "": JobSpec, "adapter.": LoraSpec, "data.": DataSpec, "data.path[].": Source, "eval.": EvalSpec,
-    "early_stop.": EarlyStop,
+    "early_stop.": EarlyStop, "sweep.": SweepSpec, "sweep.halving.": Halving,
 }  # fmt: skip
 
 

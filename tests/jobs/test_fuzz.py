@@ -52,6 +52,43 @@ def test_any_mapping_is_a_run_or_a_list_of_mistakes(job: dict, defaults: dict, b
     run_or_mistakes(lambda: parse_run(run, Path(os.curdir)))
 
 
+OVER = st.sampled_from(
+    [
+        "learning_rate",
+        "adapter",
+        "adapter.rank",
+        "adapter.targets",
+        "steps",
+        "early_stop",
+        "betas",
+        "a.b",
+        ".",
+        "",
+    ]
+)
+CHOICES = (
+    st.lists(VALUES, max_size=3) | st.dictionaries(st.sampled_from(["min", "max", "log"]), SCALARS) | VALUES
+)
+SWEEPS = st.fixed_dictionaries(
+    {"over": st.dictionaries(OVER, CHOICES, max_size=3) | VALUES},
+    optional={
+        "search": st.sampled_from(["grid", "random"]) | VALUES,
+        "trials": st.integers(1, 4) | VALUES,
+        "halving": st.fixed_dictionaries({}, optional={"at": VALUES, "keep": VALUES}) | VALUES,
+        "keep": VALUES,
+        "metric": st.just("eval_loss") | VALUES,
+        "mode": st.just("min") | VALUES,
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SWEEPS, st.dictionaries(KEYS, VALUES, max_size=2))
+def test_any_sweep_is_a_run_or_a_list_of_mistakes(sweep: dict, job: dict) -> None:
+    keys = {"name": "a", "data": "owner/rows", "eval": {"fraction": 0.1}, **job, "sweep": sweep}
+    run_or_mistakes(lambda: parse_run({"base": "demo", "jobs": [keys]}, Path(os.curdir)))
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(alphabet="abjo:-[]{}&*!<>|#'\"~.,0123e \n\t%@?", max_size=60))
 def test_any_text_is_a_run_or_a_list_of_mistakes(tmp_path: Path, text: str) -> None:

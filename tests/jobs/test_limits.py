@@ -84,6 +84,9 @@ NUMBERS = {
     "save_every": [0, -1],
     "priority": [0.5],
     "eps": [0, -1],
+    "sweep.trials": [0, 1.5, 1001],
+    "sweep.keep": [0, 1.5],
+    "sweep.halving.keep": [0, 1],
 }
 """Every number of a job with what it must not be, besides what no number may be."""
 NEVER = [".nan", ".inf", "-.inf", "1e400", "-1e400", "9" * 5000]
@@ -122,7 +125,8 @@ def test_every_number_of_a_job_is_tried() -> None:
     from weftune.jobs.spec.bounds import BOUNDS
 
     wanted = {".".join(map(str, loc)).replace("*", "q_proj") for loc in BOUNDS}
-    assert wanted - {"data.path.q_proj.weight", "betas.q_proj"} <= NUMBERS.keys()
+    in_lists = {"data.path.q_proj.weight", "betas.q_proj", "sweep.halving.at.q_proj"}
+    assert wanted - in_lists <= NUMBERS.keys()
 
 
 @pytest.mark.parametrize("value", [*NEVER, "-1", "1"])

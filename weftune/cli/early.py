@@ -82,5 +82,11 @@ def refuse_rows(jobs: Iterable[JobSpec], named: bool) -> None:
         raise DataError(mistakes)
 
 
+def one_of_each(run: RunSpec) -> list[JobSpec]:
+    """The jobs, and of every sweep one trial: all of them have the same rows."""
+    others = {trial.name for sweep in run.sweeps for trial in sweep.trials[1:]}
+    return [job for job in run.jobs if job.name not in others]
+
+
 def _of_job(job: str, mistake: Mistake) -> Mistake:
     return replace(mistake, place=f"job {job}: {mistake.place}" if mistake.place else f"job {job}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weftune.base.spec import BaseSpec
     from weftune.cli.plan_jobs import Outlined
     from weftune.cli.plan_machine import Way
+    from weftune.cli.plan_sweeps import SweepOutlook
     from weftune.core.shapes import JobShape, ModelShape
     from weftune.jobs.store.scheduler import Admission
     from weftune.plan.cost.cluster import Cluster
@@ -57,7 +58,7 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
 ) -> None:
     """Say what `weftune train` would do with the jobs: layout, memory, times. No weights are loaded."""
-    from weftune.cli.early import read_early, refuse_device, refuse_rows
+    from weftune.cli.early import one_of_each, read_early, refuse_device, refuse_rows
     from weftune.cli.options import bytes_of
     from weftune.cli.train import refuse_beside_gpu_memory, stages_of
 
@@ -77,7 +78,7 @@ def plan(
         explained=explain,
         ablated=ablate,
     )
-    refuse_rows(read_early(jobs).jobs, named=True)
+    refuse_rows(one_of_each(read_early(jobs)), named=True)
     found = read_cluster(cluster, limit, on_cpu=device == "cpu")
 
     from rich.console import Console
@@ -119,6 +120,7 @@ class Wanted:
     speeds: Sequence[Speed]
     """For each device, by its data sheet or by a profile."""
     jobs: Sequence[Outlined]
+    sweeps: Sequence[SweepOutlook] = ()
 
     @property
     def shapes(self) -> list[JobShape]:
@@ -141,13 +143,15 @@ def read_wanted(jobs: Path, cluster: Cluster, asked: PlanAsked) -> Wanted:
     """The jobs file's jobs on a cluster."""
     from weftune.base.config import read_tokenizer
     from weftune.cli.plan_jobs import outline_jobs
+    from weftune.cli.plan_sweeps import sweep_outlooks
     from weftune.jobs.spec.read import read_run
 
     gpu = cluster.devices[0].is_gpu
     run = read_run(jobs, lambda base: described(base, gpu))
     shape = described(run.base, gpu)
     outlined = outline_jobs(run.jobs, read_tokenizer(run.base), shape, asked.max_steps)
-    return Wanted(asked, run.base, shape, cluster, speeds_of(cluster), outlined)
+    sweeps = sweep_outlooks(run.sweeps, run.jobs, {one.name: one.total for one in outlined})
+    return Wanted(asked, run.base, shape, cluster, speeds_of(cluster), outlined, sweeps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ class Picture:
 class Answered:
     numbers: Mapping[str, Any]
     picture: Callable[[], Picture]
+    run: WholeRun
 
 
 def answer(wanted: Wanted, console: Console) -> Answered:
@@ -192,14 +197,14 @@ def resident(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answ
     totals, rate = wanted.totals, found.forecast.tokens_per_second
     ends = endings(totals, admission.admitted, admission.waiting, at_rate(totals, rate))
     run = WholeRun(ends, found.window.promise.peak_bytes, choice.memory.budget)
-    show_run(console, wanted.cluster.name, run, totals, source)
+    show_run(console, run, wanted, source)
     show(console, found, wanted, way)
     ablations = studied(wanted, admission) if wanted.asked.ablated else ()
-    show_more(console, admission, explain(found, source) if wanted.asked.explained else (), ablations)
+    show_more(console, wanted, admission, explain(found, source) if wanted.asked.explained else (), ablations)
     numbers = resident_numbers(found) | {"shares": None}
     numbers |= common_numbers(wanted, way, found.forecast, found.alternatives, source)
     numbers |= told(admission, ablations) | run_numbers(run, totals) | {"first_window": found.window.numbers}
-    return Answered(numbers, lambda: Picture(found.program, found.timeline))
+    return Answered(numbers | swept(wanted, run), lambda: Picture(found.program, found.timeline), run)
 
 
 def streamed(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answered:
@@ -218,16 +223,19 @@ def streamed(wanted: Wanted, way: Way, choice: Choice, console: Console) -> Answ
     seconds = found.forecast.seconds
     ends = endings(wanted.totals, admission.admitted, admission.waiting, lambda _: seconds)
     run = WholeRun(ends, choice.bytes, found.case.device.budget)
-    show_run(console, wanted.cluster.name, run, wanted.totals, source)
+    show_run(console, run, wanted, source)
     show_streams(console, found, wanted, way)
     ablations = ablate_streams(found) if wanted.asked.ablated else ()
     sentences = explain_streams(found, source) if wanted.asked.explained else ()
-    show_more(console, admission, sentences, ablations)
+    show_more(console, wanted, admission, sentences, ablations)
     numbers = stream_numbers(found, window)
     numbers |= common_numbers(wanted, way, found.forecast, found.alternatives, source)
     numbers |= told(admission, ablations) | run_numbers(run, wanted.totals)
+    numbers |= swept(wanted, run)
     program = window.program
-    return Answered(numbers, lambda: Picture(program, round_timeline(found.case, choice.layout, program)))
+    return Answered(
+        numbers, lambda: Picture(program, round_timeline(found.case, choice.layout, program)), run
+    )
 
 
 def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
@@ -248,16 +256,23 @@ def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
     everyone = admitted(wanted.shapes, choice)
     found = share_outlook(wanted.shapes, job_seconds_of(wanted, way.machine), way.shares, alone)
     run = run_of_shares(found, wanted.totals)
-    show_run(console, wanted.cluster.name, run, wanted.totals, source)
+    show_run(console, run, wanted, source)
     show_shares(console, found, wanted, way)
     first = found.parts[0]
     ablations = studied(wanted, everyone) if wanted.asked.ablated else ()
-    show_more(console, everyone, explain(first, source) if wanted.asked.explained else (), ablations)
+    show_more(console, wanted, everyone, explain(first, source) if wanted.asked.explained else (), ablations)
     numbers = resident_numbers(first) | share_numbers(found)
     numbers |= common_numbers(wanted, way, first.forecast, first.alternatives, source)
     numbers |= told(everyone, ablations) | run_numbers(run, wanted.totals)
     numbers |= {"first_window": first.window.numbers}
-    return Answered(numbers, lambda: Picture(first.program, first.timeline))
+    return Answered(numbers | swept(wanted, run), lambda: Picture(first.program, first.timeline), run)
+
+
+def swept(wanted: Wanted, run: WholeRun) -> dict[str, Any]:
+    """Nothing where no job is swept."""
+    from weftune.cli.plan_sweeps import sweep_numbers
+
+    return sweep_numbers(run, wanted.sweeps, wanted.totals) if wanted.sweeps else {}
 
 
 def foreseen(wanted: Wanted, machine: Machine, choice: Choice, admission: Admission) -> Foreseen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weftune.cli.plan_numbers import stage_needs
+from weftune.cli.plan_sweeps import SweepOutlook, collapsed, expected_seconds
 from weftune.plan.cost.memory import gib
 from weftune.report.words import duration_text, plural
 
@@ -23,22 +24,43 @@ if TYPE_CHECKING:
     from weftune.plan.outlook.whole_run import JobTotal, WholeRun
 
 
-def show_run(
-    console: Console, cluster: str, run: WholeRun, totals: Mapping[str, JobTotal], source: str
-) -> None:
+def show_run(console: Console, run: WholeRun, wanted: Wanted, source: str) -> None:
     """First of all: how long, and how much memory, for all and for each."""
+    totals = wanted.totals
     least = "at least " if any(total.at_least for total in totals.values()) else ""
+    whole = "the whole run"
+    if any(one.halved for one in wanted.sweeps):
+        whole += " if no trial leaves early"
     console.print(
-        f"{plural(len(run.ends), 'job')} on {cluster}: {least}{span_text(run.seconds)} for the whole run, "
-        f"{gib(run.need_bytes)} of the {gib(run.budget_bytes)} that it may take of a device. "
+        f"{plural(len(run.ends), 'job')} on {wanted.cluster.name}: {least}{span_text(run.seconds)} for "
+        f"{whole}, {gib(run.need_bytes)} of the {gib(run.budget_bytes)} that it may take of a device. "
         f"Times are {source}.",
         highlight=False,
     )
-    console.print(run_table(run, totals))
+    trials = {name for one in wanted.sweeps for name in one.listed}
+    if others := [name for name in run.ends if name not in trials]:
+        console.print(run_table(run, {name: totals[name] for name in totals if name in others}))
+    show_sweeps(console, run, wanted.sweeps, totals)
 
 
-def run_table(run: WholeRun, totals: Mapping[str, JobTotal]) -> Table:
-    table = Table("job", title="The run")
+def show_sweeps(
+    console: Console, run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]
+) -> None:
+    """Of each its trials as if none left early, and then what is expected of halving."""
+    for one in sweeps:
+        console.print(
+            run_table(run, {name: totals[name] for name in one.listed}, "trial", f"Sweep {one.name}")
+        )
+        console.print(one.sentence(), highlight=False, markup=False, soft_wrap=True)
+    if any(one.halved or len(one.listed) < one.trials for one in sweeps):
+        seconds = span_text(expected_seconds(run, sweeps, totals))
+        console.print(f"Expected for the whole run with all of its trials: {seconds}.", highlight=False)
+
+
+def run_table(
+    run: WholeRun, totals: Mapping[str, JobTotal], kind: str = "job", title: str = "The run"
+) -> Table:
+    table = Table(kind, title=Text(title))
     for title in ("steps", "ends after", "memory of its own"):
         table.add_column(title, justify="right")
     for name, total in totals.items():
@@ -70,7 +92,7 @@ def show(console: Console, found: Foreseen, wanted: Wanted, way: Way) -> None:
         markup=False,
     )
     _show_window(console, found)
-    show_sampled(console, wanted.sampled)
+    show_sampled(console, wanted)
     console.print(stage_table(found, wanted))
     console.print(forecast_table(found.forecast, found.alternatives))
 
@@ -92,7 +114,7 @@ def show_shares(console: Console, found: ShareOutlook, wanted: Wanted, way: Way)
         f"exchanged. {found.tokens_per_second:,.0f} tokens/s are predicted while all are at work.",
         highlight=False,
     )
-    show_sampled(console, wanted.sampled)
+    show_sampled(console, wanted)
     console.print(share_table(found, wanted))
 
 
@@ -111,23 +133,38 @@ def show_streams(console: Console, found: StreamOutlook, wanted: Wanted, way: Wa
     console.print(f"The base is {choice.why}.", highlight=False, markup=False)
     if choice.mapped:
         console.print("How fast the files are is not known here: they are taken to be as fast as the link.")
-    show_sampled(console, wanted.sampled)
+    show_sampled(console, wanted)
     console.print(stream_table(found, wanted))
     title = "Predicted for such a round, each way with the same token capacity"
     console.print(forecast_table(found.forecast, found.alternatives, title))
 
 
-def show_sampled(console: Console, sampled: Sequence[str]) -> None:
-    if sampled:
+def show_sampled(console: Console, wanted: Wanted) -> None:
+    if sampled := _collapsed(wanted.sampled, wanted):
         console.print(f"Not tokenised yet, so the first rows stand for all: {', '.join(sampled)}.")
 
 
+def _collapsed(names: Iterable[str], wanted: Wanted) -> list[str]:
+    return collapsed(names, [one.sweep for one in wanted.sweeps])
+
+
 def show_more(
-    console: Console, admission: Admission, sentences: Sequence[str], ablations: Sequence[Ablation]
+    console: Console,
+    wanted: Wanted,
+    admission: Admission,
+    sentences: Sequence[str],
+    ablations: Sequence[Ablation],
 ) -> None:
     """Who is not aboard, and what was asked for beside the plan."""
+    trials = {name: one.name for one in wanted.sweeps for name in one.listed}
     for name, reason in admission.waiting.items():
-        console.print(f"{name} waits: {reason}.", highlight=False, markup=False)
+        if name not in trials:
+            console.print(f"{name} waits: {reason}.", highlight=False, markup=False)
+    for sweep in wanted.sweeps:
+        waiting = [name for name in admission.waiting if trials.get(name) == sweep.name]
+        if waiting:
+            wait = plural(len(waiting), "trial")
+            console.print(f"{wait} of {sweep.name} wait until seats get free.", markup=False)
     for name, reason in admission.too_large.items():
         console.print(f"{name} cannot run even alone: {reason}.", highlight=False, markup=False)
     for sentence in sentences:
@@ -141,7 +178,7 @@ def share_table(found: ShareOutlook, wanted: Wanted) -> Table:
     for number, (share, part) in enumerate(zip(found.shares, found.parts, strict=True)):
         table.add_row(
             f"{number} {wanted.cluster.devices[number].name}",
-            ", ".join(share.jobs),
+            ", ".join(_collapsed(share.jobs, wanted)),
             duration_text(share.seconds),
             f"{part.forecast.tokens_per_second:,.0f}",
             gib(part.window.promise.peak_bytes),

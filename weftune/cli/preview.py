@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
     from weftune.core.shapes import ModelShape
     from weftune.data.prepare import Prepared
     from weftune.data.samples import Samples
+    from weftune.errors import UserError
     from weftune.jobs.spec.spec import JobSpec, RunSpec
+    from weftune.jobs.sweeps.spec import Sweep
 
 SUPERVISED = "bold green"
 GIVEN = "dim"
@@ -43,19 +45,26 @@ def preview(
     run = read_early(file)
     chosen = chosen_jobs(run, job)
     refuse_rows(chosen, named=False)
+    sweeps = [sweep for sweep in run.sweeps if job in (None, sweep.name)]
 
     from rich.console import Console
     from rich.text import Text
 
     from weftune.base.load import inspect, load_tokenizer
+    from weftune.errors import UserError
 
     tokenizer = load_tokenizer(run.base)
     shape = inspect(run.base)
     console = Console()
     found = prepare_all(chosen, tokenizer, shape.context)
     for shown in found:
-        for part in drawing(shown, tokenizer, rows):
+        for part in drawing(shown, tokenizer, rows, sweeps):
             console.print(part)
+    if sweeps:
+        try:
+            show_trials(console, file, {sweep.name for sweep in sweeps})
+        except UserError as error:
+            list_trials(console, sweeps, error)
     for sentence in warned(chosen, found, shape):
         console.print(Text(f"warning: {sentence}"), soft_wrap=True)
 
@@ -65,9 +74,12 @@ def chosen_jobs(run: RunSpec, name: str | None) -> tuple[JobSpec, ...]:
 
     if name is None:
         return run.jobs
-    chosen = tuple(job for job in run.jobs if job.name == name)
+    wanted = {name, *(trial.name for sweep in run.sweeps if sweep.name == name for trial in sweep.trials)}
+    chosen = tuple(job for job in run.jobs if job.name in wanted)
     if not chosen:
-        known = ", ".join(job.name for job in run.jobs)
+        trials = {trial.name for sweep in run.sweeps for trial in sweep.trials}
+        jobs = [job.name for job in run.jobs if job.name not in trials]
+        known = ", ".join([*jobs, *(sweep.name for sweep in run.sweeps)])
         raise UserError(f"--job: there is no job {name}; the file has {known}.")
     return chosen
 
@@ -112,14 +124,42 @@ def warned(jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape) -
     return [*warnings(jobs, shape), *told_once(sentences)]
 
 
-def drawing(shown: Shown, tokenizer: Any, rows: int) -> list[RenderableType]:
+def show_trials(console: Console, file: Path, names: Collection[str]) -> None:
+    """The trials of the sweeps, their memory and time as `weftune plan` predicts them for this machine."""
+    from rich.console import Console
+
+    from weftune.cli.plan import PlanAsked, answer, read_cluster, read_wanted
+    from weftune.cli.plan_show import show_sweeps
+
+    wanted = read_wanted(file, read_cluster("auto"), PlanAsked(here=True))
+    # What the plan says of devices and windows is `weftune plan`'s to show.
+    run = answer(wanted, Console(quiet=True)).run
+    show_sweeps(console, run, [one for one in wanted.sweeps if one.name in names], wanted.totals)
+
+
+def list_trials(console: Console, sweeps: Sequence[Sweep], why: UserError) -> None:
+    """Without their memory and time, where nothing can be predicted."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for sweep in sweeps:
+        table = Table("trial", title=Text(f"Sweep {sweep.name}"))
+        for trial in sweep.trials:
+            table.add_row(Text(trial.name))
+        console.print(table)
+    console.print(Text(f"Their memory and time cannot be predicted here: {why}"), soft_wrap=True)
+
+
+def drawing(shown: Shown, tokenizer: Any, rows: int, sweeps: Sequence[Sweep] = ()) -> list[RenderableType]:
     """What one dataset looks like, from top to bottom. All of a user's words are `Text`, never markup."""
     from rich.panel import Panel
     from rich.rule import Rule
     from rich.text import Text
 
+    from weftune.cli.plan_sweeps import collapsed
+
     train = shown.prepared.train
-    parts: list[RenderableType] = [Rule(Text(", ".join(shown.jobs)))]
+    parts: list[RenderableType] = [Rule(Text(", ".join(collapsed(shown.jobs, sweeps))))]
     for i in range(min(rows, len(train))):
         counts = f"sample {i + 1}: {train.lengths[i]} tokens, {train.supervised[i]} supervised"
         parts.append(Panel(coloured(train, i, tokenizer), title=Text(counts), title_align="left"))

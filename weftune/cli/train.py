@@ -174,7 +174,7 @@ def _place() -> WorkerPlace | None:
 
 def _check_early(asked: TrainAsked) -> None:
     """All mistakes that can be found without torch, before anything is printed."""
-    from weftune.cli.early import read_early, refuse_rows
+    from weftune.cli.early import one_of_each, read_early, refuse_rows
     from weftune.errors import SpecError
     from weftune.jobs.store.store import refuse_output
 
@@ -184,7 +184,7 @@ def _check_early(asked: TrainAsked) -> None:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
     refuse_output(asked.output or run.output, asked.resume)
     with phase(Phase.TOKENISING):
-        refuse_rows(run.jobs, named=True)
+        refuse_rows(one_of_each(run), named=True)
 
 
 def _train_here(asked: TrainAsked, stages: int) -> None:

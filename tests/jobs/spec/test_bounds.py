@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from weftune.jobs.spec.bounds import ANY, BOUNDS, Bound, number_faults
+from weftune.jobs.spec.bounds import ANY, BOUNDS, Bound, bound_at, number_faults
 
 WHOLE, SHARE = "must be a whole number", "must be below 1 (a share of the run) or a whole number of steps"
 LARGE = 10**12
@@ -35,11 +35,21 @@ RANGES = [
     (("early_stop", "patience"), [1, LARGE], [(0, "at least 1"), (LARGE + 1, "at most"), (1.5, WHOLE)]),
     (("early_stop", "min_delta"), [0, 0.5], [(-1e-9, "at least 0")]),
     (("save_every",), [1e-9, 1, 7, LARGE, None], [(0, "above 0"), (LARGE + 1, "at most"), (2.5, SHARE)]),
+    (("sweep", "trials"), [1, 1000, None], [(0, "at least 1"), (1001, "at most 1000"), (1.5, WHOLE)]),
+    (("sweep", "keep"), [1, 1000], [(0, "at least 1"), (1001, "at most 1000"), (1.5, WHOLE)]),
+    (("sweep", "halving", "at", ANY), [1e-9, 0.999], [(0, "above 0"), (1, "below 1")]),
+    (("sweep", "halving", "keep"), [1e-9, 0.999], [(0, "above 0"), (1, "below 1")]),
 ]  # fmt: skip
 
 
 def test_every_number_has_its_range_here():
     assert {key for key, *_ in RANGES} == BOUNDS.keys()
+
+
+def test_the_range_of_a_key_is_found_by_the_way_to_it():
+    assert bound_at(("adapter", "rank")) is BOUNDS["adapter", "rank"]
+    assert bound_at(("adapter", "rank_pattern", "q_proj")) is BOUNDS["adapter", "rank_pattern", ANY]
+    assert bound_at(("adapter",)) is bound_at(("schedule",)) is None
 
 
 def put(key, value):

@@ -15,6 +15,7 @@ from weftune.errors import SpecError
 from weftune.jobs.spec.keys import ADAPTER_KEYS, BASE_KEYS, DATA_KEYS, JOB_KEYS, SECTIONS
 from weftune.jobs.spec.read import parse_run
 from weftune.jobs.spec.spec import EarlyStop, JobSpec, changed_keys, in_steps, resolved
+from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 ROWS = [{"text": "one"}, {"text": "two"}]
 
@@ -124,7 +125,10 @@ def test_the_listed_keys_are_the_fields_of_the_records() -> None:
     def names(record: type) -> set[str]:
         return {item.name for item in fields(record)}
 
-    assert set(JOB_KEYS) == names(JobSpec)
+    # The trials of a sweep are jobs of the run, so no job holds one.
+    assert set(JOB_KEYS) == names(JobSpec) | {"sweep"}
+    assert set(SECTIONS["sweep"]) == names(SweepSpec)
+    assert set(SECTIONS["halving"]) == names(Halving)
     assert set(ADAPTER_KEYS) == names(LoraSpec)
     assert set(DATA_KEYS) == names(DataSpec) - {"rows"}
     assert set(BASE_KEYS) == names(BaseSpec) - {"written"}

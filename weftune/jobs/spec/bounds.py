@@ -64,6 +64,8 @@ def _finite(value: Any) -> bool:
 
 MOST = 10**12
 """Of steps and tokens: far more than anyone trains, and still exact in a float."""
+MAX_TRIALS = 1000
+"""Of one sweep: far more than anyone trains, and all of them are checked before the first starts."""
 
 BOUNDS: Mapping[Loc, Bound] = {
     ("adapter", "rank"): Bound(whole=True, least=1, most=65536),
@@ -90,7 +92,21 @@ BOUNDS: Mapping[Loc, Bound] = {
     ("early_stop", "patience"): Bound(whole=True, least=1, most=MOST),
     ("early_stop", "min_delta"): Bound(least=0),
     ("save_every",): Bound(above=0, most=MOST, none=True, share=True),
+    ("sweep", "trials"): Bound(whole=True, least=1, most=MAX_TRIALS, none=True),
+    ("sweep", "keep"): Bound(whole=True, least=1, most=MAX_TRIALS),
+    ("sweep", "halving", "at", ANY): Bound(above=0, below=1),
+    ("sweep", "halving", "keep"): Bound(above=0, below=1),
 }
+
+
+def bound_at(loc: Loc) -> Bound | None:
+    """What the number at `loc` must be; None where no number stands there."""
+    for pattern, bound in BOUNDS.items():
+        if len(pattern) == len(loc) and all(
+            part in (ANY, own) for part, own in zip(pattern, loc, strict=True)
+        ):
+            return bound
+    return None
 
 
 def number_faults(values: Mapping[str, Any]) -> Iterator[Fault]:

@@ -22,7 +22,7 @@ ADAPTER_KEYS = (
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
     "schedule", "warmup", "weight_decay", "betas", "eps", "clip", "seed", "priority", "early_stop",
-    "save_every", "keep",
+    "save_every", "keep", "sweep",
 )  # fmt: skip
 
 SECTIONS: Mapping[str, Sequence[str]] = {
@@ -34,7 +34,12 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "source": ("path", "weight"),
     "eval": ("path", "fraction", "every"),
     "early_stop": ("patience", "min_delta"),
+    "sweep": ("over", "search", "trials", "metric", "mode", "halving", "keep"),
+    "halving": ("at", "keep"),
 }
+
+INNER = ("source", "halving")
+"""Sections inside sections: a key that stands elsewhere is not one of theirs."""
 
 RENAMED: Mapping[str, str] = {
     # PEFT
@@ -110,6 +115,22 @@ RENAMED: Mapping[str, str] = {
     "stage": "objective",
     "full_determinism": "run.deterministic",
     "use_deterministic_algorithms": "run.deterministic",
+    # Sweeps of W&B, Optuna, Ray Tune and transformers
+    "parameters": "sweep.over",
+    "param_space": "sweep.over",
+    "search_space": "sweep.over",
+    "hp_space": "sweep.over",
+    "sweeps": "sweep.over",
+    "method": "sweep.search",
+    "sampler": "sweep.search",
+    "n_trials": "sweep.trials",
+    "num_trials": "sweep.trials",
+    "num_samples": "sweep.trials",
+    "run_cap": "sweep.trials",
+    "goal": "sweep.mode",
+    "direction": "sweep.mode",
+    "early_terminate": "sweep.halving",
+    "pruner": "sweep.halving",
 }
 """Foreign key → the section and name of ours; a name without a section belongs to the job."""
 
@@ -125,6 +146,12 @@ ADVICE: Mapping[str, str] = {
     "train_on_inputs": "for true write all",
     "dataset_text_field": "columns: {text: your column}",
     "evals_per_epoch": "below 1 a share of the run, otherwise steps",
+    "method": "grid, random, or tpe for bayes",
+    "sampler": "grid, random or tpe",
+    "goal": "min or max",
+    "direction": "min or max",
+    "early_terminate": "such as {at: [0.1, 0.3], keep: 0.33}",
+    "pruner": "such as {at: [0.1, 0.3], keep: 0.33}",
     "saves_per_epoch": "below 1 a share of the run, otherwise steps",
 }
 """What to say beside the name of our key."""
@@ -165,6 +192,8 @@ ANSWERED: Mapping[str, str] = {
     "deepspeed": "leave it out, one process trains all jobs",
     "wandb_project": "write report_to: [wandb] at the top of the file",
     "device": "give it on the command line: weftune train --device",
+    "distribution": "write {min: ..., max: ...}, and log: true for log_uniform",
+    "values": "write the list itself, key: [...]",
     "special_tokens": "leave it out, the tokenizer's own are used",
 }
 """Foreign keys that have no counterpart, and what to do instead."""
@@ -181,13 +210,13 @@ def unknown_key(section: str, key: str) -> str:
         return f"write {_way(section, RENAMED[plain])}{advice}"
     if plain in ANSWERED:
         return ANSWERED[plain]
-    homes = [home for home, keys in SECTIONS.items() if home not in ("source", section) and plain in keys]
+    homes = [home for home, keys in SECTIONS.items() if home not in (*INNER, section) and plain in keys]
     if homes:
         return f"is not a key of {_title(section)}; write {_way(section, f'{homes[0]}.{plain}')}"
     near = nearest(plain, known)
     if near:
         return f"is not a key of {_title(section)}; did you mean {near}?"
-    everywhere = {name: home for home, keys in SECTIONS.items() if home != "source" for name in keys}
+    everywhere = {name: home for home, keys in SECTIONS.items() if home not in INNER for name in keys}
     near = nearest(plain, everywhere)
     if near:
         way = _way(section, f"{everywhere[near]}.{near}")
@@ -196,7 +225,9 @@ def unknown_key(section: str, key: str) -> str:
 
 
 def _title(section: str) -> str:
-    return {"run": "the file", "job": "a job", "source": "a source of data"}.get(section, section)
+    return {"run": "the file", "job": "a job", "source": "a source of data", "halving": "sweep.halving"}.get(
+        section, section
+    )
 
 
 def _way(section: str, target: str) -> str:
@@ -210,6 +241,8 @@ def _way(section: str, target: str) -> str:
     if home == "base":
         return f"base.{key} at the top of the file, beside jobs"
     name = key if home == "job" else f"{home}.{key}"
+    if section in ("run", "base") and home == "sweep":
+        return f"{name} in a job"
     if section in ("run", "base"):
         return f"{name} in each job, or under defaults"
     return name if section == "job" or home != "job" else f"{name} one level up, beside {section}"

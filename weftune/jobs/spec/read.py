@@ -21,6 +21,8 @@ from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.settle import settle
 from weftune.jobs.spec.show import show
 from weftune.jobs.spec.spec import JobSpec, RunSpec, Tracker
+from weftune.jobs.sweeps.expand import expand, trial_clashes
+from weftune.jobs.sweeps.spec import Sweep
 
 OUTPUT = "output"
 ANY_DEFAULTS = 100
@@ -70,7 +72,7 @@ class _Reader:
         output = self.output(values.get("output"))
         report_to = self.report_to(values.get("report_to"))
         deterministic = self.deterministic(values.get("deterministic", False))
-        jobs, places = self.jobs(values)
+        jobs, sweeps, places = self.jobs(values)
         if base is None:
             self.raise_mistakes()
         assert base is not None
@@ -80,6 +82,7 @@ class _Reader:
             report_to=report_to,
             deterministic=deterministic,
             jobs=jobs,
+            sweeps=sweeps,
             file=file,
             places=places,
         )
@@ -90,7 +93,8 @@ class _Reader:
         unread = {placed.place for placed in self.broken}
         mistakes = self.broken + [placed for placed in self.found if placed.place not in unread]
         if mistakes or more:
-            raise SpecError([*in_file_order(mistakes), *more])
+            # Trials share the place of a wrong target.
+            raise SpecError([*in_file_order(mistakes), *dict.fromkeys(more)])
 
     def target_mistakes(self, run: RunSpec) -> Sequence[Mistake]:
         """Of the jobs that could be read; a base that cannot be looked at is a mistake itself."""
@@ -163,7 +167,9 @@ class _Reader:
             self.fault(("deterministic",), f"must be true or false, got {show(value)}")
         return value is True
 
-    def jobs(self, values: Mapping[str, Any]) -> tuple[tuple[JobSpec, ...], dict[str, Places]]:
+    def jobs(
+        self, values: Mapping[str, Any]
+    ) -> tuple[tuple[JobSpec, ...], tuple[Sweep, ...], dict[str, Places]]:
         listed = values.get("jobs")
         if not isinstance(listed, list | tuple) or not listed:
             loc: Loc = ("jobs",) if "jobs" in values else ()
@@ -171,7 +177,7 @@ class _Reader:
                 loc,
                 f"must be a list of at least one job, got {show(listed)}" if loc else "needs jobs: a list",
             )
-            return (), {}
+            return (), (), {}
         defaults = self.defaults(values.get("defaults"))
         if len(defaults.places) > max(ANY_DEFAULTS, MAX_NODES // len(listed)):
             self.fault(
@@ -179,8 +185,9 @@ class _Reader:
                 f"has {len(defaults.places):,} values for each of {len(listed):,} jobs, and a file can hold "
                 f"{MAX_NODES:,} in all; split it",
             )
-            return (), {}
+            return (), (), {}
         made: list[JobSpec] = []
+        sweeps: list[Sweep] = []
         places: dict[str, Places] = {}
         for index, keys in enumerate(listed):
             loc = ("jobs", index)
@@ -188,6 +195,13 @@ class _Reader:
                 self.fault(loc, f"must be a mapping such as {{name: a, data: rows.jsonl}}, got {show(keys)}")
                 continue
             layer = merged(defaults, self.layer(keys, loc))
+            if "sweep" in keys:
+                expanded = expand(layer, self.folder)
+                self.found.extend(expanded.found)
+                made += expanded.jobs
+                sweeps += expanded.sweeps
+                places |= expanded.places
+                continue
             job, found = settle(JobSpec, layer, self.folder)
             self.found.extend(found)
             if job is not None:
@@ -197,7 +211,11 @@ class _Reader:
             [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed]
         ):
             self.fault(("jobs", index, "name"), sentence)
-        return tuple(made), places
+        for index, sentence in trial_clashes(
+            [keys.get("name") if isinstance(keys, Mapping) else None for keys in listed], sweeps
+        ):
+            self.fault(("jobs", index, "name"), sentence)
+        return tuple(made), tuple(sweeps), places
 
     def defaults(self, values: Any) -> Layer:
         if values is not None and not isinstance(values, Mapping):
@@ -207,6 +225,9 @@ class _Reader:
         if "name" in keys:
             self.fault(("defaults", "name"), "must be given in each job, for no two share it")
             del keys["name"]
+        if "sweep" in keys:
+            self.fault(("defaults", "sweep"), "must be given in the job whose values are to be tried")
+            del keys["sweep"]
         return self.layer(keys, ("defaults",))
 
     def layer(self, keys: Mapping[str, Any], loc: Loc) -> Layer:

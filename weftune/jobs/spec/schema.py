@@ -27,6 +27,10 @@ EXPECTED: Mapping[Loc, str] = {
     ("data", "columns"): "a mapping such as {prompt: question}",
     ("eval",): "a mapping such as {fraction: 0.1} or {path: held_out.jsonl}",
     ("early_stop",): "a number of evaluations, or a mapping such as {patience: 3, min_delta: 0.01}",
+    ("sweep",): "a mapping such as {over: {learning_rate: [1e-4, 3e-4]}}",
+    ("sweep", "over"): "a mapping such as {learning_rate: [1e-4, 3e-4], adapter.rank: [8, 64]}",
+    ("sweep", "halving"): "a mapping such as {at: [0.1, 0.3], keep: 0.33}",
+    ("sweep", "halving", "at"): "a list of shares of the steps such as [0.1, 0.3]",
     ("base",): "a Hub id, a folder, a GGUF file, demo, or a mapping such as {model: demo, dtype: float32}",
 }
 """What the value at a place may be, where its type alone would say it badly."""
@@ -107,6 +111,8 @@ def section_of(loc: Loc, section: str = "job") -> str:
     """The section of the spec whose keys stand at `loc`."""
     if not loc:
         return section
+    if loc[:2] == ("sweep", "halving"):
+        return "halving"
     return "source" if loc[:2] == ("data", "path") else str(loc[0])
 
 
@@ -116,6 +122,9 @@ def _required(key: str) -> str:
         "data": "data: a path, or a list of {path, weight}",
         "path": "a path",
         "model": "model: a Hub id, a folder, a GGUF file, or demo",
+        "over": f"over: {EXPECTED[('sweep', 'over')]}",
+        "at": f"at: {EXPECTED[('sweep', 'halving', 'at')]}",
+        "keep": "keep: the share that goes on, such as 0.33",
         "patience": "patience: how many evaluations to wait",
     }.get(key, key)
 

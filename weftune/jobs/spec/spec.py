@@ -13,10 +13,11 @@ from weftune.adapters.kinds import AdapterSpec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.base.spec import BaseSpec
 from weftune.data.spec import DataSpec, EvalSpec
-from weftune.errors import SpecError
+from weftune.errors import Mistake, SpecError
 from weftune.jobs.spec.layer import from_python
 from weftune.jobs.spec.places import ROWS, Loc, Places, dotted, in_file_order, place_of
 from weftune.jobs.spec.settle import settle
+from weftune.jobs.sweeps.spec import Sweep
 
 Objective = Literal["sft"]
 Schedule = Literal["linear", "cosine", "constant"]
@@ -91,6 +92,8 @@ class JobSpec:
     keep: Keep = "last"
 
     def __init__(self, **keys: Unpack[JobKeys]) -> None:
+        if "sweep" in keys:
+            raise SpecError(Mistake("sweep", "a JobSpec is one job; give a job with sweep as a mapping"))
         job, found = settle(JobSpec, from_python(keys), Path.cwd())
         if job is None:
             raise SpecError(in_file_order(found))
@@ -115,6 +118,8 @@ class RunSpec:
     deterministic: bool = False
     """Whether two runs on the same device give the same bits."""
     jobs: tuple[JobSpec, ...] = ()
+    """The trials of a sweep among them, where its job was written."""
+    sweeps: tuple[Sweep, ...] = ()
     file: Path | None = None
     places: Mapping[str, Places] = field(default_factory=dict, repr=False, compare=False)
     """For each job by name, where its keys were written."""

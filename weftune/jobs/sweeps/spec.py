@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from weftune.jobs.spec.layer import Layer
 
 Search = Literal["grid", "random", "tpe"]
 Mode = Literal["min", "max"]
@@ -13,7 +16,7 @@ Metric = Literal["eval_loss", "eval_mean_token_accuracy"]
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """All numbers from `min` to `max`; whole ones where both ends are whole. `log`: even in their logarithms."""
+    """Numbers from `min` to `max`; whole ones where both ends are whole. `log`: even in their logarithms."""
 
     min: float
     max: float
@@ -28,12 +31,16 @@ Choices = tuple[Any, ...] | ValueRange
 class Halving:
     """At each share `at` of a trial's steps all are evaluated, and only a share `keep` of them goes on."""
 
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
     at: tuple[float, ...]
     keep: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSpec:
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
     over: Mapping[str, Choices]
     """Dotted key of the job → what it may be."""
     search: Search = "grid"
@@ -52,6 +59,7 @@ class Trial:
 
     name: str
     values: Mapping[str, Any]
+    """Key of `over` as it is written there, dots included → this trial's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +70,7 @@ class Sweep:
     spec: SweepSpec
     trials: tuple[Trial, ...]
     """Of `tpe` the first generation: later ones depend on how these end."""
+    keys: Layer = field(default_factory=lambda: Layer({}, {}), repr=False, compare=False)
+    """The job's own keys, `sweep` among them, over which a trial's values are laid."""
+    folder: Path = field(default=Path(), repr=False, compare=False)
+    """What the job's paths are relative to."""

@@ -1,0 +1,100 @@
+"""Generations that Optuna proposes; without it nothing here can run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from weftune.jobs.sweeps.search import Ended, identity, propose
+from weftune.jobs.sweeps.spec import SweepSpec, Trial, ValueRange
+
+SPEC = SweepSpec(
+    search="tpe",
+    trials=24,
+    over={
+        "learning_rate": ValueRange(1e-5, 1e-1, True),
+        "adapter": ({"rank": 8}, {"rank": 64}),
+        "warmup": ValueRange(0, 20),
+    },
+)
+
+
+def loss(values: Any) -> float:
+    """Best at a warmup of 5 with the larger rank."""
+    return abs(values["warmup"] - 5) / 5 + (values["adapter"]["rank"] == 8)
+
+
+def swept(spec: SweepSpec = SPEC, seed: int = 0) -> list[tuple[Trial, ...]]:
+    proposer = propose("a", spec, seed)
+    generations, ended = [proposer.first()], []
+    while generations[-1]:
+        ended += [(trial, loss(trial.values)) for trial in generations[-1]]
+        generations.append(proposer.next(ended))
+    return generations[:-1]
+
+
+def test_trials_come_in_four_generations_and_none_twice() -> None:
+    found = swept()
+    assert [len(generation) for generation in found] == [6, 6, 6, 6]
+    everyone = [trial for generation in found for trial in generation]
+    assert (
+        len({trial.name for trial in everyone}) == len({identity(trial.values) for trial in everyone}) == 24
+    )
+    assert all(1e-5 <= trial.values["learning_rate"] <= 1e-1 for trial in everyone)
+    assert all(isinstance(trial.values["warmup"], int) for trial in everyone)
+
+
+def test_later_generations_are_better_than_random_ones() -> None:
+    better = 0
+    for seed in range(5):
+        first, *_, last = swept(seed=seed)
+        better += sum(loss(trial.values) for trial in last) < sum(loss(trial.values) for trial in first)
+    assert better >= 4
+
+
+def test_told_the_same_ends_it_proposes_the_same_in_whatever_order_they_came() -> None:
+    first, second, third, _ = swept()
+    ended: Ended = [(trial, loss(trial.values)) for trial in (*first, *second)]
+    shuffled = random.Random(1).sample(ended, len(ended))
+    assert propose("a", SPEC, 0).next(ended) == third
+    assert propose("a", SPEC, 0).next(shuffled) == third
+    other = [(trial, -value if value else None) for trial, value in ended]
+    assert propose("a", SPEC, 0).next(other) != third
+    assert swept(seed=1) != swept(seed=0)
+
+
+def test_a_trial_without_a_value_is_avoided_and_stops_nothing() -> None:
+    proposer = propose("a", SPEC, 0)
+    first = proposer.first()
+    for value in (None, float("nan"), float("inf")):
+        assert len(proposer.next([(trial, value) for trial in first])) == 6
+    mixed: Ended = [(trial, None if trial.values["warmup"] > 10 else 1.0) for trial in first]
+    assert len(proposer.next(mixed)) == 6
+
+
+def test_a_small_grid_is_tried_whole() -> None:
+    spec = SweepSpec(
+        search="tpe", trials=8, over={"warmup": (0, 5, 10, 15), "adapter": ({"rank": 8}, {"rank": 64})}
+    )
+    found = [trial for generation in swept(spec) for trial in generation]
+    assert len({identity(trial.values) for trial in found}) == 8
+
+
+def test_accuracy_is_maximised() -> None:
+    spec = SweepSpec(search="tpe", trials=24, metric="eval_mean_token_accuracy", mode="max", over=SPEC.over)
+    least = propose("a", SPEC, 0)
+    most = propose("a", spec, 0)
+    ends: Ended = [(trial, loss(trial.values)) for trial in least.first()]
+    assert most.next([(trial, -(value or 0)) for trial, value in ends]) == least.next(ends)
+
+
+def test_names_of_other_jobs_are_not_taken() -> None:
+    proposer = propose("a", SPEC, 0)
+    ends: Ended = [(trial, loss(trial.values)) for trial in proposer.first()]
+    (one, *_) = proposer.next(ends)
+    (renamed, *_) = propose("a", SPEC, 0, [one.name]).next(ends)
+    assert (renamed.name, renamed.values) == (f"{one.name}-2", one.values)

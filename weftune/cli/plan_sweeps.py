@@ -1,0 +1,134 @@
+"""What `weftune plan` and `weftune preview` know of sweeps: their trials, and what halving saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weftune.jobs.sweeps.rungs import rung_steps
+from weftune.jobs.sweeps.saving import Saving, Work, expected_saving, trial_count
+from weftune.jobs.sweeps.spec import Sweep
+
+if TYPE_CHECKING:
+    from weftune.jobs.spec.spec import JobSpec
+    from weftune.plan.outlook.whole_run import JobTotal, WholeRun
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOutlook:
+    sweep: Sweep
+    steps: tuple[int, ...]
+    """Of the first trial's rungs, its last step included."""
+    samples: Saving
+    tokens: Saving
+    """In what takes time: evaluations count as well."""
+
+    @property
+    def name(self) -> str:
+        return self.sweep.name
+
+    @property
+    def listed(self) -> list[str]:
+        """The trials that are known: of `tpe` the first generation."""
+        return [trial.name for trial in self.sweep.trials]
+
+    @property
+    def halved(self) -> bool:
+        return self.sweep.spec.halving is not None
+
+    @property
+    def trials(self) -> int:
+        return trial_count(self.sweep.spec)
+
+    def sentence(self) -> str:
+        """How many there are, and what leaving early comes to."""
+        count, listed = self.trials, len(self.listed)
+        later = f", of which the first {listed} are known" if listed < count else ""
+        if not self.halved:
+            return f"Sweep {self.name}: {_trials(count)}{later}, all trained to their end."
+        rungs = " and ".join(
+            f"{kept:,} after step {step:,}"
+            for step, kept in zip(self.steps[:-1], self.samples.rungs[1:], strict=True)
+        )
+        return (
+            f"Sweep {self.name}: {_trials(count)}{later}; {rungs} go on. That takes "
+            f"{self.samples.expected:,.0f} samples instead of {self.samples.whole:,.0f}, "
+            f"{self.samples.share:.0%}."
+        )
+
+
+def sweep_outlooks(
+    sweeps: Iterable[Sweep], jobs: Iterable[JobSpec], totals: Mapping[str, JobTotal]
+) -> tuple[SweepOutlook, ...]:
+    batch_sizes = {job.name: job.batch_size for job in jobs}
+
+    def one(sweep: Sweep) -> SweepOutlook:
+        spec, names = sweep.spec, [trial.name for trial in sweep.trials]
+        steps = totals[names[0]].steps
+        return SweepOutlook(
+            sweep,
+            (*rung_steps(spec.halving, steps), steps),
+            expected_saving(spec, [Work(totals[name].steps, batch_sizes[name]) for name in names]),
+            expected_saving(spec, [Work(totals[name].steps, totals[name].tokens) for name in names]),
+        )
+
+    return tuple(one(sweep) for sweep in sweeps)
+
+
+def expected_seconds(run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]) -> float:
+    """Of the whole run, where trials leave as halving lets them and `tpe` proposes all of its own."""
+    known = {name: totals[name].steps * totals[name].tokens for name in run.ends}
+    if not sum(known.values()):
+        return run.seconds
+    trials = {name for one in sweeps for name in one.listed}
+    others = sum(tokens for name, tokens in known.items() if name not in trials)
+    return run.seconds * (others + sum(one.tokens.expected for one in sweeps)) / sum(known.values())
+
+
+def collapsed(names: Iterable[str], sweeps: Iterable[Sweep]) -> list[str]:
+    """The same names with the trials of each sweep as one, such as `sql (24 trials)`."""
+    owner = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in names:
+        groups.setdefault((owner.get(name, name), name in owner), []).append(name)
+    return [
+        f"{group} ({len(found)} trials)" if is_sweep and len(found) > 1 else found[0]
+        for (group, is_sweep), found in groups.items()
+    ]
+
+
+def sweep_numbers(
+    run: WholeRun, sweeps: Sequence[SweepOutlook], totals: Mapping[str, JobTotal]
+) -> dict[str, Any]:
+    """What `weftune plan --json` writes of them."""
+    return {
+        "sweeps": [
+            {
+                "name": one.name,
+                "search": one.sweep.spec.search,
+                "trials": one.trials,
+                "listed": [
+                    {
+                        "name": trial.name,
+                        "values": dict(trial.values),
+                        "steps": totals[trial.name].steps,
+                        "ends": run.ends.get(trial.name),
+                        "state_bytes": totals[trial.name].state_bytes,
+                    }
+                    for trial in one.sweep.trials
+                ],
+                "rungs": [
+                    {"step": step, "trials": count}
+                    for step, count in zip(one.steps, one.samples.rungs, strict=True)
+                ],
+                "samples": {"all": one.samples.whole, "expected": one.samples.expected},
+            }
+            for one in sweeps
+        ],
+        "expected_seconds": expected_seconds(run, sweeps, totals),
+    }
+
+
+def _trials(count: int) -> str:
+    return "1 trial" if count == 1 else f"{count:,} trials"

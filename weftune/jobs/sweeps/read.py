@@ -1,0 +1,254 @@
+"""The key `sweep` of a job into a SweepSpec, or every mistake in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+from weftune.jobs.spec.bounds import MAX_TRIALS, bound_at, number_faults
+from weftune.jobs.spec.keys import JOB_KEYS, SECTIONS, unknown_key
+from weftune.jobs.spec.places import Fault, Loc
+from weftune.jobs.spec.schema import EXPECTED, build
+from weftune.jobs.spec.show import show
+from weftune.jobs.sweeps.saving import rung_counts
+from weftune.jobs.sweeps.search import combinations
+from weftune.jobs.sweeps.spec import Choices, SweepSpec, ValueRange
+from weftune.jobs.sweeps.ways import leaves_of, way_of
+
+RANGE_KEYS = ("min", "max", "log")
+BEST = {"eval_loss": "min", "eval_mean_token_accuracy": "max"}
+"""What is better of each metric."""
+
+SAME_FOR_ALL: Mapping[str, str] = {
+    "name": "every trial is named after what sets it apart",
+    "data": "trials that train on other rows cannot be compared; write a job for each",
+    "eval": "losses on other held-out rows cannot be compared; write a job for each",
+    "objective": "the losses of other objectives cannot be compared; write a job for each",
+    "seed": "its trials would differ by chance alone; write a job for each seed",
+    "priority": "it decides when a trial is trained, not what comes of it",
+    "sweep": "a sweep holds no other",
+}
+"""First part of a key of `over` → why all trials share it."""
+
+
+def read_sweep(job: Mapping[str, Any]) -> tuple[SweepSpec | None, list[Fault]]:
+    """What `sweep` of a job's keys asks for; None where something is wrong with it."""
+    value = job["sweep"]
+    if not isinstance(value, Mapping):
+        return None, [Fault(("sweep",), f"must be {EXPECTED[('sweep',)]}, got {show(value)}")]
+    faults: dict[Loc, str] = {}
+    for fault in number_faults({"sweep": {key: below for key, below in value.items() if key != "over"}}):
+        faults.setdefault(fault.loc, fault.sentence)
+    # What may stand in `over` depends on the job's other keys, which the record does not know.
+    made = build(SweepSpec, {**value, **({"over": {}} if "over" in value else {})}, "sweep", ("sweep",))
+    over, found = _read_over(value["over"]) if "over" in value else ({}, [])
+    more = [*(made if isinstance(made, list) else []), *found, *_disagreements(value, job, over, bool(found))]
+    for fault in more:
+        faults.setdefault(fault.loc, fault.sentence)
+    if faults:
+        return None, [Fault(loc, sentence) for loc, sentence in faults.items()]
+    assert isinstance(made, SweepSpec)
+    mode: Any = value.get("mode", BEST[made.metric])
+    spec = replace(made, over=over, mode=mode)
+    last = rung_counts(spec)[-1]
+    if spec.keep > last:
+        reach = "that reach the end" if spec.halving else "of the sweep"
+        return None, [
+            Fault(("sweep", "keep"), f"must be at most {last}, the trials {reach}, got {spec.keep}")
+        ]
+    return spec, []
+
+
+def _disagreements(
+    value: Mapping[str, Any], job: Mapping[str, Any], over: Mapping[str, Choices], broken: bool
+) -> Iterator[Fault]:
+    """What each key may be by itself, but not beside the others; `broken`: some of `over` is not known."""
+    yield from _search_faults(value, over, broken or not over)
+    if job.get("eval") is None:
+        at = next((key for key in ("halving", "metric") if value.get(key) is not None), None)
+        yield Fault(
+            ("sweep", at) if at else ("sweep",),
+            "needs eval in the job: {fraction: 0.1} or {path: ...}, to know which trial is best",
+        )
+    best, mode = BEST.get(str(value.get("metric", "eval_loss"))), value.get("mode")
+    if best and mode in ("min", "max") and mode != best:
+        yield Fault(("sweep", "mode"), f"must be {best} for {value.get('metric', 'eval_loss')}, or left out")
+    yield from _halving_faults(value.get("halving"))
+
+
+def _search_faults(value: Mapping[str, Any], over: Mapping[str, Choices], broken: bool) -> Iterator[Fault]:
+    search, trials = value.get("search", "grid"), value.get("trials")
+    count = combinations(over)
+    if search == "grid":
+        ranges = [key for key, choices in over.items() if isinstance(choices, ValueRange)]
+        for key in ranges:
+            yield Fault(
+                ("sweep", "over", key),
+                "a grid takes no range: write a list of values, or search: random and how many trials",
+            )
+        if trials is not None:
+            all_of_them = (
+                f"all of its {count:,.0f} combinations" if not broken and not ranges else "all combinations"
+            )
+            yield Fault(
+                ("sweep", "trials"),
+                f"a grid trains {all_of_them}: leave trials out, or write search: random",
+            )
+        elif count > MAX_TRIALS and not ranges and not broken:
+            yield Fault(
+                ("sweep", "over"),
+                f"is a grid of {count:,.0f} trials, and a sweep has at most {MAX_TRIALS:,}; write search: "
+                "random and how many trials",
+            )
+        return
+    if search not in ("random", "tpe"):
+        return
+    if trials is None:
+        yield Fault(("sweep",), f"needs trials: how many to try, for search: {search}")
+    elif isinstance(trials, int) and not broken and trials > count:
+        yield Fault(
+            ("sweep", "trials"),
+            f"must be at most {count:,.0f}, the number of combinations, got {trials}; for all write "
+            "search: grid",
+        )
+    if search == "tpe" and find_spec("optuna") is None:
+        yield Fault(
+            ("sweep", "search"), 'tpe needs Optuna: pip install "weftune[sweeps]", or write search: random'
+        )
+
+
+def _halving_faults(halving: Any) -> Iterator[Fault]:
+    at = halving.get("at") if isinstance(halving, Mapping) else None
+    if not isinstance(at, list | tuple):
+        return
+    if not at:
+        yield Fault(("sweep", "halving", "at"), f"must be {EXPECTED[('sweep', 'halving', 'at')]}")
+    numbers = all(isinstance(share, int | float) for share in at)
+    if numbers and any(later <= earlier for earlier, later in pairwise(at)):
+        yield Fault(("sweep", "halving", "at"), "must rise from each share to the next, such as [0.1, 0.3]")
+
+
+def _read_over(written: Any) -> tuple[dict[str, Choices], list[Fault]]:
+    loc: Loc = ("sweep", "over")
+    if not isinstance(written, Mapping) or not written:
+        return {}, [Fault(loc, f"must be {EXPECTED[loc]}, got {show(written)}")]
+    over: dict[str, Choices] = {}
+    faults: list[Fault] = []
+    for key, value in written.items():
+        found = [Fault((*loc, key), sentence)] if (sentence := _key_fault(str(key))) else []
+        found = found or list(_choice_faults(str(key), value, (*loc, key)))
+        faults += found
+        if not found:
+            over[str(key)] = ValueRange(**value) if isinstance(value, Mapping) else tuple(value)
+    return over, faults + list(_overlaps(over))
+
+
+def _key_fault(key: str) -> str | None:
+    first, *below = way_of(key)
+    if first in SAME_FOR_ALL:
+        return f"cannot be swept: {SAME_FOR_ALL[str(first)]}"
+    if first not in JOB_KEYS:
+        return unknown_key("job", str(below[-1] if first in ("job", "jobs", "defaults") and below else first))
+    if not below:
+        return None
+    if first not in SECTIONS:
+        return f"has no keys below it; write {first}"
+    return None if below[0] in SECTIONS[str(first)] else unknown_key(str(first), str(below[0]))
+
+
+def _choice_faults(key: str, value: Any, loc: Loc) -> Iterator[Fault]:
+    if isinstance(value, Mapping):
+        yield from _range_faults(key, value, loc)
+    elif not isinstance(value, list | tuple):
+        yield Fault(
+            loc, f"must be a list of values, or a range {{min: ..., max: ...}}, got {show(value)}; one value "
+            "for all trials is written in the job itself"
+        )  # fmt: skip
+    elif not value:
+        yield Fault(loc, "must hold at least one value, got an empty list")
+    else:
+        for index, item in enumerate(value):
+            earlier = next(at for at, other in enumerate(value) if _same(item, other))
+            if earlier < index:
+                yield Fault((*loc, index), f"{show(item)} is already there as {key}[{earlier}]; remove one")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """In Python true is 1."""
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+def _range_faults(key: str, value: Mapping[str, Any], loc: Loc) -> Iterator[Fault]:
+    if not {"min", "max"} & value.keys():
+        yield Fault(loc, _no_range(key, value))
+        return
+    foreign = [name for name in value if name not in RANGE_KEYS]
+    for name in foreign:
+        yield Fault((*loc, name), _range_key(str(name)))
+    if foreign:
+        return
+    bound = bound_at(way_of(key))
+    if bound is None:
+        yield Fault(loc, "takes no range, for it is no number; write a list of values")
+        return
+    ends = [(name, value[name]) for name in ("min", "max") if name in value]
+    wrong = [
+        Fault((*loc, name), sentence)
+        for name, end in ends
+        if (sentence := replace(bound, none=False).fault(end))
+    ]
+    yield from wrong
+    if len(ends) < 2:
+        yield Fault(loc, "needs min and max")
+    if not isinstance(value.get("log", False), bool):
+        yield Fault((*loc, "log"), f"must be true or false, got {show(value['log'])}")
+    if wrong or len(ends) < 2:
+        return
+    low, high = value["min"], value["max"]
+    if low >= high:
+        yield Fault((*loc, "max"), f"must be above min, which is {show(low)}, got {show(high)}")
+    elif value.get("log") is True and low <= 0:
+        yield Fault((*loc, "min"), f"must be above 0 where log is true, got {show(low)}")
+    elif bound.share and high > 1 and not (isinstance(low, int) and isinstance(high, int)):
+        yield Fault(loc, "must go over shares of the run (below 1) or over whole numbers of steps, not both")
+
+
+def _range_key(name: str) -> str:
+    known = unknown_key("sweep", name)
+    foreign = name in ("distribution", "values", "value", "q", "step")
+    return known if foreign else f"is not a key of a range; its keys are {', '.join(RANGE_KEYS)}"
+
+
+def _no_range(key: str, value: Mapping[str, Any]) -> str:
+    """Other tools wrap a list, and keys below a section are easily nested."""
+    if any(isinstance(value.get(name), list | tuple) for name in ("values", "choices", "grid")):
+        return f"write the list itself, {key}: [...]"
+    inside = [name for name in value if name in SECTIONS.get(key, ())]
+    if inside:
+        return f"write dotted keys, such as {key}.{inside[0]}: [...], or a list of mappings"
+    return "must be a list of values, or a range {min: ..., max: ...}"
+
+
+def _overlaps(over: Mapping[str, Choices]) -> Iterator[Fault]:
+    """Keys that another key of `over` sets as well."""
+    ways = {key: leaves_of(key, choices) for key, choices in over.items()}
+    keys = list(over)
+    for index, key in enumerate(keys):
+        for earlier in keys[:index]:
+            if shared := _shared(ways[earlier], ways[key]):
+                name = ".".join(map(str, shared))
+                yield Fault(
+                    ("sweep", "over", key), f"{name} is set by the key {earlier} too; write it in one"
+                )
+                break
+
+
+def _shared(one: Sequence[Loc], other: Sequence[Loc]) -> Loc | None:
+    for a in one:
+        for b in other:
+            if a[: len(b)] == b[: len(a)]:
+                return max(a, b, key=len)
+    return None
