@@ -1,11 +1,12 @@
 """Halving against the full grid and against random search with as many samples: 24 trials on stories15M.
 
-    python -m benchmarks.sweep_halving [--seeds 5] [--steps 60] [--model FOLDER] [--data FILE] [--toy] [--json FILE]
+    python -m benchmarks.sweep_halving [--seeds 5] [--steps 60] [--model FOLDER] [--data FILE] [--toy]
+                                       [--json FILE]
 
 Every seed has its own held-out rows, order of rows and beginnings of adapters. The grid is trained to its end
 once, then again with halving. Random search draws trials of the same grid and trains each to its end; what it
-finds is not drawn but computed: the mean of the best loss over all choices of as many trials as the samples of
-halving pay for, rounded up.
+finds is not drawn but computed: the mean of the best loss over all choices of as many trials as the samples
+of halving pay for, rounded up.
 """
 
 from __future__ import annotations
