@@ -332,6 +332,7 @@ def _finish(
     """The table of all jobs, how the wall time was spent, and the exit code."""
     from weftune.cli.options import MISTAKE
     from weftune.jobs.store.states import State
+    from weftune.jobs.sweeps.record import records_in
     from weftune.report.ending import final_table
     from weftune.report.read import read_run as read_records
     from weftune.report.wall import wall_sentence
@@ -348,7 +349,11 @@ def _finish(
     if interrupted:
         console.print("Interrupted. Go on with --resume.")
         raise typer.Exit(INTERRUPTED)
-    if any(result.state is not State.SUCCEEDED for result in results.values()):
+    # Trials that leave a sweep, or fail in it, are what a sweep is for: it has failed where nobody has won.
+    sweeps = records_in(folder)
+    trials = {trial.name for sweep in sweeps for trial in sweep.trials}
+    others = [result for name, result in results.items() if name not in trials]
+    if any(result.state is not State.SUCCEEDED for result in others) or not all(one.best for one in sweeps):
         raise typer.Exit(SOME_FAILED)
 
 

@@ -33,9 +33,9 @@ class Curriculum:
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
 
-    def course(self, step: int, rounds: int, begins: bool) -> Course:
-        """The job's part of a window that starts after `step`."""
-        last = min(step + rounds, self.steps)
+    def course(self, step: int, rounds: int, begins: bool, limit: int | None = None) -> Course:
+        """The job's part of a window that starts after `step`; a `limit` is a step that it may not pass."""
+        last = min(step + rounds, self.steps if limit is None else limit)
         return Course(
             job=self.job,
             step=step,

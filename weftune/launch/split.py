@@ -90,6 +90,11 @@ def train_shares(
 ) -> Shared:
     """Train every job of a run, a share of them on each of `devices`."""
     options = options or Options()
+    if run.sweeps:
+        raise UserError(
+            f"The trials of sweep {run.sweeps[0].name} are compared with one another while they train, which "
+            "processes with jobs of their own cannot do; leave --gpus out"
+        )
     trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
     hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), trainer.options)
     trainer.check(hosts.shape)

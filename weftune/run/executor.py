@@ -132,8 +132,10 @@ class Executor:
         """Skip the job's rows and actions from here on. The Program stays as it is for the others."""
         self.adapters.kill(job)
 
-    def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
-        self.aboard[job].note_evaluation(loss, keep_best, min_delta)
+    def note_evaluation(
+        self, job: str, loss: float, keep_best: bool, min_delta: float, counts: bool = True
+    ) -> None:
+        self.aboard[job].note_evaluation(loss, keep_best, min_delta, counts)
 
     def save(self, job: str, folder: Path) -> None:
         """Take a snapshot of the job's current state. A checkpoint of it is written while training goes

@@ -30,6 +30,10 @@ class Ready:
     shape: JobShape
     evaluate_at: frozenset[int]
     save_at: frozenset[int]
+    limit: int | None = None
+    """The step up to which a trial of a sweep may train for now; None: to its last."""
+    own_evaluations: frozenset[int] | None = None
+    """Of `evaluate_at`, the steps that the job itself asks for, where a sweep adds others; None: all."""
 
     @property
     def name(self) -> str:
@@ -37,7 +41,16 @@ class Ready:
 
     def course(self, step: int, rounds: int, begins: bool) -> Course:
         """The job's part of a window that starts after `step`."""
-        return self.curriculum.course(step, rounds, begins)
+        return self.curriculum.course(step, rounds, begins, self.limit)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that it may make for now."""
+        return self.recipe.steps if self.limit is None else self.limit
+
+    def counts(self, step: int) -> bool:
+        """Whether an evaluation at this step counts for the job's best weights and its early stop."""
+        return self.own_evaluations is None or step in self.own_evaluations
 
     @property
     def curriculum(self) -> Curriculum:

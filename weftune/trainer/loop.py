@@ -18,6 +18,7 @@ from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
 from weftune.jobs.courses import save_interval
+from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
@@ -49,6 +50,7 @@ from weftune.trainer.results import (
     write_job_file,
     write_result,
 )
+from weftune.trainer.sweeping import Sweeping
 
 Callback = Callable[[Stepped | Evaluated], None]
 
@@ -104,6 +106,8 @@ class TimedWindow:
 class Ending:
     state: State
     reason: str = ""
+    leaves_sweep: bool = False
+    """Whether a trial leaves its sweep: its checkpoints go, since nothing goes on from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +153,23 @@ class Loop:
         self._endings: dict[str, Ending] = {}
         self._deliveries: dict[str, Delivery] = {}
         self._delivered: list[str] = []
-        """Finished jobs whose checkpoints go when the status says so."""
+        """Jobs that need their checkpoints no more; they go when the status says how the jobs ended."""
         self._tokenizer = TokenizerFiles(tokenizer)
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
+        self.sweeps = Sweeping()
+        """The sweeps that some of the jobs are trials of."""
+        self.add: Callable[[JobSpec], Any] | None = None
+        """Enters a job that a sweep proposes inside the run."""
         self._crowd: int | None = None
 
     # -- jobs come ---------------------------------------------------------------------------------------
 
     def enter(self, job: Ready) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
-        self.jobs[job.name] = self.waiting[job.name] = job
+        job = self.jobs[job.name] = self.sweeps.enter(job)
+        if not self.sweeps.rests(job.name):
+            self.waiting[job.name] = job
         if save_interval(job.spec, job.recipe.steps) == 1:
             self._saved_at_every_step.add(job.name)
         self.store.add_job(job.name)
@@ -175,7 +185,8 @@ class Loop:
             del self.waiting[name]
             self.journal.move(name, State.CANCELLED)
             self.journal.settle()
-        elif self.store.job(name).state is State.PAUSED:
+        elif self.store.job(name).state is State.PAUSED or self.sweeps.rests(name):
+            self.sweeps.drop_rested(name)
             self.journal.move(name, State.CANCELLED)
             self.journal.settle()
         elif name in self.executor.aboard and name not in self._endings:
@@ -264,8 +275,11 @@ class Loop:
         with ThreadPoolExecutor(1, thread_name_prefix="planner") as planner:
             ahead: Ahead | None = None
             while not stop():
+                self._follow_sweeps()
                 self._admit()
                 if not self.executor.aboard:
+                    if self._follow_sweeps():
+                        continue
                     break
                 program = self._program(ahead)
                 ahead = self._plan_ahead(planner, program)
@@ -273,6 +287,8 @@ class Loop:
                 self._retire()
         if stop():
             self._suspend()
+        for name, reason in self.sweeps.stranded():
+            self.journal.move(name, State.PAUSED, reason)
         with phase(Phase.EXPORT):
             self._finish_writes()
 
@@ -311,6 +327,8 @@ class Loop:
         job, progress = self.jobs[name], self.executor.aboard[name].progress
         if job.data.evaluation is None:
             return progress.step == 0
+        if self.sweeps.is_awaited(name, progress.step):
+            return True
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
     def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Planned:
@@ -331,7 +349,7 @@ class Loop:
         cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
         for batch in program.batches:
             cursors[batch.job] = max(cursors[batch.job], batch.step)
-        going_on = {name: step for name, step in cursors.items() if step < self.jobs[name].recipe.steps}
+        going_on = {name: step for name, step in cursors.items() if step < self.jobs[name].last_step}
         room = Room(program.capacity, program.recompute, self._pace())
         return Ahead(going_on, room, planner.submit(self._plan, going_on, frozenset(), room))
 
@@ -446,6 +464,8 @@ class Loop:
                     # There is no half of an interval in which the last one's checkpoint could be written.
                     self.executor.finish_saves(job)
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
+                if (reason := self.sweeps.step(event)) is not None and job not in self._endings:
+                    self._end(job, Ending(State.CANCELLED, reason, leaves_sweep=True))
             case Evaluated():
                 self._on_evaluation(event)
             case SaveDue(job):
@@ -462,10 +482,12 @@ class Loop:
     def _on_evaluation(self, event: Evaluated) -> None:
         spec, training = self.jobs[event.job].spec, self.executor.aboard[event.job]
         min_delta = spec.early_stop.min_delta if spec.early_stop else 0.0
-        self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta)
+        counts = self.jobs[event.job].counts(event.step)
+        self.executor.note_evaluation(event.job, event.loss, spec.keep == "best", min_delta, counts)
         progress = training.progress
         self.journal.evaluation(event, progress)
-        if spec.early_stop and progress.stale >= spec.early_stop.patience:
+        self.sweeps.evaluate(event)
+        if counts and spec.early_stop and progress.stale >= spec.early_stop.patience:
             evaluations = plural(progress.stale, "evaluation")
             reason = f"stopped early at step {event.step}: no better validation loss in {evaluations}"
             self._end(event.job, Ending(State.SUCCEEDED, reason))
@@ -531,6 +553,8 @@ class Loop:
                 self._deliver(training, ending)
             else:
                 self.journal.move(name, ending.state, ending.reason)
+            if ending.leaves_sweep:
+                self._delivered.append(name)
         if self._endings:
             self.journal.settle()
         if self._endings and self.base.device.type == "cpu":
@@ -600,12 +624,53 @@ class Loop:
         for training in self._save_and_detach(list(self.executor.aboard)):
             self._interrupt(training.job, training.progress.step)
         self._retire()
-        for name in list(self.waiting):
-            del self.waiting[name]
+        for name in [*self.waiting, *self.sweeps.resting()]:
+            self.waiting.pop(name, None)
+            self.sweeps.drop_rested(name)
             self._interrupt(name, self.store.job(name).step)
 
     def _interrupt(self, name: str, step: int) -> None:
         self.journal.move(name, State.PAUSED, f"interrupted at step {step}; go on with --resume")
+
+    # -- sweeps ------------------------------------------------------------------------------------------
+
+    def _follow_sweeps(self) -> bool:
+        """Between windows: trials at the limit of a rung go on, rest without a seat, or leave, as their
+        sweeps decide. True if somebody new waits for a seat."""
+        if not self.sweeps.sweeps:
+            return False
+        aboard = {name: training.progress.step for name, training in self.executor.aboard.items()}
+        orders = self.sweeps.orders(aboard, self._deliveries)
+        before = frozenset(self.waiting)
+        for name, limit in orders.limits.items():
+            if self.jobs[name].limit != limit:
+                self.jobs[name] = replace(self.jobs[name], limit=limit)
+        self.waiting = {name: self.jobs[name] for name in (*self.waiting, *orders.promoted)}
+        for name, reason in orders.leave.items():
+            self._leave_sweep(name, reason)
+        self._rest(orders.rest)
+        self._retire()
+        assert self.add is not None, "whoever hands in sweeps says how their jobs are added"
+        self.sweeps.propose(self.add, self.journal.note)
+        self._hear_writes()
+        return not before.issuperset(self.waiting)
+
+    def _rest(self, reasons: Mapping[str, str]) -> None:
+        """Save trials that wait for others at a rung, and free their seats."""
+        for training in self._save_and_detach(list(reasons)) if reasons else ():
+            self.sweeps.rested(training.job)
+            self.journal.move(training.job, State.QUEUED, reasons[training.job])
+        if reasons:
+            self.journal.settle()
+
+    def _leave_sweep(self, name: str, reason: str) -> None:
+        if name in self.executor.aboard:
+            self._end(name, Ending(State.CANCELLED, reason, leaves_sweep=True))
+            return
+        self.waiting.pop(name, None)
+        self.sweeps.drop_rested(name)
+        self.journal.move(name, State.CANCELLED, reason)
+        self._delivered.append(name)
 
     def _checkpoints(self, name: str) -> Path:
         return self.store.output / name / CHECKPOINTS

@@ -34,6 +34,7 @@ from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
 from weftune.jobs.sweeps.record import SweepRecord
+from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weftune.report.loggers import open_loggers
 from weftune.report.page import write_report
@@ -58,6 +59,7 @@ from weftune.trainer.results import (
     with_retries,
     write_job_file,
 )
+from weftune.trainer.sweeping import Proposals, RunningSweep, Sweeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class Trainer:
         self.options = options or Options()
         self.view: View = view or Quiet()
         self.jobs: dict[str, JobSpec] = {}
+        self.sweeps: dict[str, tuple[Sweep, Proposals | None]] = {}
         self.interrupted = False
         self.loop: Loop | None = None
         """The loop, while the run lasts."""
@@ -160,6 +163,15 @@ class Trainer:
             self.loop.enter(ready)
         return self
 
+    def add_sweep(self, sweep: Sweep, proposals: Proposals | None = None) -> Trainer:
+        """Add a sweep whose trials have been added as jobs; `proposals` are its later generations."""
+        missing = [trial.name for trial in sweep.trials if trial.name not in self.jobs]
+        assert not missing, f"{missing} are no jobs"
+        if sweep.name in self.jobs or sweep.name in self.sweeps:
+            raise SpecError(Mistake(f"sweep {sweep.name}", "there is already a job or a sweep of that name"))
+        self.sweeps[sweep.name] = sweep, proposals
+        return self
+
     def cancel(self, name: str) -> None:
         """Cancel one job of the run; the others go on."""
         if self.loop is None or name not in self.jobs:
@@ -182,6 +194,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(deterministic_kernels(self.options.deterministic))
             store = stack.enter_context(self._open())
+            sweeping = self._recalled_sweeps(store)
             with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
                 ready = self.unfinished(store, shape)
             shapes = [job.shape for job in ready]
@@ -197,6 +210,9 @@ class Trainer:
                 )
                 stack.callback(loggers.close)
                 self.loop = self._loop(engine, store, Journal(store, self.view, loggers.log))
+                self.loop.sweeps, self.loop.add = sweeping, self.add
+                for sweep in sweeping.sweeps:
+                    sweep.read_metrics()
                 stack.callback(self._leave_loop)
                 for job in ready:
                     self.loop.enter(job)
@@ -205,6 +221,7 @@ class Trainer:
                 self.loop.run(stop, callback)
                 for note in loggers.notes:
                     store.note(note)
+            sweeping.finish()
             self.interrupted = stop() and not all(self._has_ended(store, name) for name in self.jobs)
             self._write_last_status(store)
             return self.results(store)
@@ -233,6 +250,22 @@ class Trainer:
         return (
             open_store(self.output, self.options.resume) if share is None else open_share(self.output, share)
         )
+
+    def _recalled_sweeps(self, store: Store) -> Sweeping:
+        """The sweeps as earlier runs into this output have left them; trials that those proposed become jobs
+        again."""
+        again = {"--restart": self.options.restart, "--retry": self.options.retry}
+        running = []
+        for sweep, proposals in self.sweeps.values():
+            one = RunningSweep(sweep, store, self.jobs, self._tell(store), proposals)
+            for trial in one.recall([name for names in again.values() for name in names]):
+                self.add(one.job_of(trial))
+            for option, names in again.items():
+                one.refuse_again(option, names, self.options.changes)
+            running.append(one)
+        sweeping = Sweeping(running)
+        sweeping.propose(self.add, self._tell(store))
+        return sweeping
 
     def unfinished(self, store: Store, shape: ModelShape) -> list[Ready]:
         """The unfinished jobs, and those to train anew, ready to train."""
@@ -550,6 +583,8 @@ def trainer_for(
     )
     for job in run.jobs:
         trainer.add(job)
+    for sweep in run.sweeps:
+        trainer.add_sweep(sweep)
     return trainer
 
 

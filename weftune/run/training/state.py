@@ -120,11 +120,13 @@ class Training:
         self.gradient.zero_()
         self.open = None
 
-    def note_evaluation(self, loss: float, keep_best: bool, min_delta: float) -> bool:
+    def note_evaluation(self, loss: float, keep_best: bool, min_delta: float, counts: bool = True) -> bool:
         """Record an evaluation; True if it is the best so far. Its weights are kept if the job keeps the
-        best."""
+        best. One that does not count was asked for by others than the job: a sweep's rung."""
         best = self.progress.best_loss
         self.progress.evaluated = self.progress.step
+        if not counts:
+            return False
         self.progress.stale = 0 if best is None or loss < best - min_delta else self.progress.stale + 1
         if best is not None and loss >= best:
             return False

@@ -176,9 +176,11 @@ class Driver:
         """The job makes no more steps; the other workers learn of it with the next decision."""
         self._own.kill(job)
 
-    def note_evaluation(self, job: str, loss: float, keep_best: bool, min_delta: float) -> None:
+    def note_evaluation(
+        self, job: str, loss: float, keep_best: bool, min_delta: float, counts: bool = True
+    ) -> None:
         training = self.aboard[job]
-        best = training.note_evaluation(loss, keep_best, min_delta)
+        best = training.note_evaluation(loss, keep_best, min_delta, counts)
         if best and keep_best:
             self.staff.command_all(KeepBest(job))
         if (pending := self._pending.get((job, training.progress.step))) is not None:

@@ -1,0 +1,574 @@
+"""Sweeps inside a run: what the loop does with trials between windows, as `jobs/sweeps/rungs.py` decides.
+
+A trial is a job like any other. Its sweep sets the step up to which it may train; there it is evaluated, and
+then it goes on, rests without a seat until the others have come as far, or leaves. Every decision is in
+sweep.json before anybody acts on it, so a resumed run goes by the decisions that were made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from weftune.core.files import json_text, kept_lines, sync_folder
+from weftune.errors import OutputError, SpecError, UserError
+from weftune.jobs.spec.spec import JobSpec
+from weftune.jobs.store.folder import METRICS
+from weftune.jobs.store.job_file import CHECKPOINTS
+from weftune.jobs.store.states import State
+from weftune.jobs.store.store import Store
+from weftune.jobs.sweeps.record import (
+    BEST,
+    DamagedSweep,
+    Samples,
+    SweepRecord,
+    TrialRecord,
+    TrialState,
+    read_record,
+    write_record,
+)
+from weftune.jobs.sweeps.rungs import End, LossTrend, Rungs
+from weftune.jobs.sweeps.spec import Sweep, Trial
+from weftune.run.events import Evaluated, Stepped
+from weftune.run.training import checkpoint
+from weftune.trainer.job import Ready
+
+Tell = Callable[[str], None]
+ENDS = {State.SUCCEEDED: End.FINISHED, State.FAILED: End.FAILED, State.CANCELLED: End.LEFT}
+
+
+class Proposer(Protocol):
+    """Trials in generations, each proposed by how those before ended."""
+
+    def first(self) -> tuple[Trial, ...]: ...
+
+    def next(self, ended: Sequence[tuple[Trial, float | None]]) -> tuple[Trial, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Later generations of a sweep: who proposes them, and the job that a trial is."""
+
+    proposer: Proposer
+    job_of: Callable[[Trial], JobSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the loop is to do with trials between two windows."""
+
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """The step up to which each may train."""
+    promoted: Sequence[str] = ()
+    """Those that rested and go on."""
+    rest: Mapping[str, str] = field(default_factory=dict)
+    """Those aboard that are to rest, with the reason."""
+    leave: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One evaluation of a trial."""
+
+    loss: float | None
+    token_accuracy: float | None
+
+
+class RunningSweep:
+    """One sweep of the run. `jobs` are those of the whole run, by name."""
+
+    def __init__(
+        self, sweep: Sweep, store: Store, jobs: Mapping[str, JobSpec], tell: Tell, proposals: Proposals | None
+    ) -> None:
+        self.sweep, self.store, self.jobs = sweep, store, jobs
+        self.folder = store.output / sweep.name
+        self.rungs = Rungs(sweep.spec)
+        self.trials: dict[str, Trial] = {}
+        self.resting: set[str] = set()
+        self.best: tuple[str, ...] = ()
+        self._tell = tell
+        self._proposals = proposals
+        self._measured: dict[str, dict[int, Measured]] = {}
+        self._trends: dict[str, LossTrend] = {}
+        self._own_evaluations: dict[str, frozenset[int]] = {}
+        self._scores: dict[str, float | None] = {}
+        """Of trials that had ended when the record was written."""
+        self._written: SweepRecord | None = None
+        self._finished = False
+        self._exhausted = proposals is None
+        """Whether no generation follows."""
+        self._reasons: dict[str, str] = {}
+        """Of trials that could not become jobs."""
+
+    # -- before the jobs are made ready ------------------------------------------------------------------
+
+    def recall(self, again: Collection[str] = ()) -> list[Trial]:
+        """Go on from the record, where there is one. Gives the trials of later generations, which are no jobs
+        yet. Those that had left but were killed before their state was written are cancelled; those of
+        `again` are about to go on, by the user's word."""
+        record = self._read()
+        generations = [self.sweep.trials]
+        if record is not None:
+            self._refuse_changes(record)
+            later = [trial for trial in record.trials if trial.generation > 0]
+            count = max((trial.generation for trial in later), default=0)
+            for number in range(1, count + 1):
+                generations.append(
+                    tuple(Trial(one.name, one.values) for one in later if one.generation == number)
+                )
+        for generation in generations:
+            self._begin(generation)
+        if record is not None:
+            self._take(record)
+        for name, reason in self._unfinished_leaves():
+            self.store.add_job(name)
+            self.store.move_job(name, State.CANCELLED, reason)
+        for name in self.trials.keys() - again:
+            if name in self.store and self.store.job(name).state is State.CANCELLED:
+                # A kill may have come before they were deleted.
+                shutil.rmtree(self.store.output / name / CHECKPOINTS, ignore_errors=True)
+        self.read_metrics()
+        self._hear_ends((), again)
+        return [trial for generation in generations[1:] for trial in generation]
+
+    def _read(self) -> SweepRecord | None:
+        try:
+            return read_record(self.folder)
+        except DamagedSweep as damaged:
+            self._tell(
+                f"{self.folder.name}/sweep.json was damaged ({damaged.complaint}) and has been rebuilt from "
+                "the metrics."
+            )
+            return None
+
+    def _refuse_changes(self, record: SweepRecord) -> None:
+        mine = self._record(self.rungs)
+        keys = {"search": "search", "metric": "metric", "mode": "mode", "at": "halving.at"}
+        keys["share"] = "halving.keep"
+        changed = [keys[name] for name in keys if getattr(record, name) != getattr(mine, name)]
+        before = [(one.name, json_text(one.values)) for one in record.trials if one.generation == 0]
+        if before != [(one.name, json_text(one.values)) for one in self.sweep.trials]:
+            changed.append("its trials")
+        if changed:
+            raise OutputError(
+                f"Sweep {self.sweep.name} has already begun and cannot go on with other settings: "
+                f"{', '.join(changed)} changed; put them back, or choose another --output"
+            )
+
+    def _begin(self, generation: Sequence[Trial]) -> None:
+        assert not any(trial.name in self.trials for trial in generation), "a trial was proposed twice"
+        self.trials |= {trial.name: trial for trial in generation}
+        self.rungs.begin([trial.name for trial in generation])
+
+    def _take(self, record: SweepRecord) -> None:
+        for trial in record.trials:
+            if trial.steps:
+                self.rungs.enter(trial.name, trial.steps)
+            for step, value in trial.at_rungs.items():
+                self.rungs.evaluate(trial.name, int(step), value)
+            if trial.state in ("left", "failed", "finished"):
+                self._scores[trial.name] = trial.score
+        for decision in record.decisions:
+            self.rungs.adopt(decision)
+        self.best, self._written = record.best, record
+
+    def _unfinished_leaves(self) -> Iterator[tuple[str, str]]:
+        """Trials that a decision sends away and whose state does not say so yet, with the reason."""
+        for decision in self.rungs.decisions:
+            for name in decision.left:
+                if name not in self.store or not self.store.job(name).state.ended:
+                    yield name, decision.reason(name, self.rungs.rungs(name)[decision.rung])
+
+    def refuse_again(self, option: str, names: Collection[str], changes: Collection[str]) -> None:
+        """Refuse to train a trial anew, or to go on with it, where the sweep has decided without it."""
+        for name in (name for name in names if name in self.trials):
+            steps = [
+                one.step for one in self.rungs.decisions if self._passed_over(name, one.generation, one.rung)
+            ]
+            if steps:
+                raise SpecError(
+                    f"{option} {name}: the sweep {self.sweep.name} has decided at step {steps[0]} that "
+                    "others go on, and its decisions stand; train it as a job of its own, under another name"
+                )
+            if changes:
+                raise SpecError(
+                    f"--set {next(iter(changes))}: {name} is a trial of the sweep {self.sweep.name}, which "
+                    "compares trials by their settings; leave --set out"
+                )
+
+    def _passed_over(self, name: str, generation: int, rung: int) -> bool:
+        decision = next(d for d in self.rungs.decisions if (d.generation, d.rung) == (generation, rung))
+        return name in self.rungs.generations[generation] and name not in decision.kept
+
+    # -- jobs come ---------------------------------------------------------------------------------------
+
+    def read_metrics(self) -> None:
+        """What the trials have measured and trained so far, by the lines of the run's metrics."""
+        self._measured.clear()
+        self._trends.clear()
+        for name in self.trials:
+            if name in self.store and self.store.job(name).steps:
+                self.rungs.enter(name, self.store.job(name).steps)
+        wanted = kept_lines(self.store.records / METRICS, lambda line: line.get("job") in self.trials)
+        for line in map(json.loads, wanted.splitlines()):
+            if "eval_loss" in line:
+                measured = Measured(line["eval_loss"], line.get("eval_token_accuracy"))
+                self._measure(line["job"], line["step"], measured)
+            elif line.get("loss") is not None:
+                self._trend(line["job"]).add(line["step"], line["loss"])
+
+    def enter(self, job: Ready) -> Ready:
+        """A trial as the loop trains it: evaluated at its rungs too, and up to its limit only."""
+        self.rungs.enter(job.name, job.recipe.steps)
+        self._own_evaluations[job.name] = job.evaluate_at
+        rungs = frozenset(self.rungs.rungs(job.name))
+        limit = self.rungs.limit(job.name)
+        if limit < job.recipe.steps and not self.rungs.awaited(job.name):
+            found = checkpoint.newest_progress(self.store.output / job.name / CHECKPOINTS)
+            if found is not None and found.step >= limit:
+                self.resting.add(job.name)
+        return replace(job, evaluate_at=job.evaluate_at | rungs, own_evaluations=job.evaluate_at, limit=limit)
+
+    # -- inside a window ---------------------------------------------------------------------------------
+
+    def step(self, event: Stepped) -> str | None:
+        """Take a step's loss; why the trial leaves now, if it does."""
+        trend = self._trend(event.job)
+        trend.add(event.step, event.outcome.loss)
+        return trend.fault()
+
+    def evaluate(self, event: Evaluated) -> None:
+        self._measure(event.job, event.step, Measured(event.loss, event.token_accuracy))
+
+    def _measure(self, name: str, step: int, measured: Measured) -> None:
+        self._measured.setdefault(name, {})[step] = measured
+        self.rungs.evaluate(name, step, self._value(measured))
+
+    def _trend(self, name: str) -> LossTrend:
+        if name not in self._trends:
+            self._trends[name] = LossTrend(self.rungs.steps(name))
+        return self._trends[name]
+
+    def _value(self, measured: Measured) -> float | None:
+        return measured.loss if self.sweep.spec.metric == "eval_loss" else measured.token_accuracy
+
+    # -- between windows ---------------------------------------------------------------------------------
+
+    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> Orders:
+        """Hear who has ended, decide the rungs that can be, record it, and say what follows."""
+        if self._finished:
+            return Orders()
+        self._hear_ends(delivering)
+        if self.rungs.is_over() and self._exhausted:
+            self.finish()
+        self._decide(aboard)
+        living = [name for name in self.trials if name not in self.rungs.ended]
+        promoted = [name for name in living if name in self.resting and not self._is_held(name)]
+        self.resting -= set(promoted)
+        rest = {
+            name: self._waits(name)
+            for name in living
+            if name in aboard and aboard[name] >= self.rungs.limit(name) and self._is_held(name)
+        }
+        return Orders(
+            {name: self.rungs.limit(name) for name in living if name in self._own_evaluations},
+            promoted,
+            rest,
+            dict(self._unfinished_leaves()),
+        )
+
+    def _decide(self, aboard: Mapping[str, int]) -> None:
+        """Decide and record. Nobody acts on what is not recorded: then the next window's end tries again."""
+        decided = deepcopy(self.rungs) if self.rungs.due() else self.rungs
+        while due := decided.due():
+            for decision in due:
+                decided.adopt(decision)
+        if self._write(decided, aboard):
+            self.rungs = decided
+
+    def _hear_ends(self, delivering: Collection[str], but: Collection[str] = ()) -> None:
+        for name in self.trials:
+            if name not in self.store or name in self.rungs.ended or name in but:
+                continue
+            status = self.store.job(name)
+            state = State.SUCCEEDED if name in delivering else status.state
+            if state in ENDS:
+                self.rungs.end(name, ENDS[state], status.step)
+
+    def _is_held(self, name: str) -> bool:
+        """Whether a trial that has reached its limit has nothing to do there but to wait."""
+        return self.rungs.limit(name) < self.rungs.steps(name) and not self.rungs.awaited(name)
+
+    def _waits(self, name: str) -> str:
+        return f"waits for the others at step {self.rungs.limit(name)}"
+
+    def proposed(self) -> Sequence[Trial]:
+        """The next generation, when all trials before it have ended. It is recorded before it is given."""
+        if self._proposals is None or self._exhausted or not self.rungs.is_over():
+            return ()
+        ended = [(trial, self.score(trial.name)) for trial in self.trials.values()]
+        if not (found := self._proposals.proposer.next(ended)):
+            self._exhausted = True
+            return ()
+        self._begin(found)
+        write_record(self.folder, self._record(self.rungs))
+        return found
+
+    def job_of(self, trial: Trial) -> JobSpec:
+        assert self._proposals is not None
+        return self._proposals.job_of(trial)
+
+    def refuse(self, trial: str, reason: str) -> None:
+        """A proposed trial that cannot be trained: it has failed."""
+        self._reasons[trial] = reason
+        self.rungs.end(trial, End.FAILED, 0)
+
+    # -- the record --------------------------------------------------------------------------------------
+
+    def _write(self, rungs: Rungs, aboard: Mapping[str, int]) -> bool:
+        record = self._record(rungs, aboard)
+        if self._written is not None and replace(self._written, samples=record.samples) == record:
+            return True
+        try:
+            write_record(self.folder, record)
+        except OutputError as error:
+            self._tell(f"warning: {error}; training goes on, and it is tried again.")
+            return False
+        self._written = record
+        return True
+
+    def _record(self, rungs: Rungs, aboard: Mapping[str, int] | None = None) -> SweepRecord:
+        spec, halving = self.sweep.spec, self.sweep.spec.halving
+        first = next(iter(self.trials), "")
+        steps = rungs.steps(first)
+        trials = tuple(
+            self._trial_record(rungs, name, generation, aboard or {})
+            for generation, names in enumerate(rungs.generations)
+            for name in names
+        )
+        return SweepRecord(
+            name=self.sweep.name,
+            search=spec.search,
+            metric=spec.metric,
+            mode=spec.mode,
+            keep=spec.keep,
+            at=() if halving is None else tuple(halving.at),
+            share=None if halving is None else halving.keep,
+            steps=steps,
+            rungs=(*rungs.rungs(first), steps) if steps else (),
+            trials=trials,
+            decisions=tuple(rungs.decisions),
+            best=self.best,
+            samples=self._samples(rungs),
+        )
+
+    def _trial_record(
+        self, rungs: Rungs, name: str, generation: int, aboard: Mapping[str, int]
+    ) -> TrialRecord:
+        ended = rungs.ended.get(name)
+        return TrialRecord(
+            name=name,
+            values=json.loads(json_text(self.trials[name].values)),
+            state=self._state(rungs, name, aboard),
+            reason=self._reason(rungs, name, aboard),
+            steps=rungs.steps(name),
+            at_rungs={str(step): value for step, value in rungs.values.get(name, {}).items()},
+            score=self.score(name),
+            left_at=ended.step if ended is not None and ended.how is not End.FINISHED else None,
+            generation=generation,
+        )
+
+    def _state(self, rungs: Rungs, name: str, aboard: Mapping[str, int]) -> TrialState:
+        if name in rungs.ended:
+            return rungs.ended[name].how.value
+        held = rungs.limit(name) < rungs.steps(name) and not rungs.awaited(name)
+        if held and (name in self.resting or aboard.get(name, -1) >= rungs.limit(name)):
+            return "resting"
+        return "running" if name in aboard else "waiting"
+
+    def _reason(self, rungs: Rungs, name: str, aboard: Mapping[str, int]) -> str:
+        if name in self._reasons:
+            return self._reasons[name]
+        for decision in rungs.decisions:
+            if name in decision.left:
+                return decision.reason(name, rungs.rungs(name)[decision.rung])
+        if self._state(rungs, name, aboard) == "resting":
+            return f"waits for the others at step {rungs.limit(name)}"
+        return self.store.job(name).reason if name in self.store else ""
+
+    def _samples(self, rungs: Rungs) -> Samples:
+        trained = everything = 0
+        for name in self.trials:
+            size = self.jobs[name].batch_size if name in self.jobs else 0
+            trained += size * (self.store.job(name).step if name in self.store else 0)
+            everything += size * rungs.steps(name)
+        return Samples(trained, everything)
+
+    def score(self, name: str) -> float | None:
+        """The metric of the adapter that the trial leaves, or of its last evaluation so far."""
+        if name in self._scores and name not in self._own_evaluations:
+            return self._scores[name]
+        measured = self._measured.get(name, {})
+        if not measured:
+            return None
+        step = max(measured)
+        if name in self.store and name in self.jobs and self.jobs[name].keep == "best":
+            step = self.store.job(name).best_step if self.store.job(name).best_step in measured else step
+        return self._value(measured[step])
+
+    # -- after -------------------------------------------------------------------------------------------
+
+    def waiting_for(self) -> str:
+        """Whom the resting trials of this sweep wait for, when nobody is aboard any more."""
+        missing = [
+            name for name in self.trials if name not in self.rungs.ended and name not in self.resting
+        ]  # fmt: skip
+        return missing[0] if missing else ""
+
+    def finish(self) -> None:
+        """Record how the sweep stands; where every trial has ended, the winners are put into `best`."""
+        self._hear_ends(())
+        self._decide({})
+        has_ended = all(self._has_ended(name) for name in self.trials)
+        if self.rungs.is_over() and self._exhausted and has_ended:
+            self._put_best()
+        self._write(self.rungs, {})
+
+    def _put_best(self) -> None:
+        ranking = self.rungs.ranking({name: self.score(name) for name in self.trials})
+        winners = tuple(ranking[: self.sweep.spec.keep])
+        try:
+            if not self._holds(winners):
+                put_best(self.folder, [self.store.output / name for name in winners])
+            self.best, self._finished = winners, True
+        except OSError as error:
+            self._tell(
+                f"warning: cannot write {self.folder / BEST}: {error.strerror}; --resume tries it again."
+            )
+
+    def _has_ended(self, name: str) -> bool:
+        return name in self._reasons or (name in self.store and self.store.job(name).state.ended)
+
+    def _holds(self, winners: tuple[str, ...]) -> bool:
+        """Whether `best` is that of these, in the record and in the folder."""
+        folder = self.folder / BEST
+        there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        return self.best == winners and there == set(winners)
+
+
+def put_best(folder: Path, winners: Sequence[Path]) -> None:
+    """The folders of the winners again under `best`, all of them or none; hard links where there are such."""
+    partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
+    for path in (partial, old):
+        shutil.rmtree(path, ignore_errors=True)
+    if not winners:
+        return
+    for winner in winners:
+        shutil.copytree(
+            winner,
+            partial / winner.name,
+            copy_function=_link_or_copy,
+            ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
+        )
+    if (folder / BEST).exists():
+        (folder / BEST).rename(old)
+    partial.rename(folder / BEST)
+    sync_folder(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+class Sweeping:
+    """All sweeps of a run; one without sweeps has nothing to say."""
+
+    def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
+        self.sweeps = tuple(sweeps)
+        self._of: dict[str, RunningSweep] = {}
+        for sweep in self.sweeps:
+            self._of |= dict.fromkeys(sweep.trials, sweep)
+
+    def of(self, name: str) -> RunningSweep | None:
+        """The sweep that a job is a trial of."""
+        return self._of.get(name)
+
+    def enter(self, job: Ready) -> Ready:
+        sweep = self._of.get(job.name)
+        return job if sweep is None else sweep.enter(job)
+
+    def rests(self, name: str) -> bool:
+        sweep = self._of.get(name)
+        return sweep is not None and name in sweep.resting
+
+    def rested(self, name: str) -> None:
+        """The trial has been saved and has left its seat."""
+        self._of[name].resting.add(name)
+
+    def is_awaited(self, name: str, step: int) -> bool:
+        """Whether the trial's value at this rung is neither recorded nor to be found."""
+        sweep = self._of.get(name)
+        return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaited(name)
+
+    def step(self, event: Stepped) -> str | None:
+        sweep = self._of.get(event.job)
+        return None if sweep is None else sweep.step(event)
+
+    def evaluate(self, event: Evaluated) -> None:
+        if (sweep := self._of.get(event.job)) is not None:
+            sweep.evaluate(event)
+
+    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> Orders:
+        found = [sweep.orders(aboard, delivering) for sweep in self.sweeps]
+        return Orders(
+            {name: limit for one in found for name, limit in one.limits.items()},
+            [name for one in found for name in one.promoted],
+            {name: reason for one in found for name, reason in one.rest.items()},
+            {name: reason for one in found for name, reason in one.leave.items()},
+        )
+
+    def propose(self, add: Callable[[JobSpec], Any], tell: Tell) -> None:
+        """Add the jobs of generations that can begin now."""
+        for sweep in self.sweeps:
+            while new := sweep.proposed():
+                self._of |= dict.fromkeys((trial.name for trial in new), sweep)
+                for trial in new:
+                    try:
+                        add(sweep.job_of(trial))
+                    except UserError as error:
+                        sweep.refuse(trial.name, str(error))
+                        tell(f"warning: {trial.name} cannot be trained: {error}")
+
+    def finish(self) -> None:
+        for sweep in self.sweeps:
+            sweep.finish()
+
+    def stranded(self) -> Iterator[tuple[str, str]]:
+        """Trials that rest although nobody is aboard, with the reason: one that they wait for is paused."""
+        for sweep in self.sweeps:
+            for name in sorted(sweep.resting):
+                if name not in sweep.rungs.ended:
+                    step, other = sweep.rungs.limit(name), sweep.waiting_for()
+                    yield (
+                        name,
+                        f"waits at step {step} for {other}, which has not come as far; go on with --resume",
+                    )
+            sweep.resting.clear()
+
+    def drop_rested(self, name: str) -> None:
+        """The trial has been cancelled or paused."""
+        if (sweep := self._of.get(name)) is not None:
+            sweep.resting.discard(name)
+
+    def resting(self) -> list[str]:
+        return [name for sweep in self.sweeps for name in sorted(sweep.resting)]
