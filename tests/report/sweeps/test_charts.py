@@ -51,9 +51,9 @@ def test_the_best_is_drawn_over_the_others() -> None:
 def test_a_rung_is_compared_within_itself() -> None:
     found = traces(charts(sweep_record())["learning_rate"])
     assert [(trace["name"], len(trace["y"])) for trace in found] == [
-        ("step 20", 23),
-        ("step 60", 8),
-        ("step 200", 3),
+        ("20", 23),
+        ("60", 8),
+        ("200", 3),
     ]
 
 
@@ -99,4 +99,4 @@ def test_without_halving_there_is_one_result_and_no_talk_of_rungs() -> None:
     found = charts(replace(record, trials=tuple(trials), rungs=(200,), decisions=()))
     assert "rung" not in found["ways"].words
     assert all(len(trace["x"]) == 4 for trace in traces(found["ways"]))
-    assert [trace["name"] for trace in traces(found["learning_rate"])] == ["step 200"]
+    assert [trace["name"] for trace in traces(found["learning_rate"])] == ["200"]

@@ -95,7 +95,17 @@ def test_mappings_and_dotted_keys_are_the_same_and_what_all_share_is_left_out() 
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(3.14159e-4, "3.14e-4"), (0.05, "0.05"), (0.006, "0.006"), (64.0, "64"), (1e-5, "1e-5"), (0.0, "0")],
+    [
+        (3.14159e-4, "3.14e-4"),
+        (0.05, "0.05"),
+        (0.006, "0.006"),
+        (64.0, "64"),
+        (1e-4, "1e-4"),
+        (0.0, "0"),
+        (0.0125, "0.0125"),
+        (1e6, "1e6"),
+        (1500.0, "1500"),
+    ],
 )
 def test_numbers_have_few_letters(number: float, text: str) -> None:
     assert number_text(number) == text

@@ -14,8 +14,8 @@ from weftune.jobs.sweeps.rungs import Decision, quota, worth
 METRIC_NAMES = {"eval_loss": "validation loss", "eval_mean_token_accuracy": "validation accuracy"}
 _ENDED = ("finished", "left", "failed")
 STATES = ("finished", "running", "resting", "waiting", "left", "failed")
-_LONGEST_PLAIN = 6
-"""Letters of a number without an exponent."""
+_LONGEST_PLAIN = 5
+"""Letters of a number that never has an exponent."""
 _GROUPS = {"finished": 0, "left": 2, "failed": 3}
 """Those that are still on their way come between."""
 
@@ -121,10 +121,10 @@ def setting_text(value: Any) -> str:
 def number_text(value: float) -> str:
     """Three digits that count, with an exponent where many zeros would stand before them."""
     plain = f"{float(f'{value:.3g}'):g}"
-    if "e" not in plain and len(plain) <= _LONGEST_PLAIN:
-        return plain
     digits, _, power = f"{value:.2e}".partition("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    scientific = f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    short = len(plain) <= _LONGEST_PLAIN or len(plain) < len(scientific)
+    return plain if short and "e" not in plain else scientific
 
 
 # -- rungs ----------------------------------------------------------------------------------------------
