@@ -116,7 +116,10 @@ class JobView:
     @property
     def detailed(self) -> bool:
         """Whether the page says how to use it, or how it goes on."""
-        return not self.left and (self.stopped or self.index < _MOST_DETAILS)
+        if self.left or (self.trial and self.state == "failed"):
+            # Its sweep has decided without it, and takes it in no more.
+            return False
+        return self.stopped or self.index < _MOST_DETAILS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,6 +258,7 @@ class Trainer:
         running = []
         for sweep, proposals in self.sweeps.values():
             one = RunningSweep(sweep, store, self.jobs, self._tell(store), proposals)
+            one.show = self.view.sweep
             for trial in one.recall([name for names in again.values() for name in names]):
                 self.add(one.job_of(trial))
             for option, names in again.items():

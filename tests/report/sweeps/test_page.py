@@ -56,7 +56,7 @@ def test_trials_that_left_are_no_alarm_and_stand_nowhere_else(page: Page) -> Non
     text = words(page)
     assert "20 left early, 1 failed" in text
     assert "cancelled" not in text
-    assert "--restart sql-r8" not in text
+    assert "--restart" not in text, "nor does it help the one that failed: the sweep has decided without it"
     assert not [value for key, value in page.attributes if key == "class" and value.startswith("note")]
     assert "Jobs" not in text.replace("Jobs of", "")
 
