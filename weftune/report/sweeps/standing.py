@@ -66,7 +66,7 @@ def winners(record: SweepRecord) -> list[TrialRecord]:
 
 def counts(record: SweepRecord) -> Mapping[str, int]:
     """State → how many trials are in it, without zeros."""
-    found = Counter(trial.state for trial in record.trials)
+    found: Counter[str] = Counter(trial.state for trial in record.trials)
     return {state: found[state] for state in STATES if found[state]}
 
 
