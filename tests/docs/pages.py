@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDE = ROOT / "docs" / "guide.md"
+SWEEPS = ROOT / "docs" / "sweeps.md"
 MECHANISMS = ROOT / "docs" / "mechanisms.md"
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docs.pages import GUIDE, README, ROOT, blocks, table_rows
+from tests.docs.pages import GUIDE, README, ROOT, SWEEPS, blocks, table_rows
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.jobs.spec.keys import SECTIONS
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import EarlyStop, JobSpec, RunSpec
+from weftune.jobs.sweeps.rungs import rung_steps
+from weftune.jobs.sweeps.saving import rung_counts
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 PREFIX = {
@@ -61,9 +63,25 @@ def test_the_jobs_file_of_the_readme_works_as_pasted(folder: Path) -> None:
     assert all(Path(job.data.path).resolve().is_relative_to(ROOT / "examples") for job in run.jobs)
 
 
-@pytest.mark.parametrize("text", blocks(GUIDE, "yaml"), ids=lambda text: text.split("\n")[0])
+@pytest.mark.parametrize(
+    "text", [*blocks(GUIDE, "yaml"), *blocks(SWEEPS, "yaml")], ids=lambda text: text.split("\n")[0]
+)
 def test_every_example_of_the_guide_is_read(folder: Path, text: str) -> None:
     assert read(folder, text).jobs
+
+
+def test_the_keys_of_a_sweep_that_its_page_names_are_those_there_are() -> None:
+    told = {key for row in table_rows(SWEEPS, "key of `sweep`") for key in re.findall(r"`([\w.]+)`", row[0])}
+    nested = {f"halving.{item.name}" for item in fields(Halving)}
+    assert told == {item.name for item in fields(SweepSpec)} - {"halving"} | nested
+
+
+def test_the_example_of_a_sweep_has_eight_trials_and_ends_with_two() -> None:
+    run = read_run(ROOT / "examples" / "sweep" / "jobs.yaml")
+    (sweep,) = run.sweeps
+    assert len(run.jobs) == 8
+    assert rung_counts(sweep.spec) == (8, 4, 2)
+    assert rung_steps(sweep.spec.halving, run.jobs[0].steps or 0) == (4, 10)
 
 
 def test_the_guides_table_has_every_key_of_a_jobs_file_and_no_other() -> None:

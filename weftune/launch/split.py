@@ -27,6 +27,7 @@ from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.shares import deal
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_store
+from weftune.jobs.sweeps.record import SweepRecord
 from weftune.launch.processes import INTERRUPTED
 from weftune.launch.supervise import EVERY, Supervised, Supervisor, Team, TeamEnd
 from weftune.plan.cost.memory import MemoryModel
@@ -198,9 +199,12 @@ def _supervised(
     troubles: dict[int, str] = {}
     told: set[str] = set()
 
-    def hear(message: JobRow | str | Mistaken) -> None:
+    def hear(message: JobRow | SweepRecord | str | Mistaken) -> None:
         if isinstance(message, JobRow):
             view.update(message)
+            return
+        if isinstance(message, SweepRecord):
+            view.sweep(message)
             return
         if isinstance(message, Mistaken):
             troubles[message.share] = message.sentence
@@ -281,10 +285,13 @@ class ToldByShare:
     def update(self, row: JobRow) -> None:
         self.send(row)
 
+    def sweep(self, record: SweepRecord) -> None:
+        self.send(record)
+
     def note(self, text: str) -> None:
         self.send(text)
 
-    def send(self, message: JobRow | str | Mistaken | None) -> None:
+    def send(self, message: JobRow | SweepRecord | str | Mistaken | None) -> None:
         try:
             with self._one_at_a_time:
                 self._connection.send(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -22,6 +22,12 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 MOST_CURVES = len(_COLOURS) * len(_DASHES)
 """Of more jobs than there are pens only the first have curves: nobody could tell the others apart, and a page
 with thousands of them does not open."""
+
+_MOST_LEFT = 200
+"""Of the trials that left a sweep early so many are drawn, all with one pen."""
+LEFT_PEN_COLOUR = "#9aa3b2"
+LEFT = "left"
+"""What the traces of those trials are called together, for the legend."""
 
 _FEWEST_WINDOWS = 3
 _TOO_FEW = "Too few windows for a curve."
@@ -59,40 +65,52 @@ def pen(index: int) -> Pen:
     return Pen(_COLOURS[index % len(_COLOURS)], _DASHES[index // len(_COLOURS) % len(_DASHES)])
 
 
-def draw_charts(jobs: Sequence[JobRecord], windows: Sequence[WindowLine]) -> tuple[Chart, ...]:
-    """All charts of the page. `jobs` come in the order of the table, which fixes their pens."""
-    drawn = jobs[:MOST_CURVES]
+def draw_charts(
+    jobs: Sequence[JobRecord], windows: Sequence[WindowLine], left: Collection[str] = ()
+) -> tuple[Chart, ...]:
+    """All charts of the page. `jobs` come in the order of the table, which fixes their pens; `left` are the
+    trials that left a sweep early, behind the others and without pens of their own."""
+    drawn = [job for job in jobs if job.name not in left][:MOST_CURVES]
+    others = [job for job in jobs if job.name in left][:_MOST_LEFT]
     return (
-        _loss_chart(drawn),
-        _validation_chart(drawn),
+        _loss_chart(drawn, others),
+        _validation_chart(drawn, others),
         _throughput_chart(windows),
         _time_chart(windows),
         _memory_chart(windows),
     )
 
 
-def _loss_chart(jobs: Sequence[JobRecord]) -> Chart:
+def _loss_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart:
     title, curves = "Training loss", [[Point(line.step, line.loss) for line in job.losses] for job in jobs]
+    grey = [_left_trace(job, smooth([Point(line.step, line.loss) for line in job.losses])) for job in left]
     if not any(point.y is not None for curve in curves for point in curve):
         return Chart(name="loss", title=title, words="No job has finished a step yet.")
     faint = [_job_trace(jobs, index, curve) | _FAINT for index, curve in enumerate(curves)]
     bold = [_job_trace(jobs, index, smooth(curve)) for index, curve in enumerate(curves)]
     layout = _layout("step", "loss") | _healthy_range(jobs, curves)
-    words = "Faint: the loss of each global batch. Bold: smoothed."
-    return Chart(name="loss", title=title, words=words, figure={"data": faint + bold, "layout": layout})
+    words = f"Faint: the loss of each global batch. Bold: smoothed.{_left_words(left)}"
+    data = [*grey, *faint, *bold]
+    return Chart(name="loss", title=title, words=words, figure={"data": data, "layout": layout})
 
 
-def _validation_chart(jobs: Sequence[JobRecord]) -> Chart:
+def _validation_chart(jobs: Sequence[JobRecord], left: Sequence[JobRecord]) -> Chart:
     title = "Validation loss"
     curves = [[Point(line.step, line.loss) for line in job.evaluations] for job in jobs]
     if not any(point.y is not None for curve in curves for point in curve):
         words = "No job has held-out rows: give it `eval: {fraction: 0.1}` to see how it does on them."
         return Chart(name="validation", title=title, words=words)
     marks = {"mode": "lines+markers", "marker": {"size": 6}}
+    grey = [
+        _left_trace(job, [Point(line.step, line.loss) for line in job.evaluations])
+        for job in left
+        if job.evaluations
+    ]
     traces = [_job_trace(jobs, index, curve) | marks for index, curve in enumerate(curves) if curve]
     layout = _layout("step", "loss") | _healthy_range(jobs, curves)
-    words = "Step 0 is the base before any training."
-    return Chart(name="validation", title=title, words=words, figure={"data": traces, "layout": layout})
+    words = f"Step 0 is the base before any training.{_left_words(left)}"
+    data = [*grey, *traces]
+    return Chart(name="validation", title=title, words=words, figure={"data": data, "layout": layout})
 
 
 def _throughput_chart(windows: Sequence[WindowLine]) -> Chart:
@@ -177,6 +195,18 @@ def _job_trace(jobs: Sequence[JobRecord], index: int, points: Sequence[Point]) -
     trace = _trace(jobs[index].name, points, drawn.colour, hover)
     trace["line"]["dash"] = drawn.dash
     return trace | {"meta": index}
+
+
+def _left_trace(job: JobRecord, points: Sequence[Point]) -> Trace:
+    """Of a trial that left its sweep: seen behind the others, and told by hovering only."""
+    hover = "step %{x}: %{y:.4f}<extra>%{fullData.name}</extra>"
+    trace = _trace(job.name, points, LEFT_PEN_COLOUR, hover)
+    trace["line"]["width"] = 1.2
+    return trace | {"meta": LEFT, "opacity": 0.6}
+
+
+def _left_words(left: Sequence[JobRecord]) -> str:
+    return " Grey: trials that left their sweep early." if left else ""
 
 
 def _trace(name: str, points: Sequence[Point], colour: str, hover: str) -> Trace:

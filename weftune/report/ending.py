@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +19,7 @@ from weftune.report.compare import (
 from weftune.report.promises import headline
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import remedies
+from weftune.report.sweeps.ending import sweep_ending
 from weftune.report.terminal import STATE_STYLES
 from weftune.report.words import NOTHING, change_text, loss_text, printable
 
@@ -26,15 +27,23 @@ from weftune.report.words import NOTHING, change_text, loss_text, printable
 def final_table(run: Run, width: int = 80) -> Group:
     """Every job, best result first: what it reached, where it lies; below, why some failed and how to go on.
 
-    Paths that would not fit beside the numbers in `width` columns stand in lines of their own.
+    Paths that would not fit beside the numbers in `width` columns stand in lines of their own. Of a sweep's
+    trials only the best are told.
     """
-    jobs = by_result(run.jobs)
-    below = [*_reasons(jobs), *_promise(run)]
+    trials = run.trials
+    jobs = tuple(job for job in by_result(run.jobs) if job.name not in trials)
+    sweeps = [part for record in run.sweeps for part in sweep_ending(run.output, record, width)]
+    parts = _jobs(run, jobs, width) if jobs or not sweeps else []
+    return Group(*parts, *sweeps, *_promise(run))
+
+
+def _jobs(run: Run, jobs: tuple[JobRecord, ...], width: int) -> list[RenderableType]:
+    below = _reasons(jobs)
     whole = _table(run, jobs, with_paths=True)
     if Console(width=10_000).measure(whole).maximum <= width:
-        return Group(whole, *below)
+        return [whole, *below]
     paths = [Text(_place(run.output, job)) for job in jobs if job.spec]
-    return Group(_table(run, jobs, with_paths=False), *paths, *below)
+    return [_table(run, jobs, with_paths=False), *paths, *below]
 
 
 def _reasons(jobs: tuple[JobRecord, ...]) -> list[Text]:

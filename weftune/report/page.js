@@ -18,6 +18,7 @@
       plot_bgcolor: "rgba(0,0,0,0)",
       xaxis: { ...layout.xaxis, ...axis },
       yaxis: { ...layout.yaxis, ...axis },
+      annotations: (layout.annotations || []).map((note) => ({ ...note, bgcolor: colour("--card") })),
       hoverlabel: { ...layout.hoverlabel, bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
       dragmode,
     };
@@ -35,7 +36,7 @@
     const shown = button.getAttribute("aria-pressed") !== "true";
     button.setAttribute("aria-pressed", String(shown));
     Object.values(figures).forEach((figure) => figure.data
-      .filter((trace) => trace.meta === Number(button.dataset.job))
+      .filter((trace) => String(trace.meta) === button.dataset.job)
       .forEach((trace) => { trace.visible = shown; }));
     draw();
   }));

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from weftune.errors import OutputError
 from weftune.report.charts import draw_charts
-from weftune.report.compare import by_result
 from weftune.report.read import Run, read_run
 from weftune.report.timelines import Timelines, read_timelines, timeline_charts
-from weftune.report.view import PageView, page_view
+from weftune.report.view import PageView, in_order, page_view
 
 
 def write_report(output: Path, run: Run | None = None) -> Path:
@@ -42,12 +41,14 @@ def write_report(output: Path, run: Run | None = None) -> Path:
 def render_page(run: Run, timelines: Timelines | None = None) -> str:
     from plotly.offline import get_plotlyjs
 
-    jobs = by_result(run.jobs)
-    charts = draw_charts(jobs, run.windows)
-    drawn = (*charts, *(timeline_charts(timelines) if timelines else ()))
+    jobs = in_order(run)
+    charts = draw_charts(jobs, run.windows, run.left)
+    view = page_view(run, jobs, charts, timelines)
+    of_sweeps = (chart for sweep in view.sweeps for chart in sweep.charts)
+    drawn = (*charts, *of_sweeps, *(timeline_charts(timelines) if timelines else ()))
     figures = {chart.name: chart.figure for chart in drawn if chart.figure is not None}
     return _fill_template(
-        page_view(run, jobs, charts, timelines),
+        view,
         style=_part("page.css"),
         figures=_data_block(figures),
         scripts=(get_plotlyjs(), _part("page.js")) if figures else (_part("page.js"),),

@@ -15,6 +15,7 @@ from weftune.errors import OutputError
 from weftune.jobs.store.folder import METRICS, STATUS, WINDOWS
 from weftune.jobs.store.shares import combined, read_shares, share_folders
 from weftune.jobs.store.status import RunStatus, from_json, to_json
+from weftune.jobs.sweeps.record import SWEEP_FILE, DamagedSweep, SweepRecord, read_record
 from weftune.report.wall import read_wall_times
 
 
@@ -98,6 +99,19 @@ class Run:
     windows: tuple[WindowLine, ...]
     wall_times: tuple[WallTime, ...] = ()
     """Of every process that trained into the folder."""
+    sweeps: tuple[SweepRecord, ...] = ()
+
+    @property
+    def trials(self) -> frozenset[str]:
+        """The jobs that belong to a sweep."""
+        return frozenset(trial.name for sweep in self.sweeps for trial in sweep.trials)
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The trials that left their sweep before their end: nothing is wrong with them."""
+        return frozenset(
+            trial.name for sweep in self.sweeps for trial in sweep.trials if trial.state == "left"
+        )
 
 
 @dataclass(slots=True)
@@ -137,6 +151,7 @@ def read_run(output: Path) -> Run:
         _job(output, name, states.get(name, {}), curves.get(name, _Curves()), notes) for name in names
     )
     seconds = _number(record.get("seconds"))
+    sweeps = _read_sweeps(output, notes)
     return Run(
         output=output,
         base=_text(record.get("base"))
@@ -152,6 +167,7 @@ def read_run(output: Path) -> Run:
         jobs=jobs,
         windows=windows,
         wall_times=tuple(read_wall_times(output)),
+        sweeps=sweeps,
     )
 
 
@@ -264,6 +280,20 @@ def _read_job_file(output: Path, name: str, notes: list[str]) -> Mapping[str, An
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
         notes.append(f"{name}/job.yaml could not be read, so the settings of {name} are missing.")
         return {}
+
+
+def _read_sweeps(output: Path, notes: list[str]) -> tuple[SweepRecord, ...]:
+    found = []
+    for path in sorted(output.glob(f"*/{SWEEP_FILE}")):
+        try:
+            record = read_record(path.parent)
+        except DamagedSweep as error:
+            notes.append(f"{path.parent.name}/{SWEEP_FILE} cannot be used ({error.complaint}).")
+            continue
+        # The folder's name is what its paths are made of.
+        if record is not None and record.name == path.parent.name:
+            found.append(record)
+    return tuple(found)
 
 
 def _window(line: Mapping[str, Any]) -> WindowLine:

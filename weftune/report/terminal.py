@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from threading import RLock
 from types import TracebackType
@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from weftune.jobs.sweeps.record import SweepRecord
+from weftune.report.sweeps.standing import counts, expected_steps_left, leaders, rung_rows, rung_sentence
 from weftune.report.words import duration_text, loss_text, plural, printable, rate_text
 
 STATE_STYLES = {
@@ -27,6 +29,8 @@ STATE_STYLES = {
     "failed": "bold red",
     "cancelled": "yellow",
 }
+TRIAL_STYLES = {"waiting": "dim", "resting": "yellow", "left": "dim", "finished": "green"}
+"""What trials of a sweep are called where a job has another word."""
 
 _REMEMBERED_SECONDS = 60.0
 """A pace is measured over this: long enough to span windows, short enough to follow who comes and goes."""
@@ -43,6 +47,9 @@ _STOPPED = ("failed", "paused", "cancelled")
 _REASONS = 4
 _FRAME_LINES = _REASONS + 4
 """Lines of the live view that are not rows of jobs."""
+_LEADERS = 3
+_SWEEP_LINES = 3
+"""Lines about each sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +116,9 @@ class LiveView:
         self._console = console
         self._clock = clock
         self._rows = {row.name: row for row in jobs}
+        self._sweeps: dict[str, SweepRecord] = {}
+        self._trials: dict[str, str] = {}
+        """Of the sweeps: trial → its state there."""
         self._started = clock()
         self._next_draw = self._started + _REDRAW_SECONDS
         self._next_line = self._started + _TOGETHER_SECONDS
@@ -156,17 +166,33 @@ class LiveView:
         elif self._clock() >= self._next_draw:
             self._draw()
 
+    def sweep(self, record: SweepRecord) -> None:
+        """A sweep has moved: its trials' states, its rungs or its winners."""
+        with self._lock:
+            before = self._sweeps.get(record.name)
+            self._sweeps[record.name] = record
+            self._trials |= {trial.name: trial.state for trial in record.trials}
+        if self._live is None:
+            if before is None or _told_of(before) != _told_of(record):
+                self._print("  ".join(line.strip() for line in _sweep_lines(record)))
+        elif self._clock() >= self._next_draw:
+            self._draw()
+
     def _tell(self, before: JobRow, row: JobRow, pace: Pace) -> None:
         """A line about the job where it is worth one; of many jobs, about all of them once in a while."""
-        if len(self._rows) <= _MANY:
+        if len(self._rows) <= _MANY and row.name not in self._trials:
             if _worth_a_line(before, row):
                 self._print(_line(row, pace))
             return
-        if row.state != before.state and row.state in _STOPPED:
+        if row.state != before.state and row.state in _STOPPED and not self._left(row):
             self._print(_line(row, pace))
         if self._clock() >= self._next_line:
-            self._print(self._overall_line(list(self._rows.values())).plain)
+            self._print(self._overall_line([self._in_its_words(one) for one in self._rows.values()]).plain)
             self._next_line = self._clock() + _TOGETHER_SECONDS
+
+    def _left(self, row: JobRow) -> bool:
+        """Whether it left its sweep early, which is no news: its rung has been told of."""
+        return self._trials.get(row.name) == "left"
 
     def note(self, text: str) -> None:
         """A sentence for the user, above the table."""
@@ -188,21 +214,44 @@ class LiveView:
     def _frame(self) -> Group:
         """All that is live, as it stands now."""
         with self._lock:
-            rows = list(self._rows.values())
-            shown = _most_telling(rows, self._console.height - _FRAME_LINES)
-            table = _live_table(shown, self._paces)
+            rows = [self._in_its_words(row) for row in self._rows.values()]
+            leading = {trial.name for record in self._sweeps.values() for trial in leaders(record, _LEADERS)}
+            room = self._console.height - _FRAME_LINES - _SWEEP_LINES * len(self._sweeps)
+            shown = _most_telling(rows, room, self._trials.keys(), leading)
+            table = [_live_table(shown, self._paces)] if shown or not self._sweeps else []
             hidden = len(rows) - len(shown)
-            more = [Text(f"… and {plural(hidden, 'job')} more", style="dim")] if hidden else []
-            return Group(table, *more, *_reasons(shown), self._overall_line(rows))
+            noun = "trial" if self._sweeps and len(self._trials) == len(rows) else "job"
+            more = [Text(f"… and {plural(hidden, noun)} more", style="dim")] if hidden else []
+            lines = [
+                Text(printable(line), style="" if at else "bold", no_wrap=True, overflow="ellipsis")
+                for record in self._sweeps.values()
+                for at, line in enumerate(_sweep_lines(record))
+            ]
+            failed = [row for row in rows if row.state == "failed" and row.name in self._trials]
+            told = [row for row in shown if row.state not in TRIAL_STYLES and row not in failed]
+            return Group(*lines, *table, *more, *_reasons([*told, *failed]), self._overall_line(rows))
+
+    def _in_its_words(self, row: JobRow) -> JobRow:
+        """A trial with the state that it has in its sweep, where that says more."""
+        state = self._trials.get(row.name)
+        if state in TRIAL_STYLES and row.state in ("queued", "cancelled", "succeeded"):
+            return replace(row, state=state)
+        return row
 
     def _overall_line(self, rows: Sequence[JobRow]) -> Text:
-        counts = Counter(row.state for row in rows)
+        found = Counter(row.state for row in rows)
         parts = [
-            Text(f"{counts[state]} {printable(state)}", style=STATE_STYLES.get(state, ""))
-            for state in dict.fromkeys((*STATE_STYLES, *counts))
-            if counts[state]
+            Text(f"{found[state]} {printable(state)}", style=_style(state))
+            for state in dict.fromkeys((*STATE_STYLES, *TRIAL_STYLES, *found))
+            if found[state]
         ]
-        left = sum(row.steps - row.step for row in rows if row.state in ("queued", "running"))
+        left = sum(
+            row.steps - row.step
+            for row in rows
+            if row.state in ("queued", "running") and row.name not in self._trials
+        )
+        steps = {name: self._rows[name].step for name in self._trials if name in self._rows}
+        left += sum(expected_steps_left(record, steps) for record in self._sweeps.values())
         parts += [
             Text(f"{rate_text(self._overall.tokens_per_second)} tokens/s"),
             Text(f"{duration_text(self._clock() - self._started)} elapsed"),
@@ -219,12 +268,21 @@ def _can_redraw(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-def _most_telling(rows: Sequence[JobRow], room: int) -> list[JobRow]:
-    """The rows that fit, running jobs before queued and ended ones, in the order of the jobs file."""
+def _most_telling(
+    rows: Sequence[JobRow], room: int, trials: Collection[str] = (), leading: Collection[str] = ()
+) -> list[JobRow]:
+    """The rows that fit, running jobs before queued and ended ones, in the order of the jobs file. Where not
+    all fit, of a sweep's trials those that lead and those aboard: the rest is summed up above."""
     if len(rows) <= max(room, 3):
         return list(rows)
     importance = {"running": 0, "failed": 1, "paused": 1, "queued": 2}
-    chosen = sorted(rows, key=lambda row: importance.get(row.state, 3))[: max(room, 3)]
+    telling = [
+        row
+        for row in rows
+        if row.name not in trials or row.name in leading or row.state in ("running", "paused")
+    ]
+    order = sorted(telling, key=lambda row: (row.name not in leading, importance.get(row.state, 3)))
+    chosen = order[: max(room, 3)]
     names = {row.name for row in chosen}
     return [row for row in rows if row.name in names]
 
@@ -237,7 +295,7 @@ def _live_table(rows: Sequence[JobRow], paces: dict[str, Pace]) -> Table:
     for heading in ("step", "loss", "validation", "tokens/s", "left"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        pace, running, style = paces[row.name], row.state == "running", STATE_STYLES.get(row.state, "")
+        pace, running, style = paces[row.name], row.state == "running", _style(row.state)
         left = pace.seconds_left(row.steps - row.step) if running else None
         table.add_row(
             Text(printable(row.name)),
@@ -250,6 +308,28 @@ def _live_table(rows: Sequence[JobRow], paces: dict[str, Pace]) -> Table:
             duration_text(left),
         )
     return table
+
+
+def _style(state: str) -> str:
+    return STATE_STYLES.get(state) or TRIAL_STYLES.get(state, "")
+
+
+def _sweep_lines(record: SweepRecord) -> list[str]:
+    """Seats, rungs and leaders of a sweep, a line each."""
+    words = {"running": "aboard"}
+    seats = " · ".join(f"{count} {words.get(state, state)}" for state, count in counts(record).items())
+    rungs = " · ".join(rung_sentence(row) for row in rung_rows(record)[-3:])
+    first = leaders(record, _LEADERS)
+    leading = "  ".join(
+        f"{place}. {trial.name} {loss_text(trial.score)}" for place, trial in enumerate(first, start=1)
+    )
+    lines = [f"{record.name}: {plural(len(record.trials), 'trial')}, {seats}"]
+    return lines + [f"  {line}" for line in (rungs, leading) if line]
+
+
+def _told_of(record: SweepRecord) -> tuple[object, ...]:
+    """What is worth a line when it changes."""
+    return len(record.decisions), record.best
 
 
 def _reasons(rows: Sequence[JobRow]) -> list[Text]:

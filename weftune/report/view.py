@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
-from weftune.report.charts import MOST_CURVES, Chart, Pen, pen
+from weftune.report.charts import LEFT_PEN_COLOUR, MOST_CURVES, Chart, Pen, pen
 from weftune.report.compare import (
     best_jobs,
+    by_result,
     differing_keys,
     first_validation,
     flat_spec,
@@ -21,6 +23,8 @@ from weftune.report.compare import (
 from weftune.report.promises import COLUMNS, headline, rows, sentences
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import Remedy, generate_command, load_snippet, remedies
+from weftune.report.sweeps.standing import ranked
+from weftune.report.sweeps.view import Drawn, SweepView, sweep_view
 from weftune.report.timelines import COLUMNS as BUBBLE_COLUMNS
 from weftune.report.timelines import Timelines, bubble_rows, timeline_charts
 from weftune.report.wall import page_sentence
@@ -99,15 +103,22 @@ class JobView:
     stopped: bool
     """Ended or waiting without an adapter: told at the top of the page."""
     remedies: tuple[Remedy, ...]
+    trial: bool
+    """Whether it belongs to a sweep, whose table it stands in."""
+    left: bool
+    """Whether it left that sweep early: there is nothing to use, and nothing to do."""
 
     @property
     def drawn(self) -> bool:
-        """Whether its curves are among the charts."""
-        return self.index < MOST_CURVES
+        """Whether its curves are among the charts, with a pen of their own."""
+        return self.index < MOST_CURVES and not self.left
 
     @property
     def detailed(self) -> bool:
         """Whether the page says how to use it, or how it goes on."""
+        if self.left or (self.trial and self.state == "failed"):
+            # Its sweep has decided without it, and takes it in no more.
+            return False
         return self.stopped or self.index < _MOST_DETAILS
 
 
@@ -144,6 +155,12 @@ class PageView:
     in_columns: bool
     """Whether each key has a column; otherwise the values of a job stand together, with their names."""
     jobs: tuple[JobView, ...]
+    """All of them, in the order of their pens."""
+    table: tuple[JobView, ...]
+    """The jobs of the table: those that are no trials of a sweep."""
+    sweeps: tuple[SweepView, ...]
+    left_colour: str
+    """Of the curves of trials that left a sweep early."""
     table_words: str
     notes: tuple[str, ...]
     charts: tuple[Chart, ...]
@@ -152,13 +169,30 @@ class PageView:
     """None where one device ran it all."""
 
 
+def in_order(run: Run) -> tuple[JobRecord, ...]:
+    """The jobs by result, then the trials of sweeps by theirs, last those that left early."""
+    places = {
+        trial.name: (1 + (trial.state == "left"), number)
+        for number, trial in enumerate(trial for sweep in run.sweeps for trial in ranked(sweep))
+    }
+    return tuple(sorted(by_result(run.jobs), key=lambda job: places.get(job.name, (0, 0))))
+
+
 def page_view(
     run: Run, jobs: Sequence[JobRecord], charts: tuple[Chart, ...], timelines: Timelines | None = None
 ) -> PageView:
-    """`jobs` in the order of the table."""
-    keys = differing_keys(jobs)
-    best = best_jobs(jobs)
-    settings = _settings(jobs, keys)
+    """`jobs` in the order of the table, as `in_order` has them."""
+    trials, left = run.trials, run.left
+    plain = [job for job in jobs if job.name not in trials]
+    keys = differing_keys(plain)
+    best = best_jobs(plain)
+    settings = _settings(plain, keys)
+    none: tuple[Value, ...] = ()
+    values = dict(zip((job.name for job in plain), settings, strict=True))
+    views = tuple(
+        _job_view(run, job, index, values.get(job.name, none), best, job.name in trials, job.name in left)
+        for index, job in enumerate(jobs)
+    )
     started = datetime.fromtimestamp(run.started).astimezone() if run.started else None
     facts = (
         run.base,
@@ -172,13 +206,23 @@ def page_view(
         tiles=_tiles(run),
         keys=keys,
         in_columns=_letters(keys, settings) <= _NARROW_LETTERS,
-        jobs=tuple(_job_view(run, job, index, settings[index], best) for index, job in enumerate(jobs)),
-        table_words=_table_words(jobs, keys, best),
+        jobs=views,
+        table=tuple(view for view in views if not view.trial),
+        sweeps=tuple(sweep_view(run, record, _drawn(views)) for record in run.sweeps),
+        left_colour=LEFT_PEN_COLOUR,
+        table_words=_table_words(plain, keys, best),
         notes=run.notes,
         charts=tuple(chart for chart in charts if chart.name in _CURVES),
         effort=_effort(run, tuple(chart for chart in charts if chart.name not in _CURVES)),
         pipeline=_pipeline(timelines) if timelines else None,
     )
+
+
+def _drawn(views: Sequence[JobView]) -> Mapping[str, Drawn]:
+    return {
+        view.name: Drawn(view.pen if view.drawn else None, view.index if view.detailed else None)
+        for view in views
+    }
 
 
 def _pipeline(timelines: Timelines) -> PipelineView:
@@ -215,7 +259,7 @@ def _tiles(run: Run) -> tuple[Tile, ...]:
     shared = sum(window.shared for window in run.windows)
     rate = tokens / run.seconds if run.seconds else None
     return (
-        _jobs_tile(run.jobs),
+        _jobs_tile(run),
         Tile(label="tokens per second", value=rate_text(rate), detail=f"{tokens:,} tokens trained"),
         Tile(
             label="minutes",
@@ -232,14 +276,13 @@ def _tiles(run: Run) -> tuple[Tile, ...]:
     )
 
 
-def _jobs_tile(jobs: Sequence[JobRecord]) -> Tile:
-    succeeded = sum(job.state == "succeeded" for job in jobs)
-    others = {
-        state: sum(job.state == state for job in jobs) for state in dict.fromkeys(job.state for job in jobs)
-    }
-    others.pop("succeeded", None)
+def _jobs_tile(run: Run) -> Tile:
+    left = run.left
+    others = Counter("left early" if job.name in left else job.state for job in run.jobs)
+    succeeded = others.pop("succeeded", 0)
     detail = ", ".join(f"{count} {state}" for state, count in others.items())
-    return Tile(label="jobs succeeded", value=f"{succeeded} of {len(jobs)}", detail=detail or "none failed")
+    value = f"{succeeded} of {len(run.jobs)}"
+    return Tile(label="jobs succeeded", value=value, detail=detail or "none failed")
 
 
 def _saved_tile(run: Run) -> tuple[Tile, ...]:
@@ -254,7 +297,13 @@ def _saved_tile(run: Run) -> tuple[Tile, ...]:
 
 
 def _job_view(
-    run: Run, job: JobRecord, index: int, values: tuple[Value, ...], best: Mapping[str, str]
+    run: Run,
+    job: JobRecord,
+    index: int,
+    values: tuple[Value, ...],
+    best: Mapping[str, str],
+    trial: bool,
+    left: bool,
 ) -> JobView:
     first, kept = first_validation(job), kept_validation(job)
     folder = run.output.resolve() / job.name
@@ -278,8 +327,10 @@ def _job_view(
         notes=job.notes,
         snippet=load_snippet(str(base), str(revision) if revision else None, folder) if usable else "",
         command=generate_command(folder) if usable else "",
-        stopped=job.state in _STOPPED,
+        stopped=job.state in _STOPPED and not left,
         remedies=remedies(job),
+        trial=trial,
+        left=left,
     )
 
 

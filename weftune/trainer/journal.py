@@ -13,6 +13,7 @@ from weftune.errors import OutputError
 from weftune.jobs.store.folder import LEARNED, PROMISE
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
+from weftune.jobs.sweeps.record import SweepRecord
 from weftune.plan.cost.learned import Outcome, Promise
 from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.program.program import Program
@@ -26,6 +27,8 @@ Log = Callable[[Mapping[str, Any]], None]
 
 class View(Protocol):
     def update(self, row: JobRow) -> None: ...
+
+    def sweep(self, record: SweepRecord) -> None: ...
 
     def note(self, text: str) -> None: ...
 

@@ -95,6 +95,8 @@ class RunningSweep:
         self.resting: set[str] = set()
         self.best: tuple[str, ...] = ()
         self._tell = tell
+        self.show: Callable[[SweepRecord], None] = lambda _: None
+        """Hears how the sweep stands whenever that is recorded."""
         self._proposals = proposals
         self._measured: dict[str, dict[int, Measured]] = {}
         self._trends: dict[str, LossTrend] = {}
@@ -364,6 +366,7 @@ class RunningSweep:
             self._tell(f"warning: {error}; training goes on, and it is tried again.")
             return False
         self._written = record
+        self.show(record)
         return True
 
     def _record(self, rungs: Rungs, aboard: Mapping[str, int] | None = None) -> SweepRecord:

@@ -36,7 +36,7 @@ from weftune.jobs.spec.starts import check_names, check_starts
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
-from weftune.jobs.sweeps.record import read_record
+from weftune.jobs.sweeps.record import SweepRecord, read_record
 from weftune.jobs.sweeps.rungs import worth
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
@@ -134,6 +134,9 @@ class Quiet:
     """A view for runs that nobody watches."""
 
     def update(self, row: JobRow) -> None:
+        pass
+
+    def sweep(self, record: SweepRecord) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -292,6 +295,7 @@ class Trainer:
         running = []
         for sweep, proposals in self.sweeps.values():
             one = RunningSweep(sweep, store, self.jobs, self._tell(store), proposals)
+            one.show = self.view.sweep
             for trial in one.recall([name for names in again.values() for name in names]):
                 if trial.name not in self.jobs:
                     self.add(one.job_of(trial))

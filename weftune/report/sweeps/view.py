@@ -1,0 +1,256 @@
+"""A sweep on the page: records of finished text, still unescaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weftune.jobs.sweeps.record import BEST, SweepRecord, TrialRecord
+from weftune.report.charts import Chart, Pen
+from weftune.report.read import JobRecord, Run
+from weftune.report.snippets import generate_command, load_snippet
+from weftune.report.sweeps.charts import sweep_charts
+from weftune.report.sweeps.standing import (
+    METRIC_NAMES,
+    RungRow,
+    counts,
+    flat_values,
+    leaders,
+    ranked,
+    rung_rows,
+    setting_text,
+    short_keys,
+    swept_keys,
+    trained_share,
+    winners,
+)
+from weftune.report.words import NOTHING, loss_text, plural, printable
+
+_AT_ONCE = 10
+"""Trials that stand in the open; the rest is folded away where there are more than `_FEW`."""
+_FEW = 14
+_AXIS_PIXELS = 100
+SEARCHES = {"grid": "grid", "random": "random search", "tpe": "TPE"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepTile:
+    label: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialView:
+    """A row of the table."""
+
+    place: str
+    name: str
+    pen: Pen | None
+    index: int | None
+    """Of its commands at the end of the page, where it has some."""
+    badge: str
+    values: tuple[str, ...]
+    score: str
+    score_detail: str
+    state: str
+    reason: str
+    steps: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RungView:
+    """A row of the table of rungs."""
+
+    step: str
+    came: str
+    went_on: str
+    share: int
+    """Of the trials that came, in percent: the width of a bar."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WinnerView:
+    name: str
+    score: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepView:
+    name: str
+    facts: str
+    tiles: tuple[SweepTile, ...]
+    metric: str
+    keys: tuple[str, ...]
+    trials: tuple[TrialView, ...]
+    """The best, in the open."""
+    others: tuple[TrialView, ...]
+    rungs: tuple[RungView, ...]
+    ways: Chart | None
+    ways_pixels: int
+    """The least width at which its axes can be told apart."""
+    against: tuple[Chart, ...]
+    winners: tuple[WinnerView, ...]
+    snippet: str
+    command: str
+
+    @property
+    def charts(self) -> tuple[Chart, ...]:
+        return (*((self.ways,) if self.ways else ()), *self.against)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How the page shows a trial as a job: its pen in the curves, and where its commands stand."""
+
+    pen: Pen | None
+    index: int | None
+
+
+def sweep_view(run: Run, record: SweepRecord, drawn: Mapping[str, Drawn]) -> SweepView:
+    keys = swept_keys(record)
+    jobs = {job.name: job for job in run.jobs}
+    rows = [
+        _trial_view(record, trial, place, jobs.get(trial.name), drawn.get(trial.name), keys)
+        for place, trial in enumerate(ranked(record), start=1)
+    ]
+    shown = len(rows) if len(rows) <= _FEW else _AT_ONCE
+    pens = {name: one.pen for name, one in drawn.items() if one.pen is not None}
+    ways, *against = sweep_charts(record, pens) or (None,)
+    best = winners(record)
+    snippet, command = _use(run, record, jobs.get(best[0].name) if best else None)
+    return SweepView(
+        name=record.name,
+        facts=_facts(record),
+        tiles=_tiles(record),
+        metric=METRIC_NAMES[record.metric],
+        keys=tuple(short_keys(keys).values()),
+        trials=tuple(rows[:shown]),
+        others=tuple(rows[shown:]),
+        rungs=tuple(_rung_view(row, several=len({one.generation for one in record.trials}) > 1)
+                    for row in rung_rows(record)),
+        ways=ways,
+        ways_pixels=_AXIS_PIXELS * (len(keys) + max(1, len(record.rungs))),
+        against=tuple(chart for chart in against if chart is not None),
+        winners=tuple(_winner(run, record, trial) for trial in best),
+        snippet=snippet,
+        command=command,
+    )  # fmt: skip
+
+
+def _facts(record: SweepRecord) -> str:
+    better = "lower" if record.mode == "min" else "higher"
+    parts = [
+        SEARCHES.get(record.search, record.search),
+        plural(len(record.trials), "trial"),
+        f"{METRIC_NAMES[record.metric]} on the same held-out rows, {better} is better",
+    ]
+    if len(record.rungs) > 1:
+        at = ", ".join(f"{step:,}" for step in record.rungs[:-1])
+        share = f"the best {100 * record.share:.0f} % go on" if record.share else "the best go on"
+        parts.append(f"{share} at step{'s' * (len(record.rungs) > 2)} {at} of {record.steps:,}")
+    return " · ".join(parts)
+
+
+def _tiles(record: SweepRecord) -> tuple[SweepTile, ...]:
+    best = leaders(record, 1)
+    ended = counts(record)
+    tiles = [
+        SweepTile(
+            label=f"best {METRIC_NAMES[record.metric]}{'' if record.best else ' so far'}",
+            value=loss_text(best[0].score) if best else NOTHING,
+            detail=best[0].name if best else "nothing has been evaluated yet",
+        ),
+        SweepTile(
+            label="trials to the end",
+            value=f"{ended.get('finished', 0)} of {len(record.trials)}",
+            detail=", ".join(f"{count} {state}" for state, count in ended.items() if state != "finished"),
+        ),
+    ]
+    share = trained_share(record)
+    if share is not None:
+        tiles.append(
+            SweepTile(
+                label="samples trained",
+                value=f"{100 * share:.0f} %",
+                detail=f"{record.samples.trained:,} of the {record.samples.all:,} that all trials would take",
+            )
+        )
+    return tuple(tiles)
+
+
+def _trial_view(
+    record: SweepRecord,
+    trial: TrialRecord,
+    place: int,
+    job: JobRecord | None,
+    drawn: Drawn | None,
+    keys: tuple[str, ...],
+) -> TrialView:
+    values = flat_values(trial)
+    steps = job.step if job is not None else trial.left_at or 0
+    ranks = trial.score is not None and trial.state != "failed"
+    at = trial.left_at if trial.state == "left" else None
+    return TrialView(
+        place=f"{place}" if ranks else NOTHING,
+        name=trial.name,
+        pen=drawn.pen if drawn else None,
+        index=drawn.index if drawn else None,
+        badge="best" if record.best[:1] == (trial.name,) else "kept" if trial.name in record.best else "",
+        values=tuple(setting_text(values[key]) if key in values else NOTHING for key in keys),
+        score=loss_text(trial.score),
+        score_detail=f"at step {at:,}" if at is not None and trial.score is not None else "",
+        state=trial.state,
+        reason=_reason(trial),
+        steps=f"{steps:,} of {trial.steps or record.steps:,}",
+    )
+
+
+def _reason(trial: TrialRecord) -> str:
+    """Without what the state and the steps beside it say already."""
+    return trial.reason.removeprefix(f"left the sweep at step {trial.left_at}: ")
+
+
+def _rung_view(row: RungRow, *, several: bool) -> RungView:
+    step = f"{row.step:,}" + (f" (generation {row.generation + 1})" if several else "")
+    if row.kept is None:
+        what = "ended" if row.last else "evaluated so far"
+        share = 100 * row.evaluated // max(1, row.began)
+        return RungView(
+            step=step, came=f"{row.began}", went_on=f"{row.evaluated} {what}", share=share, detail=""
+        )
+    parts = []
+    if row.worst_kept is not None:
+        parts.append(f"the last to go on had {loss_text(row.worst_kept)}")
+    if row.best_left is not None:
+        parts.append(f"the first to leave {loss_text(row.best_left)}")
+    if row.lost:
+        parts.append(f"{row.lost} failed or left before")
+    return RungView(
+        step=step,
+        came=f"{row.began}",
+        went_on=f"{row.kept} went on",
+        share=round(100 * row.kept / max(1, row.began)),
+        detail=", ".join(parts),
+    )
+
+
+def _folder(run: Run, record: SweepRecord, trial: str) -> Path:
+    return run.output.resolve() / record.name / BEST / trial
+
+
+def _winner(run: Run, record: SweepRecord, trial: TrialRecord) -> WinnerView:
+    folder = f"{run.output.resolve().name}/{record.name}/{BEST}/{trial.name}"
+    return WinnerView(name=trial.name, score=loss_text(trial.score), folder=printable(folder))
+
+
+def _use(run: Run, record: SweepRecord, job: JobRecord | None) -> tuple[str, str]:
+    """How to load the best adapter, and how to ask it; nothing before the sweep has ended."""
+    base = (job.base.get("model") if job else None) or run.base
+    if job is None or not base:
+        return "", ""
+    folder, revision = _folder(run, record, job.name), job.base.get("revision")
+    return load_snippet(str(base), str(revision) if revision else None, folder), generate_command(folder)
