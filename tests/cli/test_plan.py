@@ -457,6 +457,7 @@ def test_a_mixture_takes_the_memory_of_all_experts_and_the_time_of_the_active_on
     assert numbers["forecast"]["tokens_per_second"] > 20_000
 
 
+@pytest.mark.slow
 def test_a_mixture_that_does_not_fit_is_streamed_at_the_pace_of_its_active_experts(mixture, weftune):
     jobs_file(mixture, short="{rank: 4}", long=f"{{rank: 4, target_parameters: {EXPERTS}}}")
     shown = weftune("jobs.yaml", "--cluster", "1xA100-80G", "--gpu-memory", "40GiB", "--json", "out.json")

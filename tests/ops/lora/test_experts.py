@@ -173,6 +173,7 @@ def test_values_and_gradients_equal_plain_autograd_token_by_token(name, device):
     assert_close(got(CASES[name], device), wanted(CASES[name], device, torch.float64))
 
 
+@pytest.mark.slow
 def test_so_they_do_where_the_product_has_the_adapters_in_it(device):
     """More rows of an expert than a block, more columns, and both cut where nothing is whole."""
     case = Case((Job(90, (5, 3)), Job(130, (16, 40)), Job(3)), experts=3, active=2, hidden=136, inner=72)
