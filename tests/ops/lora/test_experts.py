@@ -184,27 +184,6 @@ def test_so_they_do_where_the_product_has_the_adapters_in_it(device):
         assert_earned(case, device)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", [Order.wide, Order.fused])
-def test_they_are_as_near_to_float64_as_plain_autograd_is_in_bfloat16(order):
-    device = torch.device("cuda")
-    jobs = tuple(Job(tokens, (4, 4), 1.0) for tokens in (200, 64, 3, 130))
-    assert_earned(Case(jobs, 9, 4, 256, 128, torch.bfloat16, order), device)
-
-
-@pytest.mark.gpu
-def test_what_a_young_adapter_adds_is_not_rounded_away():
-    """It is a fraction of the last digit: all traces of it are in how sums have been rounded."""
-    device = torch.device("cuda")
-    young = Case((Job(400, (4, 4), 1.0),), 9, 4, 256, 128, torch.bfloat16, Order.fused, grown=1 / 500)
-    none = replace(young, grown=0.0)
-    added = wanted(young, device, torch.float64)["y"] - wanted(none, device, torch.float64)["y"]
-    y_TD = got(none, device)["y"].double()
-    assert 0.0 < added.abs().mean() < y_TD.abs().mean() / 256
-    seen = got(young, device)["y"].double() - y_TD
-    assert (seen * added).sum() / (added**2).sum() == pytest.approx(1.0, abs=0.2)
-
-
 @pytest.mark.parametrize("order", [pytest.param(Order.wide, marks=pytest.mark.slow), Order.fused])
 def test_a_nan_of_one_job_leaves_the_others_their_bits(order, device):
     case = Case(order=order)
