@@ -238,10 +238,11 @@ def test_an_expert_without_tokens_gets_no_gradient(device):
             assert gradient.any()
 
 
-def test_choices_are_sorted_by_expert_then_by_job_and_cut_into_tiles_and_blocks():
-    owners = Owners(torch.tensor([1, 1, 0, 2], dtype=torch.int32), (None, "a", "b"))
-    chosen_Tk = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2]])
-    dealt = deal(chosen_Tk, owners, torch.tensor([-1, 3, 0], dtype=torch.int32), experts=4, slots=16)
+def test_choices_are_sorted_by_expert_then_by_job_and_cut_into_tiles_and_blocks(device):
+    owner_T, numbers_J = torch.tensor([[1, 1, 0, 2], [-1, 3, 0, 9]], dtype=torch.int32, device=device)
+    owners = Owners(owner_T, (None, "a", "b"))
+    chosen_Tk = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2]], device=device)
+    dealt = deal(chosen_Tk, owners, numbers_J, experts=4, slots=16)
     assert dealt.order_S.tolist() == [1, 2, 6, 5, 4, 0, 3, 7]
     assert dealt.places_Tk.flatten()[dealt.order_S].tolist() == list(range(8))
     assert dealt.stops_E.tolist() == [3, 4, 8, 8]
@@ -260,14 +261,15 @@ def test_choices_are_sorted_by_expert_then_by_job_and_cut_into_tiles_and_blocks(
     assert dealt.blocks_G5[:3].tolist() == [[0, 3, 0, 0, 2], [3, 4, 1, 2, 3], [4, 8, 2, 3, 6]]
 
 
-def test_long_runs_are_cut_into_tiles_and_experts_into_blocks():
-    owners = Owners(torch.ones(300, dtype=torch.int32), (None, "a"))
-    chosen_Tk = torch.zeros(300, 1, dtype=torch.int64)
+def test_long_runs_are_cut_into_tiles_and_experts_into_blocks(device):
+    owners = Owners(torch.ones(300, dtype=torch.int32, device=device), (None, "a"))
+    chosen_Tk = torch.zeros(300, 1, dtype=torch.int64, device=device)
     chosen_Tk[150:] = 1
-    dealt = deal(chosen_Tk, owners, torch.tensor([-1, 0], dtype=torch.int32), experts=2, slots=2)
+    numbers_J = torch.tensor([-1, 0], dtype=torch.int32, device=device)
+    dealt = deal(chosen_Tk, owners, numbers_J, experts=2, slots=2)
     tiles = [tuple(tile) for tile in dealt.rows.tiles_G3.tolist() if tile[0] < tile[1]]
     assert tiles == [(0, 64, 0), (64, 128, 0), (128, 150, 0), (150, 214, 1), (214, 278, 1), (278, 300, 1)]
-    blocks = [tuple(block) for block in dealt.blocks_G5.tolist() if block[0] < block[1]]
+    blocks = [tuple(block) for block in dealt.blocks_G5[: dealt.used_1].tolist()]
     assert blocks == [(0, 128, 0, 0, 1), (128, 150, 0, 0, 1), (150, 278, 1, 1, 2), (278, 300, 1, 1, 2)]
 
 
