@@ -304,7 +304,14 @@ def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
 
     rows, width = gate_up_SF.shape[0], gate_up_SF.shape[1] // 2
     act_SI = gate_up_SF.new_empty(rows, width)
-    experts.gated_forward[(rows,)](gate_up_SF, weight_S, act_SI, WIDTH=width, BLOCK=COLUMNS, num_warps=4)
+    experts.gated_forward[(rows,)](
+        gate_up_SF,
+        weight_S,
+        act_SI,
+        WIDTH=width,
+        BLOCK=COLUMNS,
+        num_warps=4,
+    )
     return act_SI
 
 
