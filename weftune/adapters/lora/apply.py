@@ -223,7 +223,8 @@ class Lora:
                 a_rK, b_rN = _as_held(*start[site], value)
                 value.copy_(a_rK if name == A else b_rN)
             return
-        torch._foreach_zero_([value for (_, name), value in parameters.items() if name != A])
+        if zeros := [value for (_, name), value in parameters.items() if name != A]:
+            torch._foreach_zero_(zeros)
         alike: dict[tuple[int, ...], list[str]] = {}
         for (site, name), value in parameters.items():
             if name == A:
