@@ -1,5 +1,5 @@
-"""Kernels of a mixture's experts: their frozen products with all adapters in the last touch, the gated
-activation weighted by the router, and the sum over a token's experts.
+"""Kernels of a mixture's experts: how rows are assigned to programs, the frozen products with all adapters in
+the last touch, the gated activation weighted by the router, and the sum over a token's experts.
 
 Rows are choices (a token and one of its experts), sorted by expert and, at each of them, by job. A program of
 a product has rows of one expert. As in `product`, a job's part is added by selection where rows are its own.
@@ -17,6 +17,69 @@ import triton.language as tl
 
 from weftune.ops.triton.product import added, halves, place
 from weftune.ops.triton.swiglu import shares_of
+
+
+@triton.jit
+def deal_runs(
+    edges,
+    run_ends,
+    tile_ends,
+    block_ends,
+    numbers,
+    pieces,
+    tiles,
+    blocks,
+    J,
+    E,
+    OWNERS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The rows `edges[g]` to `edges[g + 1]` are those of owner g % J at expert g // J. A program for each of
+    these runs writes its piece and its tiles, one for each expert its blocks; the `ends` say how many come
+    before."""
+    if tl.program_id(0) < E * J:
+        run = tl.program_id(0)
+        start = tl.load(edges + run)
+        stop = tl.load(edges + run + 1)
+        if start < stop:
+            number = tl.load(numbers + run % J)
+            slot = tl.where(number >= 0, number * E + run // J, -1)
+            piece = pieces + (tl.load(run_ends + run) - 1) * 4
+            tl.store(piece, start)
+            tl.store(piece + 1, stop)
+            tl.store(piece + 2, slot)
+            tl.store(piece + 3, 1)
+            count = tl.cdiv(stop - start, TILE)
+            first = tl.load(tile_ends + run) - count
+            for done in range(0, count, STEP):
+                tile_G = done + tl.arange(0, STEP)
+                low_G = start + tile_G * TILE
+                at_G = tiles + (first + tile_G) * 3
+                tl.store(at_G, low_G, mask=tile_G < count)
+                tl.store(at_G + 1, tl.minimum(low_G + TILE, stop), mask=tile_G < count)
+                tl.store(at_G + 2, slot + tl.zeros_like(tile_G), mask=tile_G < count)
+    else:
+        expert = tl.program_id(0) - E * J
+        owner_J = tl.arange(0, OWNERS)
+        start_J = tl.load(edges + expert * J + owner_J, mask=owner_J < J, other=0)
+        stop_J = tl.load(edges + expert * J + owner_J + 1, mask=owner_J < J, other=0)
+        has_rows_J = start_J < stop_J
+        start = tl.load(edges + expert * J)
+        stop = tl.load(edges + expert * J + J)
+        runs = tl.load(run_ends + expert * J + J - 1) - tl.sum(has_rows_J.to(tl.int32))
+        count = tl.cdiv(stop - start, BLOCK)
+        first = tl.load(block_ends + expert) - count
+        for number in range(count):
+            low = start + number * BLOCK
+            high = tl.minimum(low + BLOCK, stop)
+            at = blocks + (first + number) * 5
+            tl.store(at, low)
+            tl.store(at + 1, high)
+            tl.store(at + 2, expert)
+            tl.store(at + 3, runs + tl.sum((has_rows_J & (stop_J <= low)).to(tl.int32)))
+            tl.store(at + 4, runs + tl.sum((has_rows_J & (start_J < high)).to(tl.int32)))
 
 
 @triton.jit
