@@ -28,7 +28,7 @@ from weftune.ops.draw import fill_uniform, parameter_key
 from weftune.ops.dropout import key
 from weftune.ops.lora.choice import Contest
 from weftune.ops.lora.routes import Block, Blocks, Factors, Route, add_lora
-from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import contest_at, woven_linear
 
 LEAST_RANK = 16
@@ -75,6 +75,8 @@ class LoraBank:
         ranks = (1 << (member.spec.rank_at(name) - 1).bit_length() for name in names)
         self._rank = max(self._rank, *ranks)
         self._drops = self._drops or member.spec.dropout > 0.0
+        if self._table is not None and self._table.bands < bands_for(self._rank):
+            self._table = None
         self._put(slot, [seat.entry(site.name) for site in self.sites])
 
     def detach(self, job: str) -> None:
@@ -160,7 +162,8 @@ class LoraBank:
         # A flat vector holds its parameters end to end: one odd width moves all that come after it.
         widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
         aligned = all(width % 8 == 0 for width in widths)
-        self._table = SlotTable.empty([site.name for site in self.sites], self._slots, like.device, aligned)
+        names, bands = [site.name for site in self.sites], bands_for(self._rank)
+        self._table = SlotTable.empty(names, self._slots, like.device, aligned, bands)
         self._views = self._table.host_views()
         for seat in self._seats.values():
             self._put(seat.slot, [seat.entry(site.name) for site in self.sites])

@@ -44,6 +44,8 @@ class Shape:
     """Up to a power of two, so that trials are few."""
     ranks: int
     """Of one part, up to a power of two that a tensor core takes."""
+    bands: int
+    """Parts of each site."""
     slots: int
     """As in the group's own table: kernels are compiled for it, and not a second time for the trial."""
     drops: bool
@@ -57,6 +59,7 @@ class Shape:
         """For the file, where machines and people read it."""
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
+        words += [f"{self.bands} bands"] if self.bands > 1 else []
         words += [name for name in ("drops", "residual", "transposed", "aligned") if getattr(self, name)]
         return ", ".join(words)
 
@@ -171,6 +174,7 @@ def shape_of(dtype: torch.dtype, weight_NK: Tensor, residual: bool, group: Group
         widths=tuple(high - low for low, high in group.columns),
         rows=min(MOST_ROWS, 1 << (max(1, len(rows.token_index_T)) - 1).bit_length()),
         ranks=rank_block(group.rank),
+        bands=group.bands,
         slots=len(rows.key_S),
         drops=group.drops,
         residual=residual,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from weftune.ops.lora.rows import BLOCK, Rows
-from weftune.ops.lora.table import ALIGNMENT, Group
+from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 
 ONE_READ_RANKS = 64
-"""Above so many ranks of a part the shares of ds are larger than dy, and dy is read twice instead."""
+"""Above so many ranks of a site the shares of ds are larger than dy, and dy is read twice instead."""
 TOGETHER_RANKS = 256
 """So many ranks of all parts fit a program's registers; above, each part has programs of its own."""
 LARGE_SHARED_MEMORY = 160 << 10
@@ -23,8 +23,8 @@ PROGRAMS = 128
 """How many programs keep a large GPU's memory busy; sums over many columns are split to come near."""
 MASKING_PROGRAMS = 512
 """The same where masks are drawn, which keeps them waiting for arithmetic."""
-FUSED_RANKS = 64
-"""Above so many ranks of a part the fused product has no registers for them."""
+DIRECT_RANKS = 64
+"""Above so many ranks of a site a fused product has no registers for what they add: it is written first."""
 FUSED_SHARED_MEMORY = 227 << 10
 """Bytes that the blocks of a fused product were made for."""
 BESIDE_COLUMNS = 32
@@ -95,6 +95,8 @@ class Tiling:
     down: KernelLaunch
     up: KernelLaunch
     """Also of the adapters' part of dx."""
+    ds: KernelLaunch
+    """Of ds alone."""
     ds_db: KernelLaunch
     db: KernelLaunch
     """Of dB alone: small enough to find room beside a product."""
@@ -120,12 +122,26 @@ class Weave:
     order: Order = Order.wide
 
     @property
-    def parts(self) -> int:
+    def sites(self) -> int:
         return len(self.group.columns)
 
     @property
+    def bands(self) -> int:
+        return self.group.bands
+
+    @property
+    def parts(self) -> int:
+        return self.sites * self.bands
+
+    @property
     def ranks(self) -> int:
+        """Of one part."""
         return rank_block(self.group.rank)
+
+    @property
+    def has_large(self) -> bool:
+        """Whether a slot may have more ranks at a site than a fused product takes by itself."""
+        return self.bands * self.ranks > DIRECT_RANKS
 
     @property
     def slots(self) -> int:
@@ -141,18 +157,19 @@ class Weave:
         return tuple(edge for part in self.group.columns for edge in part)
 
     def blocks(self, columns: int) -> list[int]:
-        """How many blocks of so many columns each part of the output has."""
+        """How many blocks of so many columns each site has of the output."""
         return [-(-(high - low) // columns) for low, high in self.group.columns]
 
 
 def rank_block(rank: int) -> int:
-    """The ranks of a part up to a power of two that a tensor core takes."""
-    return max(16, 1 << (rank - 1).bit_length())
+    """The ranks of a part, a band at most, up to a power of two that a tensor core takes."""
+    return max(16, 1 << (min(rank, BAND) - 1).bit_length())
 
 
 def parts_together(group: Group) -> int:
-    parts = len(group.columns)
-    return parts if parts * rank_block(group.rank) <= TOGETHER_RANKS else 1
+    """The parts of one band that share programs: all, or each has its own."""
+    sites = len(group.columns)
+    return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
 
 def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
@@ -166,7 +183,7 @@ def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tilin
     tiles, narrowest = -(-count // rows.tile), min(high - low for low, high in group.columns)
     programs = MASKING_PROGRAMS if group.drops else PROGRAMS
     split = _split(programs // tiles, features, chosen.down)
-    ds_split = _split(PROGRAMS // (tiles * len(group.columns)), narrowest, chosen.down)
+    ds_split = _split(PROGRAMS // (tiles * len(group.columns)), narrowest, chosen.ds)
     if dtype.itemsize == 2 and _crowded(rows, group, chosen.ds_db, device):
         chosen = replace(chosen, ds_db=replace(chosen.ds_db, stages=2))
     return replace(chosen, split=split, ds_split=ds_split)
@@ -190,7 +207,6 @@ def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[O
     starts = [low for low, _ in group.columns]
     allowed = (
         weight_NK.dtype.itemsize == 2
-        and rank_block(group.rank) <= FUSED_RANKS
         and all(low % FUSED_COLUMNS == 0 for low in starts)
         and _in_whole_rows(weight_NK)
         and _has_copy_engines(device)
@@ -266,27 +282,51 @@ def _programs(device: torch.device) -> int:
 
 
 def _for_16_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
+    few = rank_block(group.rank) <= DIRECT_RANKS
+    return (_of_few_ranks if few else _of_many_ranks)(group, y, dx)
+
+
+def _of_few_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     rank, together = rank_block(group.rank), parts_together(group)
-    few, span = rank <= 64, together * rank
+    span = together * rank
     # Each part's mask is a tile in registers.
     columns = 64 if group.drops and together > 1 else 128
+    down = KernelLaunch(columns, warps=4, stages=3 if group.drops else 4)
+    down = down if span <= 64 else KernelLaunch(64, warps=8, stages=2)
     da = KernelLaunch(128, warps=8, stages=3) if span <= 64 else KernelLaunch(64, warps=8, stages=2)
     if together < len(group.columns):
         da = KernelLaunch(64, warps=8, stages=1)
-    many = KernelLaunch(64, warps=8, stages=2)
-    ds_db = KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
-    db = KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3)
     return Tiling(
-        down=KernelLaunch(columns, warps=4, stages=3 if group.drops else 4) if span <= 64 else many,
-        up=KernelLaunch(128 if few else 64, warps=4, stages=1),
-        ds_db=ds_db if few else many,
-        db=db if few else many,
+        down=down,
+        up=KernelLaunch(128, warps=4, stages=1),
+        ds=down,
+        ds_db=KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4),
+        db=KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3),
         da=da,
         y=y,
         dx=dx,
         split=1,
         ds_split=1,
-        one_read=rank <= ONE_READ_RANKS,
+        one_read=group.rank <= ONE_READ_RANKS,
+    )
+
+
+def _of_many_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
+    """For a whole band, or two of them where two sites are together."""
+    alone = parts_together(group) == 1
+    down, da = KernelLaunch(64, warps=8, stages=3), KernelLaunch(64, warps=8, stages=3)
+    return Tiling(
+        down=KernelLaunch(64, warps=4, stages=4) if alone else down,
+        up=KernelLaunch(128, warps=8, stages=2),
+        ds=KernelLaunch(64, warps=4, stages=4),
+        ds_db=KernelLaunch(64, warps=8, stages=2),
+        db=KernelLaunch(128, warps=8, stages=3),
+        da=KernelLaunch(128, warps=8, stages=3) if alone else da,
+        y=y,
+        dx=dx,
+        split=1,
+        ds_split=1,
+        one_read=group.rank <= ONE_READ_RANKS,
     )
 
 
@@ -300,6 +340,7 @@ def _lean(tiling: Tiling) -> Tiling:
         tiling,
         down=lean(tiling.down),
         up=lean(tiling.up),
+        ds=lean(tiling.ds),
         ds_db=lean(tiling.ds_db),
         db=lean(tiling.db),
         da=lean(tiling.da),
@@ -316,5 +357,5 @@ def _shared_memory(device: torch.device) -> int:
 def _for_32_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     """Exact float32 has no tensor core: operands live in registers, so the blocks are small."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
-    one_read = rank_block(group.rank) <= ONE_READ_RANKS
-    return Tiling(launch, launch, launch, launch, launch, y, dx, split=1, ds_split=1, one_read=one_read)
+    one_read = group.rank <= ONE_READ_RANKS
+    return Tiling(*[launch] * 6, y=y, dx=dx, split=1, ds_split=1, one_read=one_read)
