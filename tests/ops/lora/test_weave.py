@@ -16,6 +16,7 @@ from weftune.ops.lora import weave
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.weave import (
+    KernelLaunch,
     Order,
     Weave,
     contestants,
@@ -96,7 +97,8 @@ def test_the_blocks_in_16_bits_are_those_that_were_measured(name, monkeypatch):
     assert shown(chosen) == wanted
     assert chosen.one_read == (group["rank"] <= 64)
     assert chosen.down.rows == chosen.da.rows == 64
-    assert chosen.ds == (chosen.down if group["rank"] <= 64 else weave.KernelLaunch(64, warps=4, stages=4))
+    few = group["rank"] <= 64
+    assert chosen.ds == (replace(chosen.down, together=1) if few else KernelLaunch(64, warps=4, stages=4))
 
 
 @pytest.mark.parametrize("name", IN_16_BITS)
@@ -242,7 +244,7 @@ def test_parts_whose_ranks_fit_the_registers_share_programs(rank, parts, togethe
 def test_a_weave_counts_its_parts_ranks_slots_and_blocks():
     group, rows = group_of(17, (100, 128, 129)), Rows.empty(64, 5, CPU)
     use = Weave(group, rows, True, tiling(rows, group, 64, HALF))
-    assert (use.parts, use.ranks, use.slots, use.together) == (3, 32, 5, 3)
+    assert (use.parts, use.ranks, use.slots) == (3, 32, 5)
     assert use.columns == (0, 100, 100, 228, 228, 357)
     assert use.blocks(64) == [2, 2, 3]
     assert use.blocks(128) == [1, 1, 2]
@@ -258,7 +260,8 @@ def test_a_rank_above_a_band_is_several_parts_of_a_site(rank, bands, ranks, larg
     group, rows = group_of(rank, (100, 128)), Rows.empty(64, 5, CPU)
     use = Weave(group, rows, True, tiling(rows, group, 64, HALF))
     assert (use.sites, use.bands, use.parts, use.ranks) == (2, bands, 2 * bands, ranks)
-    assert (use.has_large, use.together) == (large, 2)
+    assert use.has_large == large
+    assert (use.tiling.down.together, use.tiling.da.together, use.tiling.ds.together) == (2, 2, 1)
     assert use.tiling.one_read == (rank <= 64)
 
 

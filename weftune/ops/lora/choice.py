@@ -98,6 +98,8 @@ class Choices:
         self._capturing = capturing
         self._compile = compile
         self.pinned = pinned
+        self.forced: Order | None = None
+        """For measurements: every site takes this order, whether or not it is the best."""
         self._compiled: set[Contest] = set()
         self._orders: dict[Contest, Order] = {}
 
@@ -115,9 +117,8 @@ class Choices:
         if self._file is None or self._compile is None or not new or self._capturing():
             return
         self._compiled |= new
-        known = {} if self.pinned else self._file.read()
-        used = slice(1) if self.pinned else slice(None)
-        asked = [(one.shape, order) for one in new if one.text not in known for order in one.orders[used]]
+        known = {} if self.pinned or self.forced else self._file.read()
+        asked = [(one.shape, order) for one in new if one.text not in known for order in self._taken(one)]
         if not asked:
             return
 
@@ -129,6 +130,12 @@ class Choices:
             list(threads.map(compiled, asked))
         torch.cuda.empty_cache()
 
+    def _taken(self, contest: Contest) -> tuple[Order, ...]:
+        """The orders that may come out of a contest."""
+        if self.forced is not None:
+            return (self.forced,)
+        return contest.orders[:1] if self.pinned else contest.orders
+
     def order(
         self,
         x_TK: Tensor,
@@ -139,6 +146,8 @@ class Choices:
         orders: tuple[Order, ...],
     ) -> Order:
         """One of `orders`, those that may be used; the first of them where nothing can be measured."""
+        if self.forced is not None:
+            return self.forced
         if self._file is None or self.pinned or len(orders) == 1:
             return orders[0]
         contest = Contest(shape_of(x_TK.dtype, weight_NK, residual_TN is not None, group, rows), orders)

@@ -24,7 +24,7 @@ def down(x_TK: Tensor, weave: Weave) -> Tensor:
     partial = s_TPR
     if tiling.split > 1:
         partial = x_TK.new_empty(weave.parts * tiling.split, rows, ranks, dtype=torch.float32)
-    site.down[(len(weave.rows.tiles_G3), tiling.split, weave.parts // weave.together)](
+    site.down[(len(weave.rows.tiles_G3), tiling.split, weave.parts // tiling.down.together)](
         x_TK,
         s_TPR,
         partial,
@@ -41,7 +41,7 @@ def down(x_TK: Tensor, weave: Weave) -> Tensor:
         features,
         S=weave.slots,
         P=weave.parts,
-        TOGETHER=weave.together,
+        TOGETHER=tiling.down.together,
         R=ranks,
         M=weave.rows.tile,
         C=tiling.down.columns,
@@ -229,9 +229,9 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> N
     """dA: added at once, or its shares written."""
     from weftune.ops.triton import site_gradients
 
-    launch, table, together = weave.tiling.da, weave.group.table, weave.together
+    launch, table = weave.tiling.da, weave.group.table
     blocks = -(-x_TK.shape[1] // launch.columns)
-    site_gradients.da[(blocks, len(weave.rows.pieces_Q4), weave.parts // together)](
+    site_gradients.da[(blocks, len(weave.rows.pieces_Q4), weave.parts // launch.together)](
         x_TK,
         ds_TPR,
         partial_da_QPRK,
@@ -245,7 +245,7 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> N
         x_TK.shape[1],
         S=weave.slots,
         P=weave.parts,
-        TOGETHER=together,
+        TOGETHER=launch.together,
         R=weave.ranks,
         M=launch.rows,
         C=launch.columns,

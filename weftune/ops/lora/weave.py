@@ -65,6 +65,8 @@ class KernelLaunch:
     stages: int
     rows: int = 64
     """How many at a time, where the kernel walks over a piece; the others take a tile."""
+    together: int = 1
+    """Parts of one program, of kernels that read x once for several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,6 @@ class Weave:
     @property
     def slots(self) -> int:
         return len(self.rows.key_S)
-
-    @property
-    def together(self) -> int:
-        """How many parts one program takes."""
-        return parts_together(self.group)
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -297,12 +294,12 @@ def _of_few_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     if together < len(group.columns):
         da = KernelLaunch(64, warps=8, stages=1)
     return Tiling(
-        down=down,
+        down=replace(down, together=together),
         up=KernelLaunch(128, warps=4, stages=1),
         ds=down,
         ds_db=KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4),
         db=KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3),
-        da=da,
+        da=replace(da, together=together),
         y=y,
         dx=dx,
         split=1,
@@ -313,15 +310,17 @@ def _of_few_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
 
 def _of_many_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     """For a whole band, or two of them where two sites are together."""
-    alone = parts_together(group) == 1
-    down, da = KernelLaunch(64, warps=8, stages=3), KernelLaunch(64, warps=8, stages=3)
+    together = parts_together(group)
+    down, da = KernelLaunch(64, warps=4, stages=4), KernelLaunch(128, warps=8, stages=3)
+    if together > 1:
+        down = da = KernelLaunch(64, warps=8, stages=3, together=together)
     return Tiling(
-        down=KernelLaunch(64, warps=4, stages=4) if alone else down,
+        down=down,
         up=KernelLaunch(128, warps=8, stages=2),
         ds=KernelLaunch(64, warps=4, stages=4),
         ds_db=KernelLaunch(64, warps=8, stages=2),
         db=KernelLaunch(128, warps=8, stages=3),
-        da=KernelLaunch(128, warps=8, stages=3) if alone else da,
+        da=da,
         y=y,
         dx=dx,
         split=1,
@@ -357,5 +356,17 @@ def _shared_memory(device: torch.device) -> int:
 def _for_32_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     """Exact float32 has no tensor core: operands live in registers, so the blocks are small."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
-    one_read = group.rank <= ONE_READ_RANKS
-    return Tiling(*[launch] * 6, y=y, dx=dx, split=1, ds_split=1, one_read=one_read)
+    reader = replace(launch, together=parts_together(group))
+    return Tiling(
+        down=reader,
+        up=launch,
+        ds=launch,
+        ds_db=launch,
+        db=launch,
+        da=reader,
+        y=y,
+        dx=dx,
+        split=1,
+        ds_split=1,
+        one_read=group.rank <= ONE_READ_RANKS,
+    )
