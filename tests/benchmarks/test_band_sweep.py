@@ -24,4 +24,4 @@ def test_every_kernel_of_a_sweep_runs_with_the_launch_of_training(monkeypatch):
 
 def test_what_a_sweep_comes_to_is_told_for_a_whole_model():
     found = {"down": {"o": {"*(64, 4, 4)": 100.0, "(128, 4, 4)": 80.0}, "qkv": {"*(64, 8, 3)": 50.0}}}
-    assert band_sweep.whole(found) == "down       4.80 ms   best    4.16 ms"
+    assert band_sweep.whole(found) == "down        4.80 ms   best    4.16 ms"

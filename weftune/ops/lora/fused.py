@@ -14,8 +14,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from weftune.ops.lora.rows import BLOCK
-from weftune.ops.lora.tiled_kernels import add_dx, alignment, precision, up
-from weftune.ops.lora.weave import ProductBlocks, RowSpan, Weave
+from weftune.ops.lora.tiled_kernels import alignment, large_dx, large_y, precision
+from weftune.ops.lora.weave import ProductBlocks, Weave
 
 
 def fused_y(
@@ -29,8 +29,7 @@ def fused_y(
     """residual + bias + xWᵀ + sB."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
     if weave.has_large:
-        blocks = sum(weave.blocks(weave.tiling.up.columns))
-        up(s_TPR, None, RowSpan(0, blocks, 0, y_TN.shape[1]), None, None, y_TN, weave)
+        large_y(s_TPR, y_TN, weave)
     _launch(x_TK, weight_NK, bias_N, residual_TN, s_TPR, y_TN, weave, weave.tiling.y, backward=False)
     return y_TN
 
@@ -39,9 +38,7 @@ def fused_dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> 
     """dyW + the dropped ds · A of all parts."""
     dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
     if weave.has_large:
-        features = dx_TK.shape[1]
-        blocks = -(-features // weave.tiling.up.columns)
-        add_dx(ds_TPR, None, RowSpan(0, blocks, 0, features), dx_TK, weave)
+        large_dx(ds_TPR, dx_TK, weave)
     _launch(dy_TN, weight_NK, None, None, ds_TPR, dx_TK, weave, weave.tiling.dx, backward=True)
     return dx_TK
 

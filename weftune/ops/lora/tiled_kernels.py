@@ -11,8 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.table import ALIGNMENT
 from weftune.ops.lora.weave import RowSpan, Weave
+
+LARGE_SPAN = 1024
+"""Columns of a program that writes what large slots add: most programs find none, so they are to be few."""
 
 
 def down(x_TK: Tensor, weave: Weave) -> Tensor:
@@ -81,17 +85,14 @@ def sum_rows(partial_CTR: Tensor, s_TPR: Tensor, shares: list[int], weave: Weave
 
 def up(
     s_TPR: Tensor,
-    frozen_TW: Tensor | None,
+    frozen_TW: Tensor,
     span: RowSpan,
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     y_TN: Tensor,
     weave: Weave,
 ) -> None:
-    """y = frozen + sB + bias + residual in the columns of the span, which are all that `frozen` has.
-
-    Without `frozen`: what large slots add, in their rows of y and nowhere else.
-    """
+    """y = frozen + sB + bias + residual in the columns of the span, which are all that `frozen` has."""
     from weftune.ops.triton import site
 
     launch, table = weave.tiling.up, weave.group.table
@@ -107,7 +108,7 @@ def up(
         span.first,
         span.low,
         y_TN.shape[1],
-        y_TN.shape[1] if frozen_TW is None else frozen_TW.shape[1],
+        frozen_TW.shape[1],
         COLUMNS=weave.columns,
         S=weave.slots,
         P=weave.parts,
@@ -257,11 +258,8 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> N
     )
 
 
-def add_dx(ds_TPR: Tensor, frozen_TW: Tensor | None, span: RowSpan, dx_TK: Tensor, weave: Weave) -> None:
-    """dx = frozen + the dropped ds · A in the columns of the span, which are all that `frozen` has.
-
-    Without `frozen`: what slots add at the sites where they are large, in their rows of dx and nowhere else.
-    """
+def add_dx(ds_TPR: Tensor, frozen_TW: Tensor, span: RowSpan, dx_TK: Tensor, weave: Weave) -> None:
+    """dx = frozen + the dropped ds · A in the columns of the span, which are all that `frozen` has."""
     from weftune.ops.triton import site_gradients
 
     launch, table = weave.tiling.up, weave.group.table
@@ -278,13 +276,71 @@ def add_dx(ds_TPR: Tensor, frozen_TW: Tensor | None, span: RowSpan, dx_TK: Tenso
         table.crc_P,
         span.low,
         dx_TK.shape[1],
-        dx_TK.shape[1] if frozen_TW is None else frozen_TW.shape[1],
+        frozen_TW.shape[1],
         S=weave.slots,
         P=weave.parts,
         BANDS=weave.bands,
         R=weave.ranks,
         M=weave.rows.tile,
         C=launch.columns,
+        DROPS=weave.group.drops and weave.training,
+        ALIGNMENT=alignment(ds_TPR, weave),
+        PRECISION=precision(ds_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def large_y(s_TPR: Tensor, y_TN: Tensor, weave: Weave) -> None:
+    """sB of large slots, in their rows of y and nowhere else."""
+    from weftune.ops.triton import large
+
+    launch, table = weave.tiling.large_y, weave.group.table
+    large.large_y[(sum(weave.blocks(LARGE_SPAN)), len(weave.rows.runs_U3))](
+        s_TPR,
+        y_TN,
+        weave.rows.runs_U3,
+        table.address_PS4,
+        table.rank_PS,
+        y_TN.shape[1],
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        BANDS=weave.bands,
+        R=weave.ranks,
+        M=BLOCK,
+        C=launch.columns,
+        SPAN=LARGE_SPAN,
+        ALIGNMENT=alignment(s_TPR, weave),
+        PRECISION=precision(s_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def large_dx(ds_TPR: Tensor, dx_TK: Tensor, weave: Weave) -> None:
+    """The dropped ds · A of slots at the sites where they are large, in their rows of dx and nowhere else."""
+    from weftune.ops.triton import large
+
+    launch, table, features = weave.tiling.large_dx, weave.group.table, dx_TK.shape[1]
+    large.large_dx[(-(-features // LARGE_SPAN), len(weave.rows.runs_U3))](
+        ds_TPR,
+        dx_TK,
+        weave.rows.runs_U3,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        features,
+        S=weave.slots,
+        P=weave.parts,
+        BANDS=weave.bands,
+        R=weave.ranks,
+        M=BLOCK,
+        C=launch.columns,
+        SPAN=LARGE_SPAN,
         DROPS=weave.group.drops and weave.training,
         ALIGNMENT=alignment(ds_TPR, weave),
         PRECISION=precision(ds_TPR),

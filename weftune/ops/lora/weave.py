@@ -103,6 +103,9 @@ class Tiling:
     db: KernelLaunch
     """Of dB alone: small enough to find room beside a product."""
     da: KernelLaunch
+    large_y: KernelLaunch
+    """Of what a fused product finds written."""
+    large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
     split: int
@@ -300,6 +303,7 @@ def _of_few_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
         ds_db=KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4),
         db=KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3),
         da=replace(da, together=together),
+        **_of_large(len(group.columns)),
         y=y,
         dx=dx,
         split=1,
@@ -316,17 +320,26 @@ def _of_many_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
         down = da = KernelLaunch(64, warps=8, stages=3, together=together)
     return Tiling(
         down=down,
-        up=KernelLaunch(128, warps=8, stages=2),
+        up=KernelLaunch(128, warps=8, stages=1),
         ds=KernelLaunch(64, warps=4, stages=4),
         ds_db=KernelLaunch(64, warps=8, stages=2),
         db=KernelLaunch(128, warps=8, stages=3),
         da=da,
+        **_of_large(len(group.columns)),
         y=y,
         dx=dx,
         split=1,
         ds_split=1,
         one_read=group.rank <= ONE_READ_RANKS,
     )
+
+
+def _of_large(sites: int) -> dict[str, KernelLaunch]:
+    """What large slots add; to dx they do for all sites at once."""
+    return {
+        "large_y": KernelLaunch(64, warps=8, stages=3),
+        "large_dx": KernelLaunch(64, warps=8, stages=3 if sites < 3 else 2),
+    }
 
 
 def _lean(tiling: Tiling) -> Tiling:
@@ -364,6 +377,8 @@ def _for_32_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
         ds_db=launch,
         db=launch,
         da=reader,
+        large_y=launch,
+        large_dx=launch,
         y=y,
         dx=dx,
         split=1,

@@ -18,7 +18,6 @@ from weftune.ops.triton.slots import (
     column_factor,
     drops_in_any,
     in_eights,
-    is_large,
     kept,
     matrix,
     most_ranks,
@@ -285,8 +284,6 @@ def up(
 
     `frozen` is float32 and has W columns, those of y from `begin` on, where its `first` block begins. What is
     small is added first: the last digit of a residual can be larger than all that a young adapter adds.
-    Without `frozen` y is what the large slots add, and the rows of all others are left alone: a fused product
-    adds the rest.
     """
     SITES: tl.constexpr = P // BANDS
     site, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, SITES, C)
@@ -296,19 +293,11 @@ def up(
     slot = tl.load(tiles + tile * 3 + 2)
     if start == stop:
         return
-    if frozen is None:
-        if slot < 0:
-            return
-        if not is_large(rank, site, slot, S, P, BANDS, R):
-            return
     row_M = (start + tl.arange(0, M)).to(tl.int64)
     n_C = low + tl.arange(0, C)
     inside_C = n_C < high
     inside_MC = (row_M < stop)[:, None] & inside_C[None, :]
-    if frozen is None:
-        y_MC = tl.full((M, C), 0.0, tl.float32)
-    else:
-        y_MC = tl.load(frozen + row_M[:, None] * W + (n_C - begin)[None, :], mask=inside_MC, other=0.0)
+    y_MC = tl.load(frozen + row_M[:, None] * W + (n_C - begin)[None, :], mask=inside_MC, other=0.0)
     if slot >= 0:
         r_R = tl.arange(0, R)
         for band in range(bands_of(rank, site, slot, S, P, BANDS)):

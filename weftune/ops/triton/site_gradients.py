@@ -19,7 +19,6 @@ from weftune.ops.triton.slots import (
     column_factor,
     drops_in_any,
     in_eights,
-    is_large,
     kept,
     matrix,
     most_ranks,
@@ -481,8 +480,7 @@ def add_dx(
 ):
     """dx = frozen + the dropped ds · A of all sites, rounded once.
 
-    `frozen` is float32 and has W columns, those of dx from `begin` on. Without it dx is what the slots add
-    at sites where they are large, and the rows of slots that are so nowhere are left alone.
+    `frozen` is float32 and has W columns, those of dx from `begin` on.
     """
     SITES: tl.constexpr = P // BANDS
     tile = tl.program_id(1)
@@ -491,30 +489,17 @@ def add_dx(
     slot = tl.load(tiles + tile * 3 + 2)
     if start == stop:
         return
-    if frozen is None:
-        if slot < 0:
-            return
-        some = False
-        for one in tl.static_range(SITES):
-            some = some | is_large(rank, one, slot, S, P, BANDS, R)
-        if not some:
-            return
     row_M = (start + tl.arange(0, M)).to(tl.int64)
     inside_M = row_M < stop
     c_C = tl.program_id(0) * C + tl.arange(0, C)
     k_C = begin + c_C
     inside_C = k_C < K
     inside_MC = inside_M[:, None] & inside_C[None, :]
-    if frozen is None:
-        dx_MC = tl.full((M, C), 0.0, tl.float32)
-    else:
-        dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0)
+    dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0)
     if slot >= 0:
         # One site after the other: the masks of several do not fit the registers beside each other.
         for site in range(SITES):
             bands = bands_of(rank, site, slot, S, P, BANDS)
-            if frozen is None:
-                bands = tl.where(is_large(rank, site, slot, S, P, BANDS, R), bands, 0)
             masked = tl.load(threshold + site * S + slot) > NEVER if DROPS else False
             if DROPS and masked:
                 part_MC = tl.full((M, C), 0.0, tl.float32)
