@@ -44,7 +44,7 @@ class KernelKind(StrEnum):
 KERNELS = {
     "product": KernelKind.FROZEN,
     **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), KernelKind.ADAPTERS),
-    **dict.fromkeys(("add_dx", "add_gradients"), KernelKind.ADAPTERS),
+    **dict.fromkeys(("add_dx", "add_gradients", "large_y", "large_dx"), KernelKind.ADAPTERS),
     **dict.fromkeys(
         ("norm_forward", "norm_backward", "rotary_forward", "rotary_backward"), KernelKind.ELEMENTS
     ),

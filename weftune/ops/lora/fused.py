@@ -91,6 +91,7 @@ def _launch(
         C=blocks.columns,
         D=blocks.inner,
         GROUP=blocks.group,
+        LARGE=weave.has_large,
         DROPS=backward and weave.group.drops and weave.training,
         ALIGNMENT=alignment(left, weave),
         PRECISION=precision(left),

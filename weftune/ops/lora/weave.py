@@ -146,7 +146,7 @@ class Weave:
     @property
     def has_large(self) -> bool:
         """Whether a slot may have more ranks at a site than a fused product takes by itself."""
-        return self.bands * self.ranks > DIRECT_RANKS
+        return self.group.rank > DIRECT_RANKS
 
     @property
     def slots(self) -> int:

@@ -191,6 +191,7 @@ def product(
     C: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
+    LARGE: tl.constexpr,
     DROPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -204,7 +205,6 @@ def product(
     SITES: tl.constexpr = P // BANDS
     PARTS: tl.constexpr = SITES if BACKWARD else 1
     PARTED: tl.constexpr = 1 if BACKWARD else SITES
-    LARGE: tl.constexpr = BANDS * R > DIRECT
     row_blocks = tl.cdiv(T, M)
     column_blocks = tl.cdiv(N, C)
     tl.assume(K > 0)
