@@ -19,6 +19,7 @@ from tests.base.folders import model_folder
 from tests.base.packs import random_samples
 from tests.cases import slow_but, some_of
 from tests.families import MIXTURES, tiny
+from tests.interpreter import interpret
 from weftune import JobSpec
 from weftune.adapters.kind import Member
 from weftune.adapters.lora.config import read_spec
@@ -187,6 +188,19 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
         banks.unweave()
 
 
+@pytest.mark.parametrize("family", slow_but([(family,) for family in MIXTURES], [("qwen3_moe",)]))
+def test_kernels_give_the_gradients_of_plain_torch(family, monkeypatch):
+    """In Triton's interpreter."""
+    base, microbatch = bench.base(family, torch.float32), together("abc", random_samples((9, 5, 12)))
+    asked = {"targets": (), "target_parameters": EXPERTS}
+    wanted = gradients(base, microbatch, None, **asked)
+    interpret(monkeypatch)
+    got = gradients(base, microbatch, None, Route.tiled, **asked)
+    for job in "abc":
+        assert bool(wanted[job].norm() > 0)
+        assert (got[job] - wanted[job]).norm() < 1e-5 * wanted[job].norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -221,6 +235,18 @@ def sent_to(chosen_Tk, router, _, decision):
     logits_TE = decision[0]
     weights_Tk = logits_TE.float().softmax(dim=-1).gather(1, chosen_Tk)
     return logits_TE, (weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)).to(logits_TE.dtype), chosen_Tk
+
+
+def test_a_row_meets_the_adapters_of_its_own_experts_only():
+    """What passes are predicted by; steps update all of it."""
+    sites, kind = bench.base("qwen3_moe").shape.sites, kind_named("lora")
+    attention = kind.layout(LoraSpec(rank=2), sites)
+    both = kind.layout(LoraSpec(rank=2, target_parameters=EXPERTS), sites)
+    assert attention.met == attention.size
+    assert 2 * (both.met - attention.met) == both.size - attention.size, "three of six experts"
+    spec = LoraSpec(rank=2, target_parameters=EXPERTS)
+    adapted = [site for site in sites if spec.adapts(site)]
+    assert sum(site.resting(spec.parameters_at(site)) for site in adapted) == both.size - both.met
 
 
 # -- files -----------------------------------------------------------------------------------------------

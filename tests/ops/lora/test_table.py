@@ -65,6 +65,18 @@ def test_a_rank_above_a_band_is_seated_in_several_parts_of_whole_rows():
         table.write(0, [entry(3 * BAND + 1), None])
 
 
+def test_experts_of_several_bands_are_seated_each_where_its_rows_begin():
+    table = SlotTable.empty(SITES[:1], slots=6, device=CPU, bands=2)
+    a, b = torch.zeros(3, BAND + 8, 8), torch.zeros(3, BAND + 8, 16)
+    stacked = Entry(a, b, torch.zeros_like(a), torch.zeros_like(b), 2.0, 0.0)
+    table.put_experts(table.host_views(), 3, stacked)
+    table.send()
+    assert table.rank_PS.tolist() == [[0, 0, 0, BAND, BAND, BAND], [0, 0, 0, 8, 8, 8]]
+    for band, expert in ((0, 0), (0, 2), (1, 0), (1, 2)):
+        here = [matrix[expert, band * BAND :].data_ptr() for matrix in stacked.matrices]
+        assert table.address_PS4[band, 3 + expert].tolist() == here
+
+
 @pytest.mark.parametrize(("rank", "bands"), [(1, 1), (BAND, 1), (BAND + 1, 2), (2 * BAND, 2), (300, 3)])
 def test_bands_have_room_for_all_ranks(rank, bands):
     assert bands_for(rank) == bands

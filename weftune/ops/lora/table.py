@@ -48,17 +48,19 @@ class Entry:
         return self.a_RK.shape[0]
 
     @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.a_RK, self.b_RN, self.da_RK, self.db_RN
+
+    @property
     def addresses(self) -> tuple[int, int, int, int]:
-        weights, gradients = (self.a_RK, self.b_RN), (self.da_RK, self.db_RN)
-        assert all(tensor.is_contiguous() for tensor in (*weights, *gradients))
-        assert all(tensor.dtype == torch.float32 for tensor in gradients)
-        return (*(t.data_ptr() for t in weights), *(t.data_ptr() for t in gradients))  # type: ignore[return-value]
+        assert all(tensor.is_contiguous() for tensor in self.matrices)
+        assert all(tensor.dtype == torch.float32 for tensor in (self.da_RK, self.db_RN))
+        return tuple(tensor.data_ptr() for tensor in self.matrices)  # type: ignore[return-value]
 
     @property
     def band_bytes(self) -> tuple[int, ...]:
         """How far the next BAND ranks of A, B, dA and dB are."""
-        matrices = (self.a_RK, self.b_RN, self.da_RK, self.db_RN)
-        return tuple(BAND * matrix.shape[1] * matrix.element_size() for matrix in matrices)
+        return tuple(BAND * matrix.shape[-1] * matrix.element_size() for matrix in self.matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,21 @@ class SlotTable:
                 address_PS4[part, slot] = addresses
                 if band:
                     address_PS4[part, slot] += [band * step for step in entry.band_bytes]
+
+    def put_experts(self, views: Sequence[np.ndarray], first: int, entry: Entry) -> None:
+        """A job's adapters at all experts of the only site, from slot `first` on: its matrices are stacked,
+        [experts, R, K] and [experts, R, N]."""
+        address_PS4, factor_PS2, rank_PS, _, _ = views
+        experts, rank, _ = entry.a_RK.shape
+        assert rank <= self.bands * BAND == len(rank_PS) * BAND
+        own = slice(first, first + experts)
+        strides = [matrix[0].numel() * matrix.element_size() for matrix in entry.matrices]
+        assert not self.aligned or all(stride % ALIGNMENT == 0 for stride in strides)
+        factor_PS2[:, own], rank_PS[:, own] = entry.scale, 0
+        for band in range(bands_for(rank)):
+            begin = np.array(entry.addresses) + band * np.array(entry.band_bytes)
+            address_PS4[band, own] = begin + np.arange(experts)[:, None] * np.array(strides)
+            rank_PS[band, own] = min(BAND, rank - band * BAND)
 
     def clear(self, slot: int) -> None:
         self.write(slot, [None] * (len(self.crc_P) // self.bands))

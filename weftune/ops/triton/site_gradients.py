@@ -480,7 +480,7 @@ def add_dx(
 ):
     """dx = frozen + the dropped ds · A of all sites, rounded once.
 
-    `frozen` is float32 and has W columns, those of dx from `begin` on.
+    `frozen` has W columns, those of dx from `begin` on; it should be float32, and may be dx itself.
     """
     SITES: tl.constexpr = P // BANDS
     tile = tl.program_id(1)
@@ -495,7 +495,7 @@ def add_dx(
     k_C = begin + c_C
     inside_C = k_C < K
     inside_MC = inside_M[:, None] & inside_C[None, :]
-    dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0)
+    dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0).to(tl.float32)
     if slot >= 0:
         # One site after the other: the masks of several do not fit the registers beside each other.
         for site in range(SITES):

@@ -19,7 +19,7 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
-from weftune.plan.cost.time import CostModel, Sizes
+from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.layout.need import StreamDevice
@@ -149,11 +149,11 @@ class Choice:
         # As if stages worked one after another.
         return first_pace(cost, self.shape, on_gpu=self.memory.fused, max_tokens=self.capacity)
 
-    def seconds_of(self, program: Program, sizes: Sizes) -> float | None:
+    def seconds_of(self, program: Program, shapes: JobShapes) -> float | None:
         """What a window will take by the profile; None where there is none."""
         if self.times is not None:
-            return self.times.timeline(program, self.layout, sizes, self.loads).makespan
-        return None if self.cost is None else self.cost.program_seconds(program, sizes)
+            return self.times.timeline(program, self.layout, shapes, self.loads).makespan
+        return None if self.cost is None else self.cost.program_seconds(program, shapes)
 
 
 def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:
@@ -383,14 +383,13 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
     """Those that are aboard from the start, by the scheduler's rule: in order, and nobody overtakes but one
     who is behind a job that fits nowhere."""
-    together: list[JobShape] = []
-    for job in in_order(jobs):
-        if memory.why_not([job]) is not None:
-            continue
-        if memory.why_not([*together, job]) is not None:
-            break
-        together.append(job)
-    return tuple(together)
+    possible = [job for job in in_order(jobs) if _fits_alone(job, memory)]
+    count = most_that_fit(lambda count: memory.why_not(possible[:count]) is None, len(possible))
+    return tuple(possible[:count])
+
+
+def _fits_alone(job: JobShape, memory: MemoryModel) -> bool:
+    return memory.why_not([job]) is None
 
 
 def full_bytes(memory: MemoryModel, together: Sequence[JobShape], most: int) -> int:
