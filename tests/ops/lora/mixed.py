@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from tests.ops.lora.woven import flat
 from weftune.ops.experts import ExpertLinear, ExpertPart, experts_output_reference
 from weftune.ops.lora.experts import ExpertSite, Owners, woven_experts
-from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
 from weftune.ops.lora.weave import Order
 
 
@@ -129,14 +129,14 @@ def got(case, device, wants_dx=True, times=1):
     room, totals, sites = 8, {}, []
     for at, ((inputs, outputs), weight) in enumerate(zip(case.widths, made.frozen, strict=True)):
         aligned = all(width % 8 == 0 for width in (inputs, outputs))
-        table = SlotTable.empty(["site"], room * case.experts, device, aligned)
+        rank = max([16, *(job.ranks[at] for job in case.jobs)])
+        table = SlotTable.empty(["site"], room * case.experts, device, aligned, bands_for(rank))
         for (site, number), pair in made.factors.items():
             if site == at:
                 totals[site, number] = flat([torch.zeros_like(one) for one in pair], torch.float32)
                 entry = Entry(*pair, *totals[site, number], case.jobs[number].scale, dropout=0.0)
                 table.put_experts(table.host_views(), (room - 1 - number) * case.experts, entry)
         table.send()
-        rank = max([16, *(job.ranks[at] for job in case.jobs)])
         group = Group(((0, outputs),), table, rank, drops=False)
         sites.append(ExpertSite(weight, group if any(job.ranks[at] for job in case.jobs) else None))
     owners = Owners(case.owner_T.to(device), (None, *map(str, range(len(case.jobs)))))

@@ -29,6 +29,7 @@ pytestmark = [
 CASES = {
     "ranks of all kinds": Case(),
     "one job, one expert": Case((Job(20),), experts=2, active=1),
+    "a rank of two bands": Case((Job(6, (130, 4)), Job(5, (3, 0))), experts=3),
     "widths of no alignment": Case((Job(6), Job(8)), hidden=37, inner=21),
     "nobody has adapters on gate and up": Case((Job(6, (0, 3)), Job(2, (0, 5)))),
     "nobody has any": Case((Job(6, (0, 0)),)),

@@ -62,11 +62,10 @@ def test_no_share_of_a_sum_is_written_beyond_a_jobs_own_ranks(monkeypatch):
     assert min(len(forward), len(backward)) > 1
     for shares_CTR in seen:
         for slot, rank in enumerate(RANKS):
-            stored = -(-rank // 8) * 8
+            # At most 16 ranks go a way of their own, which stores all 16.
+            stored = max(16, -(-rank // 8) * 8)
             rows_CTR = shares_CTR[:, case.rows_of(slot)]
             assert rows_CTR[..., :rank].isfinite().all()
-            # ds of at most 16 ranks goes a way of its own, which stores all 16.
-            stored = stored if shares_CTR is forward else max(16, stored)
             assert rows_CTR[..., stored:].isnan().all()
         assert shares_CTR[:, case.padding_rows].isnan().all()
 

@@ -19,7 +19,7 @@ from weftune.adapters.lora.spec import A, B
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
 from weftune.ops.experts import ExpertPart
-from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
 
 
 def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,8 @@ class LoraExperts:
 
     def _table(self, site: SiteShape, device: torch.device) -> SlotTable:
         aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
-        table = SlotTable.empty([site.name], self._room * site.experts, device, aligned)
+        slots, bands = self._room * site.experts, bands_for(self._rank)
+        table = SlotTable.empty([site.name], slots, device, aligned, bands)
         views = table.host_views()
         for seat in self._seats.values():
             if (entry := seat.entry(site.name)) is not None:

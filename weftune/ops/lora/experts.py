@@ -25,7 +25,7 @@ from weftune.ops.experts import grouped_product, has_kernel
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import add_dx, alignment, da, down, ds_db, precision, room_for_da, up
-from weftune.ops.lora.weave import Order, RowSpan, Weave, blocks_for, fuses, tiling
+from weftune.ops.lora.weave import DIRECT_RANKS, Order, RowSpan, Weave, blocks_for, fuses, tiling
 
 TILE = 64
 """Rows of a program, where all of them are one job's."""
@@ -248,7 +248,8 @@ def best_order(site: ExpertSite) -> Order:
     """A product of our own where the device has it: it adds the adapters before it rounds."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
-    return Order.fused if aligned and fuses(weight_NK, rank, weight_NK.device) else Order.wide
+    fused = aligned and rank <= DIRECT_RANKS and fuses(weight_NK, weight_NK.device)
+    return Order.fused if fused else Order.wide
 
 
 def multiplies_at_once(site: ExpertSite) -> bool:

@@ -141,11 +141,15 @@ def expert_product(
                 while turn < end:
                     run = runs + turn * 4
                     slot = tl.load(run + 2)
+                    ranks = 0
                     if slot >= 0:
+                        ranks = tl.load(rank + slot)
+                    # Where a slot has no ranks nothing of s has been written.
+                    if ranks > 0:
                         mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
                         added_MH = added(
-                            s, None, None, address, rank, None, None, slot, 0, row_M, n_H, 0, N, stop,
-                            0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
+                            s, None, None, address, ranks, None, None, slot, 0, row_M, mine_M, n_H,
+                            0, N, stop, 0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
                         )  # fmt: skip
                         y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
                     turn += 1
