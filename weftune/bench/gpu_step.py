@@ -6,11 +6,12 @@ of a round: one step of every job. ρ is the arithmetic floor, at the rate of a 
 over the measured time.
 
     python -m benchmarks.gpu_step [--shape NAME] [--layers N] [--jobs N] [--batch BxL] [--rank R]
-                                  [--baselines a,b] [--profile] [--deterministic]
+                                  [--baselines a,b] [--profile] [--deterministic] [--offload]
 
 --profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
 --deterministic: one more row, Weftune with torch's deterministic kernels and its own choices pinned, as
 `deterministic: true` in a jobs file has them.
+--offload: one more row, Weftune with master weights and moments in host memory.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from weftune.core.deterministic import deterministic_kernels, settle_workspace
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 DETERMINISTIC = "Weftune, deterministic"
+OFFLOADED = "Weftune, optimizer in host memory"
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
 GB = 1e9
 
@@ -46,10 +48,10 @@ class StepRow:
     """False for the base alone, which is no way to train."""
 
 
-def aboard(task: ProcessTask) -> JobsAboard:
+def aboard(task: ProcessTask, offloaded: bool = False) -> JobsAboard:
     """Every job aboard one executor."""
     work = task.work
-    together = resident(build(task.size, task.place), task.place.device)
+    together = resident(build(task.size, task.place), task.place.device, offloaded)
     for at in range(work.jobs):
         experts = tuple(EXPERTS) if task.size.experts else ()
         adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank, target_parameters=experts)
@@ -57,8 +59,8 @@ def aboard(task: ProcessTask) -> JobsAboard:
     return together
 
 
-def together(task: ProcessTask, capacity: int) -> MeasuredStep:
-    return measure(aboard(task).block(max(capacity, task.work.length)), task.place, task.pace)
+def together(task: ProcessTask, capacity: int, offloaded: bool = False) -> MeasuredStep:
+    return measure(aboard(task, offloaded).block(max(capacity, task.work.length)), task.place, task.pace)
 
 
 def profiled(task: ProcessTask, capacity: int) -> Spent:
@@ -70,7 +72,12 @@ def profiled(task: ProcessTask, capacity: int) -> Spent:
 
 
 def rows(
-    task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float, deterministic: bool = False
+    task: ProcessTask,
+    baselines: Sequence[str],
+    capacity: int,
+    rate: float,
+    deterministic: bool = False,
+    offloads: bool = False,
 ) -> Iterator[StepRow]:
     """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
@@ -101,6 +108,8 @@ def rows(
         with deterministic_kernels():
             made = row(DETERMINISTIC, lambda: together(task, capacity))
         yield made
+    if offloads:
+        yield row(OFFLOADED, lambda: together(task, capacity, offloaded=True))
     yield row(WEFTUNE, lambda: together(task, capacity))
 
 
@@ -109,7 +118,9 @@ def strongest(made: Sequence[StepRow]) -> StepRow | None:
     others = [
         row
         for row in made
-        if row.adapters and row.name not in (WEFTUNE, DETERMINISTIC) and row.measured.seconds is not None
+        if row.adapters
+        and row.name not in (WEFTUNE, DETERMINISTIC, OFFLOADED)
+        and row.measured.seconds is not None
     ]
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
 
@@ -150,7 +161,7 @@ def main() -> None:
         )
     task = task_of(asked, place)
     rate = gemm_rate(place)
-    made = list(rows(task, baselines, asked.capacity, rate, asked.deterministic))
+    made = list(rows(task, baselines, asked.capacity, rate, asked.deterministic, asked.offload))
     work = task.work
     each = f"rank {work.rank}, {work.batch}×{work.length} tokens each"
     print(f"\n{task.size.name}, {task.size.layers} layers: {work.jobs} jobs, {each}")
@@ -200,6 +211,7 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
     parser.add_argument("--profile", action="store_true", help="say where the time of Weftune's round goes")
     parser.add_argument("--deterministic", action="store_true", help="also Weftune with the same bits twice")
+    parser.add_argument("--offload", action="store_true", help="also with the optimizer in host memory")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 
