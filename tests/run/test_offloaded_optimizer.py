@@ -227,6 +227,10 @@ def test_a_larger_job_that_comes_later_makes_the_buffers_grow_up_to_a_piece(monk
         take_aboard(executor, others)
         if layout is OFFLOADED:
             assert executor.adapters.ring.room == 4096
+            states = [buffer.state for buffer in executor.adapters.ring.buffers]
+            held = sum(vector.nbytes for state in states for vector in state.vectors)
+            sizes = [job.shape.trainable for job in (small, *others)]
+            assert held <= ring.optimizer_ring_bytes(sizes, bytes_per_value=4)
         run(executor, plan(executor, [small, *others], 2), [small, *others])
         found.append(masters_of(executor))
     for name, master in found[0].items():

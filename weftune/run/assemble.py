@@ -50,11 +50,9 @@ def resident_executor(
     stages = {part.own[0]: base}
     plain = PlainPasses(adapted, stages)
     roster, timer = Roster(), ActionTimer(base.device)
-    adapters: AdapterState
+    adapters: AdapterState = ResidentAdapters(adapted, roster)
     if part.layout.optimizer_offloaded:
-        adapters = OffloadedOptimizer(adapted, roster, make)
-    else:
-        adapters = ResidentAdapters(adapted, roster)
+        adapters = OffloadedOptimizer(adapters, adapted, roster, make)
     parts = Parts(
         weights=ResidentWeights(),
         activations=KeptActivations(part.own),

@@ -24,8 +24,8 @@ from weftune.ops.adamw import AdamState, Update, gradient_norms, update
 from weftune.ops.triton.at_hand import kernels_run
 from weftune.plan.cost.ring import PIECE
 from weftune.run.measure.timers import Stopwatch
+from weftune.run.parts import AdapterState
 from weftune.run.passes.adapted import AdaptedBase
-from weftune.run.resident_adapters import ResidentAdapters
 from weftune.run.stream.adapter_steps import Make, aligned, pieces
 from weftune.run.stream.adapters import StagePart
 from weftune.run.stream.buffers import PieceRing, copy
@@ -45,10 +45,12 @@ from weftune.run.training.steps import (
 
 
 class OffloadedOptimizer:
-    def __init__(self, adapted: AdaptedBase, roster: Roster, make: Make = update) -> None:
-        """`make` applies the updates."""
+    def __init__(
+        self, resident: AdapterState, adapted: AdaptedBase, roster: Roster, make: Make = update
+    ) -> None:
+        """`resident` has what stays on the device; `make` applies the updates."""
+        self._resident = resident
         self._adapted, self._roster, self._make_update = adapted, roster, make
-        self._resident = ResidentAdapters(adapted, roster)
         self.device = adapted.base.device
         self.home = torch.device("cpu")
         self.ring = PieceRing(self.device)
@@ -75,8 +77,8 @@ class OffloadedOptimizer:
         master = training.master
 
         def new() -> AdamState:
-            here = (torch.empty(wanted, dtype=master.dtype, device=self.device) for _ in range(3))
-            return AdamState(*here, gradient=master[:0], weights=master[:0])
+            here = [torch.empty(wanted, dtype=master.dtype, device=self.device) for _ in range(3)]
+            return AdamState(here[0], here[1], here[2], gradient=master[:0], weights=master[:0])
 
         self.ring.refill(new)
 
@@ -323,8 +325,11 @@ def _divided(state: AdamState, device: torch.device) -> AdamState:
     """A copy with master weights and moments in page-locked host memory, the rest on the device."""
     optimizer = (state.master, state.exp_avg, state.exp_avg_sq)
     home = host_vectors([(len(vector), vector.dtype) for vector in optimizer], device)
+    master, exp_avg, exp_avg_sq = (to.copy_(vector) for to, vector in zip(home, optimizer, strict=True))
     return AdamState(
-        *(here.copy_(vector) for here, vector in zip(home, optimizer, strict=True)),
+        master,
+        exp_avg,
+        exp_avg_sq,
         gradient=state.gradient.to(device, copy=True),
         weights=state.weights.to(device, copy=True),
     )
