@@ -3,25 +3,31 @@
 Seconds are wall time of all training, without evaluation; Weftune's include its checkpoints, exports and
 reports, PEFT's are the bare training loop. The base is loaded once and not timed, and tokenising neither.
 PEFT pads its batches to their longest sample. Useful tokens are those of the samples, padding not counted.
+ρ is the arithmetic that no way of training can leave out, at the rate of a large product measured first, over
+the measured time.
 
-    python -m benchmarks.cpu_quickstart [--steps N] [--batch-size N] [--json FILE]
+    python -m benchmarks.cpu_quickstart [--steps N] [--batch-size N] [--profile] [--json FILE]
+
+--profile: once more together and once more in PEFT under torch's profiler, and the operations that took most.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
 from weftune.bench.result import arguments, finish
+from weftune.bench.timing import BenchPlace, gemm_rate
 from weftune.core.paths import cache_folder
 from weftune.jobs.spec.read import read_run
 from weftune.jobs.spec.spec import JobSpec, RunSpec
@@ -93,8 +99,34 @@ def _padded(job: Ready, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return ids, present, labels
 
 
+def least_operations(base: Base, jobs: Sequence[Ready]) -> float:
+    """Of all steps: forward and dX of the frozen linears, of the head at supervised tokens only; causal
+    attention, whose backward takes 2.5 of its forward; and the six products of the adapters' factors."""
+    return sum(_least_of_job(base, job) for job in jobs)
+
+
+def _least_of_job(base: Base, job: Ready) -> float:
+    shape, samples = base.shape, job.data.train
+    chosen = [index for step in range(1, job.recipe.steps + 1) for index in job.order.batch(step).tolist()]
+    lengths = [int(samples.lengths[index]) for index in chosen]
+    supervised = sum(int(samples.mask(index).sum()) for index in chosen)
+    linears = sum(site.in_features * site.out_features for site in shape.sites)
+    attention = 2 * shape.layers * shape.hidden * sum(length * length for length in lengths)
+    head = shape.hidden * shape.vocabulary
+    return sum(lengths) * (4 * linears + 6 * job.shape.trainable) + 4 * supervised * head + 3.5 * attention
+
+
+def heaviest(run: Callable[[], object], most: int = 12) -> list[tuple[str, float]]:
+    """The operations of torch that took the most time, in seconds."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run()
+    found = {one.key: one.self_cpu_time_total / 1e6 for one in seen.key_averages()}
+    return sorted(found.items(), key=lambda one: -one[1])[:most]
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
+    parser.add_argument("--profile", action="store_true", help="name the operations that take most")
     parser.add_argument("--steps", type=int, help="steps of each job; else as in jobs.yaml")
     parser.add_argument("--batch-size", type=int, help="samples in a batch of each job; else as in jobs.yaml")
     asked = parser.parse_args()
@@ -116,11 +148,22 @@ def main() -> None:
         "Weftune, one after another": with_weftune(base, run, [[job] for job in jobs]),
         "Weftune, together": with_weftune(base, run, [jobs]),
     }
-    together = seconds["Weftune, together"]
-    print(f"{len(jobs)} jobs, {tokens} useful tokens")
+    rate = gemm_rate(BenchPlace(CPU, torch.float32), edge=1024)
+    floor = least_operations(base, ready) / rate
+    together, plain_seconds = seconds["Weftune, together"], seconds["PEFT, one after another"]
+    print(f"{len(jobs)} jobs, {tokens} useful tokens, a large product: {rate / 1e9:.0f} GFLOP/s")
     for name, taken in seconds.items():
-        print(f"{name:<26}{taken:8.1f} s {tokens / taken:8.0f} tokens/s   {taken / together:5.2f} × together")
-    finish({"jobs": len(jobs), "tokens": tokens, "seconds": seconds}, asked.json)
+        rates = f"{taken:8.1f} s {tokens / taken:8.0f} tokens/s   ρ {floor / taken:4.2f}"
+        print(f"{name:<26}{rates}   {taken / together:5.2f} × together, {taken / plain_seconds:4.2f} × PEFT")
+    if asked.profile:
+        for name, way in (
+            ("Weftune, together", lambda: with_weftune(base, run, [jobs])),
+            ("PEFT", lambda: with_peft(plain, ready)),
+        ):
+            print(f"\n{name}, seconds by operation:")
+            for operation, taken in heaviest(way):
+                print(f"  {operation:<50}{taken:7.2f}")
+    finish({"jobs": len(jobs), "tokens": tokens, "seconds": seconds, "floor_seconds": floor}, asked.json)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ order, plain and as strong as it gets, one job after another in one process, and
 jobs as fit at once. Every wall time is that of a process with its imports, loading, tokenising and saving.
 
     python -m benchmarks.gpu_train --data FOLDER --tokenizer FOLDER [--shape 8b] [--steps 25] [--batch 8]
-        [--rows N] [--only weftune,peft,strong,processes] [--json FILE]
+        [--rows N] [--only weftune,peft,strong,processes] [--long N] [--json FILE]
 
 FOLDER of `--data` holds the datasets as JSON lines of chats, found by the beginning of their names (gsm8k,
 openbookqa, svamp, glaive, dolly, xsum, sst2, rte). Of each the first `--rows` rows are taken, of those that
 have at most `--longest` tokens; `--cut FOLDER` writes what would be taken there and ends, to be carried to
 another machine. With more `--steps` than `--peft-steps` PEFT makes only those, and its training time is
-extrapolated.
+extrapolated. `--long N` has Weftune train once more, N steps, against PEFT's times extrapolated to as many.
 
 Python's compiled modules are made before anything is measured, as an installation makes them.
 
@@ -167,9 +167,9 @@ def compile_modules(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], env=os.environ | kept(folder), check=True)
 
 
-def train(name: str, folder: Path, words: Sequence[str]) -> Run:
+def train(name: str, folder: Path, words: Sequence[str], jobs: str = "jobs.yaml") -> Run:
     output = folder / name.replace(" ", "-")
-    asked = [sys.executable, "-m", "weftune", "train", str(folder / "jobs.yaml"), "--output", str(output)]
+    asked = [sys.executable, "-m", "weftune", "train", str(folder / jobs), "--output", str(output)]
     began = time.perf_counter()
     ended = subprocess.run([*asked, *words], env=os.environ | kept(folder), check=False)
     seconds, ended_at = time.perf_counter() - began, time.time()
@@ -240,7 +240,7 @@ def room(place: BenchPlace, one_peak: int | None) -> int:
 
 
 def extrapolated(run: Run, work: Work) -> Run:
-    """A run of fewer steps with the time that all of them would have taken."""
+    """PEFT's run of fewer steps with the time that all of them would have taken."""
     times = work.steps / work.peft_steps
     if times <= 1.0:
         return run
@@ -275,14 +275,23 @@ def ratios(runs: Sequence[Run]) -> dict[str, float]:
     """Weftune's wall over each of the others'."""
     whole = [run for run in runs if run.exit_code == 0]
     own = [run for run in whole if run.name in (COLD, WARM)]
-    others = [run for run in whole if run.name not in (COLD, WARM)]
+    others = [run for run in whole if run.name.startswith("PEFT")]
     pairs = {
         f"{one.name} / {other.name}": ratio(one.seconds, other.seconds) for one in own for other in others
     }
     return {name: value for name, value in pairs.items() if value is not None}
 
 
-def tell(runs: Sequence[Run], about: dict[str, Any], where: Path | None) -> None:
+def long_ratios(long: Run, runs: Sequence[Run], work: Work) -> dict[str, float]:
+    """The wall of a long run of Weftune over those of PEFT, extrapolated to as many steps."""
+    whole = [run for run in runs if run.exit_code == 0 and run.name.startswith("PEFT")]
+    pairs = {
+        f"{long.name} / {run.name}": ratio(long.seconds, extrapolated(run, work).seconds) for run in whole
+    }
+    return {name: value for name, value in pairs.items() if value is not None}
+
+
+def tell(runs: Sequence[Run], found: Mapping[str, float], about: dict[str, Any], where: Path | None) -> None:
     print(split_table(runs))
     for run in runs:
         if run.windows:
@@ -291,7 +300,6 @@ def tell(runs: Sequence[Run], about: dict[str, Any], where: Path | None) -> None
             print(
                 f"{run.name}: {run.tokens:,} tokens, windows of {windows} s, {after} s behind the last step"
             )
-    found = ratios(runs)
     for name, value in found.items():
         print(f"{name}: {value:.2f}")
     finish({**about, "ratios": found, "runs": [asdict(run) for run in runs]}, where)
@@ -310,6 +318,8 @@ def main() -> None:
             asked.data, asked.cut, real_tokenizer(asked.tokenizer), asked.rows, asked.longest, asked.jobs
         )
         return
+    if asked.long and asked.data is None:
+        parser.error("--long goes with --data")
     place = here(asked.toy)
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
@@ -320,9 +330,16 @@ def main() -> None:
         if not asked.toy:
             compile_modules(work.folder)
         runs = _runs(asked, work, words)
+        found = ratios(runs)
+        if asked.long:
+            long = replace(work, steps=asked.long, peft_steps=work.steps)
+            _write_real_jobs(long, "long.yaml", asked.longest)
+            longer = train(f"Weftune, {asked.long} steps", work.folder, words, "long.yaml")
+            found |= long_ratios(longer, runs, long)
+            runs.append(longer)
     about = {"shape": "toy" if asked.toy else asked.shape, "gpu_memory": asked.gpu_memory}
     about |= {"jobs": asked.jobs, "steps": work.steps, "batch": work.batch}
-    tell(runs, about, asked.json)
+    tell(runs, found, about, asked.json)
     sys.exit(max(run.exit_code for run in runs))
 
 
@@ -352,9 +369,13 @@ def _real(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
     files = cut_rows(asked.data, folder / "data", tokenizer, rows, longest, asked.jobs)
     steps, batch = asked.steps or (3 if asked.toy else 25), 2 if asked.toy else int(asked.batch or 8)
     work = Work(folder, place, steps, batch, asked.peft_steps, files)
-    defaults = {"steps": steps, "batch_size": batch, "data": {"max_length": longest}}
-    write_jobs(folder / "jobs.yaml", folder / "base", place, jobs_of_data(work), **defaults)
+    _write_real_jobs(work, "jobs.yaml", longest)
     return work
+
+
+def _write_real_jobs(work: Work, file: str, longest: int) -> None:
+    defaults = {"steps": work.steps, "batch_size": work.batch, "data": {"max_length": longest}}
+    write_jobs(work.folder / file, work.base, work.place, jobs_of_data(work), **defaults)
 
 
 def _random(asked: argparse.Namespace, folder: Path, place: BenchPlace) -> Work:
@@ -384,6 +405,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--steps", type=int, help="of every job: 25 unless told, 6 on random tokens")
     parser.add_argument("--peft-steps", type=int, default=25, help="PEFT makes no more")
+    parser.add_argument("--long", type=int, metavar="N", help="Weftune once more, for so many steps")
     parser.add_argument("--batch", help="samples of one job's step; on random tokens with × the longest")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser

@@ -6,6 +6,10 @@ jobs. With `--profile` the runs are profiled, which makes them slower, and the s
 
     python -m benchmarks.many_jobs [--jobs 64 256 1024 4096] [--steps 1] [--own-data] [--model FOLDER]
                                    [--profile] [--json FILE]
+
+With `--gpu` many jobs are measured against a few with the same tokens, on a GPU (`many_gpu.py`).
+
+    python -m benchmarks.many_jobs --gpu tinyllama|8b|toy [--steps 12] [--json FILE]
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from benchmarks import many_gpu
 from benchmarks.folder import Rows, write_base, write_rows
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import Size
@@ -231,12 +236,17 @@ def run(options: Namespace) -> list[Measured]:
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="N")
-    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="of every job: 1 unless told, 12 with --gpu")
     parser.add_argument("--own-data", action="store_true", help="a file of rows for every job")
     parser.add_argument("--model", help="another base than a small one with random weights")
     parser.add_argument("--profile", action="store_true", help="split the seconds by place")
+    parser.add_argument("--gpu", choices=list(many_gpu.CASES), help="many jobs against a few, on a GPU")
     parser.add_argument("--file", type=Path, help="train this jobs file here, and print the numbers")
     options = parser.parse_args()
+    options.steps = options.steps or (12 if options.gpu else 1)
+    if options.gpu is not None:
+        many_gpu.run(options)
+        return
     if options.file is not None:
         print(json.dumps(asdict(measure_here(options.file, options.profile))))
         return

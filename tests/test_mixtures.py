@@ -19,6 +19,7 @@ from tests.base.folders import model_folder
 from tests.base.packs import random_samples
 from tests.cases import slow_but, some_of
 from tests.families import MIXTURES, tiny
+from tests.interpreter import interpret
 from weftune import JobSpec
 from weftune.adapters.kind import Member
 from weftune.adapters.lora.config import read_spec
@@ -185,6 +186,19 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
         return {job: banks.aboard[job].gradient.clone() for job in "abc"}
     finally:
         banks.unweave()
+
+
+@pytest.mark.parametrize("family", slow_but([(family,) for family in MIXTURES], [("qwen3_moe",)]))
+def test_kernels_give_the_gradients_of_plain_torch(family, monkeypatch):
+    """In Triton's interpreter."""
+    base, microbatch = bench.base(family, torch.float32), together("abc", random_samples((9, 5, 12)))
+    asked = {"targets": (), "target_parameters": EXPERTS}
+    wanted = gradients(base, microbatch, None, **asked)
+    interpret(monkeypatch)
+    got = gradients(base, microbatch, None, Route.tiled, **asked)
+    for job in "abc":
+        assert bool(wanted[job].norm() > 0)
+        assert (got[job] - wanted[job]).norm() < 1e-5 * wanted[job].norm()
 
 
 @pytest.mark.gpu

@@ -20,6 +20,35 @@ def test_views_cover_the_vector_in_order_and_share_its_memory():
     assert views["y", "a"][0, -1] == 7
 
 
+def test_views_are_the_same_however_parameters_of_one_shape_lie():
+    shapes = [
+        ("q", "a", (2, 3)),
+        ("q", "b", (2, 3)),
+        ("k", "a", (2, 3)),
+        ("k", "b", (3, 2, 1)),
+        ("n", "a", (4,)),
+    ]
+    parameters = [ParameterShape(f"layers.{at}.{site}", *rest) for at in range(4) for site, *rest in shapes]
+    # Without one of them, and with one more, the rest lie no longer equally far apart.
+    parameters = [*parameters[:7], *parameters[8:], ParameterShape("layers.9.q", "a", (2, 3))]
+    layout = VectorLayout(tuple(parameters))
+    whole = torch.arange(layout.size + 5, dtype=torch.float32)
+    flat = whole[5:]
+    views = layout.views(flat)
+    assert list(views) == [(one.site, one.name) for one in parameters]
+    assert [tuple(view.shape) for view in views.values()] == [one.shape for one in parameters]
+    assert all(view.is_contiguous() for view in views.values())
+    assert torch.equal(torch.cat([view.flatten() for view in views.values()]), flat)
+
+
+def test_the_views_of_one_module_in_all_layers_are_made_by_one_call(monkeypatch):
+    shapes = [("q", "a", (2, 8)), ("q", "b", (2, 8)), ("v", "a", (2, 8)), ("v", "b", (2, 4))]
+    layout = VectorLayout(
+        tuple(ParameterShape(f"layers.{at}.{site}", *rest) for at in range(50) for site, *rest in shapes)
+    )
+    assert len(layout._runs) == len(shapes)
+
+
 def test_a_vector_of_another_size_is_a_bug():
     with pytest.raises(AssertionError):
         LAYOUT.views(torch.zeros(LAYOUT.size + 1))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_stream, pipeline_gpu
+from benchmarks import gpu_experts, gpu_stream, pipeline_gpu
+from tests.interpreter import interpret
 from weftune.bench import gpu_churn, gpu_lengths, gpu_quality, gpu_step
 from weftune.bench.timing import MeasuredStep
 from weftune.bench.where import KernelKind
@@ -119,6 +120,13 @@ def test_real_lengths_are_measured_with_the_padding_of_both(run: Any) -> None:
     assert found["tokens"] == useful
     assert 0 <= weftune["padding"] < 1
     assert weftune["seconds"] > 0
+
+
+def test_experts_are_measured_with_adapters_and_without(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    found = run(gpu_experts, "--jobs", "2", "--tokens", "8")["seconds"]
+    assert len(found) == 5
+    assert all(seconds > 0 for seconds in found.values())
 
 
 def test_joins_and_leaves_are_made_and_counted(run: Any) -> None:

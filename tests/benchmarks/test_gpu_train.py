@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from benchmarks import gpu_train
-from benchmarks.gpu_train import COLD, DATASETS, PLAIN, STRONG, WARM, Run, Work, extrapolated, ratios
+from benchmarks.gpu_train import (
+    COLD,
+    DATASETS,
+    PLAIN,
+    STRONG,
+    WARM,
+    Run,
+    Work,
+    extrapolated,
+    long_ratios,
+    ratios,
+)
 from benchmarks.peft_train import Encoded, PeftTask, compute_gradients, packed, padded
 from tests import bench
 from tests.families import tiny
@@ -42,16 +53,20 @@ def chats(folder):
 def test_every_way_of_training_ends_and_its_phases_are_the_wall_time(tmp_path, command):
     bench.tokenizer().save_pretrained(tmp_path / "tokenizer")
     data = chats(tmp_path / "data")
-    found = command("--data", str(data), "--tokenizer", str(tmp_path / "tokenizer"), "--jobs", "2")
+    words = "--data", str(data), "--tokenizer", str(tmp_path / "tokenizer"), "--jobs", "2", "--long", "6"
+    found = command(*words)
     names = [run["name"] for run in found["runs"]]
-    assert names == [COLD, WARM, PLAIN, STRONG, "PEFT, 2 processes at once"]
+    peft = [PLAIN, STRONG, "PEFT, 2 processes at once"]
+    assert names == [COLD, WARM, *peft, "Weftune, 6 steps"]
     for run in found["runs"]:
         assert run["exit_code"] == 0
         assert {"imports", "loading", "training", "export"} <= run["phases"].keys()
         assert 0 < sum(run["phases"].values()) < run["seconds"] + 0.1
-    cold, _, plain, strong, _ = found["runs"]
+    cold, _, plain, strong, _, long = found["runs"]
+    assert long["tokens"] > cold["tokens"]
     assert cold["tokens"] == plain["tokens"] == strong["tokens"] > 0
-    assert set(found["ratios"]) == {f"{own} / {other}" for own in names[:2] for other in names[2:]}
+    own = [COLD, WARM, "Weftune, 6 steps"]
+    assert set(found["ratios"]) == {f"{ours} / {other}" for ours in own for other in peft}
 
 
 @pytest.mark.slow
@@ -121,3 +136,11 @@ def test_ratios_are_those_of_runs_that_ended():
     runs = [Run(name=name, exit_code=0, seconds=one) for name, one in seconds.items()]
     lost = Run(name=STRONG, exit_code=1, seconds=1.0)
     assert ratios([*runs, lost]) == {f"{COLD} / {PLAIN}": 0.6, f"{WARM} / {PLAIN}": 0.3}
+
+
+def test_a_long_run_is_held_against_the_time_that_peft_would_take(tmp_path):
+    phases = {Phase.LOADING: 10.0, Phase.TRAINING: 90.0}
+    plain = Run(name=PLAIN, exit_code=0, seconds=100.0, phases=phases)
+    long = Run(name="Weftune, 200 steps", exit_code=0, seconds=146.0)
+    found = long_ratios(long, [plain], Work(tmp_path, None, 200, 8, 25))
+    assert found == {f"Weftune, 200 steps / {PLAIN}": 146.0 / 730.0}

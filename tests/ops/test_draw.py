@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.test_dropout import fmix32
 from weftune.ops import draw
-from weftune.ops.draw import fill_uniform, parameter_key
+from weftune.ops.draw import fill_uniform, fill_uniform_alike, parameter_key
 
 SITES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj")
 COUNT = 1 << 20
@@ -29,6 +29,37 @@ def test_a_number_is_the_top_24_bits_of_the_hash_of_its_index():
     bits = fmix32(np.arange(1, 5001, dtype=np.uint32) * np.uint32(0x9E3779B9) ^ np.uint32(key))
     share = ((bits ^ np.uint32(1 << 31)) >> np.uint32(8)) / 2**24
     assert (drawn(key, 5000, bound=0.25).numpy() == (2 * share - 1) * 0.25).all()
+
+
+@pytest.mark.parametrize("size", [1, 300, 70_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_parameters_drawn_at_once_have_the_bits_of_each_by_itself(size, dtype, monkeypatch):
+    keys = [parameter_key(7, f"site.{at}", "a_rK") for at in range(5)]
+    # Three at a time of those of 300.
+    monkeypatch.setattr(draw, "CPU_CHUNK", 1000)
+    values = [torch.full((1, size), math.nan, dtype=dtype) for _ in keys]
+    fill_uniform_alike(values, keys, 0.0221)
+    for value, key in zip(values, keys, strict=True):
+        assert torch.equal(value[0], drawn(key, size, bound=0.0221, dtype=dtype))
+
+
+def test_hundreds_of_matrices_of_an_adapter_take_as_many_launches_as_one(monkeypatch):
+    launched = []
+    mixed = draw.mixed
+    monkeypatch.setattr(draw, "mixed", lambda value: (launched.append(value.shape), mixed(value))[1])
+    values = [torch.empty(4, 8) for _ in range(200)]
+    fill_uniform_alike(values, list(range(200)), 1.0)
+    assert launched == [(200, 32)]
+
+
+@pytest.mark.gpu
+def test_many_parameters_drawn_at_once_on_a_gpu_have_the_bits_of_a_cpu():
+    keys = [parameter_key(7, f"site.{at}", "a_rK") for at in range(70)]
+    for home in ("cuda", "cpu"):
+        values = [torch.full((8, 2048), math.nan, device=home) for _ in keys]
+        fill_uniform_alike(values, keys, 0.0221, drawn_on=torch.device("cuda", 0))
+        for value, key in zip(values, keys, strict=True):
+            assert torch.equal(value.flatten().cpu(), drawn(key, 8 * 2048, bound=0.0221, dtype=torch.float32))
 
 
 def test_known_numbers():

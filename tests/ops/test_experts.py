@@ -104,7 +104,7 @@ def test_grouped_products_are_as_exact_as_those_of_every_token(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_are_as_exact_on_a_gpu(dtype):
-    """In bfloat16 by kernels for all groups at once, with ranks filled up to multiples of eight."""
+    """In bfloat16 the frozen products by a kernel for all groups at once."""
     dy = drawn(TOKENS, HIDDEN, seed=9, dtype=dtype, device="cuda")
     assert_earned(GROUPED, REFERENCE, REFERENCE, inputs(dtype, "cuda"), [dy])
 

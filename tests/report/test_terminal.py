@@ -57,6 +57,22 @@ def test_without_a_terminal_there_is_a_line_every_tenth_of_a_run() -> None:
     assert lines[1] == "a  running  step 20/200  loss 2.0000  100 tokens/s  3:00 left"
 
 
+def test_without_a_terminal_many_jobs_are_told_of_together_and_by_name_only_if_they_stop() -> None:
+    console, file = plain_console()
+    clock, rows = Clock(), [JobRow(name=f"job-{at}", steps=10) for at in range(100)]
+    with LiveView(console, rows, clock) as view:
+        for step in range(1, 11):
+            clock.now += 2
+            for row in rows:
+                view.update(replace(row, state="running", step=step, tokens=32 * step))
+        view.update(replace(rows[7], state="failed", step=10, tokens=320, reason="its loss is nan"))
+    told = file.getvalue().splitlines()
+    assert len(told) == 3
+    assert told[0].startswith("1 queued · 99 running") or told[0].startswith("100 running")
+    assert told[0].endswith("left")
+    assert told[2] == "job-7  failed  step 10/10  its loss is nan"
+
+
 def test_without_a_terminal_evaluations_and_changes_of_state_are_told() -> None:
     console, file = plain_console()
     row = JobRow(name="a", state="running", step=3, steps=100)

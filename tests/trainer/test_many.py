@@ -6,6 +6,8 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,15 @@ from weftune.data.encode import Encoder
 from weftune.jobs.store import folder
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
+from weftune.plan.layout.choose import WINDOW_ROUNDS
+from weftune.plan.program.program import GlobalBatch, PlacedSample
+from weftune.plan.program.recompute import NOTHING
+from weftune.plan.window.length import WindowPace
+from weftune.plan.window.rounds import Course
 from weftune.report import read
+from weftune.run.alone import NOTHING_TO_DO
+from weftune.trainer import loop
+from weftune.trainer.loop import Ahead, Planned, Room
 
 FEW, MANY = 3, 12
 
@@ -45,10 +55,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return Counted(monkeypatch)
 
 
-def train(output: Path, count: int) -> None:
-    """So many jobs of one step on the same rows."""
+def train(output: Path, count: int, steps: int = 1) -> None:
+    """So many jobs of so many steps on the same rows."""
     given = bench.rows(bench.samples(6))
-    jobs = [JobSpec(name=f"job{n}", data=given, seed=n, steps=1, batch_size=1) for n in range(count)]
+    jobs = [JobSpec(name=f"job{n}", data=given, seed=n, steps=steps, batch_size=1) for n in range(count)]
     results = bench.train(bench.base(), output, jobs)
     assert [result.state for result in results.values()] == [State.SUCCEEDED] * count
 
@@ -103,3 +113,27 @@ def test_checkpoints_are_deleted_only_when_the_success_is_on_disk(
     train(tmp_path / "out", FEW)
     assert sorted(gone) == [f"job{n}" for n in range(FEW)]
     assert set(said) == {"succeeded"}
+
+
+def test_a_window_is_planned_while_the_one_before_it_runs_though_the_pace_was_learned_meanwhile(
+    tmp_path: Path, counted: Counted
+) -> None:
+    counted.watch(loop, "plan_window")
+    train(tmp_path / "out", FEW, steps=3 * WINDOW_ROUNDS)
+    # The first, and one behind each.
+    assert counted.calls == {"plan_window": 1 + 3}
+
+
+def test_a_pace_that_asks_for_other_rounds_asks_for_another_plan() -> None:
+    batches = tuple(GlobalBatch("a", step, (PlacedSample(0, 100, 0),), 100) for step in range(1, 5))
+    course = Course("a", 0, batches, (), frozenset(), frozenset())
+    planned: Future[Planned] = Future()
+    planned.set_result(Planned(NOTHING_TO_DO, [course], rounds=4))
+    room = Room(1024, NOTHING, WindowPace())
+    ahead = Ahead({"a": 0}, room, planned)
+    soon, late = WindowPace(row_seconds=0.02), WindowPace(row_seconds=0.04)
+    assert ahead.serves({"a": 0}, room)
+    assert ahead.serves({"a": 0}, replace(room, pace=soon))
+    assert not ahead.serves({"a": 0}, replace(room, pace=late))
+    assert not ahead.serves({"a": 0}, replace(room, capacity=512))
+    assert not ahead.serves({"a": 1}, room)

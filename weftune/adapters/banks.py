@@ -34,7 +34,7 @@ from weftune.adapters.kind import (
 )
 from weftune.adapters.registry import kind_named
 from weftune.adapters.vector import SHARED, VectorLayout
-from weftune.core.batch import Microbatch, Segment
+from weftune.core.batch import Microbatch, Segment, to_device
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import FrozenWeight, HoldsWeight, StackedWeight, Weight
 from weftune.errors import AdapterError
@@ -43,6 +43,7 @@ from weftune.ops.dropout import step_key
 from weftune.ops.experts import ExpertLinear, experts_output
 from weftune.ops.lora.choice import Contest
 from weftune.ops.lora.choice_trial import choices_on
+from weftune.ops.lora.experts import ExpertSite, Owners, multiplies_at_once, woven_experts
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.site import scaled_outputs, scaled_rows
@@ -101,11 +102,21 @@ class ExpertGroup:
     sites: tuple[SiteShape, ...]
     banks: dict[str, ExpertBank] = field(default_factory=dict)
 
+    def weight(self, site: SiteShape) -> Tensor:
+        return cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))
+
     def linear(self, site: SiteShape, bound: Pass) -> ExpertLinear:
-        weight_ENK = cast(Tensor, getattr(self.module, site.name.rpartition(".")[2]))
-        return ExpertLinear(
-            weight_ENK, [part for bank in self.banks.values() for part in bank.parts(site.name, bound)]
-        )
+        parts = [part for bank in self.banks.values() for part in bank.parts(site.name, bound)]
+        return ExpertLinear(self.weight(site), parts)
+
+    def site(self, site: SiteShape, banks: Sequence[ExpertBank], device: torch.device) -> ExpertSite:
+        """As the kernels take it, with the adapters of the only bank, if there is one."""
+        return ExpertSite(self.weight(site), banks[0].group(site.name, device) if banks else None)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the kernels know its activation."""
+        return getattr(getattr(self.module, "config", None), "hidden_act", None) == "silu"
 
 
 class Banks:
@@ -129,6 +140,8 @@ class Banks:
         self._choices = choices_on(like.device)
         self._compiled: set[Hashable] = set()
         self._pass: Pass | None = None
+        self._owners: Owners | None = None
+        """Of the rows of the pass, once a layer of experts has asked."""
         self._whole_sites = tuple(whole_sites or sites)
         self._divided = len(self._whole_sites) > len(sites)
         mixed = [site for site in sites if site.experts]
@@ -336,7 +349,7 @@ class Banks:
                 self._compile_ahead(self._pass, (microbatch.rows, self.limits()))
             yield
         finally:
-            self._pass = None
+            self._pass = self._owners = None
 
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
         """Compile what the sites of a pass will launch, unless a pass before it had the same `launches`."""
@@ -365,9 +378,17 @@ class Banks:
         chosen_Tk: Tensor,
         weights_Tk: Tensor,
     ) -> Tensor:
-        """The experts' own forward, unless a job in the pass has adapters on them."""
+        """The experts' own forward, unless a job in the pass has adapters on them or kernels are at hand that
+        multiply all experts at once."""
         bound = self._pass
-        if bound is None or not any(bank.present(bound) for bank in group.banks.values()):
+        banks = [] if bound is None else [bank for bank in group.banks.values() if bank.present(bound)]
+        if bound is not None and bound.route is Route.tiled and len(banks) <= 1 and group.gated:
+            sites = [group.site(site, banks, x_TD.device) for site in group.sites]
+            if banks or all(map(multiplies_at_once, sites)):
+                owners = self._owners = self._owners or _owners(bound.microbatch, len(x_TD), x_TD.device)
+                numbers_J = banks[0].numbers(owners.jobs, x_TD.device) if banks else None
+                return woven_experts(x_TD, chosen_Tk, weights_Tk, bound.anchor, sites, owners, numbers_J)
+        if bound is None or not banks:
             return plain(x_TD, chosen_Tk, weights_Tk)
         gate_up, down = (group.linear(site, bound) for site in group.sites)
         activation = cast(Callable[[Tensor], Tensor], group.module.act_fn)
@@ -406,6 +427,14 @@ def _by_module(
     for path, own in groupby(sites, key=lambda site: site.name.rpartition(".")[0]):
         together = tuple(own)
         yield path, modules[together[0].name], together
+
+
+def _owners(microbatch: Microbatch, rows: int, device: torch.device) -> Owners:
+    jobs: dict[str | None, int] = {None: 0}
+    owner_T = torch.zeros(rows, dtype=torch.int32)
+    for segment in microbatch.segments:
+        owner_T[segment.rows] = jobs.setdefault(segment.through, len(jobs))
+    return Owners(to_device(owner_T, device), tuple(jobs))
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:

@@ -18,6 +18,7 @@ from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.choice import Choices, Contest
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
+from weftune.ops.lora.table import Group
 from weftune.ops.site import RowScale, frozen_product, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
@@ -134,7 +135,15 @@ class ExpertBank(Protocol):
         """Whether any of its jobs has rows in the pass."""
 
     def parts(self, site: str, bound: Pass) -> Iterable[ExpertPart]:
-        """What its jobs add at one of the experts' parameters."""
+        """What its jobs add at one of the experts' parameters, with the gradients of their weights
+        accumulated."""
+
+    def group(self, site: str, device: torch.device) -> Group | None:
+        """All adapters at one of the experts' parameters, as the tiled kernels find them: slot n · E + e is
+        the n-th at expert e. None where there are none."""
+
+    def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
+        """int32: the number of each job's adapter there, −1 where it has none."""
 
 
 class Kind(Protocol):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import Kind
 from weftune.adapters.lora.apply import Lora
+from weftune.adapters.vector import VectorLayout
+from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, SpecError
 
 BY_NAME: dict[str, Kind] = {"lora": Lora()}
@@ -16,6 +22,27 @@ def kind_named(name: str) -> Kind:
     if name in BY_NAME:
         return BY_NAME[name]
     raise SpecError(f"adapter.kind: there is no kind {name!r}; known: {', '.join(BY_NAME)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownLayout:
+    spec: Any
+    sites: Sequence[SiteShape]
+    layout: VectorLayout
+
+
+_KNOWN_LAYOUTS: deque[_KnownLayout] = deque(maxlen=16)
+
+
+def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
+    """The layout of an adapter on these sites. Thousands of jobs may have the same, which is made once: it
+    has a record for each of hundreds of parameters."""
+    for known in tuple(_KNOWN_LAYOUTS):
+        if known.sites is sites and known.spec == spec:
+            return known.layout
+    made = kind_named(spec.kind).layout(spec, sites)
+    _KNOWN_LAYOUTS.append(_KnownLayout(spec, sites, made))
+    return made
 
 
 def kind_of(folder: Path) -> Kind:

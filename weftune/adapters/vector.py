@@ -30,6 +30,32 @@ class ParameterShape:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Parameters of one shape, each `apart` values behind the one before: as a rule those of a module in
+    every layer. One call makes the views of all of them, and an adapter has hundreds."""
+
+    shape: tuple[int, ...]
+    start: int
+    numbers: tuple[int, ...]
+    """Which parameters of the layout they are."""
+    apart: int = 0
+
+    def takes(self, start: int) -> bool:
+        """Whether a parameter there goes on with it."""
+        return len(self.numbers) == 1 or start == self.start + len(self.numbers) * self.apart
+
+    def longer(self, number: int, start: int) -> _Run:
+        apart = self.apart if len(self.numbers) > 1 else start - self.start
+        return _Run(self.shape, self.start, (*self.numbers, number), apart)
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        inner = [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
+        begins = flat.storage_offset() + self.start
+        shape = (len(self.numbers), *self.shape)
+        return flat.as_strided(shape, (self.apart, *inner), begins).unbind()
+
+
 @dataclass(frozen=True)
 class VectorLayout:
     parameters: tuple[ParameterShape, ...]
@@ -50,14 +76,30 @@ class VectorLayout:
             runs.append(RateRun(start, stop, parameter.rate))
         return tuple(runs) if any(run.rate != 1.0 for run in runs) else ()
 
+    @cached_property
+    def _runs(self) -> tuple[_Run, ...]:
+        """All parameters; those of one module in several layers, if equally far apart, are a run."""
+        runs: dict[tuple[tuple[int, ...], str, str], list[_Run]] = {}
+        start = 0
+        for number, parameter in enumerate(self.parameters):
+            module = parameter.site.rpartition(".")[2]
+            same = runs.setdefault((parameter.shape, parameter.name, module), [])
+            if same and same[-1].takes(start):
+                same[-1] = same[-1].longer(number, start)
+            else:
+                same.append(_Run(parameter.shape, start, (number,)))
+            start += parameter.size
+        return tuple(run for same in runs.values() for run in same)
+
     def views(self, flat: Tensor) -> dict[tuple[str, str], Tensor]:
         """The parameters inside `flat`, by (site, name), sharing its memory."""
         assert flat.shape == (self.size,), "the vector does not fit the layout"
-        pieces = flat.split([parameter.size for parameter in self.parameters])
-        return {
-            (parameter.site, parameter.name): piece.view(parameter.shape)
-            for parameter, piece in zip(self.parameters, pieces, strict=True)
-        }
+        assert flat.is_contiguous()
+        found: list[Tensor] = [flat] * len(self.parameters)
+        for run in self._runs:
+            for number, view in zip(run.numbers, run.views(flat), strict=True):
+                found[number] = view
+        return {(one.site, one.name): view for one, view in zip(self.parameters, found, strict=True)}
 
     def slice_of(self, other: VectorLayout, flat: Tensor) -> Tensor:
         """The values of this layout's parameters out of the vector `flat` of another that holds them all."""

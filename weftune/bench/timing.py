@@ -108,9 +108,9 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def gemm_rate(place: BenchPlace) -> float:
+def gemm_rate(place: BenchPlace, edge: int | None = None) -> float:
     """Operations a second of one large product, the device's best: what every floor is reckoned with."""
-    edge = 8192 if place.device.type == "cuda" else 256
+    edge = edge or (8192 if place.device.type == "cuda" else 256)
     a = torch.randn(edge, edge, device=place.device, dtype=place.dtype)
     b = torch.randn_like(a)
     measured = measure(repeated(lambda: a @ b), place, Repeats(warmup=5, blocks=5, steps=10))

@@ -42,13 +42,14 @@ class KernelKind(StrEnum):
 
 
 KERNELS = {
-    "product": KernelKind.FROZEN,
+    **dict.fromkeys(("product", "expert_product"), KernelKind.FROZEN),
     **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), KernelKind.ADAPTERS),
     **dict.fromkeys(("add_dx", "add_gradients"), KernelKind.ADAPTERS),
     **dict.fromkeys(
         ("norm_forward", "norm_backward", "rotary_forward", "rotary_backward"), KernelKind.ELEMENTS
     ),
     **dict.fromkeys(("swiglu_forward", "swiglu_backward"), KernelKind.ELEMENTS),
+    **dict.fromkeys(("gated_forward", "gated_backward", "summed_choices"), KernelKind.ELEMENTS),
     "target_logprobs": KernelKind.HEAD,
     **dict.fromkeys(("squares", "update"), KernelKind.OPTIMIZER),
 }

@@ -23,7 +23,13 @@ def json_text(value: Any, indent: int | None = None) -> str:
     return json.dumps(_clean(value), ensure_ascii=False, indent=indent)
 
 
+_PLAIN = (str, int, bool, type(None))
+
+
 def _clean(value: Any) -> Any:
+    # Nearly all there is, without a look at the abstract kinds of numbers: every step of every job comes by.
+    if type(value) in _PLAIN or (type(value) is float and math.isfinite(value)):
+        return value
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
@@ -80,6 +86,8 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: int | None = None
+        self._size = 0
+        """Of the file while it is open: nobody else writes to it."""
         self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -93,17 +101,18 @@ class LineFile:
         try:
             if self._handle is None:
                 self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            size = os.fstat(self._handle).st_size
+                self._size = os.fstat(self._handle).st_size
             try:
                 written = os.write(self._handle, content)
                 if written < len(content):
                     os.write(self._handle, content[written:])
             except OSError:
                 # Half a line would swallow the next one.
-                os.ftruncate(self._handle, size)
+                os.ftruncate(self._handle, self._size)
                 raise
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+        self._size += len(content)
         self._unwritten.clear()
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:

@@ -33,18 +33,20 @@ class Part:
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:
+    """All samples at once where that is possible: with a thousand of them, what is done for each counts."""
     assert parts, "a microbatch holds at least one sample"
-    tokens = [_behind(part.before, part.samples.tokens(part.index)) for part in parts]
+    found = [part.samples.tokens_and_mask(part.index) for part in parts]
+    tokens = [_behind(part.before, own) for part, (own, _) in zip(parts, found, strict=True)]
+    masks = [_behind(part.before, own) for part, (_, own) in zip(parts, found, strict=True)]
     lengths = tuple(len(row) for row in tokens)
-    positions = [np.arange(length) for length in lengths]
-    counters = [part.offset + position for part, position in zip(parts, positions, strict=True)]
-    masks = [_behind(part.before, part.samples.mask(part.index)) for part in parts]
-    targets = [_targets(row, mask) for row, mask in zip(tokens, masks, strict=True)]
+    stops = np.cumsum(lengths)
+    tokens_T = np.concatenate(tokens).astype(np.int64)
+    positions_T = np.arange(len(tokens_T)) - np.repeat(stops - lengths, lengths)
     return Microbatch(
-        tokens_T=_tensor(tokens),
-        positions_T=_tensor(positions),
-        targets_T=_tensor(targets),
-        token_index_T=_tensor(counters),
+        tokens_T=torch.from_numpy(tokens_T),
+        positions_T=torch.from_numpy(positions_T),
+        targets_T=torch.from_numpy(_targets(tokens_T, np.concatenate(masks), stops)),
+        token_index_T=torch.from_numpy(np.repeat([part.offset for part in parts], lengths) + positions_T),
         sample_lengths=lengths,
         segments=_segments(parts, lengths),
     )
@@ -55,24 +57,24 @@ def _behind(rows: int, values: NDArray[Any]) -> NDArray[Any]:
     return np.pad(values, (rows, 0)) if rows else values
 
 
-def _targets(tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _targets(
+    tokens_T: NDArray[np.int64], mask_T: NDArray[np.bool_], stops: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Row t predicts token t + 1 of its own sample; the last row predicts nothing."""
-    targets = np.full(len(tokens), IGNORED, dtype=np.int64)
-    targets[:-1] = np.where(mask[1:], tokens[1:], IGNORED)
-    return targets
-
-
-def _tensor(rows: Sequence[NDArray[np.integer]]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(rows).astype(np.int64))
+    targets_T = np.full(len(tokens_T), IGNORED, dtype=np.int64)
+    targets_T[:-1] = np.where(mask_T[1:], tokens_T[1:], IGNORED)
+    targets_T[stops - 1] = IGNORED
+    return targets_T
 
 
 def _segments(parts: Sequence[Part], lengths: Sequence[int]) -> tuple[Segment, ...]:
-    stops = np.cumsum(lengths)
     segments: list[Segment] = []
-    for (job, step), run in groupby(range(len(parts)), key=lambda at: (parts[at].job, parts[at].step)):
-        places = list(run)
-        start = int(stops[places[0]]) - lengths[places[0]]
-        segments.append(Segment(job, step, start, int(stops[places[-1]])))
+    row = 0
+    for (job, step), run in groupby(
+        zip(parts, lengths, strict=True), key=lambda one: (one[0].job, one[0].step)
+    ):
+        start, row = row, row + sum(length for _, length in run)
+        segments.append(Segment(job, step, start, row))
     jobs = [segment.job for segment in segments]
     assert len(set(jobs)) == len(jobs), f"the samples of a job must stand together and be of one step: {jobs}"
     return tuple(segments)

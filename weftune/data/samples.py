@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +32,9 @@ class Samples:
         self.weights: NDArray[np.float64] | None = None
         if any(share.weight != 1 for share in shares):
             self.weights = np.concatenate([np.full(len(share.chosen), share.weight) for share in shares])
-        self._shares = tuple(shares)
+        self._arrays = [(share.store.tokens, share.store.mask) for share in shares]
         # Where each share's samples begin behind the one index, and each sample's tokens in its store.
-        self._firsts = np.cumsum([0, *(len(share.chosen) for share in shares)])
+        self._firsts = list(accumulate((len(share.chosen) for share in shares), initial=0))
         self._begins = [
             np.concatenate([[0], np.cumsum(share.store.lengths, dtype=np.int64)])[share.chosen]
             for share in shares
@@ -47,17 +49,21 @@ class Samples:
         return int(size * lengths[0]) if self.weights is not None else int(lengths[:size].sum())
 
     def tokens(self, i: int) -> NDArray[np.int32]:
-        share, rows = self._find(i)
-        return self._shares[share].store.tokens[rows]
+        return self.tokens_and_mask(i)[0]
 
     def mask(self, i: int) -> NDArray[np.bool_]:
         """Which tokens are supervised."""
+        return self.tokens_and_mask(i)[1]
+
+    def tokens_and_mask(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Both, found once."""
         share, rows = self._find(i)
-        return self._shares[share].store.mask[rows]
+        tokens, mask = self._arrays[share]
+        return tokens[rows], mask[rows]
 
     def _find(self, i: int) -> tuple[int, slice]:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        share = int(np.searchsorted(self._firsts, i, side="right")) - 1
+        share = bisect_right(self._firsts, i) - 1
         begin = int(self._begins[share][i - self._firsts[share]])
         return share, slice(begin, begin + int(self.lengths[i]))

@@ -6,6 +6,7 @@ Without torch, so that `weftune plan` makes the same courses as a run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -46,8 +47,8 @@ class Curriculum:
         )
 
     def _batch(self, step: int) -> GlobalBatch:
-        chosen, train = self.order.batch(step), self.data.train
-        return GlobalBatch(self.job, step, _placed(train, chosen), int(train.supervised[chosen].sum()))
+        placed = _placed(self.data.train, self.order.batch(step))
+        return GlobalBatch(self.job, step, placed, sum(one.supervised for one in placed))
 
     def _held_out(self) -> tuple[PlacedSample, ...]:
         held_out = self.data.evaluation
@@ -69,11 +70,10 @@ def longest_sample(data: Prepared) -> int:
 
 def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
     lengths = samples.lengths[chosen].tolist()
-    offsets = np.cumsum([0, *lengths[:-1]]).tolist()
     supervised = samples.supervised[chosen].tolist()
-    return tuple(
-        PlacedSample(*item) for item in zip(chosen.tolist(), lengths, offsets, supervised, strict=True)
-    )
+    offsets = accumulate(lengths, initial=0)
+    # There is one offset more, behind the last sample.
+    return tuple(map(PlacedSample, chosen.tolist(), lengths, offsets, supervised))
 
 
 def save_interval(spec: JobSpec, steps: int) -> int:

@@ -7,10 +7,12 @@ number. So any part can be drawn by itself, in any order, where it is wanted.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from weftune.core.batch import to_device
 from weftune.ops.dropout import STRIDE, mix, mixed, signed, step_key
 
 CPU_CHUNK, CHUNK = 1 << 16, 1 << 20
@@ -33,11 +35,37 @@ def fill_uniform(
     """
     flat, device = value.view(-1), drawn_on or value.device
     assert start + len(flat) < 1 << 31, "a parameter has fewer than 2³¹ elements"
-    chunk = CPU_CHUNK if device.type == "cpu" else CHUNK
+    chunk = _chunk(device)
     for low in range(0, len(flat), chunk):
         part = flat[low : low + chunk]
-        first = start + low + 1
-        count = torch.arange(first, first + len(part), dtype=torch.int32, device=device)
-        bits = mixed(count * signed(STRIDE) ^ signed(key))
-        # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.
-        part.copy_((bits >> 8).double().mul_(bound * 2.0**-23))
+        part.copy_(_drawn(start + low, len(part), signed(key), bound, device))
+
+
+def fill_uniform_alike(
+    values: Sequence[Tensor], keys: Sequence[int], bound: float, drawn_on: torch.device | None = None
+) -> None:
+    """`fill_uniform` for values of one size: a few launches for many of them instead of many for each, which
+    take longer than the numbers where an adapter has hundreds of small matrices."""
+    device, size = drawn_on or values[0].device, values[0].numel()
+    many = max(1, _chunk(device) // size)
+    if many == 1:
+        for value, key in zip(values, keys, strict=True):
+            fill_uniform(value, key, bound, drawn_on=drawn_on)
+        return
+    for low in range(0, len(values), many):
+        some = values[low : low + many]
+        key_P = torch.tensor([signed(key) for key in keys[low : low + many]], dtype=torch.int32)
+        drawn_PN = _drawn(0, size, to_device(key_P, device)[:, None], bound, device)
+        torch._foreach_copy_([value.view(-1) for value in some], list(drawn_PN.to(some[0])))
+
+
+def _chunk(device: torch.device) -> int:
+    return CPU_CHUNK if device.type == "cpu" else CHUNK
+
+
+def _drawn(start: int, size: int, key: int | Tensor, bound: float, device: torch.device) -> Tensor:
+    """The numbers from `start` on, in float64; with keys [P, 1] those of each, [P, size]."""
+    count = torch.arange(start + 1, start + 1 + size, dtype=torch.int32, device=device)
+    bits = mixed(count * signed(STRIDE) ^ key)
+    # Shifted arithmetically, the top 24 bits are a whole number from −2²³ up to 2²³.
+    return (bits >> 8).double().mul_(bound * 2.0**-23)

@@ -1,4 +1,5 @@
-"""The linears of a mixture's experts, with a low-rank part of every job on its own tokens.
+"""The linears of a mixture's experts, with a low-rank part of every job on its own tokens, in plain torch:
+for a CPU. `ops/lora/experts.py` has the kernels of a GPU.
 
 Choices (a token and one of its experts) are sorted by expert, those of one expert by token. So every expert's
 rows lie together, and so do a job's at every expert once the others' are left out: rows are multiplied in
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, pad
+from torch.nn.functional import grouped_mm
 
 ALIGNED = 8
 """Values of 16 bits that a row's width must be a multiple of, where the device groups products."""
@@ -62,28 +63,12 @@ class Groups:
 
     def product(self, x_SK: Tensor, w_ENK: Tensor) -> Tensor:
         """Every row times its expert's matrix, transposed."""
-        if groups_products(x_SK, w_ENK):
-            return grouped_mm(x_SK, w_ENK.transpose(1, 2), offs=self.stops_E)
-        rows = self.stops_E.diff(prepend=self.stops_E.new_zeros(1)).tolist()
-        pairs = zip(x_SK.split(rows), w_ENK.unbind(), strict=True)
-        return torch.cat([x_sK @ w_NK.T for x_sK, w_NK in pairs])
+        return grouped_product(x_SK, w_ENK.transpose(1, 2), self.stops_E)
 
     def low_rank(self, x_SK: Tensor, part: ExpertPart) -> Tensor:
         """scale · xAᵀB."""
-        a_ErK, b_ErN = part.a_ErK, part.b_ErN
-        if x_SK.is_cuda and (short := -a_ErK.shape[1] % ALIGNED):
-            # Ranks of zeros add nothing.
-            a_ErK, b_ErN = pad(a_ErK, (0, 0, 0, short)), pad(b_ErN, (0, 0, 0, short))
-        s_Sr = self.product(x_SK, self.only_met(a_ErK))
-        return part.scale * self.product(s_Sr, self.only_met(b_ErN).transpose(1, 2))
-
-    def only_met(self, weight_E: Tensor) -> Tensor:
-        """The weights, whose gradient is 0 for experts without rows, whatever a kernel leaves there."""
-        if not (weight_E.is_cuda and weight_E.requires_grad):
-            return weight_E
-        met_E = self.stops_E.diff(prepend=self.stops_E.new_zeros(1)) > 0
-        weight_E.register_hook(lambda gradient: torch.where(met_E[:, None, None], gradient, 0.0))
-        return weight_E
+        s_Sr = self.product(x_SK, part.a_ErK)
+        return part.scale * self.product(s_Sr, part.b_ErN.transpose(1, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +165,19 @@ def _one_output(x_K: Tensor, token: int, expert: int, linear: ExpertLinear) -> T
     return y_N
 
 
-def groups_products(x_SK: Tensor, w_ENK: Tensor) -> bool:
-    """Whether the device has a kernel for all groups at once; elsewhere they are multiplied one by one."""
-    if not x_SK.is_cuda or x_SK.dtype is not torch.bfloat16:
+def grouped_product(x_SK: Tensor, w_EKN: Tensor, stops_E: Tensor) -> Tensor:
+    """Every row times its expert's matrix. By one kernel for all experts where the device has it."""
+    if has_kernel(w_EKN):
+        return grouped_mm(x_SK, w_EKN, offs=stops_E)
+    rows = stops_E.diff(prepend=stops_E.new_zeros(1)).tolist()
+    pairs = zip(x_SK.split(rows), w_EKN.unbind(), strict=True)
+    return torch.cat([x_sK @ w_KN for x_sK, w_KN in pairs])
+
+
+def has_kernel(w_EKN: Tensor) -> bool:
+    """For frozen matrices: of those that are trained it would leave the gradient unwritten where an expert
+    has no rows."""
+    if not w_EKN.is_cuda or w_EKN.dtype is not torch.bfloat16 or w_EKN.requires_grad:
         return False
-    aligned = all(width % ALIGNED == 0 for width in w_ENK.shape[1:])
-    return aligned and torch.cuda.get_device_capability(x_SK.device) >= GROUPING
+    aligned = all(width % ALIGNED == 0 for width in w_EKN.shape[1:])
+    return aligned and torch.cuda.get_device_capability(w_EKN.device) >= GROUPING

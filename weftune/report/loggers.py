@@ -44,6 +44,8 @@ class Loggers:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Take one line of metrics.jsonl; values that are not finite numbers are left out."""
+        if not self._openers:
+            return
         values = {
             key: float(value)
             for key, value in line.items()

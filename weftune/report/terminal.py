@@ -34,6 +34,12 @@ _APART_SECONDS = 0.25
 _REDRAW_SECONDS = 0.1
 _DRAW_SHARE = 0.05
 """Of the time that may be spent drawing: a frame with many rows takes longer than a small job."""
+_MANY = 64
+"""Without a terminal, more jobs than these are told of together; one by one they would fill a log, and slow
+training down."""
+_TOGETHER_SECONDS = 10.0
+"""Between two lines about all jobs."""
+_STOPPED = ("failed", "paused", "cancelled")
 _REASONS = 4
 _FRAME_LINES = _REASONS + 4
 """Lines of the live view that are not rows of jobs."""
@@ -105,6 +111,7 @@ class LiveView:
         self._rows = {row.name: row for row in jobs}
         self._started = clock()
         self._next_draw = self._started + _REDRAW_SECONDS
+        self._next_line = self._started + _TOGETHER_SECONDS
         self._paces = {row.name: Pace() for row in jobs}
         self._overall = Pace()
         self._steps, self._tokens = sum(row.step for row in jobs), sum(row.tokens for row in jobs)
@@ -145,10 +152,21 @@ class LiveView:
                 pace.add(Moment(self._clock(), row.step, row.tokens))
                 self._overall.add(self._moment())
         if self._live is None:
-            if _worth_a_line(before, row):
-                self._print(_line(row, pace))
+            self._tell(before, row, pace)
         elif self._clock() >= self._next_draw:
             self._draw()
+
+    def _tell(self, before: JobRow, row: JobRow, pace: Pace) -> None:
+        """A line about the job where it is worth one; of many jobs, about all of them once in a while."""
+        if len(self._rows) <= _MANY:
+            if _worth_a_line(before, row):
+                self._print(_line(row, pace))
+            return
+        if row.state != before.state and row.state in _STOPPED:
+            self._print(_line(row, pace))
+        if self._clock() >= self._next_line:
+            self._print(self._overall_line(list(self._rows.values())).plain)
+            self._next_line = self._clock() + _TOGETHER_SECONDS
 
     def note(self, text: str) -> None:
         """A sentence for the user, above the table."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import kind_named, layout_of
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import JobShape, ModelShape, layer_sums
 from weftune.data.collate import Part, collate
@@ -68,7 +68,7 @@ def make_ready(
         data = shared.prepare(spec.data, spec.eval, progress)
     except DataError as error:
         raise DataError(_named(spec.name, mistake) for mistake in error.mistakes) from None
-    layout = kind.layout(spec.adapter, shape.sites)
+    layout = layout_of(spec.adapter, shape.sites)
     planned = curriculum(spec, data, max_steps)
     steps = planned.steps
     return Ready(

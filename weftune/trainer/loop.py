@@ -27,7 +27,8 @@ from weftune.plan.cost.time import PassTime, StateTime
 from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
-from weftune.plan.window.length import WindowPace, shortened
+from weftune.plan.window.length import WindowPace, rounds_within, shortened
+from weftune.plan.window.rounds import Course
 from weftune.plan.window.window import plan_window
 from weftune.report.words import plural
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
@@ -63,15 +64,29 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A window, and the courses that it was cut from."""
+
+    program: Program
+    courses: Sequence[Course]
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ahead:
     """The next window, planned while this one runs, and the cursors it was planned for."""
 
     cursors: Mapping[str, int]
     room: Room
-    program: Future[Program]
+    planned: Future[Planned]
 
     def serves(self, cursors: Mapping[str, int], room: Room) -> bool:
-        return room == self.room and cursors.items() <= self.cursors.items()
+        """Whether it is what would be planned now. Another pace matters only by the number of rounds."""
+        alike = replace(room, pace=self.room.pace) == self.room and cursors.items() <= self.cursors.items()
+        if not alike or room.pace == self.room.pace:
+            return alike
+        planned = self.planned.result()
+        return rounds_within(planned.courses, room.pace) == planned.rounds
 
 
 @dataclass(slots=True)
@@ -137,6 +152,7 @@ class Loop:
         """Finished jobs whose checkpoints go when the status says so."""
         self._tokenizer = TokenizerFiles(tokenizer)
         self._timed = TimedWindow()
+        self._saved_at_every_step: set[str] = set()
         self._crowd: int | None = None
 
     # -- jobs come ---------------------------------------------------------------------------------------
@@ -144,6 +160,8 @@ class Loop:
     def enter(self, job: Ready) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
         self.jobs[job.name] = self.waiting[job.name] = job
+        if save_interval(job.spec, job.recipe.steps) == 1:
+            self._saved_at_every_step.add(job.name)
         self.store.add_job(job.name)
         for note in job.data.notes:
             self.store.note_job(job.name, note)
@@ -272,11 +290,11 @@ class Loop:
         room = self._room()
         beginners = frozenset(name for name in cursors if self._begins(name))
         if ahead is not None and not beginners and ahead.serves(cursors, room):
-            program = ahead.program.result()
+            program = ahead.planned.result().program
             if gone := ahead.cursors.keys() - cursors.keys():
                 program = program.without(*gone)
         else:
-            program = self._plan(cursors, beginners, room)
+            program = self._plan(cursors, beginners, room).program
         self._forget_ended()
         return program
 
@@ -295,12 +313,13 @@ class Loop:
             return progress.step == 0
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
-    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Program:
+    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Planned:
         rounds, layout = self.choice.rounds, self.choice.layout
         courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
-        courses = shortened(courses, room.pace)
+        cut = shortened(courses, room.pace)
         ladder = self.executor.captures is not None
-        return plan_window(courses, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
+        program = plan_window(cut, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
+        return Planned(program, courses, rounds_within(courses, room.pace))
 
     def _promise(self, program: Program, aboard: JobShapes) -> Promise:
         return self.learned.promise(program, aboard, self.engine.price(sizes_of(aboard)))
@@ -423,7 +442,7 @@ class Loop:
             case StepsMade():
                 self._timed.steps.append(event.time)
             case Stepped(job):
-                if self._is_saved_at_every_step(job):
+                if job in self._saved_at_every_step:
                     # There is no half of an interval in which the last one's checkpoint could be written.
                     self.executor.finish_saves(job)
                 self.journal.step(event, self.jobs[job], self.executor.aboard[job].progress)
@@ -467,10 +486,6 @@ class Loop:
         seconds = time.monotonic() - began
         self.saving_seconds += seconds
         self._timed.saves.append(StateTime(1, training.layout.size, seconds))
-
-    def _is_saved_at_every_step(self, name: str) -> bool:
-        job = self.jobs[name]
-        return save_interval(job.spec, job.recipe.steps) == 1
 
     def _hear_writes(self) -> None:
         """Act on what has been written since the last call, or could not be."""

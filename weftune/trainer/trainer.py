@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from weftune.base.host.read_ahead import base_read_ahead
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
@@ -179,7 +180,8 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(deterministic_kernels(self.options.deterministic))
             store = stack.enter_context(self._open())
-            ready = self.unfinished(store, shape)
+            with nullcontext() if isinstance(self.base, Base) else base_read_ahead(self.spec):
+                ready = self.unfinished(store, shape)
             shapes = [job.shape for job in ready]
             engine = open_engine(self._setup(device, shape), shapes, self._tell(store)) if ready else None
             # Not before: while a base is loaded, which may take minutes, a signal has nothing to wait for.

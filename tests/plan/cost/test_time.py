@@ -49,6 +49,28 @@ def test_alone_costs_one_pass_for_each_microbatch_of_one_job() -> None:
     assert model.alone_seconds([batch, batch], 64, {"a": 1}) == pytest.approx(4.0)
 
 
+def test_alone_costs_what_its_passes_cost_one_by_one() -> None:
+    sizes = {"a": 1000, "b": 70}
+    batches = [
+        GlobalBatch(
+            job, 1, tuple(PlacedSample(at, length, 0, length // 2) for at, length in enumerate(own)), 9
+        )
+        for job, own in (("a", (30,)), ("b", (50, 10, 7)), ("a", (20, 20)))
+    ]
+    passes = [
+        MicrobatchPlan((SegmentPlan(batch.job, 1, samples),))
+        for batch, samples in (
+            (batches[0], batches[0].samples),
+            (batches[1], batches[1].samples[:2]),
+            (batches[1], batches[1].samples[2:]),
+            (batches[2], batches[2].samples),
+        )
+    ]
+    each = sum(TRUTH.pass_seconds(work_of(one, sizes)) for one in passes)
+    assert TRUTH.alone_seconds(batches, 64, sizes) == pytest.approx(each)
+    assert TRUTH.alone_seconds([], 64, sizes) == 0
+
+
 def test_another_level_changes_passes_alone() -> None:
     slower = TRUTH.times(2.0)
     assert slower.pass_seconds(work([64])) == pytest.approx(2 * TRUTH.pass_seconds(work([64])))

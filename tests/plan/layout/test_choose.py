@@ -84,6 +84,22 @@ def test_those_aboard_are_whom_the_scheduler_admits(gib):
     assert found.aboard == fitting(jobs, found.memory)
 
 
+def test_who_is_aboard_is_found_without_counting_all_of_them_for_each(monkeypatch):
+    looked = []
+    why_not = MemoryModel.why_not
+
+    def counted(memory, jobs):
+        looked.append(len(jobs))
+        return why_not(memory, jobs)
+
+    monkeypatch.setattr(MemoryModel, "why_not", counted)
+    memory = MemoryModel(SHAPE, 200 * GIB, fused=True)
+    for many in (250, 1000):
+        looked.clear()
+        assert 0 < len(fitting(shapes(many, rank=8), memory)) <= many
+        assert sum(looked) <= many * (2 + many.bit_length())
+
+
 def test_the_stage_that_needs_most_is_counted_and_not_the_one_with_the_most_weights():
     """An end has a large matrix; what stands between has more layers, which keep more."""
     cuts = (0, 8, 17, 26, SHAPE.layers)

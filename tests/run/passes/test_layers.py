@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning"),
 ]
 
-FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "phi4-mini", "gemma3"]
+FUSED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "phi4-mini", "gemma3", "mixtral", "qwen3_moe"]
 STEPS = 2
 LENGTH = 7
 WINDOW = 3
@@ -109,7 +109,7 @@ def test_the_fused_layers_of_a_text_tower_compute_what_the_plain_ones_do(family,
     assert torch.equal(base.hidden(microbatch), plain_TD)
 
 
-@pytest.mark.parametrize("family", slow_but(FUSED, ["qwen2"]))
+@pytest.mark.parametrize("family", slow_but(FUSED, ["qwen2", "qwen3_moe"]))
 def test_fused_layers_train_as_the_plain_ones_do(family, monkeypatch):
     """Two jobs: one that drops, and one with an adapter at one site of the q,k,v group only."""
     base = one_layer(family)

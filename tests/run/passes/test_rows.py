@@ -24,7 +24,7 @@ def test_a_deterministic_pass_has_the_samples_of_a_captured_one(lengths):
     attach(adapted.banks, base, "a", spec, drawn(base, spec, 0))
     microbatch = together(["a"] * len(lengths), random_samples(lengths))
     laid = lay(microbatch, microbatch.rows, bench.CPU)
-    captured = GraphInputs(adapted.banks, key_of(laid, adapted.banks, NOTHING), bench.CPU)
+    captured = GraphInputs(adapted.banks, key_of(laid, adapted.banks, NOTHING, base.shape.context), bench.CPU)
     usual = RowsHere(laid).membership(adapted)
     captured.copy(laid, usual)
     assert usual.pack.boundaries.tolist() == pack(lengths, bench.CPU).boundaries.tolist()
@@ -36,5 +36,10 @@ def test_a_deterministic_pass_has_the_samples_of_a_captured_one(lengths):
 
 
 def test_no_bucket_is_longer_than_the_context():
+    """A context that is no power of two, such as Qwen3's 40960."""
+    base = bench.base("gpt2")
+    microbatch = together(["a", "a"], random_samples((90, 50)))
+    laid = lay(microbatch, microbatch.rows, bench.CPU)
+    assert key_of(laid, AdaptedBase(base, Route.tiled).banks, NOTHING, context=100).longest == 100
     assert as_captured(pack((90, 50), bench.CPU), context=100).longest == 100
     assert as_captured(pack((90, 50), bench.CPU), context=2048).longest == 128

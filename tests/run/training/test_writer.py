@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.faults import Disk
 from tests.run import aboard
 from tests.run.training.test_checkpoint import advance, same
 from weftune.run.training import checkpoint
+from weftune.run.training import snapshot as snapshot_module
 from weftune.run.training.snapshot import Snapshots, snapshot_bytes
 from weftune.run.training.writer import Unsaved, Writer
 
@@ -82,6 +84,22 @@ def test_a_disk_that_fails_is_told_with_job_step_and_reason_and_once(tmp_path, w
     assert checkpoint.newest_progress(tmp_path) == training.progress
 
 
+def test_however_many_saves_are_under_way_asking_for_failed_ones_goes_through_none_of_them(
+    tmp_path, writer, fresh, monkeypatch
+):
+    training, goes_on, asked = fresh(), threading.Event(), []
+    advance(training)
+    writer.run("other", lambda: goes_on.wait(SOON))
+    for at in range(20):
+        save(writer, tmp_path / str(at), training)
+    monkeypatch.setattr(Future, "done", lambda future: asked.append(future))
+    assert writer.unsaved() == []
+    assert asked == []
+    monkeypatch.undo()
+    goes_on.set()
+    writer.wait("a")
+
+
 def test_a_bug_in_the_thread_is_raised_where_it_is_asked(tmp_path, writer, fresh, monkeypatch):
     def broken(path, tensors):
         raise ValueError("a bug")
@@ -141,6 +159,34 @@ def test_snapshots_take_a_bounded_number_of_bytes_and_who_wants_more_waits(fresh
     snapshots.give_back(held.pop())
     thread.join(SOON)
     assert torch.equal(third[0].tensors()["master"], training.master)
+
+
+def test_locked_memory_is_used_again_by_whom_it_fits_and_what_fits_nobody_goes_first(fresh, monkeypatch):
+    training, locked = fresh(), []
+    size = snapshot_bytes(training)
+
+    def lock(size, device):
+        locked.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(snapshot_module, "_host_memory", lock)
+    snapshots = Snapshots(bench.CPU, max_bytes=3 * size)
+    # As on a GPU, where memory is locked and therefore kept.
+    monkeypatch.setattr(snapshots, "_stream", "a stream")
+    monkeypatch.setattr(snapshots, "_copy", lambda vectors, copies: None)
+    for wanted in (size // 2, size + 256, 3 * size):
+        snapshots.reserve(wanted)
+    assert locked == [size // 2, size + 256]
+    first = snapshots.take(training)
+    assert len(first.memory) == size + 256
+    second = snapshots.take(training)
+    assert locked == [size // 2, size + 256, size]
+    assert snapshots._held_bytes <= snapshots.max_bytes
+    for one in (first, second):
+        snapshots.give_back(one)
+    again = [snapshots.take(training) for _ in range(2)]
+    assert {len(one.memory) for one in again} == {size, size + 256}
+    assert len(locked) == 3
 
 
 def test_a_snapshot_larger_than_the_bound_is_taken_alone(fresh):

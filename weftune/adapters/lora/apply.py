@@ -24,7 +24,7 @@ from weftune.adapters.lora.spec import A, B, LoraSpec
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
-from weftune.ops.draw import fill_uniform, parameter_key
+from weftune.ops.draw import fill_uniform_alike, parameter_key
 from weftune.ops.dropout import key
 from weftune.ops.lora.choice import Contest
 from weftune.ops.lora.routes import Block, Blocks, Factors, Route, add_lora
@@ -216,16 +216,21 @@ class Lora:
         drawn_on: torch.device | None = None,
     ) -> None:
         """A uniform within ±1/√K as PEFT draws it, B zero; or both from the member's `init_from` folder."""
-        start = None if member.spec.init_from is None else read_start(member.spec, sites)
-        for (site, name), value in parameters.items():
-            if start is not None:
+        if member.spec.init_from is not None:
+            start = read_start(member.spec, sites)
+            for (site, name), value in parameters.items():
                 a_rK, b_rN = _as_held(*start[site], value)
                 value.copy_(a_rK if name == A else b_rN)
-            elif name == A:
-                drawn = parameter_key(member.seed, site, A)
-                fill_uniform(value, drawn, bound=value.shape[-1] ** -0.5, drawn_on=drawn_on)
-            else:
-                value.zero_()
+            return
+        torch._foreach_zero_([value for (_, name), value in parameters.items() if name != A])
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for (site, name), value in parameters.items():
+            if name == A:
+                alike.setdefault(tuple(value.shape), []).append(site)
+        for shape, names in alike.items():
+            values = [parameters[site, A] for site in names]
+            keys = [parameter_key(member.seed, site, A) for site in names]
+            fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, drawn_on=drawn_on)
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> LoraBank:
         return LoraBank(sites, slots)

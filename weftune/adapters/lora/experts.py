@@ -9,7 +9,9 @@ Shapes: E experts, r ranks of one of them, K inputs, N outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from weftune.adapters.kind import Member, Parameters, Pass
@@ -17,6 +19,7 @@ from weftune.adapters.lora.spec import A, B
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
 from weftune.ops.experts import ExpertPart
+from weftune.ops.lora.table import Entry, Group, SlotTable
 
 
 def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -30,33 +33,93 @@ def flattened(a_ErK: Tensor, b_ErN: Tensor) -> tuple[Tensor, Tensor]:
     return a_ErK.flatten(0, 1), b_ErN.permute(2, 1, 0).flatten(1)
 
 
+LEAST_RANK = 16
+"""Kernels multiply at least so many ranks at once."""
+LEAST_SEATS = 8
+"""Jobs that the kernels' tables have room for at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    member: Member
+    number: int
+    """Its place in the kernels' tables."""
+    weights: Parameters
+    totals: Parameters
+
+    def entry(self, site: str) -> Entry | None:
+        if (site, A) not in self.weights:
+            return None
+        a_ErK, b_ErN = (self.weights[site, name] for name in (A, B))
+        da_ErK, db_ErN = (self.totals[site, name] for name in (A, B))
+        return Entry(a_ErK, b_ErN, da_ErK, db_ErN, self.member.spec.scale_at(site), dropout=0.0)
+
+
 class LoraExperts:
     """At the experts of a layer, the adapters of all jobs aboard that have one there."""
 
     tiled = False
 
     def __init__(self, sites: Sequence[SiteShape]) -> None:
-        self._names = tuple(site.name for site in sites)
-        self._aboard: dict[str, tuple[Member, Parameters]] = {}
+        self._sites = {site.name: site for site in sites}
+        self._seats: dict[str, _Seat] = {}
+        self._room, self._rank = LEAST_SEATS, LEAST_RANK
+        self._tables: dict[str, SlotTable] = {}
+        """By site, until somebody comes or goes."""
+        self._numbers: dict[tuple[str | None, ...], Tensor] = {}
 
     def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
-        own = {key: value for key, value in weights.items() if key[0] in self._names}
-        self._aboard[member.job] = member, own
+        """The slot is one of all jobs aboard; those with adapters here are counted by themselves."""
+        taken = {seat.number for seat in self._seats.values()}
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        self._seats[member.job] = _Seat(member, number, weights, totals)
+        # They only grow, so that who leaves has no kernel compiled.
+        self._room = max(self._room, 1 << number.bit_length())
+        self._rank = max(self._rank, *(member.spec.rank_at(site) for site in self._sites))
+        self._forget()
 
     def detach(self, job: str) -> None:
-        del self._aboard[job]
+        del self._seats[job]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tables, self._numbers = {}, {}
 
     def present(self, bound: Pass) -> bool:
-        return any(segment.through in self._aboard for segment in bound.microbatch.segments)
+        return any(segment.through in self._seats for segment in bound.microbatch.segments)
 
     def parts(self, site: str, bound: Pass) -> Iterator[ExpertPart]:
-        """What every job adds at one of the sites, with the gradients of its weights accumulated."""
         for segment in bound.microbatch.segments:
-            member, weights = self._aboard.get(segment.through or "", (None, {}))
-            if member is None or (site, A) not in weights:
+            seat = self._seats.get(segment.through or "")
+            if seat is None or (site, A) not in seat.weights:
                 continue
-            totals = bound.totals[member.job]
+            totals = bound.totals[seat.member.job]
             a_ErK, b_ErN = (
-                accumulated(weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
+                accumulated(seat.weights[site, name], totals[site, name], bound.anchor) for name in (A, B)
             )
-            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, member.spec.scale_at(site))
+            yield ExpertPart(segment.start, segment.stop, a_ErK, b_ErN, seat.member.spec.scale_at(site))
+
+    def numbers(self, jobs: tuple[str | None, ...], device: torch.device) -> Tensor:
+        if jobs not in self._numbers:
+            seats = [self._seats.get(job or "") for job in jobs]
+            found = torch.tensor([-1 if seat is None else seat.number for seat in seats], dtype=torch.int32)
+            self._numbers[jobs] = found.to(device)
+        return self._numbers[jobs]
+
+    def group(self, site: str, device: torch.device) -> Group | None:
+        if not any((site, A) in seat.weights for seat in self._seats.values()):
+            return None
+        shape = self._sites[site]
+        if site not in self._tables:
+            self._tables[site] = self._table(shape, device)
+        return Group(((0, shape.out_features),), self._tables[site], self._rank, drops=False)
+
+    def _table(self, site: SiteShape, device: torch.device) -> SlotTable:
+        aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
+        table = SlotTable.empty([site.name], self._room * site.experts, device, aligned)
+        views = table.host_views()
+        for seat in self._seats.values():
+            if (entry := seat.entry(site.name)) is not None:
+                table.put_experts(views, seat.number * site.experts, entry)
+        table.send()
+        return table

@@ -41,11 +41,14 @@ class Entry:
         return self.a_RK.shape[0]
 
     @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.a_RK, self.b_RN, self.da_RK, self.db_RN
+
+    @property
     def addresses(self) -> tuple[int, int, int, int]:
-        weights, gradients = (self.a_RK, self.b_RN), (self.da_RK, self.db_RN)
-        assert all(tensor.is_contiguous() for tensor in (*weights, *gradients))
-        assert all(tensor.dtype == torch.float32 for tensor in gradients)
-        return (*(t.data_ptr() for t in weights), *(t.data_ptr() for t in gradients))  # type: ignore[return-value]
+        assert all(tensor.is_contiguous() for tensor in self.matrices)
+        assert all(tensor.dtype == torch.float32 for tensor in (self.da_RK, self.db_RN))
+        return tuple(tensor.data_ptr() for tensor in self.matrices)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,17 @@ class SlotTable:
             factor_PS2[part, slot] = entry.scale / (1.0 - entry.dropout), entry.scale
             rank_PS[part, slot] = entry.rank
             threshold_PS[part, slot] = threshold(entry.dropout)
+
+    def put_experts(self, views: Sequence[np.ndarray], first: int, entry: Entry) -> None:
+        """A job's adapters at all experts of the only site, from slot `first` on: its matrices are stacked,
+        [experts, R, K] and [experts, R, N]."""
+        (address_S4,), (factor_S2,), (rank_S,), _, _ = views
+        experts, rank, _ = entry.a_RK.shape
+        own = slice(first, first + experts)
+        strides = [matrix[0].numel() * matrix.element_size() for matrix in entry.matrices]
+        assert not self.aligned or all(stride % ALIGNMENT == 0 for stride in strides)
+        address_S4[own] = np.array(entry.addresses) + np.arange(experts)[:, None] * np.array(strides)
+        factor_S2[own], rank_S[own] = entry.scale, rank
 
     def clear(self, slot: int) -> None:
         self.write(slot, [None] * len(self.crc_P))

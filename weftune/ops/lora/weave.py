@@ -158,8 +158,8 @@ def parts_together(group: Group) -> int:
 def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
     """Blocks that fit the registers and the shared memory of the device."""
     count, device = len(rows.token_index_T), rows.buffer.device
-    y = _blocks(count, group.columns, dtype, device)
-    dx = _leaving_room(_blocks(count, ((0, features),), dtype, device), count, features)
+    y = blocks_for(count, group.columns, dtype, device)
+    dx = _leaving_room(blocks_for(count, ((0, features),), dtype, device), count, features)
     chosen = _for_16_bits(group, y, dx) if dtype.itemsize == 2 else _for_32_bits(group, y, dx)
     if dtype.itemsize == 2 and _shared_memory(rows.buffer.device) < LARGE_SHARED_MEMORY:
         chosen = _lean(chosen)
@@ -187,16 +187,21 @@ def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.devic
 
 def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
     """The orders that a case allows."""
-    starts = [low for low, _ in group.columns]
-    allowed = (
-        weight_NK.dtype.itemsize == 2
-        and rank_block(group.rank) <= FUSED_RANKS
-        and all(low % FUSED_COLUMNS == 0 for low in starts)
-        and _in_whole_rows(weight_NK)
-        and _has_copy_engines(device)
+    allowed = fuses(weight_NK, group.rank, device) and all(
+        low % FUSED_COLUMNS == 0 for low, _ in group.columns
     )
     always = Order.wide, Order.wide_beside
     return (*always, Order.fused, Order.fused_beside) if allowed else always
+
+
+def fuses(weight_NK: Tensor, rank: int, device: torch.device) -> bool:
+    """Whether a product of our own can have adapters of that rank in it."""
+    return (
+        weight_NK.dtype.itemsize == 2
+        and rank_block(rank) <= FUSED_RANKS
+        and _in_whole_rows(weight_NK)
+        and _has_copy_engines(device)
+    )
 
 
 def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
@@ -224,7 +229,7 @@ def _has_copy_engines(device: torch.device) -> bool:
     return _shared_memory(device) >= FUSED_SHARED_MEMORY
 
 
-def _blocks(
+def blocks_for(
     rows: int, columns: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
 ) -> ProductBlocks:
     """Of the widths that no part straddles, the one that the rounds of programs take the least time with."""

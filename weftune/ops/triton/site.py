@@ -182,8 +182,9 @@ def up(
 ):
     """y = frozen + sB + bias + residual in the columns of one part, rounded once.
 
-    `frozen` is float32 and has W columns, those of y from `begin` on, where its `first` block begins. What is
-    small is added first: the last digit of a residual can be larger than all that a young adapter adds.
+    `frozen` has W columns, those of y from `begin` on, where its `first` block begins; it should be float32,
+    and may be y itself. What is small is added first: the last digit of a residual can be larger than all
+    that a young adapter adds.
     """
     part, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, P, C)
     tile = tl.program_id(1)
@@ -197,6 +198,7 @@ def up(
     inside_C = n_C < high
     inside_MC = (row_M < stop)[:, None] & inside_C[None, :]
     y_MC = tl.load(frozen + row_M[:, None] * W + (n_C - begin)[None, :], mask=inside_MC, other=0.0)
+    y_MC = y_MC.to(tl.float32)
     if slot >= 0:
         entry = part * S + slot
         r_R = tl.arange(0, R)

@@ -304,7 +304,7 @@ def add_dx(
 ):
     """dx = frozen + the dropped ds · A of all parts, rounded once.
 
-    `frozen` is float32 and has W columns, those of dx from `begin` on.
+    `frozen` has W columns, those of dx from `begin` on; it should be float32, and may be dx itself.
     """
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
@@ -318,7 +318,7 @@ def add_dx(
     k_C = begin + c_C
     inside_C = k_C < K
     inside_MC = inside_M[:, None] & inside_C[None, :]
-    dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0)
+    dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0).to(tl.float32)
     if slot >= 0:
         r_R = tl.arange(0, R)
         token_M = tl.load(token_index + row_M, mask=inside_M, other=0)

@@ -6,7 +6,7 @@ arithmetic of the base, and are refitted to what a run measures (`refit.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from weftune.plan.pack.pack import pack
@@ -17,7 +17,6 @@ from weftune.plan.program.program import (
     MicrobatchPlan,
     Program,
     Save,
-    SegmentPlan,
     Step,
 )
 
@@ -177,13 +176,10 @@ class CostModel:
         """What the passes of these batches would take if every job packed its samples by itself."""
         if not self.measured:
             return None
-        total = 0.0
-        for batch in batches:
-            for chosen in pack([placed.length for placed in batch.samples], capacity):
-                samples = tuple(batch.samples[index] for index in chosen)
-                alone = MicrobatchPlan((SegmentPlan(batch.job, batch.step, samples),))
-                total += self.pass_seconds(work_of(alone, sizes))
-        return total
+        # Terms are sums: over thousands of passes they are taken once, of the sums of what each pass has.
+        whole = [sum(column) for column in zip(*_alone(batches, capacity, sizes), strict=True)]
+        each = zip(self.forward.plus(self.backward).values(), whole, strict=False)
+        return sum(term * count for term, count in each)
 
     def unmeasured(self) -> CostModel:
         """The same as proportions without a level."""
@@ -197,6 +193,21 @@ class CostModel:
             backward=self.backward.times(factor),
             evaluation=self.evaluation.times(factor),
         )
+
+
+def _alone(
+    batches: Iterable[GlobalBatch], capacity: int, sizes: Sizes
+) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+    """The units of each term, for every pass of batches that share none."""
+    for batch in batches:
+        lengths = [placed.length for placed in batch.samples]
+        fits = sum(lengths) <= capacity
+        for chosen in [range(len(lengths))] if fits else pack(lengths, capacity):
+            own = [lengths[index] for index in chosen]
+            tokens = sum(own)
+            supervised = sum([batch.samples[index].supervised for index in chosen])
+            squares = sum([length * length for length in own])
+            yield 1, tokens, squares, len(own), supervised, tokens * sizes[batch.job], 1
 
 
 def work_of(microbatch: MicrobatchPlan, sizes: Sizes) -> PassWork:

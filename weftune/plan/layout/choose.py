@@ -428,14 +428,13 @@ def _stage_times(shape: ModelShape, machine: Machine) -> StageTimes | None:
 def fitting(jobs: Sequence[JobShape], memory: MemoryModel) -> tuple[JobShape, ...]:
     """Those that are aboard from the start, by the scheduler's rule: in order, and nobody overtakes but one
     who is behind a job that fits nowhere."""
-    together: list[JobShape] = []
-    for job in in_order(jobs):
-        if memory.why_not([job]) is not None:
-            continue
-        if memory.why_not([*together, job]) is not None:
-            break
-        together.append(job)
-    return tuple(together)
+    possible = [job for job in in_order(jobs) if _fits_alone(job, memory)]
+    count = most_that_fit(lambda count: memory.why_not(possible[:count]) is None, len(possible))
+    return tuple(possible[:count])
+
+
+def _fits_alone(job: JobShape, memory: MemoryModel) -> bool:
+    return memory.why_not([job]) is None
 
 
 def full_bytes(memory: MemoryModel, together: Sequence[JobShape], most: int) -> int:

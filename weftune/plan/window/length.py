@@ -37,10 +37,15 @@ class WindowPace:
 
 def shortened(courses: Sequence[Course], pace: WindowPace) -> list[Course]:
     """The courses with as many of their rounds as WINDOW_SECONDS have room for, and one at the least."""
+    rounds = rounds_within(courses, pace)
+    return [replace(course, batches=course.batches[:rounds]) for course in courses]
+
+
+def rounds_within(courses: Sequence[Course], pace: WindowPace) -> int:
+    """How many rounds that are."""
     longest = max((len(course.batches) for course in courses), default=0)
     ends = accumulate(_round_seconds(courses, turn, pace) for turn in range(longest))
-    rounds = max(1, sum(end <= WINDOW_SECONDS for end in ends))
-    return [replace(course, batches=course.batches[:rounds]) for course in courses]
+    return max(1, sum(end <= WINDOW_SECONDS for end in ends))
 
 
 def _round_seconds(courses: Sequence[Course], turn: int, pace: WindowPace) -> float:

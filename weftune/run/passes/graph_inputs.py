@@ -14,7 +14,7 @@ from weftune.base.attention import Pack
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops.lora.rows import Rows
 from weftune.plan.program.recompute import Recompute
-from weftune.run.passes.rows import LEAST, LaidMicrobatch, Membership, bucket
+from weftune.run.passes.rows import LaidMicrobatch, Membership, bucket, longest_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class GraphKey:
     recompute: Recompute
 
 
-def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute) -> GraphKey:
+def key_of(laid: LaidMicrobatch, banks: Banks, recompute: Recompute, context: int) -> GraphKey:
     lengths = laid.microbatch.sample_lengths
     even = len(set(lengths)) == 1
     return GraphKey(
         rows=laid.microbatch.rows,
-        longest=lengths[0] if even else bucket(max(lengths), LEAST),
+        longest=lengths[0] if even else longest_bucket(max(lengths), context),
         samples=len(lengths) if even else bucket(len(lengths), 1),
         even=even,
         limits=banks.limits(),

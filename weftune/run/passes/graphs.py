@@ -81,7 +81,8 @@ class CapturedPasses:
         assert keep, "a forward that is recomputed is captured otherwise"
         if not self._banks.capturable(rows.laid.microbatch):
             return self._plain.forward(visit, rows, given_TD, keep)
-        key = key_of(rows.laid, self._banks, self._recompute)
+        context = self._plain.adapted.base.shape.context
+        key = key_of(rows.laid, self._banks, self._recompute, context)
         is_new = (key, visit.stage) not in self._seen
         self._seen.add((key, visit.stage))
         before = self._captures

@@ -1,7 +1,8 @@
 """Decoder layers of known families as a few fused ops, in place of transformers' own forward.
 
 What differs between families is in their facts (base/decoders). Sites that share their input are multiplied
-at once, and each residual is added by the linear that ends its branch, or by the norm after it.
+at once, and each residual is added by the linear that ends its branch, or by the norm after it. Of a mixture
+of experts all but router and experts is fused.
 
 Shapes: T rows, D hidden width, I inner width, N outputs of a group of sites, H query heads, G key and value
 heads, E rotary width.
@@ -23,6 +24,7 @@ from weftune.adapters.banks import Banks
 from weftune.base.attention import Pack, Rule, attend_packed, kernel_serves
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS
+from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.model import Base
 from weftune.base.stages import Elsewhere, decoder_of
 from weftune.ops.norm import rms_norm, rms_norm_onto, skip_rms_norm
@@ -54,14 +56,17 @@ class Layers:
         self._norms = base.last
         """Whether the final norm is here too."""
         heads = [module.self_attn.head_dim for module in self.modules]
-        self.capturable = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
+        self.mixes = self._config.model_type in MIXTURES
+        """Whether there are experts in the place of an MLP."""
+        served = bool(heads) and kernel_serves(base.device, base.dtype, heads[0])
+        self.capturable = served and not self.mixes
         """Whether a pass never waits for the device: its layers are fused, and attention finds sample
         boundaries by itself."""
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Sites that share their input."""
-        found = () if self._facts is None else (self._facts.qkv, self._facts.gate_up)
+        found = () if self._facts is None else (self._facts.qkv, () if self.mixes else self._facts.gate_up)
         shared = [ends for ends in found if len(ends) > 1]
         return [tuple(f"{path}.{end}" for end in ends) for path in self.paths for ends in shared]
 
@@ -105,8 +110,10 @@ class FusedLayer:
         self._activation = ACTIVATIONS[getattr(config, facts.activation_key)]
         self._qkv = banks.linear(f"{path}.{facts.qkv[0]}")
         self._o = banks.linear(f"{path}.{facts.o}", adds_residual=facts.after_attention is None)
-        self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
-        self._down = banks.linear(f"{path}.{facts.down}", adds_residual=facts.after_mlp is None)
+        self._experts: Callable[[Tensor], Tensor] | None = module.mlp if layers.mixes else None
+        if not layers.mixes:
+            self._gate_up = banks.linear(f"{path}.{facts.gate_up[0]}")
+            self._down = banks.linear(f"{path}.{facts.down}", adds_residual=facts.after_mlp is None)
 
     def __call__(
         self,
@@ -141,6 +148,9 @@ class FusedLayer:
         return _onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
 
     def _mlp(self, h_TD: Tensor) -> Tensor:
+        if self._experts is not None:
+            h_TD, n_TD = self._before_mlp.beside(h_TD)
+            return h_TD + self._experts(n_TD[None])[0]
         h_TD, gate_up_TN = self._normed(h_TD, self._before_mlp, self._gate_up)
         act_TI = self._activation(gate_up_TN)
         with self._recomputed(act_TI, partial(self._activation, gate_up_TN.detach())):
@@ -229,7 +239,8 @@ class Angles:
 
 def facts_of(config: Any) -> DecoderFacts | None:
     """The facts of a model's family; None where its layers are not known, or have another activation."""
-    facts = DECODERS.get(config.model_type)
+    mixture = MIXTURES.get(config.model_type)
+    facts = DECODERS.get(config.model_type) if mixture is None else mixture.attention
     if facts is None or getattr(config, facts.activation_key) not in facts.activations:
         return None
     return facts

@@ -104,12 +104,17 @@ def as_captured(packed: Pack, context: int) -> Pack:
         return packed
     empty = bucket(len(packed.lengths), 1) - len(packed.lengths)
     boundaries_B = pad(packed.boundaries, (0, empty), value=sum(packed.lengths))
-    return replace(packed, boundaries=boundaries_B, longest=min(context, bucket(packed.longest, LEAST)))
+    return replace(packed, boundaries=boundaries_B, longest=longest_bucket(packed.longest, context))
 
 
 def bucket(value: int, least: int) -> int:
     """The next power of two."""
     return max(least, 1 << (value - 1).bit_length())
+
+
+def longest_bucket(longest: int, context: int) -> int:
+    """The bucket of the longest sample; the last one ends with the base's positions."""
+    return min(context, bucket(longest, LEAST))
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class StageGraphs:
 
     def serve(self, visit: GraphVisit, laid: LaidMicrobatch) -> GraphOffer:
         """How a microbatch of the round visits a stage: with which graph, or uncaptured."""
-        key = key_of(laid, self._banks, NOTHING)
+        key = key_of(laid, self._banks, NOTHING, self._whole.shape.context)
         if not self._banks.capturable(laid.microbatch):
             self.make_room()
             return GraphOffer(None, settled=True)

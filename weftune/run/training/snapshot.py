@@ -73,8 +73,9 @@ class Snapshots:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.max_bytes = max_bytes or min(MOST_BYTES, int(psutil.virtual_memory().available * HOST_SHARE))
         self._used_bytes = 0
-        self._free: list[Tensor] = []
-        """Page-locked memory that nobody uses: locking it takes longer than copying to it."""
+        self._free: dict[int, list[Tensor]] = {}
+        """Page-locked memory that nobody uses, by its size: locking it takes longer than copying to it."""
+        self._free_bytes = 0
         self._changed = threading.Condition()
 
     def take(self, training: Training) -> Snapshot:
@@ -96,7 +97,7 @@ class Snapshots:
         with self._changed:
             self._used_bytes -= len(snapshot.memory)
             if self._stream is not None:
-                self._free.append(snapshot.memory)
+                self._put_free(snapshot.memory)
             self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
@@ -107,7 +108,7 @@ class Snapshots:
         memory = _host_memory(size, self._device)
         with self._changed:
             if self._held_bytes + size <= self.max_bytes:
-                self._free.append(memory)
+                self._put_free(memory)
 
     def _copy(self, vectors: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> torch.cuda.Event | None:
         if self._stream is None:
@@ -128,15 +129,26 @@ class Snapshots:
 
     @property
     def _held_bytes(self) -> int:
-        return self._used_bytes + sum(map(len, self._free))
+        return self._used_bytes + self._free_bytes
+
+    def _put_free(self, memory: Tensor) -> None:
+        self._free.setdefault(len(memory), []).append(memory)
+        self._free_bytes += len(memory)
+
+    def _pop_free(self, size: int) -> Tensor:
+        memory = self._free[size].pop()
+        self._free_bytes -= size
+        if not self._free[size]:
+            del self._free[size]
+        return memory
 
     def _take_memory(self, size: int) -> Tensor:
         with self._changed:
             self._changed.wait_for(lambda: not self._used_bytes or self._used_bytes + size <= self.max_bytes)
-            fitting = [at for at, one in enumerate(self._free) if size <= len(one) <= 2 * size]
-            memory = self._free.pop(min(fitting, key=lambda at: len(self._free[at]))) if fitting else None
+            fitting = min((one for one in self._free if size <= one <= 2 * size), default=None)
+            memory = None if fitting is None else self._pop_free(fitting)
             while memory is None and self._free and self._held_bytes + size > self.max_bytes:
-                self._free.pop(0)
+                self._pop_free(next(iter(self._free)))
             self._used_bytes += size if memory is None else len(memory)
         return _host_memory(size, self._device) if memory is None else memory
 

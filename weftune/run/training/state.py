@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.kind import Member
-from weftune.adapters.registry import kind_named
+from weftune.adapters.registry import kind_named, layout_of
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
@@ -150,7 +150,7 @@ def new_training(
     much faster than the host.
     """
     kind = kind_named(member.spec.kind)
-    layout = kind.layout(member.spec, sites)
+    layout = layout_of(member.spec, sites)
     master = torch.empty(layout.size, dtype=master_dtype(dtype), device=device)
     kind.initialise(member, whole_sites or sites, layout.views(master), drawn_on)
     state = AdamState(

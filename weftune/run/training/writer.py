@@ -8,6 +8,7 @@ future is done when everything is synced and has its name.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -45,8 +46,9 @@ class Writer:
         self._last: dict[str, Future[Any]] = {}
         """Job → what was asked for last, unless it is done."""
         self._lock = Lock()
-        self._saves: list[tuple[str, int, Future[Path]]] = []
-        """Job, step, and the checkpoint that is to be."""
+        self._failed: deque[tuple[Snapshot, Exception]] = deque()
+        """Checkpoints that could not be written since somebody asked. The trainer asks after every step, when
+        thousands may be under way: so they are not gone through."""
 
     def run(self, job: str, work: Callable[[], T]) -> Future[T]:
         """Call `work` when all that was asked for this job before is done."""
@@ -77,18 +79,22 @@ class Writer:
 
     def save(self, folder: Path, snapshot: Snapshot) -> None:
         """Write a checkpoint under `folder`."""
-        future = self.write(snapshot, partial(checkpoint.write, folder))
-        self._saves.append((snapshot.job, snapshot.progress.step, future))
+        self.write(snapshot, partial(self._write_checkpoint, folder))
+
+    def _write_checkpoint(self, folder: Path, snapshot: Snapshot) -> None:
+        try:
+            checkpoint.write(folder, snapshot)
+        except Exception as error:
+            self._failed.append((snapshot, error))
+            raise
 
     def unsaved(self) -> list[Unsaved]:
         """Checkpoints that could not be written, of those that are done since the last call. An error that is
         not the disk's is raised here."""
-        saves, self._saves, found = self._saves, [], []
-        for job, step, future in saves:
-            if not future.done():
-                self._saves.append((job, step, future))
-            elif (reason := disk_error(future)) is not None:
-                found.append(Unsaved(job, step, reason))
+        found = []
+        while self._failed:
+            snapshot, error = self._failed.popleft()
+            found.append(Unsaved(snapshot.job, snapshot.progress.step, _of_the_disk(error)))
         return found
 
     def wait(self, job: str) -> None:
@@ -108,8 +114,11 @@ class Writer:
 
 def disk_error(done: Future[Any]) -> str | None:
     """Why the disk did not take what was to be written, if so. An error of another kind is raised."""
-    if done.cancelled() or (error := done.exception()) is None:
-        return None
+    error = None if done.cancelled() else done.exception()
+    return None if error is None else _of_the_disk(error)
+
+
+def _of_the_disk(error: BaseException) -> str:
     if not isinstance(error, OSError):
         raise error
     return error.strerror or str(error)

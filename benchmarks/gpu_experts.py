@@ -1,0 +1,135 @@
+"""The experts of one layer, forward + backward, with adapters of many jobs on them and without.
+
+python -m benchmarks.gpu_experts [--shape NAME] [--jobs N] [--tokens N] [--rank R] [--breakdown] [--json FILE]
+
+Rows: transformers' own forward of the frozen experts; the kernels with a product of our own and with the
+library's, with adapters and without. --breakdown: the kernels of each by the time they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from weftune.adapters.kind import Member
+from weftune.adapters.lora.apply import Lora
+from weftune.adapters.lora.experts import LoraExperts
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.bench.baselines import EXPERTS
+from weftune.bench.result import arguments, finish
+from weftune.bench.sizes import SIZES, Size, build, toy_of
+from weftune.bench.table import aligned, number
+from weftune.bench.timing import BenchPlace, Repeats, here, measure, repeated
+from weftune.bench.where import spent, traced
+from weftune.core.shapes import SiteShape
+from weftune.ops.lora.experts import ExpertSite, Owners, woven_experts
+from weftune.ops.lora.weave import Order
+from weftune.ops.triton.at_hand import kernels_at_hand
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer's experts, tokens for them, and adapters of some jobs, each of which has as many tokens."""
+
+    module: torch.nn.Module
+    sites: tuple[SiteShape, ...]
+    bank: LoraExperts
+    owners: Owners
+    x_TD: Tensor
+    chosen_Tk: Tensor
+    weights_Tk: Tensor
+
+    def plain(self) -> None:
+        forward = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        self._backward(partial(forward, self.module))
+
+    def woven(self, order: Order, adapted: bool) -> None:
+        device, anchor = self.x_TD.device, torch.zeros((), device=self.x_TD.device, requires_grad=True)
+        sites = [
+            ExpertSite(self.weight(site), self.bank.group(site.name, device) if adapted else None)
+            for site in self.sites
+        ]
+        numbers_J = self.bank.numbers(self.owners.jobs, device) if adapted else None
+
+        def forward(x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+            return woven_experts(x_TD, chosen_Tk, weights_Tk, anchor, sites, self.owners, numbers_J, order)
+
+        self._backward(forward)
+
+    def weight(self, site: SiteShape) -> Tensor:
+        return getattr(self.module, site.name.rpartition(".")[2])
+
+    def _backward(self, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        x_TD, weights_Tk = (tensor.detach().requires_grad_() for tensor in (self.x_TD, self.weights_Tk))
+        y_TD = forward(x_TD, self.chosen_Tk, weights_Tk)
+        y_TD.backward(self.x_TD)
+
+
+def layer_of(size: Size, jobs: int, tokens: int, rank: int, place: BenchPlace) -> Layer:
+    module = build(size, place).get_submodule("model.layers.0.mlp.experts")
+    names, shapes = ("gate_up_proj", "down_proj"), size.expert
+    sites = tuple(
+        SiteShape(f"mlp.experts.{name}", *shape, experts=size.experts, active=size.active)
+        for name, shape in zip(names, shapes, strict=True)
+    )
+    bank, kind, spec = LoraExperts(sites), Lora(), LoraSpec(rank=rank, target_parameters=tuple(EXPERTS))
+    layout = kind.layout(spec, sites)
+    for job in range(jobs):
+        weights = torch.randn(layout.size, device=place.device, dtype=place.dtype) * 0.01
+        totals = torch.zeros(layout.size, device=place.device)
+        bank.attach(Member(str(job), spec, job), job, layout.views(weights), layout.views(totals))
+    scores_TE = torch.randn(tokens, size.experts, device=place.device)
+    weights_Tk, chosen_Tk = scores_TE.softmax(dim=-1).topk(size.active, dim=-1)
+    owner_T = torch.arange(tokens, device=place.device) * jobs // tokens
+    return Layer(
+        module=module,
+        sites=sites,
+        bank=bank,
+        owners=Owners(owner_T.int(), tuple(map(str, range(jobs)))),
+        x_TD=torch.randn(tokens, size.hidden, device=place.device, dtype=place.dtype),
+        chosen_Tk=chosen_Tk,
+        weights_Tk=weights_Tk.to(place.dtype),
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    mixtures = [name for name, size in SIZES.items() if size.experts]
+    parser.add_argument("--shape", choices=mixtures, default=mixtures[0])
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--breakdown", action="store_true", help="the kernels of each row")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU")
+    asked = parser.parse_args()
+    place = here(asked.toy)
+    if place is None:
+        parser.error("no CUDA device that torch can use; --toy runs on the CPU")
+    size, pace, tokens = SIZES[asked.shape], Repeats(), asked.tokens
+    if asked.toy:
+        size, pace = toy_of(size), Repeats(0, 1, 1)
+    layer = layer_of(replace(size, layers=1), asked.jobs, tokens, asked.rank, place)
+    steps: dict[str, Callable[[], None]] = {"transformers, frozen": layer.plain}
+    if kernels_at_hand(layer.x_TD):
+        for order, product in ((Order.fused, "our product"), (Order.wide, "the library's")):
+            steps[f"kernels, frozen, {product}"] = partial(layer.woven, order, adapted=False)
+            steps[f"kernels, {asked.jobs} adapters, {product}"] = partial(layer.woven, order, adapted=True)
+    found = {name: measure(repeated(step), place, pace).seconds or 0.0 for name, step in steps.items()}
+    print(f"{size.name}: {asked.jobs} jobs of rank {asked.rank}, {tokens} tokens, one layer's experts\n")
+    frozen = found["transformers, frozen"]
+    lines = [(name, number(time, scale=1e3), number(time / frozen, ".2f")) for name, time in found.items()]
+    print(aligned(("", "ms", "× frozen"), lines))
+    for name, step in steps.items() if asked.breakdown else ():
+        print(f"\n{name}:")
+        for one in spent(traced(step, place.device)).heaviest:
+            print(f"  {one.microseconds:8.0f} µs  {one.name[:100]}")
+    finish({"shape": size.name, "jobs": asked.jobs, "tokens": tokens, "seconds": found}, asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""The tiled route of a mixture's experts: their frozen linears, all jobs' adapters, the activation and the
+router's weights as one autograd node.
+
+Choices (a token and one of its experts) are sorted by expert and, at each of them, by job, on the device: so
+what a job has at an expert is one run of rows, which the kernels of a site take for the rows of a slot of its
+own. The router's weight is multiplied in before the last product: its gradient then needs what the activation
+gave, and no expert's output is kept. Of a pass only gate and up stay, all else is recomputed.
+
+Shapes: T tokens, k experts of a token, S = T · k choices, E experts, J owners of tokens, U runs, G parts of
+runs or of experts, D hidden width, I inner width, F = 2I, K inputs, N outputs of a linear, R ranks up to a
+power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weftune.ops.experts import grouped_product, has_kernel
+from weftune.ops.lora.rows import BLOCK, Rows
+from weftune.ops.lora.table import Group
+from weftune.ops.lora.tiled_kernels import add_dx, alignment, da, down, ds_db, precision, room_for_da, up
+from weftune.ops.lora.weave import Order, RowSpan, Weave, blocks_for, fuses, tiling
+
+TILE = 64
+"""Rows of a program, where all of them are one job's."""
+COLUMNS = 1024
+"""Of a program, where all of them are in one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Whose tokens the rows of a microbatch are."""
+
+    owner_T: Tensor
+    """int32, the place in `jobs`."""
+    jobs: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSite:
+    """One linear of all experts of a layer, with the adapters there."""
+
+    weight_ENK: Tensor
+    group: Group | None
+    """Slot n · E + e of its table is the n-th adapter at expert e; None where nobody has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """The choices of a microbatch, sorted, and how they are assigned to programs."""
+
+    order_S: Tensor
+    """Sorted choice → choice."""
+    places_Tk: Tensor
+    """Choice → sorted choice."""
+    stops_E: Tensor
+    blocks_G5: Tensor
+    """(start, stop, expert, first run, end of the runs) of at most BLOCK rows of one expert."""
+    used_1: Tensor
+    """How many of the blocks have rows."""
+    rows: Rows
+    """The runs as tiles and pieces; each run is one piece, alone in its slot."""
+
+    def sorted_tokens(self, x_TD: Tensor) -> Tensor:
+        """The tokens, once for every choice."""
+        return x_TD.index_select(0, self.order_S // self.places_Tk.shape[1])
+
+
+def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slots: int) -> Dealt:
+    """The host waits for nothing."""
+    count = len(owners.jobs)
+    key_S, order_S = (chosen_Tk.int() * count + owners.owner_T[:, None]).flatten().sort(stable=True)
+    places_S = torch.empty_like(key_S)
+    places_S[order_S] = _upto(len(key_S), key_S)
+    starts_U, stops_U = _runs(key_S, min(len(key_S), experts * count))
+    key_U = key_S[starts_U.clamp(max=len(key_S) - 1)]
+    number_U = torch.where(starts_U < stops_U, numbers_J[key_U % count], -1)
+    slot_U = torch.where(number_U >= 0, number_U * experts + key_U // count, -1)
+    edges = torch.searchsorted(key_S, _upto(experts + 1, key_S) * count, out_int32=True)
+    blocks_G5, used_1 = _blocks(edges, starts_U, stops_U, len(key_S))
+    pieces_U4 = torch.stack((starts_U, stops_U, slot_U, torch.ones_like(slot_U)), dim=1)
+    rows = _rows(pieces_U4, key_S, slots)
+    return Dealt(order_S, places_S.view(chosen_Tk.shape), edges[1:], blocks_G5, used_1, rows)
+
+
+def _rows(pieces_U4: Tensor, key_S: Tensor, slots: int) -> Rows:
+    starts_U, stops_U, slot_U, _ = pieces_U4.unbind(1)
+    starts_G, stops_G, run_G, _ = _cut(starts_U, stops_U, TILE, len(key_S))
+    tiles_G3 = torch.stack((starts_G, stops_G, slot_U[run_G]), dim=1)
+    none = key_S[:0]
+    return Rows(
+        tile=TILE,
+        piece=TILE,
+        buffer=tiles_G3,
+        tiles_G3=tiles_G3,
+        pieces_Q4=pieces_U4,
+        sums_M3=none,
+        runs_U3=none,
+        edges_V=none,
+        # Of slots and rows without dropout only the number is looked at.
+        key_S=key_S.new_empty(slots),
+        token_index_T=key_S,
+    )
+
+
+def _blocks(edges: Tensor, starts_U: Tensor, stops_U: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    starts_G, stops_G, expert_G, used_1 = _cut(edges[:-1], edges[1:], BLOCK, rows)
+    first_G = torch.searchsorted(stops_U, starts_G, right=True, out_int32=True)
+    end_G = torch.searchsorted(starts_U, stops_G, out_int32=True)
+    return torch.stack((starts_G, stops_G, expert_G, first_G, end_G), dim=1), used_1
+
+
+def _runs(key_S: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Start and stop of the runs of equal keys, of which there are at most so many; the others have no
+    rows."""
+    run_S = torch.zeros_like(key_S)
+    torch.cumsum(key_S[1:] != key_S[:-1], dim=0, dtype=torch.int32, out=run_S[1:])
+    every_U = _upto(most, key_S)
+    starts_U = torch.searchsorted(run_S, every_U, out_int32=True)
+    return starts_U, torch.searchsorted(run_S, every_U, right=True, out_int32=True)
+
+
+def _cut(starts: Tensor, stops: Tensor, most: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Start, stop and origin of parts of at most so many rows, and how many parts have any."""
+    parts = (stops - starts + (most - 1)) // most
+    ends = parts.cumsum(dim=0, dtype=torch.int32)
+    every_G = _upto(rows // most + len(starts), starts)
+    origin_G = torch.searchsorted(ends, every_G, right=True, out_int32=True).clamp(max=len(starts) - 1)
+    start_G = starts[origin_G] + (every_G - (ends - parts)[origin_G]) * most
+    stop_G = stops[origin_G]
+    return torch.minimum(start_G, stop_G), torch.minimum(start_G + most, stop_G), origin_G, ends[-1:]
+
+
+def _upto(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=like.dtype, device=like.device)
+
+
+def woven_experts(
+    x_TD: Tensor,
+    chosen_Tk: Tensor,
+    weights_Tk: Tensor,
+    anchor: Tensor,
+    sites: Sequence[ExpertSite],
+    owners: Owners,
+    numbers_J: Tensor | None,
+    order: Order | None = None,
+) -> Tensor:
+    """Σ over a token's experts of down(weight · silu(gate) ⊙ up), every job's adapters included.
+
+    `sites` are gate and up, which are one, and down. `numbers_J`: which of the adapters in their tables an
+    owner has, −1 for none; None where nobody has one. The backward adds dA and dB to the jobs' own
+    accumulators. `anchor` is a scalar that requires a gradient and gets none: with it the backward is called
+    even where x needs no gradient.
+    """
+    if numbers_J is None:
+        numbers_J = torch.full((len(owners.jobs),), -1, dtype=torch.int32, device=x_TD.device)
+    slots = max((site.group.table.rank_PS.shape[1] for site in sites if site.group), default=0)
+    dealt = deal(chosen_Tk, owners, numbers_J, len(sites[0].weight_ENK), slots)
+    linears = [WovenLinear.of(site, dealt, order) for site in sites]
+    return _Experts.apply(x_TD, weights_Tk, anchor, dealt, *linears)
+
+
+@dataclass(frozen=True, slots=True)
+class WovenLinear:
+    """A linear of all experts in one pass."""
+
+    weight_ENK: Tensor
+    dealt: Dealt
+    order: Order
+    weave: Weave | None
+    """None where nobody has an adapter."""
+
+    @classmethod
+    def of(cls, site: ExpertSite, dealt: Dealt, order: Order | None = None) -> WovenLinear:
+        weight_ENK, group, rows = site.weight_ENK, site.group, dealt.rows
+        order = order or best_order(site)
+        if group is None:
+            return cls(weight_ENK, dealt, order, None)
+        chosen = tiling(rows, group, weight_ENK.shape[2], weight_ENK.dtype)
+        # No dropout: training or not, all is the same.
+        return cls(weight_ENK, dealt, order, Weave(group, rows, True, chosen, order))
+
+    def forward(self, x_SK: Tensor) -> tuple[Tensor, Tensor | None]:
+        """y, and the s that its backward needs."""
+        s_SR = None if self.weave is None else down(x_SK, self.weave)
+        if self.order.fuses:
+            return self._product(x_SK, s_SR, backward=False), s_SR
+        y_SN = grouped_product(x_SK, self.weight_ENK.transpose(1, 2), self.dealt.stops_E)
+        if self.weave is not None and s_SR is not None:
+            up(s_SR, y_SN, _whole(y_SN, self.weave), None, None, y_SN, self.weave)
+        return y_SN, s_SR
+
+    def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:
+        """ds; dB is added to the jobs' accumulators."""
+        return None if self.weave is None or s_SR is None else ds_db(dy_SN, s_SR, self.weave)[0]
+
+    def add_da(self, x_SK: Tensor, ds_SR: Tensor | None) -> None:
+        if self.weave is not None and ds_SR is not None:
+            da(x_SK, ds_SR, room_for_da(x_SK, self.weave), self.weave)
+
+    def dx(self, dy_SN: Tensor, ds_SR: Tensor | None) -> Tensor:
+        if self.order.fuses:
+            return self._product(dy_SN, ds_SR, backward=True)
+        dx_SK = grouped_product(dy_SN, self.weight_ENK, self.dealt.stops_E)
+        if self.weave is not None and ds_SR is not None:
+            add_dx(ds_SR, dx_SK, _whole(dx_SK, self.weave), dx_SK, self.weave)
+        return dx_SK
+
+    def _product(self, left: Tensor, s_SR: Tensor | None, backward: bool) -> Tensor:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from weftune.ops.triton import experts
+
+        (rows, inputs), outputs = left.shape, self.weight_ENK.shape[2 if backward else 1]
+        blocks = blocks_for(rows, ((0, outputs),), left.dtype, left.device)
+        right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
+        target, weave = left.new_empty(rows, outputs), self.weave
+        experts.expert_product[(blocks.programs,)](
+            TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
+            TensorDescriptor.from_tensor(self.weight_ENK.flatten(0, 1), right),
+            target,
+            s_SR,
+            self.dealt.rows.pieces_Q4,
+            self.dealt.blocks_G5,
+            self.dealt.used_1,
+            weave and weave.group.table.address_PS4,
+            weave and weave.group.table.rank_PS,
+            outputs,
+            inputs,
+            BACKWARD=backward,
+            S=weave.slots if weave else 1,
+            R=weave.ranks if weave else 1,
+            M=BLOCK,
+            C=blocks.columns,
+            D=blocks.inner,
+            GROUP=blocks.group,
+            ALIGNMENT=alignment(left, weave) if weave else 1,
+            PRECISION=precision(left),
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
+        return target
+
+
+def _whole(y_SN: Tensor, weave: Weave) -> RowSpan:
+    """All columns."""
+    return RowSpan(0, -(-y_SN.shape[1] // weave.tiling.up.columns), 0, y_SN.shape[1])
+
+
+def best_order(site: ExpertSite) -> Order:
+    """A product of our own where the device has it: it adds the adapters before it rounds."""
+    weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
+    aligned = site.weight_ENK.shape[1] % 8 == 0
+    return Order.fused if aligned and fuses(weight_NK, rank, weight_NK.device) else Order.wide
+
+
+def multiplies_at_once(site: ExpertSite) -> bool:
+    """Whether there is a kernel for all experts."""
+    return best_order(site).fuses or has_kernel(site.weight_ENK)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weights_Tk: Tensor,
+        anchor: Tensor,
+        dealt: Dealt,
+        gate_up: WovenLinear,
+        down: WovenLinear,
+    ) -> Tensor:
+        with torch.cuda.device_of(x_TD):
+            gate_up_SF, up_s_SR = gate_up.forward(dealt.sorted_tokens(x_TD))
+            weight_S = weights_Tk.flatten()[dealt.order_S]
+            y_SD, down_s_SR = down.forward(_gated(gate_up_SF, weight_S))
+            ctx.dealt, ctx.gate_up, ctx.down = dealt, gate_up, down
+            ctx.save_for_backward(x_TD, weight_S, gate_up_SF, up_s_SR, down_s_SR)
+            return _summed(y_SD, dealt.places_Tk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_S, gate_up_SF, up_s_SR, down_s_SR = ctx.saved_tensors
+        dealt, gate_up, down = ctx.dealt, ctx.gate_up, ctx.down
+        with torch.cuda.device_of(x_TD):
+            dy_SD = dealt.sorted_tokens(dy_TD)
+            ds_SR = down.ds(dy_SD, down_s_SR)
+            dact_SI = down.dx(dy_SD, ds_SR)
+            del dy_SD
+            act_SI, dgate_up_SF, dweight_S = _gated_backward(dact_SI, gate_up_SF, weight_S)
+            down.add_da(act_SI, ds_SR)
+            del act_SI, dact_SI
+            ds_SR = gate_up.ds(dgate_up_SF, up_s_SR)
+            if ds_SR is not None:
+                gate_up.add_da(dealt.sorted_tokens(x_TD), ds_SR)
+            if not ctx.needs_input_grad[0]:
+                return (None,) * 6
+            dx_SD = gate_up.dx(dgate_up_SF, ds_SR)
+            dx_TD = _summed(dx_SD, dealt.places_Tk)
+        return dx_TD, dweight_S[dealt.places_Tk], None, None, None, None
+
+
+def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
+    """weight · silu(gate) · up."""
+    from weftune.ops.triton import experts
+
+    rows, width = gate_up_SF.shape[0], gate_up_SF.shape[1] // 2
+    act_SI = gate_up_SF.new_empty(rows, width)
+    experts.gated_forward[(rows,)](gate_up_SF, weight_S, act_SI, WIDTH=width, BLOCK=COLUMNS, num_warps=4)
+    return act_SI
+
+
+def _gated_backward(dact_SI: Tensor, gate_up_SF: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The activation once more, and the gradients of gate and up and of the weights."""
+    from weftune.ops.triton import experts
+
+    rows, width = dact_SI.shape
+    act_SI, dgate_up_SF = torch.empty_like(dact_SI), torch.empty_like(gate_up_SF)
+    dweight_S = torch.empty_like(weight_S)
+    experts.gated_backward[(rows,)](
+        dact_SI,
+        gate_up_SF,
+        weight_S,
+        act_SI,
+        dgate_up_SF,
+        dweight_S,
+        WIDTH=width,
+        BLOCK=COLUMNS,
+        num_warps=4,
+    )
+    return act_SI, dgate_up_SF, dweight_S
+
+
+def _summed(y_SD: Tensor, places_Tk: Tensor) -> Tensor:
+    """Σ over a token's choices."""
+    from weftune.ops.triton import experts
+
+    (tokens, active), width = places_Tk.shape, y_SD.shape[1]
+    total_TD = y_SD.new_empty(tokens, width)
+    experts.summed_choices[(tokens * -(-width // COLUMNS),)](
+        y_SD, places_Tk, total_TD, WIDTH=width, ACTIVE=active, BLOCK=COLUMNS, num_warps=4
+    )
+    return total_TD

@@ -1,0 +1,148 @@
+"""Kernels of a mixture's experts: their frozen products with all adapters in the last touch, the gated
+activation weighted by the router, and the sum over a token's experts.
+
+Rows are choices (a token and one of its experts), sorted by expert and, at each of them, by job. A program of
+a product has rows of one expert. As in `product`, a job's part is added by selection where rows are its own.
+
+Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
+R ranks up to a power of two, S slots (a job at an expert), B columns of a program, all in one row.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weftune.ops.triton.product import added, halves, place
+from weftune.ops.triton.swiglu import shares_of
+
+
+@triton.jit
+def expert_product(
+    left,
+    right,
+    target,
+    s,
+    runs,
+    blocks,
+    used,
+    address,
+    rank,
+    N,
+    K,
+    BACKWARD: tl.constexpr,
+    S: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """target [rows, N] = left [rows, K] · every row's expert + the adapters' products.
+
+    Forward: right is W of all experts as [experts · N, K], the adapters add sB. Backward: right is W as
+    [experts · K, N], and the adapters add ds · A. Without s there are none.
+    """
+    H: tl.constexpr = C // 2
+    row_blocks = tl.load(used)
+    column_blocks = tl.cdiv(N, C)
+    tl.assume(K > 0)
+    for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=True):
+        row_block, column_block = place(tile, row_blocks, column_blocks, GROUP)
+        start = tl.load(blocks + row_block * 5)
+        expert = tl.load(blocks + row_block * 5 + 2)
+        sum_MC = tl.zeros((M, C), tl.float32)
+        for k in range(0, K, D):
+            left_MD = left.load([start, k])
+            if BACKWARD:
+                right_DC = right.load([expert * K + k, column_block * C])
+            else:
+                right_DC = right.load([expert * N + column_block * C, k]).T
+            sum_MC = tl.dot(left_MD, right_DC, sum_MC, input_precision=PRECISION)
+        row_M = start + tl.arange(0, M)
+        stop = tl.load(blocks + row_block * 5 + 1)
+        first = tl.load(blocks + row_block * 5 + 3)
+        end = tl.load(blocks + row_block * 5 + 4)
+        sums = halves(sum_MC)
+        # One after the other, so that the adapters' products find registers.
+        for half in tl.static_range(2):
+            n_H = column_block * C + half * H + tl.arange(0, H)
+            y_MH = sums[half]
+            if s is not None:
+                turn = first
+                # Not a for loop: that would be made one with the outer loop.
+                while turn < end:
+                    run = runs + turn * 4
+                    slot = tl.load(run + 2)
+                    if slot >= 0:
+                        mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
+                        added_MH = added(
+                            s, None, None, address, rank, None, None, slot, 0, row_M, n_H, 0, N, stop,
+                            0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
+                        )  # fmt: skip
+                        y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
+                    turn += 1
+            # The rows behind are another expert's, so no copy engine may write.
+            at_MH = row_M.to(tl.int64)[:, None] * N + n_H[None, :]
+            stored_MH = (row_M < stop)[:, None] & (n_H < N)[None, :]
+            tl.store(target + at_MH, y_MH.to(target.dtype.element_ty), mask=stored_MH)
+
+
+@triton.jit
+def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """act = weight · silu(gate) · up of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(weight + row).to(tl.float32)
+    for low in tl.static_range(0, WIDTH, BLOCK):
+        column_B = low + tl.arange(0, BLOCK)
+        inside_B = column_B < WIDTH
+        gate_at_B = gate_up + row * (2 * WIDTH) + column_B
+        gate_B = tl.load(gate_at_B, mask=inside_B, other=0.0).to(tl.float32)
+        up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
+        passes_B, _ = shares_of(gate_B)
+        act_B = scale * (gate_B * passes_B * up_B)
+        tl.store(act + row * WIDTH + column_B, act_B.to(act.dtype.element_ty), mask=inside_B)
+
+
+@triton.jit
+def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients of a row, and its activation once more."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(weight + row).to(tl.float32)
+    total_B = tl.full((BLOCK,), 0.0, tl.float32)
+    for low in tl.static_range(0, WIDTH, BLOCK):
+        column_B = low + tl.arange(0, BLOCK)
+        inside_B = column_B < WIDTH
+        gate_at_B = gate_up + row * (2 * WIDTH) + column_B
+        gate_B = tl.load(gate_at_B, mask=inside_B, other=0.0).to(tl.float32)
+        up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
+        dact_B = tl.load(dact + row * WIDTH + column_B, mask=inside_B, other=0.0).to(tl.float32)
+        passes_B, stays_B = shares_of(gate_B)
+        act_B = gate_B * passes_B * up_B
+        total_B += dact_B * act_B
+        dact_B *= scale
+        dgate_B = dact_B * up_B * passes_B * (1.0 + gate_B * stays_B)
+        dgate_at_B = dgate_up + row * (2 * WIDTH) + column_B
+        tl.store(act + row * WIDTH + column_B, (scale * act_B).to(act.dtype.element_ty), mask=inside_B)
+        tl.store(dgate_at_B, dgate_B.to(dgate_up.dtype.element_ty), mask=inside_B)
+        dup_B = dact_B * gate_B * passes_B
+        tl.store(dgate_at_B + WIDTH, dup_B.to(dgate_up.dtype.element_ty), mask=inside_B)
+    tl.store(dweight + row, tl.sum(total_B).to(dweight.dtype.element_ty))
+
+
+@triton.jit
+def summed_choices(y, places, total, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum over a token's experts of some columns, in the order of its choices."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column_B = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside_B = column_B < WIDTH
+    sum_B = tl.full((BLOCK,), 0.0, tl.float32)
+    for choice in tl.static_range(ACTIVE):
+        row = tl.load(places + token * ACTIVE + choice).to(tl.int64)
+        sum_B += tl.load(y + row * WIDTH + column_B, mask=inside_B, other=0.0).to(tl.float32)
+    tl.store(total + token * WIDTH + column_B, sum_B.to(total.dtype.element_ty), mask=inside_B)
