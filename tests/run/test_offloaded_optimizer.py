@@ -2,7 +2,8 @@
 device, no pass overtakes a Step, and checkpoints go from one layout to the other."""
 
 import math
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -18,12 +19,14 @@ from tests.run.travellers import Short
 from tests.run.workers.test_agreed import make_jobs, whole_base
 from weftune.ops.adamw import update
 from weftune.plan.cost import ring
+from weftune.plan.cost.ring import PIECES
 from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import Backward, Step
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor
 from weftune.run.events import Failed, OutOfMemory, Stepped
 from weftune.run.stream import adapter_steps, offloaded_optimizer
+from weftune.run.stream.buffers import PieceLanes
 from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.training import checkpoint
 from weftune.run.training.state import OpenBatch, new_training
@@ -165,6 +168,77 @@ def test_a_pass_waits_for_the_steps_of_its_own_jobs_and_starts_those_of_others(m
     assert [made for _, made in passes] == [0] * len(passes), "nobody's own step was due"
     assert behind == asked_for, "it is made beside the pass"
     assert make.made == 2
+
+
+class NotedStream:
+    """Notes what it is asked to wait for; everything happens at once."""
+
+    def __init__(self, name):
+        self.name, self.waited, self.made = name, [], 0
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+    def wait_stream(self, other):
+        self.waited.append(other.name)
+
+    def record_event(self):
+        return NotedEvent(self.name, self.made)
+
+
+@dataclass(frozen=True)
+class NotedEvent:
+    stream: str
+    made: int
+
+    def synchronize(self):
+        pass
+
+
+def test_on_a_gpu_a_pass_waits_for_steps_of_its_own_jobs_once_and_what_comes_waits_for_no_pass(monkeypatch):
+    """No GPU is here; tests/test_offloaded_gpu.py has real streams."""
+    pieces_of(monkeypatch, 512)
+    up, making, down, passes = map(NotedStream, ("up", "make", "down", "passes"))
+    current = [passes]
+
+    @contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    def noting(updates, factor_J=None):
+        assert current[-1] is making
+        making.made += len(updates)
+        return update(updates, factor_J)
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    executor = executor_of(make=noting)
+    adapters, jobs = executor.adapters, [one_job(executor.base), *make_jobs(executor.base)[1:2]]
+    take_aboard(executor, jobs)
+    adapters.ring.lanes = PieceLanes(up, making, down)
+    for training in executor.aboard.values():
+        training.gradient.fill_(1.0)
+        training.open = open_batch()
+    underway = adapters.step([Due(executor.aboard[name], 6) for name in "ab"])
+    assert making.waited == ["passes"], "updates follow the passes that made the gradients"
+    assert not adapters.use(0, [], returning=False)
+    assert adapters.use(0, ["a"], returning=False)
+    first = making.made
+    assert first == -(-executor.aboard["a"].layout.size // 512) > PIECES
+    assert passes.waited == [NotedEvent("make", first)]
+    adapters.ask_ahead(0, ["a"])
+    assert making.made > first
+    assert passes.waited == [NotedEvent("make", first)], "nobody waits for what was asked for behind the pass"
+    assert not adapters.use(0, ["a"], returning=True)
+    assert adapters.use(0, ["b"], returning=False)
+    assert passes.waited == [NotedEvent("make", first), NotedEvent("make", making.made)]
+    assert not adapters.use(0, ["a", "b"], returning=True)
+    # From the fourth piece on a buffer is filled when what was in it is back on the host.
+    assert {event.stream for event in up.waited} == {"down"}
+    assert len(up.waited) == down.waited.count("make") - PIECES
+    assert len(underway.outcomes()) == 2
 
 
 # -- jobs that come, fail and go -------------------------------------------------------------------------

@@ -330,7 +330,8 @@ def _divided(state: AdamState, device: torch.device) -> AdamState:
         master,
         exp_avg,
         exp_avg_sq,
-        gradient=state.gradient.to(device, copy=True),
+        # Nobody comes aboard in the middle of a batch.
+        gradient=torch.zeros_like(state.gradient, device=device),
         weights=state.weights.to(device, copy=True),
     )
 
