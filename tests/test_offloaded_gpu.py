@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not bench.STORIES.exists(), reason="stories15M is not here"),
 ]
 
+ONE = one_device()
 SMALL_PIECE = 16384
 """Dozens of them in a job, each of which lingers for a millisecond."""
 
@@ -45,13 +46,13 @@ def four(base):
     return [ready(base, f"job{i}", i) for i in range(4)]
 
 
-def windows(executor, jobs, ladder=False, rounds=range(0, 6, 2)):
+def windows(executor, jobs, ladder=False, rounds=range(0, 6, 2), layout=ONE):
     """The events of windows of two rounds, of jobs that have not failed."""
     events = []
     for step in rounds:
         failed = {event.job for event in events if isinstance(event, Failed)}
         courses = [job.course(step, 2, False) for job in jobs if job.name not in failed]
-        program = plan_window(courses, one_device(), CAPACITY, ladder=ladder)
+        program = plan_window(courses, layout, CAPACITY, ladder=ladder)
         events += aboard.events(executor, program, jobs)
     return events
 
@@ -65,10 +66,10 @@ def states(executor):
     }
 
 
-def trained(executor, jobs, ladder=False):
+def trained(executor, jobs, ladder=False, layout=ONE):
     for job in jobs:
         attach(executor, job)
-    windows(executor, jobs, ladder)
+    windows(executor, jobs, ladder, layout=layout)
     found = states(executor)
     executor.unweave()
     return found
@@ -119,6 +120,17 @@ def test_every_vector_has_the_bits_of_state_on_the_device_however_long_steps_lin
         if poisoned:
             poison(executor)
         assert_same(trained(executor, four(base)), want)
+
+
+def test_in_two_groups_no_pass_overtakes_a_step_either(base):
+    """By a run's own plan: the Steps of one group linger while the other passes."""
+    found, layout = [], one_device(base.shape.layers, optimizer_offloaded=True)
+    for make in (update, lingering):
+        executor = executor_of(base, graphs=False, make=make)
+        if make is lingering:
+            poison(executor)
+        found.append(trained(executor, four(base), layout=layout))
+    assert_same(found[1], found[0])
 
 
 def test_captured_passes_read_what_steps_have_written(base):

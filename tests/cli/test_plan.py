@@ -224,12 +224,14 @@ def test_where_host_memory_lets_more_jobs_aboard_the_plan_says_so(folder, weftun
 
 
 def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weftune):
-    file = jobs_file(folder, short="{rank: 64}, batch_size: 1", middle="{rank: 64}, batch_size: 1")
-    shown = weftune(file, "--cluster", "RTX4090")
+    lines = [f"  - {{name: job{at}, data: middle.jsonl, adapter: {{rank: 64}}}}" for at in range(5)]
+    (folder / "many.yaml").write_text("\n".join(["base: ./base", "jobs:", *lines, ""]))
+    shown = weftune("many.yaml", "--cluster", "RTX4090")
     assert shown.code == 0, shown.err
-    assert "1 job on 1xRTX4090" in shown.out
-    assert "middle waits: needs" in shown.out
-    assert "with 1 other jobs aboard" in shown.out
+    assert "3 jobs on 1xRTX4090" in shown.out
+    assert "job3 waits: needs" in shown.out
+    assert "with 3 other jobs aboard" in shown.out
+    assert "job4 waits: it waits behind job3, which comes first" in shown.out
 
 
 @pytest.mark.parametrize(

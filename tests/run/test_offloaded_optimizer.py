@@ -13,7 +13,7 @@ from tests.cases import slow_but
 from tests.interpreter import interpret
 from tests.run import aboard
 from tests.run.models import LAYERS
-from tests.run.test_stream_steps import MANY_PIECES, Noted, masters_of, one_job, plan, to_the_end
+from tests.run.test_stream_steps import MANY_PIECES, Noted, masters_of, one_job
 from tests.run.test_streamed import CAPACITY, evaluated_jobs, resident, run, take_aboard, told, windows
 from tests.run.travellers import Short
 from tests.run.workers.test_agreed import make_jobs, whole_base
@@ -58,11 +58,23 @@ def poison(executor, monkeypatch):
     monkeypatch.setattr(executor.adapters, "step", stepped)
 
 
+def plan(executor, jobs, rounds):
+    """The same wherever the optimizer is: with it in host memory, a window of its own would have two
+    groups."""
+    courses = [job.course(executor.aboard[job.name].progress.step, rounds, False) for job in jobs]
+    return plan_window(courses, one_device(LAYERS), CAPACITY)
+
+
+def to_the_end(executor, jobs, rounds=2):
+    while any(executor.aboard[job.name].progress.step < job.recipe.steps for job in jobs):
+        run(executor, plan(executor, jobs, rounds), jobs)
+
+
 def compare(executor, wanted):
     jobs = evaluated_jobs(executor.base)
     take_aboard(executor, jobs)
     assert isinstance(executor.adapters, OffloadedOptimizer)
-    events, masters = windows(executor, jobs, lambda courses: plan_window(courses, OFFLOADED, CAPACITY))
+    events, masters = windows(executor, jobs, lambda courses: plan_window(courses, one_device(), CAPACITY))
     assert len(events) > 8
     assert sorted(events, key=str) == sorted(wanted[0], key=str)
     for name, master in wanted[1].items():
@@ -142,7 +154,7 @@ def test_a_pass_waits_for_the_steps_of_its_own_jobs_and_starts_those_of_others(m
     executor = executor_of(make=make)
     jobs = [aboard.ready(executor.base, name, seed=seed, batch_size=2) for seed, name in enumerate("ab")]
     take_aboard(executor, jobs)
-    program = plan_window([job.course(0, 1, False) for job in jobs], OFFLOADED, capacity=24)
+    program = plan_window([job.course(0, 1, False) for job in jobs], one_device(), capacity=24)
     kinds = [type(action) for action in program.actions]
     assert kinds.index(Step) < len(kinds) - 1 - kinds[::-1].index(Backward)
     passes = []
@@ -168,6 +180,32 @@ def test_a_pass_waits_for_the_steps_of_its_own_jobs_and_starts_those_of_others(m
     assert [made for _, made in passes] == [0] * len(passes), "nobody's own step was due"
     assert behind == asked_for, "it is made beside the pass"
     assert make.made == 2
+
+
+def test_by_its_own_plan_steps_of_a_group_are_asked_for_while_the_other_passes(monkeypatch):
+    make, passes = Noted(), []
+    executor = executor_of(make=make)
+    jobs = make_jobs(executor.base)
+    take_aboard(executor, jobs)
+    courses = [job.course(0, 3, False) for job in jobs]
+    program = plan_window(courses, OFFLOADED, CAPACITY)
+    forward = executor.passes.forward
+
+    def noted(visit, rows, given_TD, keep):
+        passes.append((program.microbatches[visit.microbatch].jobs, set(executor.adapters._underway.left)))
+        return forward(visit, rows, given_TD, keep)
+
+    def first(visit, rows, given_TD, keep):
+        if executor.adapters._underway is None:
+            return forward(visit, rows, given_TD, keep)
+        return noted(visit, rows, given_TD, keep)
+
+    monkeypatch.setattr(executor.passes, "forward", first)
+    assert len(told(run(executor, program, jobs))) == 3 * len(jobs)
+    behind = [left for _, left in passes if left]
+    assert len(behind) == 2 * 3 - 1, "once for every group but the last"
+    assert all(left.isdisjoint(present) for present, left in passes)
+    assert make.made == 3 * len(jobs)
 
 
 class NotedStream:

@@ -89,9 +89,8 @@ class JobsAboard:
         return self._window(courses, capacity)
 
     def _window(self, courses: Sequence[Course], capacity: int) -> Program:
-        return plan_window(
-            courses, one_device(), capacity, self.executor.captures is not None, self.recompute
-        )
+        layout, ladder = self.executor.part.layout, self.executor.captures is not None
+        return plan_window(courses, layout, capacity, ladder, self.recompute)
 
     def run(self, program: Program) -> list[Passed]:
         """Execute the program; every pass over the base that it made."""

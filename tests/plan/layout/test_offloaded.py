@@ -15,8 +15,7 @@ from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
 from weftune.plan.layout.choose import Machine, choose
-from weftune.plan.layout.need import WholeRound
-from weftune.plan.layout.offloaded import OffloadedRound, is_worth, offloading, turns
+from weftune.plan.layout.offloaded import GroupRound, OffloadedRound, is_worth, offloading, turns
 from weftune.plan.layout.one_device import gpu_place
 from weftune.plan.program.layout import one_device
 
@@ -104,15 +103,17 @@ def test_beside_a_base_that_is_loaded_already_a_job_may_fit_only_so():
     assert choose(SHAPE, large, replace(machine, host_budget=0)).aboard == ()
 
 
-def test_steps_are_hidden_behind_passes_of_other_microbatches_as_far_as_those_are_long():
-    def round_of(passes, moved, microbatches):
-        return OffloadedRound(WholeRound(passes, 8192, microbatches), moved)
+def test_steps_are_hidden_behind_passes_of_the_other_group_as_far_as_those_are_long():
+    def seconds(first, second):
+        return OffloadedRound(GroupRound(*first), GroupRound(*second)).seconds
 
-    assert round_of(2.0, 3.0, 1).seconds == 5.0
     bare = 1 / TRAVEL_ROUNDS
-    assert round_of(8.0, 4.0, 4).seconds == pytest.approx(8.0 + bare)
-    assert round_of(8.0, 16.0, 4).seconds == pytest.approx(16.0 + 4 * bare)
-    assert round_of(2.0, 2.0, 2).unhidden == pytest.approx(bare)
+    assert seconds((2.0, 3.0), ()) == 5.0
+    assert seconds((4.0, 2.0), (4.0, 2.0)) == pytest.approx(8.0 + 2 * bare)
+    assert seconds((4.0, 8.0), (4.0, 8.0)) == pytest.approx(16.0 + 8 * bare)
+    assert seconds((6.0, 3.0), (2.0, 1.0)) == pytest.approx(9.0 + bare)
+    uneven = OffloadedRound(GroupRound(6.0, 3.0), GroupRound(2.0, 1.0))
+    assert uneven.unhidden == pytest.approx(1.0 + bare)
 
 
 def test_what_a_window_takes_knows_of_unhidden_steps():

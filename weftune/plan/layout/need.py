@@ -270,16 +270,15 @@ class StreamCase:
     def layer_seconds(self) -> float:
         """The forward of a round through one layer."""
         arithmetic = layer_flops(self.shape) * self.round_tokens / self.device.flops
-        return max(arithmetic + self.passes * self.device.launch, self.passes * self.device.asking)
+        return max(arithmetic + self._passes * self.device.launch, self._passes * self.device.asking)
 
     @cached_property
     def head_seconds(self) -> float:
         matrix = self.shape.hidden * self.shape.vocabulary
-        return 2 * matrix * self.round_tokens / self.device.flops + self.passes * self.device.launch
+        return 2 * matrix * self.round_tokens / self.device.flops + self._passes * self.device.launch
 
     @cached_property
-    def passes(self) -> int:
-        """Microbatches of a round."""
+    def _passes(self) -> int:
         return math.ceil(self.round_tokens / self.capacity)
 
     def rounds(self, sizes: Sequence[int]) -> list[StageRound]:
@@ -304,9 +303,9 @@ class StreamCase:
     def _round_seconds(self, draft: Draft, bandwidth: float) -> float:
         """Of a round over several workers, whose links bring so many bytes per second."""
         # As if it went by way of the host: between GPUs it is never slower.
-        hop = self.input_bytes / self.passes / self.device.bandwidth
+        hop = self.input_bytes / self._passes / self.device.bandwidth
         cut = draft.cut(travels=False)
-        return round_seconds(self.rounds(draft.sizes), cut, self.passes, Hops(hop, bandwidth))
+        return round_seconds(self.rounds(draft.sizes), cut, self._passes, Hops(hop, bandwidth))
 
     def arithmetic_seconds(self, sizes: Sequence[int]) -> float:
         """Of a round in such stages, were everything there."""
@@ -365,29 +364,20 @@ class StreamCase:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class WholeRound:
-    """A round of these jobs with all of the base on the device."""
-
-    seconds: float
-    tokens: int
-    microbatches: int
-
-
-def whole_round(
+def whole_seconds(
     shape: ModelShape,
     jobs: Sequence[JobShape],
     device: StreamDevice,
     round_tokens: int,
     capacity: int,
     recompute: Recompute,
-) -> WholeRound:
+) -> float:
+    """A round of these jobs with all of the base on the device."""
     # Passes over a base that stays are captured.
     captured = replace(device, asking=0.0)
     case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, travels=False)
     passed = (1.0 + device.backward) * shape.layers + recompute.layers
-    seconds = passed * case.layer_seconds + 2 * case.head_seconds
-    return WholeRound(seconds, round_tokens, case.passes)
+    return passed * case.layer_seconds + 2 * case.head_seconds
 
 
 def leaving_room(case: StreamCase, waiting: Iterable[JobShape]) -> StreamCase:

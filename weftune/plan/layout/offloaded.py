@@ -1,8 +1,8 @@
 """What a round takes where master weights and moments are in host memory, and whether it is worth it.
 
-A job's next pass waits for its Step, so what hides one are passes of microbatches without that job. Where a
-round is a single microbatch nothing does, and a step of many adapters on few tokens would take several times
-as long: then jobs had better wait for their turn.
+Jobs pass in two groups that take turns, and the Steps of one come over the link while the other passes. So
+Steps are hidden as far as passes are long: those of many adapters on few tokens would take several times as
+long as their passes, and then jobs had better wait for their turn.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryModel, longest
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, optimizer_bytes
-from weftune.plan.layout.need import StreamDevice, WholeRound, whole_round
+from weftune.plan.layout.need import StreamDevice, whole_seconds
 from weftune.plan.layout.one_device import in_order, most_that_fit
+from weftune.plan.window.rounds import even_groups
 
 SLOWER = 0.05
 """By so much a step of all jobs may take longer for more of them to be aboard: times are estimates."""
@@ -26,43 +27,60 @@ def offloading(memory: MemoryModel, host_budget: int) -> MemoryModel:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRound:
+    """A group of jobs in a round, in seconds."""
+
+    passes: float = 0.0
+    moved: float = 0.0
+    """Of the link, either way at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadedRound:
     """A round whose Steps come from host memory."""
 
-    passes: WholeRound
-    moved: float
-    """Seconds of the link, either way at the same time."""
+    first: GroupRound
+    second: GroupRound
+    """Nothing where there is one job only: then no pass hides its Step."""
 
     @property
     def seconds(self) -> float:
-        count, both = self.passes.microbatches, self.passes.seconds + self.moved
-        if count == 1:
-            return both
-        # Behind a window's last microbatch there is no other pass.
-        bare = self.moved / count / TRAVEL_ROUNDS
-        return max(self.passes.seconds, self.moved, both / count) + bare
+        # Behind a window's last group nobody passes.
+        bare = self.second.moved / TRAVEL_ROUNDS
+        first, second = self.first, self.second
+        return max(first.passes, second.moved) + max(second.passes, first.moved) + bare
 
     @property
     def unhidden(self) -> float:
         """Seconds in which the device waits for Steps."""
-        return self.seconds - self.passes.seconds
-
-
-def resident_round(
-    memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int
-) -> WholeRound:
-    """A round's passes, in microbatches of at most `most` tokens, as many as memory allows."""
-    tokens = max(sum(job.batch_tokens for job in jobs), longest(jobs))
-    recompute = memory.recompute(jobs, most)
-    return whole_round(memory.shape, jobs, device, tokens, memory.capacity(jobs, most, recompute), recompute)
+        return self.seconds - self.first.passes - self.second.passes
 
 
 def offloaded_round(
     memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int
 ) -> OffloadedRound:
+    recompute = memory.recompute(jobs, most)
+    capacity = memory.capacity(jobs, most, recompute)
     bandwidth = device.both_ways or device.bandwidth
-    moved = sum(job.trainable for job in jobs) * optimizer_bytes(memory.shape.bytes_per_value) / bandwidth
-    return OffloadedRound(resident_round(memory, jobs, device, most), moved)
+    each = optimizer_bytes(memory.shape.bytes_per_value) / bandwidth
+    found = [GroupRound(), GroupRound()]
+    groups = even_groups({job.name: job.batch_tokens for job in jobs}, memory.layout.job_groups)
+    for number, names in enumerate(groups):
+        group = [job for job in jobs if job.name in names]
+        passes = whole_seconds(memory.shape, group, device, _tokens(group), capacity, recompute)
+        found[number] = GroupRound(passes, each * sum(job.trainable for job in group))
+    return OffloadedRound(*found)
+
+
+def resident_seconds(memory: MemoryModel, jobs: Sequence[JobShape], device: StreamDevice, most: int) -> float:
+    """A round's passes, in microbatches of at most `most` tokens, as many as memory allows."""
+    recompute = memory.recompute(jobs, most)
+    capacity = memory.capacity(jobs, most, recompute)
+    return whole_seconds(memory.shape, jobs, device, _tokens(jobs), capacity, recompute)
+
+
+def _tokens(jobs: Sequence[JobShape]) -> int:
+    return max(sum(job.batch_tokens for job in jobs), longest(jobs))
 
 
 def is_worth(
@@ -71,7 +89,7 @@ def is_worth(
     """Whether all of these jobs, each of which fits alone either way, take about as long for a step as if
     more of them waited for their turn."""
     together = sum(offloaded_round(offloaded, turn, device, most).seconds for turn in turns(jobs, offloaded))
-    waiting = sum(resident_round(resident, turn, device, most).seconds for turn in turns(jobs, resident))
+    waiting = sum(resident_seconds(resident, turn, device, most) for turn in turns(jobs, resident))
     return together <= (1 + SLOWER) * waiting
 
 

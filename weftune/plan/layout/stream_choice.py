@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.memory import MemoryModel, gib, longest
-from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room, whole_round
+from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room, whole_seconds
 from weftune.plan.layout.refuse import fits_devices, refuse_jobs, why_not, why_not_on_workers
 from weftune.plan.layout.search import Found, fits_any, search
 from weftune.plan.program.layout import Layout, one_device
@@ -170,7 +170,7 @@ def _whole(
     recompute = memory.recompute(jobs, most)
     capacity = memory.capacity(jobs, most, recompute)
     need = memory.peak_bytes(jobs, capacity, recompute)
-    seconds = whole_round(shape, jobs, device, round_tokens, capacity, recompute).seconds
+    seconds = whole_seconds(shape, jobs, device, round_tokens, capacity, recompute)
     why = (
         f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
         f"has {gib(device.budget)} for a run"

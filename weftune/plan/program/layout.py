@@ -104,6 +104,12 @@ class Layout:
         return self.stages[-1].stop
 
     @property
+    def job_groups(self) -> int:
+        """Groups of jobs that take turns in a round: Steps from host memory are hidden behind passes of
+        others."""
+        return 2 if self.optimizer_offloaded else 1
+
+    @property
     def offloads(self) -> bool:
         """Whether what stages are given waits in host memory for the way back."""
         return self.offloaded_rows > 0
