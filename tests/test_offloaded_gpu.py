@@ -8,11 +8,15 @@ import torch
 
 from tests import bench
 from tests.cases import some_of
+from tests.outputs import assert_whole, status
 from tests.run import aboard
 from tests.test_gpu import ready
 from tests.test_stream_gpu import CAPACITY, SPEC, attach, even
+from weftune import JobSpec, Options
 from weftune.base.load import load_base
+from weftune.core.shapes import JobShape
 from weftune.ops.adamw import update
+from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.cost.ring import PIECE
 from weftune.plan.program.layout import one_device
 from weftune.plan.window.window import plan_window
@@ -207,3 +211,28 @@ def test_a_checkpoint_taken_among_windows_goes_on_in_the_other_layout(base, want
     windows(other, jobs, rounds=[4])
     assert_same(states(other), want)
     other.unweave()
+
+
+def test_a_run_whose_jobs_would_wait_takes_more_of_them_aboard_and_says_so(base, tmp_path):
+    """Chosen by the run itself, with this GPU's link as measured."""
+    rows = bench.rows(bench.samples(64, seed=1, shortest=60, longest=64))
+    jobs = [
+        JobSpec(name=f"job{at}", data=rows, steps=4, batch_size=64, seed=at, adapter={"rank": 64})
+        for at in range(24)
+    ]
+    budget = budget_for(base, jobs, count=12)
+    trainer = bench.trainer(base, tmp_path / "out", jobs, options=Options(memory=budget))
+    results = trainer.run()
+    assert {result.state for result in results.values()} == {"succeeded"}
+    assert max(len(program.jobs) for program in trainer.programs) > 12
+    (note,) = [note for note in status(tmp_path / "out")["notes"] if "moments" in note]
+    assert "master weights and moments of adapters live in host memory" in note
+    assert_whole(tmp_path / "out")
+
+
+def budget_for(base, jobs, count):
+    """Room for so many jobs with all of their state on the device, and half a job more."""
+    trainable = sum(64 * (site.in_features + site.out_features) for site in base.shape.sites)
+    shapes = [JobShape(job.name, 0, at, trainable, longest=64) for at, job in enumerate(jobs)]
+    memory = MemoryModel(base.shape, 0, fused=True)
+    return memory.least_bytes(shapes[:count]) + memory.state_bytes(shapes[:1]) // 2
