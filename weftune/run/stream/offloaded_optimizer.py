@@ -74,11 +74,12 @@ class OffloadedOptimizer:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        master = training.master
+        dtype = training.master.dtype
 
         def new() -> AdamState:
-            here = [torch.empty(wanted, dtype=master.dtype, device=self.device) for _ in range(3)]
-            return AdamState(here[0], here[1], here[2], gradient=master[:0], weights=master[:0])
+            here = [torch.empty(wanted, dtype=dtype, device=self.device) for _ in range(3)]
+            none = here[0][:0]
+            return AdamState(here[0], here[1], here[2], gradient=none, weights=none)
 
         self.ring.refill(new)
 
