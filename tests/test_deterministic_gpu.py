@@ -52,11 +52,10 @@ def job(number):
     return JobSpec(name=f"job{number}", data=rows, adapter={"rank": 4 * number + 4, "dropout": 0.1}, **keys)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_two_runs_give_the_same_losses_and_adapters(tmp_path, dtype):
+def test_two_runs_give_the_same_losses_and_adapters(tmp_path):
     for name in ("one", "other"):
         trainer = Trainer(
-            {"model": str(bench.STORIES), "dtype": dtype},
+            {"model": str(bench.STORIES), "dtype": "bfloat16"},
             output=tmp_path / name,
             options=Options(device="cuda", deterministic=True),
         )
@@ -78,11 +77,11 @@ def test_captured_where_that_pays_passes_give_the_very_bits_of_plain_ones():
     rows = [bench.rows(bench.samples(16, seed=seed, shortest=40, longest=250)) for seed in range(3)]
     adapter = {"rank": 8, "dropout": 0.1}
     jobs = [
-        aboard.ready(base, f"job{i}", steps=12, seed=i, adapter=adapter, data=made)
+        aboard.ready(base, f"job{i}", steps=6, seed=i, adapter=adapter, data=made)
         for i, made in enumerate(rows)
     ]
     with deterministic_kernels():
-        plain, _, _ = trained(base, jobs, rounds=12, capacity=2048, graphs=False)
-        captured, _, captures = trained(base, jobs, rounds=12, capacity=2048)
+        plain, _, _ = trained(base, jobs, rounds=6, capacity=2048, graphs=False)
+        captured, _, captures = trained(base, jobs, rounds=6, capacity=2048)
     assert captures > 0
     assert all(torch.equal(captured[name], plain[name]) for name in plain)

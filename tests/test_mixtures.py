@@ -237,6 +237,18 @@ def sent_to(chosen_Tk, router, _, decision):
     return logits_TE, (weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)).to(logits_TE.dtype), chosen_Tk
 
 
+def test_a_row_meets_the_adapters_of_its_own_experts_only():
+    """What passes are predicted by; steps update all of it."""
+    sites, kind = bench.base("qwen3_moe").shape.sites, kind_named("lora")
+    attention = kind.layout(LoraSpec(rank=2), sites)
+    both = kind.layout(LoraSpec(rank=2, target_parameters=EXPERTS), sites)
+    assert attention.met == attention.size
+    assert 2 * (both.met - attention.met) == both.size - attention.size, "three of six experts"
+    spec = LoraSpec(rank=2, target_parameters=EXPERTS)
+    adapted = [site for site in sites if spec.adapts(site)]
+    assert sum(site.resting(spec.parameters_at(site)) for site in adapted) == both.size - both.met
+
+
 # -- files -----------------------------------------------------------------------------------------------
 
 

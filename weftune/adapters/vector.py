@@ -24,10 +24,16 @@ class ParameterShape:
     shape: tuple[int, ...]
     rate: float = field(default=1.0, compare=False)
     """Multiplies the job's learning rate for this parameter. The vector's layout does not depend on it."""
+    active: int | None = field(default=None, compare=False)
+    """Of the matrices of experts along the first dimension, those that a token meets."""
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def met(self) -> int:
+        return self.size if self.active is None else self.active * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,11 @@ class VectorLayout:
     @cached_property
     def size(self) -> int:
         return sum(parameter.size for parameter in self.parameters)
+
+    @cached_property
+    def met(self) -> int:
+        """Parameters that a token is multiplied by: all but those at experts that it is not sent to."""
+        return sum(parameter.met for parameter in self.parameters)
 
     @cached_property
     def rates(self) -> tuple[RateRun, ...]:

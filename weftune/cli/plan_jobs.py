@@ -87,6 +87,7 @@ def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, m
             longest=longest_sample(planned.data),
             batch_tokens=train.largest_batch(job.batch_size),
             by_layer=layer_sums(((site.name, adapter.parameters_at(site)) for site in sites), shape.layers),
+            resting=sum(site.resting(adapter.parameters_at(site)) for site in sites),
         ),
         ranks={site.name: adapter.rank_at(site.name) for site in sites},
         batches=tuple(tuple(train.lengths[planned.order.batch(step)].tolist()) for step in rounds),

@@ -40,6 +40,10 @@ class SiteShape:
     def weights(self) -> int:
         return max(1, self.experts) * self.in_features * self.out_features
 
+    def resting(self, parameters: int) -> int:
+        """Of so many that all matrices have together, those of matrices that a token does not pass."""
+        return parameters * (self.experts - self.active) // self.experts if self.experts else 0
+
     @property
     def active_weights(self) -> int:
         """Those that a token is multiplied by."""
@@ -140,6 +144,13 @@ class JobShape:
     """Tokens in its largest global batch, at most."""
     by_layer: tuple[int, ...] = ()
     """Adapter parameters in each layer of the base; empty: as many in every one."""
+    resting: int = 0
+    """Adapter parameters that a token does not meet: those at experts that it is not sent to."""
+
+    @property
+    def met(self) -> int:
+        """Adapter parameters that a token is multiplied by."""
+        return self.trainable - self.resting
 
     def trainable_in(self, held: LayerRange) -> int:
         """Adapter parameters in a stage; those outside the layers count for every stage."""

@@ -92,7 +92,7 @@ class Alone:
         """Report passes whose end the device has reached."""
         for timed in passes:
             time = PassTime(
-                work=work_of(timed.plan, self._roster.sizes(timed.plan.jobs)),
+                work=work_of(timed.plan, self._roster.met(timed.plan.jobs)),
                 forward=sum(span.seconds() for span in timed.forward),
                 backward=sum(span.seconds() for span in timed.backward),
                 training=timed.training,

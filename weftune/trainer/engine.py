@@ -14,7 +14,7 @@ from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
-from weftune.plan.cost.time import CostModel, Sizes
+from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.layout.choose import Choice, choose
 from weftune.plan.program.program import Program
 from weftune.plan.window.window import Pacing
@@ -40,8 +40,8 @@ class Engine:
     """Observers of windows that add notes at the end of the run."""
     pacing: Callable[[], Pacing | None] = lambda: None
     """Measured speeds of a pipeline's stages."""
-    price: Callable[[Sizes], Price | None] = lambda sizes: None
-    """By job sizes: predicts windows in place of the learned time model, where several workers share one."""
+    price: Callable[[JobShapes], Price | None] = lambda shapes: None
+    """By who is aboard: predicts windows where several workers share one, in the learned model's place."""
     other_peaks: Callable[[], Sequence[int]] = tuple
     """Peaks of bytes in use on other workers."""
     deterministic: bool = False
@@ -104,12 +104,12 @@ def _of_workers(setup: Setup, staff: Staff, choice: Choice) -> Engine:
     )
 
 
-def _price(driver: Driver, choice: Choice, sizes: Sizes) -> Price:
+def _price(driver: Driver, choice: Choice, shapes: JobShapes) -> Price:
     """A prediction from the stages' measured passes; before there are any, from the profile."""
 
     def price(program: Program) -> float | None:
         if driver.paces.measured:
             return driver.paces.predicted_seconds(program)
-        return choice.seconds_of(program, sizes)
+        return choice.seconds_of(program, shapes)
 
     return price

@@ -94,6 +94,7 @@ def make_ready(
             longest=longest_sample(data),
             batch_tokens=data.train.largest_batch(spec.batch_size),
             by_layer=layer_sums(((one.site, one.size) for one in layout.parameters), shape.layers),
+            resting=layout.size - layout.met,
         ),
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,

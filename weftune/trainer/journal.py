@@ -14,7 +14,7 @@ from weftune.jobs.store.folder import LEARNED, PROMISE
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
 from weftune.plan.cost.learned import Outcome, Promise
-from weftune.plan.cost.time import CostModel, Sizes
+from weftune.plan.cost.time import CostModel, JobShapes
 from weftune.plan.program.program import Program
 from weftune.report.terminal import JobRow
 from weftune.run.events import Evaluated, Stepped
@@ -39,11 +39,11 @@ class Window:
     outcome: Outcome
     cost: CostModel
     """The time model, fitted with this window's passes."""
-    sizes: Sizes
+    shapes: JobShapes
 
     def saved_seconds(self) -> float:
         """How much longer its jobs would have taken one after another, by the time model."""
-        alone = self.cost.alone_seconds(self.program.batches, self.program.capacity, self.sizes)
+        alone = self.cost.alone_seconds(self.program.batches, self.program.capacity, self.shapes)
         trained = sum(one.seconds for one in self.outcome.passes if one.training)
         return 0.0 if alone is None else alone - trained
 

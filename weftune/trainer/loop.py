@@ -21,9 +21,9 @@ from weftune.jobs.courses import save_interval
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store
-from weftune.plan.cost.learned import JobShapes, Learned, Outcome, Promise, sizes_of
+from weftune.plan.cost.learned import Learned, Outcome, Promise
 from weftune.plan.cost.memory import longest
-from weftune.plan.cost.time import PassTime, StateTime
+from weftune.plan.cost.time import JobShapes, PassTime, StateTime
 from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import MicrobatchPlan, Program
 from weftune.plan.program.recompute import Recompute
@@ -322,7 +322,7 @@ class Loop:
         return Planned(program, courses, rounds_within(courses, room.pace))
 
     def _promise(self, program: Program, aboard: JobShapes) -> Promise:
-        return self.learned.promise(program, aboard, self.engine.price(sizes_of(aboard)))
+        return self.learned.promise(program, aboard, self.engine.price(aboard))
 
     def _peak_bytes(self) -> int:
         return max([peak_bytes(self.base.device), *self.engine.other_peaks()])
@@ -394,7 +394,7 @@ class Loop:
                 promise=promise,
                 outcome=outcome,
                 cost=self.learned.cost,
-                sizes=sizes_of(aboard),
+                shapes=aboard,
             )
         )
 

@@ -38,6 +38,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     order: Order = Order.wide
     sick: int | None = None
+    grown: float = 1.0
+    """Multiplies every B."""
 
     @property
     def tokens(self):
@@ -90,7 +92,7 @@ def values(case, device):
     for site, (inputs, outputs) in enumerate(case.widths):
         for number, job in enumerate(case.jobs):
             if rank := job.ranks[site]:
-                pair = [drawn(case.experts, rank, inputs), drawn(case.experts, rank, outputs)]
+                pair = [drawn(case.experts, rank, inputs), drawn(case.experts, rank, outputs) * case.grown]
                 made.factors[site, number] = flat(pair, case.dtype)
     if case.sick is not None:
         made.x_TD[case.rows_of(case.sick)] = torch.nan
@@ -142,9 +144,8 @@ def got(case, device, wants_dx=True, times=1):
         group = Group(((0, outputs),), table, rank, drops=False)
         sites.append(ExpertSite(weight, group if any(job.ranks[at] for job in case.jobs) else None))
     owners = Owners(case.owner_T.to(device), (None, *map(str, range(len(case.jobs)))))
-    numbers_J = torch.tensor(
-        [-1, *(room - 1 - number for number in range(len(case.jobs)))], dtype=torch.int32
-    )
+    numbers = [-1, *(room - 1 - number for number in range(len(case.jobs)))]
+    numbers_J = torch.tensor(numbers, dtype=torch.int32, device=device)
     anchor = torch.zeros((), device=device, requires_grad=True)
     for _ in range(times):
         x_TD, weights_Tk = (t.clone().requires_grad_(wants_dx) for t in (made.x_TD, made.weights_Tk))
@@ -188,6 +189,19 @@ def test_they_are_as_near_to_float64_as_plain_autograd_is_in_bfloat16(order):
     device = torch.device("cuda")
     jobs = tuple(Job(tokens, (4, 4), 1.0) for tokens in (200, 64, 3, 130))
     assert_earned(Case(jobs, 9, 4, 256, 128, torch.bfloat16, order), device)
+
+
+@pytest.mark.gpu
+def test_what_a_young_adapter_adds_is_not_rounded_away():
+    """It is a fraction of the last digit: all traces of it are in how sums have been rounded."""
+    device = torch.device("cuda")
+    young = Case((Job(400, (4, 4), 1.0),), 9, 4, 256, 128, torch.bfloat16, Order.fused, grown=1 / 500)
+    none = replace(young, grown=0.0)
+    added = wanted(young, device, torch.float64)["y"] - wanted(none, device, torch.float64)["y"]
+    y_TD = got(none, device)["y"].double()
+    assert 0.0 < added.abs().mean() < y_TD.abs().mean() / 256
+    seen = got(young, device)["y"].double() - y_TD
+    assert (seen * added).sum() / (added**2).sum() == pytest.approx(1.0, abs=0.2)
 
 
 @pytest.mark.parametrize("order", [Order.wide, Order.fused])

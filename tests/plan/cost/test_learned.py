@@ -48,7 +48,7 @@ def test_the_first_window_has_a_time_only_with_a_profile() -> None:
     assert learned().promise(program(30, 50), SHAPES).seconds is None
     known = Learned(known=TRUTH, memory=memory())
     assert known.promise(program(30, 50), SHAPES).seconds == pytest.approx(
-        TRUTH.program_seconds(program(30, 50), {"a": 10**6})
+        TRUTH.program_seconds(program(30, 50), SHAPES)
     )
 
 
@@ -56,11 +56,11 @@ def test_the_first_pass_of_a_process_is_part_of_the_first_window_alone() -> None
     one = program(30, 50)
     run = Learned(known=TRUTH, memory=memory(), first_seconds=2.0)
     first = run.promise(one, SHAPES).seconds
-    assert first == pytest.approx(TRUTH.program_seconds(one, {"a": 10**6}) + 2.0)
+    assert first == pytest.approx(TRUTH.program_seconds(one, SHAPES) + 2.0)
     run.learn(one, SHAPES, outcome(one))
     second = run.promise(one, SHAPES).seconds
     assert second is not None
-    assert second < 1.0 + TRUTH.program_seconds(one, {"a": 10**6})
+    assert second < 1.0 + TRUTH.program_seconds(one, SHAPES)
 
 
 def test_a_pipelines_window_needs_what_its_workers_hold_at_a_time() -> None:

@@ -12,7 +12,8 @@ from weftune.plan.layout.need import StreamCase
 from weftune.plan.program.layout import Layout
 
 LAYERS = 5
-DRAFTS = st.sampled_from(list(every_draft(LAYERS)))
+# A base that stays as one stage keeps no input to recompute from: nobody cuts it so.
+DRAFTS = st.sampled_from([draft for draft in every_draft(LAYERS) if draft.resident != (True,)])
 JOB_SETS = st.lists(
     st.builds(
         JobShape,

@@ -7,7 +7,7 @@ import pytest
 from tests.plan.costs import SHAPE
 from tests.plan.profiles import profile
 from tests.plan.program.test_check import course
-from weftune.core.shapes import LayerRange
+from weftune.core.shapes import JobShape, LayerRange
 from weftune.plan.cost.profile_cost import cost_of, directions, step_rate
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.program.layout import Layout, StageLayers, in_stages, one_device
@@ -15,7 +15,7 @@ from weftune.plan.window.pipeline import LoadPace, guessed_pace
 from weftune.plan.window.window import Pacing, plan_window
 
 COURSES = [course("a", [[40, 60], [30]], evaluation=[20]), course("b", [[50]])]
-SIZES = {"a": 10**6, "b": 10**5}
+SHAPES = {name: JobShape(name, 0, 0, size, 64) for name, size in (("a", 10**6), ("b", 10**5))}
 KNOWN = directions(profile(), SHAPE)
 TIMES = StageTimes(SHAPE.layers, KNOWN, step_rate(profile()))
 HALF = SHAPE.layers // 2
@@ -23,7 +23,7 @@ HALVES = [LayerRange(0, HALF, SHAPE.layers), LayerRange(HALF, SHAPE.layers, SHAP
 
 
 def seconds(program, layout, loads=None):
-    return TIMES.timeline(program, layout, SIZES, loads).makespan
+    return TIMES.timeline(program, layout, SHAPES, loads).makespan
 
 
 def test_on_one_device_the_simulation_is_the_sum_of_the_cost_model():
@@ -31,7 +31,7 @@ def test_on_one_device_the_simulation_is_the_sum_of_the_cost_model():
     program = plan_window(COURSES, layout, 100)
     # A Step takes the mean over jobs there, and its own here.
     assert seconds(program, layout) == pytest.approx(
-        cost_of(profile(), SHAPE).program_seconds(program, SIZES), rel=0.02
+        cost_of(profile(), SHAPE).program_seconds(program, SHAPES), rel=0.02
     )
 
 
@@ -50,6 +50,6 @@ def test_stages_that_take_turns_recompute_all_but_the_last_and_wait_for_their_lo
     program = plan_window([course("b", [[50]])], turns, 100)
     known = taking_turns(cost_of(profile(), SHAPE), KNOWN, turns, SHAPE.layers)
     plain = seconds(program, turns)
-    assert plain == pytest.approx(known.program_seconds(program, SIZES), rel=0.02)
+    assert plain == pytest.approx(known.program_seconds(program, SHAPES), rel=0.02)
     slow = LoadPace((10**6, 10**6), bandwidth=10**7)
     assert seconds(program, turns, slow) > plain + 0.05

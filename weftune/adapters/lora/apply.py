@@ -188,8 +188,9 @@ class Lora:
         for site in sites:
             if spec.adapts(site):
                 ranks = (*((site.experts,) if site.experts else ()), spec.rank_at(site.name))
-                shapes.append(ParameterShape(site.name, A, (*ranks, site.in_features)))
-                shapes.append(ParameterShape(site.name, B, (*ranks, site.out_features)))
+                active = site.active if site.experts else None
+                for name, width in ((A, site.in_features), (B, site.out_features)):
+                    shapes.append(ParameterShape(site.name, name, (*ranks, width), active=active))
         return VectorLayout(tuple(shapes))
 
     def adapts(self, spec: LoraSpec, site: str) -> bool:

@@ -15,7 +15,7 @@ from weftune.core.shapes import JobShape
 from weftune.plan.cost.memory import MemoryFit, MemoryModel
 from weftune.plan.cost.memory_fit import Peak, fit_memory, safer, window_need
 from weftune.plan.cost.refit import Times, WindowTime, refit
-from weftune.plan.cost.time import CostModel, PassTime, Sizes, StateTime
+from weftune.plan.cost.time import CostModel, JobShapes, PassTime, StateTime
 from weftune.plan.program.program import Program
 
 _FIT = {"state": float, "activations": float, "slack": float, "head": float, "error": int}
@@ -24,9 +24,6 @@ EVALUATION_PART = 1 / 3
 """What a row that is evaluated takes of one that is trained: a forward, and no backward of twice that."""
 RECENT = 20
 """Windows whose pace is remembered."""
-
-JobShapes = Mapping[str, JobShape]
-"""Everybody aboard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class Learned:
         content = _content(program)
         changed, self._before = content != self._before, content
         need = window_need(self.fitted, list(shapes.values()), program)
-        seconds = price(program) if price else self.cost.program_seconds(program, sizes_of(shapes))
+        seconds = price(program) if price else self.cost.program_seconds(program, shapes)
         if seconds is not None and not self.windows:
             seconds += self.first_seconds
         return Promise(
@@ -176,10 +173,6 @@ class Learned:
             self.row_seconds = median(self.row_times)
         self.version += 1
         return True
-
-
-def sizes_of(shapes: JobShapes) -> Sizes:
-    return {name: shape.trainable for name, shape in shapes.items()}
 
 
 def _content(program: Program) -> object:

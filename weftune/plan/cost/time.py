@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from weftune.core.shapes import JobShape
 from weftune.plan.pack.pack import pack
 from weftune.plan.program.program import (
     Evaluate,
@@ -20,8 +21,8 @@ from weftune.plan.program.program import (
     Step,
 )
 
-Sizes = Mapping[str, int]
-"""Job → adapter parameters."""
+JobShapes = Mapping[str, JobShape]
+"""Everybody aboard, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class PassWork:
     supervised: int
     """Rows that go through the head."""
     adapted: int
-    """For each row the parameters of its adapter (widths times rank, over its sites), summed."""
+    """For each row the parameters that it meets of its adapter (widths times rank, over sites), summed."""
     segments: int
 
 
@@ -155,29 +156,29 @@ class CostModel:
         """Forward and backward."""
         return self.forward(work) + self.backward(work)
 
-    def program_seconds(self, program: Program, sizes: Sizes) -> float | None:
+    def program_seconds(self, program: Program, shapes: JobShapes) -> float | None:
         """The predicted time of a program, or None while nothing like it has been measured."""
         if not self.measured:
             return None
-        total = 0.0
+        total, met = 0.0, met_by(shapes)
         for action in program.actions:
             match action:
                 case Forward(number, stage=0):
-                    total += self.pass_seconds(work_of(program.microbatches[number], sizes)) + self.between
+                    total += self.pass_seconds(work_of(program.microbatches[number], met)) + self.between
                 case Evaluate(number, stage=0):
-                    total += self.evaluation(work_of(program.microbatches[number], sizes)) + self.between
+                    total += self.evaluation(work_of(program.microbatches[number], met)) + self.between
                 case Step(job):
-                    total += self.step(1, sizes[job]) + self.between
+                    total += self.step(1, shapes[job].trainable) + self.between
                 case Save(job):
-                    total += self.save(1, sizes[job]) + self.between
+                    total += self.save(1, shapes[job].trainable) + self.between
         return total
 
-    def alone_seconds(self, batches: Iterable[GlobalBatch], capacity: int, sizes: Sizes) -> float | None:
+    def alone_seconds(self, batches: Iterable[GlobalBatch], capacity: int, shapes: JobShapes) -> float | None:
         """What the passes of these batches would take if every job packed its samples by itself."""
         if not self.measured:
             return None
         # Terms are sums: over thousands of passes they are taken once, of the sums of what each pass has.
-        whole = [sum(column) for column in zip(*_alone(batches, capacity, sizes), strict=True)]
+        whole = [sum(column) for column in zip(*_alone(batches, capacity, met_by(shapes)), strict=True)]
         each = zip(self.forward.plus(self.backward).values(), whole, strict=False)
         return sum(term * count for term, count in each)
 
@@ -195,8 +196,13 @@ class CostModel:
         )
 
 
+def met_by(shapes: JobShapes) -> dict[str, int]:
+    """Job → adapter parameters that a row meets."""
+    return {name: shape.met for name, shape in shapes.items()}
+
+
 def _alone(
-    batches: Iterable[GlobalBatch], capacity: int, sizes: Sizes
+    batches: Iterable[GlobalBatch], capacity: int, met: Mapping[str, int]
 ) -> Iterator[tuple[int, int, int, int, int, int, int]]:
     """The units of each term, for every pass of batches that share none."""
     for batch in batches:
@@ -207,16 +213,16 @@ def _alone(
             tokens = sum(own)
             supervised = sum([batch.samples[index].supervised for index in chosen])
             squares = sum([length * length for length in own])
-            yield 1, tokens, squares, len(own), supervised, tokens * sizes[batch.job], 1
+            yield 1, tokens, squares, len(own), supervised, tokens * met[batch.job], 1
 
 
-def work_of(microbatch: MicrobatchPlan, sizes: Sizes) -> PassWork:
+def work_of(microbatch: MicrobatchPlan, met: Mapping[str, int]) -> PassWork:
     samples = [placed for segment in microbatch.segments for placed in segment.samples]
     return PassWork(
         tokens=microbatch.rows,
         squares=sum(placed.length**2 for placed in samples),
         samples=len(samples),
         supervised=sum(placed.supervised for placed in samples),
-        adapted=sum(segment.tokens * sizes[segment.job] for segment in microbatch.segments),
+        adapted=sum(segment.tokens * met[segment.job] for segment in microbatch.segments),
         segments=len(microbatch.segments),
     )

@@ -19,7 +19,7 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
-from weftune.plan.cost.time import NO_TIME, CostModel, Rate, Sizes
+from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
 from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.layout.need import StreamDevice
@@ -152,11 +152,11 @@ class Choice:
         # As if stages worked one after another.
         return first_pace(cost, self.shape, on_gpu=self.memory.fused, max_tokens=self.capacity)
 
-    def seconds_of(self, program: Program, sizes: Sizes) -> float | None:
+    def seconds_of(self, program: Program, shapes: JobShapes) -> float | None:
         """What a window will take by the profile; None where there is none."""
         if self.times is not None:
-            return self.times.timeline(program, self.layout, sizes, self.loads).makespan
-        return None if self.cost is None else self.cost.program_seconds(program, sizes)
+            return self.times.timeline(program, self.layout, shapes, self.loads).makespan
+        return None if self.cost is None else self.cost.program_seconds(program, shapes)
 
 
 def choose(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Choice:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from weftune.core.shapes import LayerRange
 from weftune.plan.cost.prior import Directions, KindTerms
-from weftune.plan.cost.time import CostModel, PassWork, Rate, Sizes, Terms, work_of
+from weftune.plan.cost.time import CostModel, JobShapes, PassWork, Rate, Terms, met_by, work_of
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.prices import Link, PassPrice, Prices
 from weftune.plan.program.program import Evaluate, Program
@@ -42,21 +42,21 @@ class StageTimes:
     """Of a token, from stage to stage."""
 
     def timeline(
-        self, program: Program, layout: Layout, sizes: Sizes, loads: LoadPace | None = None
+        self, program: Program, layout: Layout, shapes: JobShapes, loads: LoadPace | None = None
     ) -> Timeline:
         """A window as the simulator foresees it."""
-        return timeline_priced(program, self._prices(program, layout, sizes), loads, self.link)
+        return timeline_priced(program, self._prices(program, layout, shapes), loads, self.link)
 
-    def _prices(self, program: Program, layout: Layout, sizes: Sizes) -> Prices:
+    def _prices(self, program: Program, layout: Layout, shapes: JobShapes) -> Prices:
         held = [LayerRange(stage.start, stage.stop, self.layers) for stage in layout.stages]
         actions = chain.from_iterable(program.devices)
         evaluated = {action.microbatch for action in actions if isinstance(action, Evaluate)}
-        passes = []
+        passes, met = [], met_by(shapes)
         for number, microbatch in enumerate(program.microbatches):
-            work = work_of(microbatch, sizes)
+            work = work_of(microbatch, met)
             passes.append(tuple(self._price(one, work, number in evaluated, layout) for one in held))
         jobs = {batch.job for batch in program.batches}
-        step = sum(self.step(1, sizes[job]) for job in jobs) / max(1, len(jobs))
+        step = sum(self.step(1, shapes[job].trainable) for job in jobs) / max(1, len(jobs))
         return Prices(tuple(passes), step=step / layout.workers)
 
     def _price(self, held: LayerRange, work: PassWork, evaluated: bool, layout: Layout) -> PassPrice:

@@ -47,7 +47,7 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
 
     Beside other jobs its passes are shared and cheaper, but by how much depends on jobs not chosen yet.
     """
-    sizes = {job.shape.name: job.shape.trainable}
+    met = {job.shape.name: job.shape.met}
     room = max(capacity, job.shape.longest)
 
     def passes(step: int, samples: Sequence[PlacedSample]) -> list[MicrobatchPlan]:
@@ -56,8 +56,8 @@ def job_seconds(job: JobWork, cost: CostModel, capacity: int) -> float:
         return [MicrobatchPlan((SegmentPlan(job.shape.name, step, some),)) for some in held]
 
     trained = [one for batch in job.batches for one in passes(batch.step, batch.samples)]
-    step = sum(cost.pass_seconds(work_of(one, sizes)) for one in trained) / max(1, len(job.batches))
-    evaluation = sum(cost.evaluation(work_of(one, sizes)) for one in passes(0, job.held_out))
+    step = sum(cost.pass_seconds(work_of(one, met)) for one in trained) / max(1, len(job.batches))
+    evaluation = sum(cost.evaluation(work_of(one, met)) for one in passes(0, job.held_out))
     return job.steps * (step + cost.step(1, job.shape.trainable)) + job.evaluations * evaluation
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.learned import sizes_of
 from weftune.plan.layout.choose import Choice
 from weftune.plan.layout.foresee import StageTimes
 from weftune.plan.outlook.promise import FirstWindow, first_window
@@ -99,7 +98,7 @@ def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: S
 
 def _timeline(window: FirstWindow, times: StageTimes) -> Timeline:
     choice = window.choice
-    return times.timeline(window.program, choice.layout, sizes_of(window.shapes), choice.loads)
+    return times.timeline(window.program, choice.layout, window.shapes, choice.loads)
 
 
 def _forecast(window: FirstWindow, timeline: Timeline) -> Forecast:

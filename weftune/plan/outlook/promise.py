@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 from weftune.core.shapes import JobShape
-from weftune.plan.cost.learned import JobShapes, Learned, Promise, sizes_of
+from weftune.plan.cost.learned import Learned, Promise
 from weftune.plan.cost.memory import SPARE
 from weftune.plan.cost.prior import arithmetic
+from weftune.plan.cost.time import JobShapes
 from weftune.plan.layout.choose import Choice
 from weftune.plan.program.layout import Layout
 from weftune.plan.program.program import Program
@@ -96,4 +97,4 @@ def _price(choice: Choice, shapes: Mapping[str, JobShape]) -> Callable[[Program]
     """Several workers are simulated."""
     if choice.layout.workers * choice.layout.replicas == 1:
         return None
-    return partial(choice.seconds_of, sizes=sizes_of(shapes))
+    return partial(choice.seconds_of, shapes=shapes)

@@ -18,9 +18,13 @@ class Roster:
         self.dead: set[str] = set()
         """Jobs whose rows and actions are skipped from here on; the Program stands for the others."""
 
-    def sizes(self, jobs: Iterable[str] | None = None) -> dict[str, int]:
-        """Job → adapter parameters here, of these jobs or of all aboard."""
-        return {job: self.trainings[job].layout.size for job in (self.trainings if jobs is None else jobs)}
+    def sizes(self) -> dict[str, int]:
+        """Job → adapter parameters here."""
+        return {job: training.layout.size for job, training in self.trainings.items()}
+
+    def met(self, jobs: Iterable[str]) -> dict[str, int]:
+        """Job → adapter parameters here that a row meets."""
+        return {job: self.trainings[job].layout.met for job in jobs}
 
     def inside_a_step(self) -> bool:
         """Whether a global batch is open."""

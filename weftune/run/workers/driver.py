@@ -246,11 +246,11 @@ class Driver:
     def _passed(self, program: Program) -> Iterator[Passed]:
         """Every microbatch's pass over the base, with its share of the workers' time."""
         forward, backward = (shares(self.reports, kinds) for kinds in (Forward | Evaluate, Backward))
-        sizes = {job: training.layout.size for job, training in self.aboard.items()}
+        met = {job: training.layout.met for job, training in self.aboard.items()}
         for action, plan in program.compute():
             number = action.microbatch
             time = PassTime(
-                work=work_of(plan, sizes),
+                work=work_of(plan, met),
                 forward=forward[number],
                 backward=backward.get(number, 0.0),
                 training=isinstance(action, Forward),
