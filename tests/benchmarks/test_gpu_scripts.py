@@ -69,6 +69,13 @@ def test_without_baselines_weftune_is_measured_alone_and_without_a_profile_nothi
         run(gpu_step, "--baselines", "none,frozen")
 
 
+def test_the_optimizer_in_host_memory_is_a_row_before_weftunes_own(run: Any) -> None:
+    found = run(gpu_step, "--baselines", "none", "--offload")
+    assert [row["name"] for row in found["rows"]] == [gpu_step.OFFLOADED, gpu_step.WEFTUNE]
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    assert found["strongest"] is None
+
+
 def test_the_same_bits_twice_are_a_row_before_weftunes_own(run: Any) -> None:
     found = run(gpu_step, "--baselines", "frozen", "--deterministic")
     assert [row["name"] for row in found["rows"]] == [

@@ -6,7 +6,7 @@ of a round: one step of every job. ρ is the arithmetic floor, at the rate of a 
 over the measured time.
 
     python -m benchmarks.gpu_step [--shape NAME] [--layers N] [--jobs N] [--batch BxL] [--rank R]
-                                  [--baselines a,b] [--profile] [--deterministic]
+                                  [--baselines a,b] [--profile] [--deterministic] [--offload]
                                   [--ranks 16x7,128] [--dropouts 0x7,0.05] [--leave N] [--order NAME]
 
 --ranks, --dropouts: one of each job, with commas, nx for n times the same. --leave: the last N jobs are
@@ -15,6 +15,7 @@ such as `wide`, which is what GPUs without copy engines take.
 --profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
 --deterministic: one more row, Weftune with torch's deterministic kernels and its own choices pinned, as
 `deterministic: true` in a jobs file has them.
+--offload: one more row, Weftune with master weights and moments in host memory.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from weftune.ops.lora.weave import Order
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 DETERMINISTIC = "Weftune, deterministic"
+OFFLOADED = "Weftune, optimizer in host memory"
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
 GB = 1e9
 
@@ -61,17 +63,6 @@ class StepRow:
     """False for the base alone, which is no way to train."""
 
 
-def aboard(task: ProcessTask) -> JobsAboard:
-    """Every job aboard one executor."""
-    work = task.work
-    together = resident(build(task.size, task.place), task.place.device)
-    experts = tuple(EXPERTS) if task.size.experts else ()
-    for at, (rank, dropout) in enumerate(zip(work.each_rank, work.each_dropout, strict=True)):
-        adapter = LoraSpec(rank=rank, alpha=2.0 * rank, dropout=dropout, target_parameters=experts)
-        together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
-    return together
-
-
 @dataclass(frozen=True, slots=True)
 class OwnWay:
     """What is asked of Weftune's own row."""
@@ -80,11 +71,24 @@ class OwnWay:
     order: Order | None = None
     leave: int = 0
     """Jobs that leave before the clock runs."""
+    offloaded: bool = False
+    """Master weights and moments in host memory."""
+
+
+def aboard(task: ProcessTask, way: OwnWay) -> JobsAboard:
+    """Every job aboard one executor."""
+    work = task.work
+    together = resident(build(task.size, task.place), task.place.device, way.offloaded)
+    experts = tuple(EXPERTS) if task.size.experts else ()
+    for at, (rank, dropout) in enumerate(zip(work.each_rank, work.each_dropout, strict=True)):
+        adapter = LoraSpec(rank=rank, alpha=2.0 * rank, dropout=dropout, target_parameters=experts)
+        together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
+    return together
 
 
 def started(task: ProcessTask, way: OwnWay) -> Block:
     """All jobs have made enough rounds for a captured graph; then some may have left."""
-    together = aboard(task)
+    together = aboard(task, way)
     if way.order is not None:
         together.executor.banks.force_order(way.order)
     block = together.block(max(way.capacity, task.work.length))
@@ -108,7 +112,12 @@ def profiled(task: ProcessTask, way: OwnWay) -> Spent:
 
 
 def rows(
-    task: ProcessTask, baselines: Sequence[str], way: OwnWay, rate: float, deterministic: bool = False
+    task: ProcessTask,
+    baselines: Sequence[str],
+    way: OwnWay,
+    rate: float,
+    deterministic: bool = False,
+    offloads: bool = False,
 ) -> Iterator[StepRow]:
     """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
@@ -139,6 +148,8 @@ def rows(
         with deterministic_kernels():
             made = row(DETERMINISTIC, lambda: together(task, way))
         yield made
+    if offloads:
+        yield row(OFFLOADED, lambda: together(task, replace(way, offloaded=True)))
     yield row(WEFTUNE, lambda: together(task, way))
 
 
@@ -147,7 +158,9 @@ def strongest(made: Sequence[StepRow]) -> StepRow | None:
     others = [
         row
         for row in made
-        if row.adapters and row.name not in (WEFTUNE, DETERMINISTIC) and row.measured.seconds is not None
+        if row.adapters
+        and row.name not in (WEFTUNE, DETERMINISTIC, OFFLOADED)
+        and row.measured.seconds is not None
     ]
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
 
@@ -196,7 +209,7 @@ def main() -> None:
         )
     way = OwnWay(asked.capacity, Order(asked.order) if asked.order else None, asked.leave)
     rate = gemm_rate(place)
-    made = list(rows(task, baselines, way, rate, asked.deterministic))
+    made = list(rows(task, baselines, way, rate, asked.deterministic, asked.offload))
     ranks = ", ".join(map(str, work.ranks or (work.rank,)))
     each = f"rank {ranks}, {work.batch}×{work.length} tokens each"
     print(f"\n{task.size.name}, {task.size.layers} layers: {work.jobs} jobs, {each}")
@@ -256,6 +269,7 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
     parser.add_argument("--profile", action="store_true", help="say where the time of Weftune's round goes")
     parser.add_argument("--deterministic", action="store_true", help="also Weftune with the same bits twice")
+    parser.add_argument("--offload", action="store_true", help="also with the optimizer in host memory")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 

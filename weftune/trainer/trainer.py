@@ -96,6 +96,8 @@ class Options:
     """Whether two runs of the same jobs on the same device give the same bits."""
     share: int | None = None
     """Which share of the jobs is trained here, where other processes train the others."""
+    shares: int = 1
+    """How many such processes there are, which have the host's memory among them."""
 
 
 class Quiet:
@@ -376,6 +378,7 @@ class Trainer:
             profile=options.profile,
             checkpoints=self._checkpoints,
             deterministic=options.deterministic,
+            shares=options.shares,
         )
 
     def _checkpoints(self, name: str) -> Path:
