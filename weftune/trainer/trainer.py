@@ -16,7 +16,7 @@ from weftune.base.host.read_ahead import base_read_ahead
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.core.clock import Clock, Phase, current, phase, running
+from weftune.core.clock import Phase, PhaseClock, current, phase, running
 from weftune.core.deterministic import deterministic_kernels
 from weftune.core.interrupt import interrupts
 from weftune.core.paths import cache_folder
@@ -168,7 +168,7 @@ class Trainer:
         """Train until every job has ended or the run is interrupted. `callback` is called with every step."""
         if current() is not None or self.options.share is not None:
             return self._run(callback)
-        with running(Clock()) as clock:
+        with running(PhaseClock()) as clock:
             results = self._run(callback)
             self.view.note(wall_sentence(clock.read()))
         return results

@@ -160,6 +160,14 @@ def expert_product(
 
 
 @triton.jit
+def gate_and_up(gate_up, row, column_B, inside_B, WIDTH: tl.constexpr):
+    """Some columns of both, of a row that has one behind the other."""
+    at_B = gate_up + row * (2 * WIDTH) + column_B
+    gate_B = tl.load(at_B, mask=inside_B, other=0.0).to(tl.float32)
+    return gate_B, tl.load(at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """act = weight · silu(gate) · up of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -167,9 +175,7 @@ def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     for low in tl.static_range(0, WIDTH, BLOCK):
         column_B = low + tl.arange(0, BLOCK)
         inside_B = column_B < WIDTH
-        gate_at_B = gate_up + row * (2 * WIDTH) + column_B
-        gate_B = tl.load(gate_at_B, mask=inside_B, other=0.0).to(tl.float32)
-        up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
+        gate_B, up_B = gate_and_up(gate_up, row, column_B, inside_B, WIDTH)
         passes_B, _ = shares_of(gate_B)
         act_B = scale * (gate_B * passes_B * up_B)
         tl.store(act + row * WIDTH + column_B, act_B.to(act.dtype.element_ty), mask=inside_B)
@@ -184,9 +190,7 @@ def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.cons
     for low in tl.static_range(0, WIDTH, BLOCK):
         column_B = low + tl.arange(0, BLOCK)
         inside_B = column_B < WIDTH
-        gate_at_B = gate_up + row * (2 * WIDTH) + column_B
-        gate_B = tl.load(gate_at_B, mask=inside_B, other=0.0).to(tl.float32)
-        up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
+        gate_B, up_B = gate_and_up(gate_up, row, column_B, inside_B, WIDTH)
         dact_B = tl.load(dact + row * WIDTH + column_B, mask=inside_B, other=0.0).to(tl.float32)
         passes_B, stays_B = shares_of(gate_B)
         act_B = gate_B * passes_B * up_B
