@@ -298,6 +298,9 @@ def da_of_piece(
     a_at_RC = r_R[:, None] * K + k_C[None, :]
     keys = ()
     thresholds = ()
+    ranks = ()
+    for i in tl.static_range(TOGETHER):
+        ranks = ranks + (tl.load(rank + (first + i) * S + slot),)  # noqa: RUF005
     if DROPS:
         for i in tl.static_range(TOGETHER):
             keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
@@ -313,7 +316,9 @@ def da_of_piece(
         longer = ()
         for i in tl.static_range(TOGETHER):
             ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
-            ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
+            # Where the slot has no ranks nothing of ds has been written.
+            written_M = inside_M & (ranks[i] > 0)
+            ds_MR = tl.load(ds + ds_at_MR, mask=written_M[:, None], other=0.0)
             dropped_CM = x_CM
             if DROPS:
                 drawn_M = row_factor(token_M, keys[i])
@@ -325,7 +330,7 @@ def da_of_piece(
         sums = longer
     for i in tl.static_range(TOGETHER):
         entry = (first + i) * S + slot
-        owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
+        owned_RC = (r_R < ranks[i])[:, None] & inside_C[None, :]
         sum_RC = tl.trans(sums[i])
         if alone:
             da_at = matrix(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
