@@ -97,8 +97,9 @@ def _sum_step(case: SiteCase, ds: Tensor) -> dict[str, Callable[[int], object]]:
     shares, weave = case.shares, case.weave()
     if shares == 0:
         return {}
-    partial_ds = ds.new_zeros(shares, len(ds), weave.ranks, dtype=torch.float32)
-    return {"sum of ds": lambda turn: sum_rows(partial_ds, torch.empty_like(ds), [shares], weave)}
+    each = [shares] * weave.bands
+    partial_ds = ds.new_zeros(sum(each), len(ds), weave.ranks, dtype=torch.float32)
+    return {"sum of ds": lambda turn: sum_rows(partial_ds, torch.empty_like(ds), each, weave)}
 
 
 def _wide_steps(case: SiteCase, s: Tensor, ds: Tensor) -> dict[str, Callable[[int], object]]:

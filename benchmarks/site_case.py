@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.rows import Rows, Seat
-from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.weave import Order, Weave, tiling
 
@@ -48,7 +48,7 @@ class SiteCase:
 
     @property
     def shares(self) -> int:
-        """In how many ds is made before they are summed up; none where dy is read twice instead."""
+        """In how many a band of ds is made before they are summed up; none where dy is read twice instead."""
         weave = self.weave()
         return sum(weave.blocks(weave.tiling.ds_db.columns)) if weave.tiling.one_read else 0
 
@@ -84,7 +84,7 @@ def made_up_case(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    table = SlotTable.empty(["site"], SLOTS, device)
+    table = SlotTable.empty(["site"], SLOTS, device, bands=bands_for(max(adapters.ranks)))
     group = Group(((0, outputs),), table, max(adapters.ranks), adapters.dropout > 0)
     length = adapters.rows // len(adapters.ranks)
     seats, entries = [], []

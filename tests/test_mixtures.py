@@ -26,6 +26,7 @@ from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import A, LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.base.decoders.routing import Routing
+from weftune.base.load import load_base
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.errors import AdapterError
@@ -186,7 +187,7 @@ def gradients(base, microbatch, spoilt, route=Route.segmented, **asked):
         banks.unweave()
 
 
-@pytest.mark.parametrize("family", slow_but([(family,) for family in MIXTURES], [("qwen3_moe",)]))
+@pytest.mark.parametrize("family", slow_but([(family,) for family in MIXTURES], []))
 def test_kernels_give_the_gradients_of_plain_torch(family, monkeypatch):
     """In Triton's interpreter."""
     base, microbatch = bench.base(family, torch.float32), together("abc", random_samples((9, 5, 12)))
@@ -233,6 +234,23 @@ def sent_to(chosen_Tk, router, _, decision):
     logits_TE = decision[0]
     weights_Tk = logits_TE.float().softmax(dim=-1).gather(1, chosen_Tk)
     return logits_TE, (weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)).to(logits_TE.dtype), chosen_Tk
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", some_of(MIXTURES, ["qwen3_moe"]))
+def test_jobs_have_the_losses_on_a_gpu_that_they_have_on_the_cpu(family, tmp_path):
+    """One on experts, one on attention; in float32, where no rounding sends a token elsewhere."""
+    model_folder(tmp_path / "base", family)
+    adapters = [dict(rank=4, target_parameters=EXPERTS), dict(rank=8, targets=["q_proj", "v_proj"])]
+    keys = dict(data=bench.rows(bench.samples(6)), steps=5, batch_size=3, learning_rate=1e-2)
+    spec = BaseSpec(model=str(tmp_path / "base"), dtype="float32")
+    for device in ("cpu", "cuda"):
+        base = load_base(spec, torch.device(device))
+        jobs = [JobSpec(name=f"job{at}", adapter=one, **keys) for at, one in enumerate(adapters)]
+        bench.train(base, tmp_path / device, jobs)
+    for job in ("job0", "job1"):
+        want = bench.losses(tmp_path / "cpu", job)
+        assert bench.losses(tmp_path / "cuda", job) == pytest.approx(want, rel=1e-3)
 
 
 def test_a_row_meets_the_adapters_of_its_own_experts_only():

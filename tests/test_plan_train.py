@@ -152,8 +152,8 @@ def test_what_the_run_refuses_the_plan_refuses_with_the_same_sentence(place, pla
 def test_where_the_host_is_too_small_both_leave_the_weights_in_their_files(
     place, planned, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda deterministic=False: 20_480)
-    monkeypatch.setattr("weftune.cli.plan_machine.host_budget", lambda deterministic=False: 20_480)
+    monkeypatch.setattr("weftune.trainer.machine.host_budget", lambda *_: 20_480)
+    monkeypatch.setattr("weftune.cli.plan_machine.host_budget", lambda *_: 20_480)
     plan, run = planned("700KiB"), train(place, tmp_path / "out", "700KiB")
     assert run.choice is not None
     assert run.choice.mapped

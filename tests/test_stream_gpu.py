@@ -110,9 +110,7 @@ def test_streamed_it_gives_the_very_bits_of_the_resident_base(resident, cut):
     assert executor.weights.waited.copied_bytes > 0
 
 
-@pytest.mark.parametrize(
-    ("slots", "rows"), some_of(product((1, 2, 3), (4096, 1)), [(1, 4096), (2, 1), (3, 4096)])
-)
+@pytest.mark.parametrize(("slots", "rows"), some_of(product((1, 2, 3), (4096, 1)), [(1, 4096), (2, 1)]))
 def test_inputs_that_wait_in_host_memory_come_back_with_the_very_bits(resident, slots, rows):
     cut = replace(a_layer_each(slots, travels=False, resident={3}), offloaded_rows=rows)
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)
@@ -182,7 +180,7 @@ def go_round(inputs, streamed, microbatches, rows):
     return values
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("slots", some_of([1, 2, 3], [2]))
 def test_adapters_that_travel_have_the_very_bits_too(resident, slots):
     cut = a_layer_each(slots, travels=True, resident={2})
     streamed = load_streamed(SPEC, torch.device("cuda", 0), cut)

@@ -38,7 +38,7 @@ GRAPH_CUTS = {
     ("name", "kind"),
     some_of(
         product(GRAPH_CUTS, (even, ready)),
-        [*product(("two slots", "travelling", "one stage"), (even,)), ("offloaded", ready)],
+        [*product(("two slots", "travelling"), (even,)), ("offloaded", ready)],
     ),
 )
 def test_captured_passes_over_stages_give_the_very_bits_of_plain_ones(name, kind):

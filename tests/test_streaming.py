@@ -64,6 +64,7 @@ def test_a_device_that_holds_it_all_streams_nothing(place, forks):
     assert_same_results(output, place / "undisturbed")
 
 
+@pytest.mark.slow
 def test_interrupted_while_streaming_it_goes_on_resident_to_the_same_curve(place, forks):
     output = place / fresh(place, "shrunk")
     words = ("train", "jobs.yaml", "--device", "cpu", "--output", "shrunk", "--gpu-memory", SMALL)

@@ -45,7 +45,7 @@ def test_interrupted_alone_it_goes_on_over_workers_to_the_same_curve(place, fork
     assert_same_results(output, place / "undisturbed")
 
 
-@pytest.mark.parametrize("worker", slow_but([0, 1], [1]))
+@pytest.mark.parametrize("worker", slow_but([0, 1], []))
 def test_kill_9_of_a_worker_ends_in_the_same_adapters(place, worker, capfd):
     output = place / fresh(place, "killed")
     run = stream(place, "killed")

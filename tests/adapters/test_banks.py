@@ -310,3 +310,53 @@ def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: 
     bank.settle()
     bank.settle()
     assert sent == [30], "once, with those who stayed"
+
+
+def test_a_large_job_leaves_the_limits_of_a_bank_as_it_found_them(llama) -> None:
+    """Else every site would stay slow when it has gone; captured passes of both limits find their graph."""
+    sites = llama.shape.sites[:1]
+    bank = LORA.bank(sites, 8)
+
+    def seat(slot: int, rank: int) -> None:
+        spec = LoraSpec(rank=rank)
+        layout = LORA.layout(spec, sites)
+        views = layout.views(torch.zeros(layout.size))
+        bank.attach(Member(f"job{slot}", spec, 0), slot, views, views)
+
+    seat(0, 3)
+    group = bank._group(torch.zeros(()))
+    small = bank.limits()
+    assert (group.rank, group.bands) == (16, 1)
+    seat(1, 100)
+    bank.settle()
+    large = bank.limits()
+    assert bank._group(torch.zeros(())).rank == 128
+    assert bank._group(torch.zeros(())).table is group.table
+    bank.detach("job1")
+    assert bank.limits() == small
+    seat(1, 70)
+    assert bank.limits() == large
+
+
+def test_a_rank_of_several_bands_has_another_table_and_keeps_it(llama) -> None:
+    """A captured pass has the table's address: none that was made for the old one may be found again."""
+    sites = llama.shape.sites[:1]
+    bank, seen = LORA.bank(sites, 8), []
+    for slot, rank in enumerate((3, 300, 4)):
+        spec = LoraSpec(rank=rank)
+        layout = LORA.layout(spec, sites)
+        views = layout.views(torch.zeros(layout.size))
+        bank.attach(Member(f"job{slot}", spec, 0), slot, views, views)
+        bank.settle()
+        group = bank._group(torch.zeros(()))
+        seen.append((bank.limits(), group.rank, group.bands, group.table.rank_PS[:, :3].tolist()))
+    assert [one[1:] for one in seen] == [
+        (16, 1, [[3, 0, 0]]),
+        (512, 4, [[3, 128, 0], [0, 128, 0], [0, 44, 0], [0, 0, 0]]),
+        (512, 4, [[3, 128, 4], [0, 128, 0], [0, 44, 0], [0, 0, 0]]),
+    ]
+    bank.detach("job1")
+    bank.settle()
+    left = bank._group(torch.zeros(()))
+    assert (left.rank, left.bands, left.table) == (16, 4, group.table)
+    assert bank.limits() not in [limits for limits, *_ in seen]

@@ -69,6 +69,13 @@ def test_without_baselines_weftune_is_measured_alone_and_without_a_profile_nothi
         run(gpu_step, "--baselines", "none,frozen")
 
 
+def test_the_optimizer_in_host_memory_is_a_row_before_weftunes_own(run: Any) -> None:
+    found = run(gpu_step, "--baselines", "none", "--offload")
+    assert [row["name"] for row in found["rows"]] == [gpu_step.OFFLOADED, gpu_step.WEFTUNE]
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    assert found["strongest"] is None
+
+
 def test_the_same_bits_twice_are_a_row_before_weftunes_own(run: Any) -> None:
     found = run(gpu_step, "--baselines", "frozen", "--deterministic")
     assert [row["name"] for row in found["rows"]] == [
@@ -78,6 +85,30 @@ def test_the_same_bits_twice_are_a_row_before_weftunes_own(run: Any) -> None:
     ]
     assert found["strongest"] is None
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_jobs_of_unlike_ranks_and_dropouts_are_measured_also_after_one_has_left(run: Any) -> None:
+    asked = "--baselines none --ranks 4x2,9 --dropouts 0x2,0.1 --leave 1 --order wide"
+    found = run(gpu_step, *asked.split())
+    assert (found["ranks"], found["dropouts"]) == ([4, 4, 9], [0.0, 0.0, 0.1])
+    assert (found["jobs"], found["left"], found["order"]) == (3, 1, "wide")
+    assert found["rows"][0]["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--ranks 4x2,9 --baselines peft",
+        "--ranks 4,no --baselines none",
+        "--ranks 4,5 --dropouts 0 --baselines none",
+    ],
+)
+def test_ranks_and_dropouts_of_each_job_are_refused_with_a_sentence(
+    asked: str, run: Any, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(gpu_step, *asked.split())
+    assert "error: " in capsys.readouterr().err
 
 
 def test_the_strongest_is_the_fastest_way_to_train_that_is_not_weftune() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weftune.bench.baselines import BaselineWork
-from weftune.bench.gpu_step import rows
+from weftune.bench.gpu_step import OwnWay, rows
 from weftune.bench.processes import ProcessTask
 from weftune.bench.sizes import SIZES, base_bytes, build, floor_seconds, outline, toy_of
 from weftune.bench.timing import Repeats, here
@@ -63,6 +63,6 @@ def test_jobs_train_on_a_toy_of_every_shape_beside_the_frozen_base_and_peft(shap
     assert place is not None
     work = BaselineWork(jobs=2, batch=1, length=16, rank=4)
     task = ProcessTask(toy_of(SIZES[shape]), work, place, Repeats(1, 1, 1))
-    made = list(rows(task, ["frozen", "peft-bf16"], capacity=64, rate=1e12))
+    made = list(rows(task, ["frozen", "peft-bf16"], OwnWay(capacity=64), rate=1e12))
     assert len(made) == 3
     assert all(row.measured.seconds for row in made)

@@ -205,13 +205,33 @@ def test_jobs_on_the_same_rows_are_tokenised_once(folder, weftune, monkeypatch):
     assert len(list((folder / "once" / "tokens").iterdir())) == 1
 
 
-def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weftune):
-    file = jobs_file(folder, short="{rank: 64}", long="{rank: 64}")
-    shown = weftune(file, "--cluster", "RTX4090")
+def test_where_host_memory_lets_more_jobs_aboard_the_plan_says_so(folder, weftune):
+    lines = [f"  - {{name: job{at}, data: long.jsonl, adapter: {{rank: 64}}}}" for at in range(4)]
+    (folder / "many.yaml").write_text(
+        "\n".join(["base: ./base", "defaults: {batch_size: 32}", "jobs:", *lines, ""])
+    )
+    shown = weftune("many.yaml", "--cluster", "RTX4090", "--explain", "--json", "out.json")
     assert shown.code == 0, shown.err
-    assert "1 job on 1xRTX4090" in shown.out
-    assert "long waits: needs" in shown.out
-    assert "with 1 other jobs aboard" in shown.out
+    told = " ".join(shown.out.split())
+    assert "master weights and moments of adapters live in host memory" in told
+    assert "Master weights and moments live in host memory, which needs" in told
+    numbers = json.loads((folder / "out.json").read_text())
+    assert numbers["optimizer_offloaded"]
+    assert numbers["first_window"]["layout"]["optimizer_offloaded"]
+    state = [job["state_bytes"] for job in numbers["run"]["jobs"].values()]
+    assert numbers["host_bytes"] == sum(state[: len(numbers["aboard"])]) * 12 // 18
+    assert len(numbers["aboard"]) > 1
+
+
+def test_a_job_that_must_wait_is_shown_with_its_reason(folder, weftune):
+    lines = [f"  - {{name: job{at}, data: middle.jsonl, adapter: {{rank: 64}}}}" for at in range(5)]
+    (folder / "many.yaml").write_text("\n".join(["base: ./base", "jobs:", *lines, ""]))
+    shown = weftune("many.yaml", "--cluster", "RTX4090")
+    assert shown.code == 0, shown.err
+    assert "3 jobs on 1xRTX4090" in shown.out
+    assert "job3 waits: needs" in shown.out
+    assert "with 3 other jobs aboard" in shown.out
+    assert "job4 waits: it waits behind job3, which comes first" in shown.out
 
 
 @pytest.mark.parametrize(
@@ -457,6 +477,7 @@ def test_a_mixture_takes_the_memory_of_all_experts_and_the_time_of_the_active_on
     assert numbers["forecast"]["tokens_per_second"] > 20_000
 
 
+@pytest.mark.slow
 def test_a_mixture_that_does_not_fit_is_streamed_at_the_pace_of_its_active_experts(mixture, weftune):
     jobs_file(mixture, short="{rank: 4}", long=f"{{rank: 4, target_parameters: {EXPERTS}}}")
     shown = weftune("jobs.yaml", "--cluster", "1xA100-80G", "--gpu-memory", "40GiB", "--json", "out.json")

@@ -12,8 +12,8 @@ import torch
 
 from weftune.core import clock as clocks
 from weftune.core.clock import (
-    Clock,
     Phase,
+    PhaseClock,
     claim,
     current,
     importing,
@@ -44,7 +44,7 @@ def spent(clock):
 
 
 def test_a_second_belongs_to_the_innermost_phase_and_all_of_them_are_the_wall_time(hands):
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with running(clock):
         hands.time += 1
         with phase(Phase.TRAINING):
@@ -60,7 +60,7 @@ def test_a_second_belongs_to_the_innermost_phase_and_all_of_them_are_the_wall_ti
 
 
 def test_an_open_phase_is_counted_up_to_now(hands):
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with running(clock), phase(Phase.LOADING):
         hands.time += 3
         assert spent(clock) == {Phase.LOADING: 3}
@@ -69,7 +69,7 @@ def test_an_open_phase_is_counted_up_to_now(hands):
 
 
 def test_a_phase_ends_with_the_error_that_leaves_it(hands):
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with running(clock):
         with suppress(ValueError), phase(Phase.LOADING):
             hands.time += 1
@@ -84,7 +84,7 @@ def test_a_function_can_be_a_phase(hands):
         hands.time += 5
         return "done"
 
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with running(clock):
         assert [export(), export()] == ["done", "done"]
     assert spent(clock) == {Phase.EXPORT: 10}
@@ -93,7 +93,7 @@ def test_a_function_can_be_a_phase(hands):
 
 
 def test_seconds_that_are_known_afterwards_are_taken_from_the_phase_around_them(hands):
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with running(clock), phase(Phase.TRAINING):
         hands.time += 10
         claim(Phase.COMPILING, 4)
@@ -102,7 +102,7 @@ def test_seconds_that_are_known_afterwards_are_taken_from_the_phase_around_them(
 
 
 def test_what_another_thread_does_beside_is_not_counted(hands):
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
 
     def write():
         assert current() is None
@@ -119,7 +119,7 @@ def test_what_another_thread_does_beside_is_not_counted(hands):
 
 def test_threads_that_python_did_not_start_count_for_the_only_clock_there_is(monkeypatch):
     """As autograd's, in which a kernel of a backward is compiled while the owner waits for it."""
-    clock = Clock()
+    clock = PhaseClock()
     found = []
 
     def look():
@@ -148,7 +148,7 @@ def test_a_backward_on_a_gpu_counts_although_it_runs_in_a_thread_of_autograds():
             return gradient
 
     x = torch.ones(3, device="cuda", requires_grad=True)
-    with running(Clock()) as clock:
+    with running(PhaseClock()) as clock:
         Asks.apply(x).sum().backward()
     ((thread, found),) = seen
     assert thread != threading.get_ident()
@@ -156,7 +156,7 @@ def test_a_backward_on_a_gpu_counts_although_it_runs_in_a_thread_of_autograds():
 
 
 def test_a_run_inside_a_run_has_its_own_clock(hands):
-    outer, inner = Clock(now=hands), Clock(now=hands)
+    outer, inner = PhaseClock(now=hands), PhaseClock(now=hands)
     with running(outer), phase(Phase.TRAINING):
         with running(inner), phase(Phase.LOADING):
             hands.time += 2
@@ -195,7 +195,7 @@ def test_where_the_system_does_not_tell_the_age_of_a_process_its_processor_time_
 
 @pytest.mark.timed
 def test_a_phase_is_cheap():
-    with running(Clock()):
+    with running(PhaseClock()):
         began = time.process_time()
         for _ in range(10_000):
             with phase(Phase.CAPTURING):
@@ -204,7 +204,7 @@ def test_a_phase_is_cheap():
 
 
 def test_imports_are_a_phase_without_garbage_collection(hands):
-    clock = Clock(now=hands)
+    clock = PhaseClock(now=hands)
     with running(clock), importing():
         hands.time += 2
         assert not gc.isenabled()

@@ -31,10 +31,11 @@ def place(tmp_path_factory, forks):
 
 
 def cases():
-    """While it trains, in every mode; on one device all moments are in `tests/test_joining.py`."""
+    """While it trains, in a pipeline and streamed; on one device all moments are in
+    `tests/test_joining.py`."""
     for mode in MODES:
         for moment in MOMENTS:
-            slow = moment != "it trains" or mode.name == "one device"
+            slow = moment != "it trains" or mode.name in ("one device", "streamed workers")
             marks = pytest.mark.slow if slow else ()
             yield pytest.param(mode, moment, marks=marks, id=f"{mode.name}, {moment}")
 

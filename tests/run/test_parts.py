@@ -14,15 +14,16 @@ from tests.run.test_streamed import evaluated_jobs, resident, take_aboard, windo
 from tests.run.workers.test_agreed import CAPACITY, assert_equal, losses_of, views, whole_base
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
-from weftune.plan.program.layout import Layout, StageLayers
+from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import Evaluate
 from weftune.plan.window.window import plan_window
 from weftune.run.alone import Alone
-from weftune.run.assemble import streamed_executor
+from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.run.parts import delivered
 from weftune.run.passes.plain import PlainPasses
 from weftune.run.resident_adapters import ResidentAdapters
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
+from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.workers.agreed import Agreed
@@ -77,6 +78,19 @@ def test_one_worker_whose_stages_take_turns(travels, offloads, wanted):
 def test_one_worker_whose_base_stays():
     executor = aboard.executor(whole_base("llama", torch.float32), [])
     assert kinds(executor) == (ResidentWeights, KeptActivations, PlainPasses, ResidentAdapters, Alone)
+
+
+def test_one_worker_whose_base_stays_and_whose_optimizer_is_offloaded(wanted):
+    base = whole_base("llama", torch.float32)
+    cut = one_device(LAYERS, optimizer_offloaded=True)
+    executor = resident_executor(base, part=cut.on(0))
+    assert kinds(executor) == (ResidentWeights, KeptActivations, PlainPasses, OffloadedOptimizer, Alone)
+    jobs = evaluated_jobs(base)
+    take_aboard(executor, jobs)
+    # By its own plan jobs pass in two groups, and a microbatch of other rows rounds otherwise.
+    events, masters = windows(executor, jobs, lambda courses: plan_window(courses, one_device(), CAPACITY))
+    assert sorted(events, key=str) == sorted(wanted[0], key=str)
+    assert all(torch.equal(masters[name], master) for name, master in wanted[1].items())
 
 
 def as_worker(wires):

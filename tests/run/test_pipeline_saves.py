@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from weftune.run.training import checkpoint
 from weftune.run.training.slices import write_slice
 from weftune.run.training.state import new_training
 from weftune.run.training.writer import Unsaved
-from weftune.run.workers.driver import open_pipeline
+from weftune.run.workers.driver import Driver, open_pipeline
 from weftune.run.workers.messages import Staff
 from weftune.run.workers.worker import serve
 from weftune.trainer.job import lay_out
@@ -78,6 +79,31 @@ def slow_leader(wires, folder):
 def test_a_slice_that_another_worker_wrote_first_is_not_lost(tmp_path):
     deep("llama", torch.float64).save_pretrained(tmp_path / "model")
     seen, *_ = run_workers(3, slow_leader, tmp_path)
+    assert seen == [([step, step], []) for step in (1, 2, 3)]
+
+
+def written_meanwhile(wires, folder):
+    """The first worker's slices are the last, under way when it first looks, and written right after that."""
+    looked, real = set(), Driver._advance_saves
+
+    def advance(driver):
+        new = driver._pending.keys() - looked
+        looked.update(new)
+        if not new:
+            real(driver)
+        for key in new:
+            wait([driver._pending[key].own])
+            while not driver._pending[key].slices:
+                driver._hear(*driver.staff.wait())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Driver, "_advance_saves", advance)
+        return windows(wires, folder, lambda event: time.sleep(0.1))
+
+
+def test_a_slice_that_is_written_while_the_first_worker_looks_is_not_waited_for(tmp_path):
+    deep("llama", torch.float64).save_pretrained(tmp_path / "model")
+    seen, *_ = run_workers(2, written_meanwhile, tmp_path)
     assert seen == [([step, step], []) for step in (1, 2, 3)]
 
 

@@ -98,7 +98,7 @@ def expected(training, gradient, loss=1.5):
 
 
 def buffer_bytes(steps):
-    states = [buffer.state for buffer in steps._buffers]
+    states = [buffer.state for buffer in steps.ring.buffers]
     return sum(getattr(state, one.name).nbytes for state in states for one in fields(state))
 
 

@@ -25,29 +25,38 @@ def test_stages_are_cut_by_the_profile_in_the_cache_if_it_is_of_this_device_and_
     assert costs_here(replace(SHAPE, vocabulary=100), CPU) is None
 
 
+SETUP = Setup(
+    spec=BaseSpec(model="demo"),
+    base=None,
+    device=CPU,
+    shape=SHAPE,
+    staff=None,
+    memory=None,
+    gpu_memory=None,
+    capacity=None,
+    profile=None,
+    checkpoints=Path,
+)
+
+
+def test_shares_of_a_run_have_the_hosts_memory_among_them(monkeypatch):
+    real = psutil.virtual_memory()
+    monkeypatch.setattr("psutil.virtual_memory", lambda: real._replace(available=80 << 30))
+    alone, share = (machine_here(replace(SETUP, shares=count)) for count in (1, 4))
+    assert alone.host_budget == 4 * share.host_budget > 60 << 30
+
+
 def test_a_deterministic_run_is_planned_by_what_the_machine_has_not_by_what_is_free(monkeypatch):
-    setup = Setup(
-        spec=BaseSpec(model="demo"),
-        base=None,
-        device=CPU,
-        shape=SHAPE,
-        staff=None,
-        memory=None,
-        gpu_memory=None,
-        capacity=None,
-        profile=None,
-        checkpoints=Path,
-    )
     real = psutil.virtual_memory()
 
     def found(deterministic, free):
         monkeypatch.setattr("psutil.virtual_memory", lambda: real._replace(total=64 << 30, available=free))
-        machine = machine_here(replace(setup, deterministic=deterministic))
+        machine = machine_here(replace(SETUP, deterministic=deterministic))
         return machine.budget, machine.host_budget, machine.taken
 
     assert found(True, 1 << 30) == found(True, 32 << 30)
     assert found(True, 1 << 30)[2] == PROCESS_BYTES
     assert found(False, 1 << 30) != found(False, 32 << 30)
-    given = machine_here(replace(setup, deterministic=True, memory=5 << 30))
+    given = machine_here(replace(SETUP, deterministic=True, memory=5 << 30))
     assert (given.budget, given.taken) == (5 << 30, PROCESS_BYTES)
     assert sheet_gpu(1 << 30, 2 << 30) == sheet_gpu(1 << 30, 2 << 30)

@@ -46,6 +46,7 @@ from weftune.ops.lora.choice_trial import choices_on
 from weftune.ops.lora.experts import ExpertSite, Owners, multiplies_at_once, woven_experts
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
+from weftune.ops.lora.weave import Order
 from weftune.ops.site import scaled_outputs, scaled_rows
 
 SLOTS = 64
@@ -350,6 +351,10 @@ class Banks:
             yield
         finally:
             self._pass = self._owners = None
+
+    def force_order(self, order: Order) -> None:
+        """Have the tiled route take one order at all sites, for measurements."""
+        self._choices.forced = order
 
     def _compile_ahead(self, bound: Pass, launches: Hashable) -> None:
         """Compile what the sites of a pass will launch, unless a pass before it had the same `launches`."""

@@ -30,6 +30,22 @@ class BaselineWork:
     batch: int
     length: int
     rank: int
+    ranks: tuple[int, ...] = ()
+    """Of each job, where they differ; `rank` is then the largest."""
+    dropouts: tuple[float, ...] = ()
+    """Of each job, where there is any."""
+
+    @property
+    def each_rank(self) -> tuple[int, ...]:
+        return self.ranks or (self.rank,) * self.jobs
+
+    @property
+    def each_dropout(self) -> tuple[float, ...]:
+        return self.dropouts or (0.0,) * self.jobs
+
+    @property
+    def mean_rank(self) -> float:
+        return sum(self.each_rank) / self.jobs
 
     @property
     def lengths(self) -> list[int]:

@@ -6,11 +6,16 @@ of a round: one step of every job. ρ is the arithmetic floor, at the rate of a 
 over the measured time.
 
     python -m benchmarks.gpu_step [--shape NAME] [--layers N] [--jobs N] [--batch BxL] [--rank R]
-                                  [--baselines a,b] [--profile] [--deterministic]
+                                  [--baselines a,b] [--profile] [--deterministic] [--offload]
+                                  [--ranks 16x7,128] [--dropouts 0x7,0.05] [--leave N] [--order NAME]
 
+--ranks, --dropouts: one of each job, with commas, nx for n times the same. --leave: the last N jobs are
+aboard while it warms up, and are not when the clock runs. --order: one order of the tiled route at all sites,
+such as `wide`, which is what GPUs without copy engines take.
 --profile: one more round of Weftune's under torch's profiler, and where its time went by kind of work.
 --deterministic: one more row, Weftune with torch's deterministic kernels and its own choices pinned, as
 `deterministic: true` in a jobs file has them.
+--offload: one more row, Weftune with master weights and moments in host memory.
 """
 
 from __future__ import annotations
@@ -26,13 +31,25 @@ from weftune.bench.processes import ProcessTask, peft_at_once
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build, floor_seconds, toy_of
 from weftune.bench.table import aligned, number, ratio
-from weftune.bench.timing import BenchPlace, MeasuredStep, Repeats, attempted, fresh, gemm_rate, here, measure
+from weftune.bench.timing import (
+    BenchPlace,
+    Block,
+    MeasuredStep,
+    Repeats,
+    attempted,
+    fresh,
+    gemm_rate,
+    here,
+    measure,
+)
 from weftune.bench.weftune_side import JobsAboard, resident
 from weftune.bench.where import Spent, drawn, spent, traced
 from weftune.core.deterministic import deterministic_kernels, settle_workspace
+from weftune.ops.lora.weave import Order
 
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 DETERMINISTIC = "Weftune, deterministic"
+OFFLOADED = "Weftune, optimizer in host memory"
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
 GB = 1e9
 
@@ -46,36 +63,66 @@ class StepRow:
     """False for the base alone, which is no way to train."""
 
 
-def aboard(task: ProcessTask) -> JobsAboard:
+@dataclass(frozen=True, slots=True)
+class OwnWay:
+    """What is asked of Weftune's own row."""
+
+    capacity: int
+    order: Order | None = None
+    leave: int = 0
+    """Jobs that leave before the clock runs."""
+    offloaded: bool = False
+    """Master weights and moments in host memory."""
+
+
+def aboard(task: ProcessTask, way: OwnWay) -> JobsAboard:
     """Every job aboard one executor."""
     work = task.work
-    together = resident(build(task.size, task.place), task.place.device)
-    for at in range(work.jobs):
-        experts = tuple(EXPERTS) if task.size.experts else ()
-        adapter = LoraSpec(rank=work.rank, alpha=2.0 * work.rank, target_parameters=experts)
+    together = resident(build(task.size, task.place), task.place.device, way.offloaded)
+    experts = tuple(EXPERTS) if task.size.experts else ()
+    for at, (rank, dropout) in enumerate(zip(work.each_rank, work.each_dropout, strict=True)):
+        adapter = LoraSpec(rank=rank, alpha=2.0 * rank, dropout=dropout, target_parameters=experts)
         together.join(f"job{at}", adapter, [[work.length] * work.batch], seed=at)
     return together
 
 
-def together(task: ProcessTask, capacity: int) -> MeasuredStep:
-    return measure(aboard(task).block(max(capacity, task.work.length)), task.place, task.pace)
+def started(task: ProcessTask, way: OwnWay) -> Block:
+    """All jobs have made enough rounds for a captured graph; then some may have left."""
+    together = aboard(task, way)
+    if way.order is not None:
+        together.executor.banks.force_order(way.order)
+    block = together.block(max(way.capacity, task.work.length))
+    if way.leave:
+        block(max(2, task.pace.warmup))()
+        for job in list(together.stocks)[-way.leave :]:
+            together.leave(job)
+    return block
 
 
-def profiled(task: ProcessTask, capacity: int) -> Spent:
+def together(task: ProcessTask, way: OwnWay) -> MeasuredStep:
+    return measure(started(task, way), task.place, task.pace)
+
+
+def profiled(task: ProcessTask, way: OwnWay) -> Spent:
     """Where one round goes, after enough others that it replays a captured graph."""
     fresh(task.place.device)
-    block = aboard(task).block(max(capacity, task.work.length))
+    block = started(task, way)
     block(max(2, task.pace.warmup))()
     return spent(traced(lambda: block(1)(), task.place.device))
 
 
 def rows(
-    task: ProcessTask, baselines: Sequence[str], capacity: int, rate: float, deterministic: bool = False
+    task: ProcessTask,
+    baselines: Sequence[str],
+    way: OwnWay,
+    rate: float,
+    deterministic: bool = False,
+    offloads: bool = False,
 ) -> Iterator[StepRow]:
     """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
     bare = floor_seconds(size, rate, work.lengths, rank=0)
-    floor = floor_seconds(size, rate, work.lengths, work.rank)
+    floor = floor_seconds(size, rate, work.lengths, work.mean_rank)
     narrow = MeasuredStep(None, None)
 
     def row(name: str, run: Callable[[], MeasuredStep]) -> StepRow:
@@ -99,9 +146,11 @@ def rows(
         yield row("PEFT bf16 + Liger + compile", lambda: peft_with_liger(task))
     if deterministic:
         with deterministic_kernels():
-            made = row(DETERMINISTIC, lambda: together(task, capacity))
+            made = row(DETERMINISTIC, lambda: together(task, way))
         yield made
-    yield row(WEFTUNE, lambda: together(task, capacity))
+    if offloads:
+        yield row(OFFLOADED, lambda: together(task, replace(way, offloaded=True)))
+    yield row(WEFTUNE, lambda: together(task, way))
 
 
 def strongest(made: Sequence[StepRow]) -> StepRow | None:
@@ -109,7 +158,9 @@ def strongest(made: Sequence[StepRow]) -> StepRow | None:
     others = [
         row
         for row in made
-        if row.adapters and row.name not in (WEFTUNE, DETERMINISTIC) and row.measured.seconds is not None
+        if row.adapters
+        and row.name not in (WEFTUNE, DETERMINISTIC, OFFLOADED)
+        and row.measured.seconds is not None
     ]
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
 
@@ -148,16 +199,24 @@ def main() -> None:
         parser.error(
             f"--baselines: {min(unknown)} is none of {', '.join(BASELINES)}; for no other write none"
         )
+    if asked.ranks and asked.dropouts and len(asked.ranks) != len(asked.dropouts):
+        parser.error("--ranks and --dropouts must have one word for each job, and as many as each other")
     task = task_of(asked, place)
-    rate = gemm_rate(place)
-    made = list(rows(task, baselines, asked.capacity, rate, asked.deterministic))
     work = task.work
-    each = f"rank {work.rank}, {work.batch}×{work.length} tokens each"
+    if (work.ranks or work.dropouts) and set(baselines) - {"frozen"}:
+        parser.error(
+            "PEFT's rows are of jobs that are alike: with --ranks or --dropouts write --baselines none"
+        )
+    way = OwnWay(asked.capacity, Order(asked.order) if asked.order else None, asked.leave)
+    rate = gemm_rate(place)
+    made = list(rows(task, baselines, way, rate, asked.deterministic, asked.offload))
+    ranks = ", ".join(map(str, work.ranks or (work.rank,)))
+    each = f"rank {ranks}, {work.batch}×{work.length} tokens each"
     print(f"\n{task.size.name}, {task.size.layers} layers: {work.jobs} jobs, {each}")
     print(f"large product: {rate / 1e12:,.3f} TFLOP/s\n")
     print(table(made, work.tokens))
     best = strongest(made)
-    where = profiled(task, asked.capacity) if asked.profile else None
+    where = profiled(task, way) if asked.profile else None
     if where is not None:
         print(f"\nOne round of {WEFTUNE}, under the profiler:\n{drawn(where)}")
     finish(
@@ -167,6 +226,10 @@ def main() -> None:
             "jobs": work.jobs,
             "batch": f"{work.batch}x{work.length}",
             "rank": work.rank,
+            "ranks": work.each_rank,
+            "dropouts": work.each_dropout,
+            "left": way.leave,
+            "order": way.order,
             "gemm_rate": rate,
             "strongest": best.name if best else None,
             "rows": [as_json(row) for row in made],
@@ -193,6 +256,12 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--batch", default="1x1024", help="samples × tokens of each, of one job's step")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument(
+        "--ranks", type=ranks_of, default=(), help="one of each job, such as 16x7,128, instead of --rank"
+    )
+    parser.add_argument("--dropouts", type=dropouts_of, default=(), help="one of each job, such as 0x7,0.05")
+    parser.add_argument("--leave", type=int, default=0, help="so many of the last jobs leave once warmed up")
+    parser.add_argument("--order", choices=[*Order], help="of the tiled route at all sites, if not the best")
     parser.add_argument("--baselines", default=",".join(BASELINES), help="some of them, with commas; or none")
     parser.add_argument("--capacity", type=int, default=8192, help="tokens of a microbatch, at most")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs")
@@ -200,19 +269,49 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="steps of a block")
     parser.add_argument("--profile", action="store_true", help="say where the time of Weftune's round goes")
     parser.add_argument("--deterministic", action="store_true", help="also Weftune with the same bits twice")
+    parser.add_argument("--offload", action="store_true", help="also with the optimizer in host memory")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 
 
 def task_of(asked: argparse.Namespace, place: BenchPlace) -> ProcessTask:
-    if asked.toy:
-        work = BaselineWork(jobs=2, batch=2, length=16, rank=4)
-        return ProcessTask(toy_of(SIZES[asked.shape]), work, place, Repeats(1, 2, 1))
-    batch, length = (int(word) for word in asked.batch.lower().split("x"))
-    work = BaselineWork(jobs=asked.jobs, batch=batch, length=length, rank=asked.rank)
     size = SIZES[asked.shape]
+    if asked.toy:
+        work = work_of(asked, jobs=2, batch=2, length=16, rank=4)
+        return ProcessTask(toy_of(size), work, place, Repeats(1, 2, 1))
+    batch, length = (int(word) for word in asked.batch.lower().split("x"))
+    work = work_of(asked, asked.jobs, batch, length, asked.rank)
     size = replace(size, layers=min(asked.layers or size.layers, size.layers))
     return ProcessTask(size, work, place, Repeats(asked.warmup, asked.blocks, asked.steps))
+
+
+def work_of(asked: argparse.Namespace, jobs: int, batch: int, length: int, rank: int) -> BaselineWork:
+    ranks, dropouts = asked.ranks, asked.dropouts
+    return BaselineWork(
+        jobs=len(ranks or dropouts) or jobs,
+        batch=batch,
+        length=length,
+        rank=max(ranks, default=rank),
+        ranks=ranks,
+        dropouts=dropouts,
+    )
+
+
+def ranks_of(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in for_each_job(text))
+
+
+def dropouts_of(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in for_each_job(text))
+
+
+def for_each_job(text: str) -> list[str]:
+    """The words of `16x7,128`: 16 seven times, then 128."""
+    words = []
+    for one in filter(None, text.split(",")):
+        value, _, times = one.partition("x")
+        words += [value] * int(times or 1)
+    return words
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def base_bytes(size: Size, bytes_per_value: int = 2) -> int:
 
 
 def floor_seconds(
-    size: Size, rate: float, lengths: Sequence[int], rank: int, recomputed: float = 0.0
+    size: Size, rate: float, lengths: Sequence[int], rank: float, recomputed: float = 0.0
 ) -> float:
     """The arithmetic of one step over samples of these lengths, at `rate` operations a second.
 

@@ -70,7 +70,10 @@ class JobsAboard:
         self.losses[job] = []
         member = Member(job, adapter, seed)
         sites = self.base.shape.sites
-        self.executor.attach(new_training(member, RECIPE, sites, self.base.dtype, self.executor.home))
+        home, here = self.executor.home, self.base.device
+        self.executor.attach(
+            new_training(member, RECIPE, sites, self.base.dtype, home, drawn_on=here),
+        )
 
     def leave(self, job: str) -> None:
         self.executor.detach(job)
@@ -86,9 +89,8 @@ class JobsAboard:
         return self._window(courses, capacity)
 
     def _window(self, courses: Sequence[Course], capacity: int) -> Program:
-        return plan_window(
-            courses, one_device(), capacity, self.executor.captures is not None, self.recompute
-        )
+        layout, ladder = self.executor.part.layout, self.executor.captures is not None
+        return plan_window(courses, layout, capacity, ladder, self.recompute)
 
     def run(self, program: Program) -> list[Passed]:
         """Execute the program; every pass over the base that it made."""
@@ -125,9 +127,11 @@ class JobsAboard:
         )
 
 
-def resident(model: PreTrainedModel, device: torch.device) -> JobsAboard:
-    """All of the base on the device."""
-    return JobsAboard(resident_executor(Base.from_model(model, BaseSpec(model="random weights"), device)))
+def resident(model: PreTrainedModel, device: torch.device, optimizer_offloaded: bool = False) -> JobsAboard:
+    """All of the base on the device; of adapters, master weights and moments in host memory if so asked."""
+    base = Base.from_model(model, BaseSpec(model="random weights"), device)
+    layout = one_device(base.shape.layers, optimizer_offloaded)
+    return JobsAboard(resident_executor(base, part=layout.on(0)))
 
 
 def random_samples(lengths: Sequence[int], vocabulary: int, seed: int) -> Samples:

@@ -44,7 +44,8 @@ class KernelKind(StrEnum):
 KERNELS = {
     **dict.fromkeys(("product", "expert_product"), KernelKind.FROZEN),
     **dict.fromkeys(("down", "sum_rows", "up", "ds_db", "ds_alone", "da"), KernelKind.ADAPTERS),
-    **dict.fromkeys(("add_dx", "add_gradients"), KernelKind.ADAPTERS),
+    **dict.fromkeys(("add_dx", "add_gradients", "deal_runs"), KernelKind.ADAPTERS),
+    **dict.fromkeys(("large_y", "large_dx"), KernelKind.ADAPTERS),
     **dict.fromkeys(
         ("norm_forward", "norm_backward", "rotary_forward", "rotary_backward"), KernelKind.ELEMENTS
     ),

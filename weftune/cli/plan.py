@@ -251,7 +251,8 @@ def shared(wanted: Wanted, way: Way, console: Console) -> Answered:
     choice = choose(wanted.shape, wanted.shapes, way.machine)
 
     def alone(jobs: Sequence[JobShape]) -> Foreseen:
-        return foreseen(wanted, way.machine, choice, admitted(jobs, choice))
+        own = choose(wanted.shape, jobs, way.machine)
+        return foreseen(wanted, way.machine, own, admitted(jobs, own))
 
     everyone = admitted(wanted.shapes, choice)
     found = share_outlook(wanted.shapes, job_seconds_of(wanted, way.machine), way.shares, alone)

@@ -61,7 +61,8 @@ def way_of(wanted: Wanted) -> Way:
     if not fits_whole(wanted.shape, wanted.shapes, one.budget):
         # A share would refuse the job that does not fit.
         return _in_workers(wanted, len(devices), streamed=True)
-    return Way(one, f"--gpus {chosen.shares}", chosen.shares)
+    share = replace(one, host_budget=one.host_budget // chosen.shares)
+    return Way(share, f"--gpus {chosen.shares}", chosen.shares)
 
 
 def _in_workers(wanted: Wanted, workers: int, streamed: bool = False) -> Way:

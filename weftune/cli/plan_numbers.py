@@ -28,6 +28,8 @@ def resident_numbers(found: Foreseen) -> dict[str, Any]:
         "groups": shared_groups(found.program),
         "order": "1F1B" if found.choice.layout.pipelined else "rounds",
         "aboard": list(found.window.shapes),
+        "optimizer_offloaded": found.choice.layout.optimizer_offloaded,
+        "host_bytes": found.choice.host_bytes,
         "why": found.choice.why,
     }
 

@@ -53,7 +53,7 @@ class WallTime:
     """Every phase; together they are `seconds`."""
 
 
-class Clock:
+class PhaseClock:
     def __init__(self, age: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
         """Runs since `age` seconds ago; those are of no phase until somebody claims them."""
         self.started = time.time() - age
@@ -91,12 +91,12 @@ class Clock:
         self._since = now
 
 
-_CLOCKS: dict[int, Clock] = {}
+_CLOCKS: dict[int, PhaseClock] = {}
 """Running clocks, by the thread that owns each."""
 
 
 @contextmanager
-def running(clock: Clock) -> Iterator[Clock]:
+def running(clock: PhaseClock) -> Iterator[PhaseClock]:
     """Inside, phases of this thread are counted by `clock`."""
     owner = threading.get_ident()
     before = _CLOCKS.get(owner)
@@ -110,7 +110,7 @@ def running(clock: Clock) -> Iterator[Clock]:
             _CLOCKS[owner] = before
 
 
-def current() -> Clock | None:
+def current() -> PhaseClock | None:
     """The clock that counts what this thread does."""
     own = _CLOCKS.get(threading.get_ident())
     if own is not None or not _CLOCKS:
@@ -154,16 +154,16 @@ def importing() -> Iterator[None]:
 
 
 def claim(name: Phase, seconds: float) -> None:
-    """`Clock.claim` of the clock that counts here, if there is any."""
+    """`PhaseClock.claim` of the clock that counts here, if there is any."""
     clock = current()
     if clock is not None:
         clock.claim(name, seconds)
 
 
-def process_clock() -> Clock:
+def process_clock() -> PhaseClock:
     """A clock that runs since the system started this process; up to now it has imported modules."""
     age = process_seconds()
-    clock = Clock(age)
+    clock = PhaseClock(age)
     clock.claim(Phase.IMPORTS, age)
     return clock
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weftune.data.row import BadRow, CommonBadRow
-from weftune.data.turns import Template
+from weftune.data.turns import Renderer
 
 if TYPE_CHECKING:
     from weftune.data.formats import Chat
@@ -43,7 +43,7 @@ class PrintCheck:
     where no chat of its shape was tried before, or where a text is not found as it is.
     """
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Renderer) -> None:
         self._template = template
         self._sound: set[tuple[object, ...]] = set()
         """Shapes of chats of which every part is printed."""

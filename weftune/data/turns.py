@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weftune.data.formats import Chat
 
 
-class Template(Protocol):
+class Renderer(Protocol):
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str: ...
 
 
@@ -61,11 +61,11 @@ class _Turn:
     endless: bool
 
 
-def render_everything(chat: Chat, template: Template) -> Rendering:
+def render_everything(chat: Chat, template: Renderer) -> Rendering:
     return Rendering((Rendered(template.render(chat.messages, chat.tools, prompt=False), None),))
 
 
-def render_turns(chat: Chat, template: Template, ends: Collection[str]) -> Rendering:
+def render_turns(chat: Chat, template: Renderer, ends: Collection[str]) -> Rendering:
     """`ends` are the texts of the tokens at which a turn can end."""
     turns = [_render_turn(chat, at, template, ends) for at in chat.turns]
     whole = _render_whole(chat, turns, template, ends)
@@ -82,7 +82,7 @@ def render_turns(chat: Chat, template: Template, ends: Collection[str]) -> Rende
 
 
 def _render_whole(
-    chat: Chat, turns: Sequence[_Turn], template: Template, ends: Collection[str]
+    chat: Chat, turns: Sequence[_Turn], template: Renderer, ends: Collection[str]
 ) -> Rendered | None:
     """All turns in one text, or None if the template prints one of them differently there.
 
@@ -99,7 +99,7 @@ def _render_whole(
     return None
 
 
-def _render_turn(chat: Chat, at: int, template: Template, ends: Collection[str]) -> _Turn:
+def _render_turn(chat: Chat, at: int, template: Renderer, ends: Collection[str]) -> _Turn:
     text = template.render(chat.messages[: at + 1], chat.tools, prompt=False)
     given = template.render(chat.messages[:at], chat.tools, prompt=True)
     start = len(given)

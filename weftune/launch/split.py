@@ -260,7 +260,7 @@ def _members(run: RunSpec, trainer: Trainer, shares: Sequence[DeviceShare], host
     found = []
     for number, share in enumerate(shares):
         own = replace(run, jobs=tuple(job for job in run.jobs if job.name in share.jobs))
-        mine = replace(options, device=hosts.devices[number], share=number)
+        mine = replace(options, device=hosts.devices[number], share=number, shares=len(shares))
         main = partial(be_share, own, trainer.output.absolute(), trainer.max_steps, mine)
         found.append(Supervised(f"share {number}", main))
     return found

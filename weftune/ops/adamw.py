@@ -118,7 +118,7 @@ def square_sums(vectors: Sequence[Tensor]) -> Tensor:
     device, blocks = vectors[0].device, max(-(-vector.numel() // BLOCK) for vector in vectors)
     rows = [[_address(vector), vector.numel()] for vector in vectors]
     even = all(vector.numel() % 16 == 0 for vector in vectors)
-    squares_JB = torch.empty(len(vectors), blocks, dtype=torch.float64, device=device)
+    squares_JB = torch.zeros(len(vectors), blocks, dtype=torch.float64, device=device)
     with torch.cuda.device_of(squares_JB):
         kernels.squares[(blocks, len(vectors))](
             _to_device(torch.tensor(rows, dtype=torch.int64), device),
@@ -145,7 +145,7 @@ def update(updates: Sequence[Update], factor_J: Tensor | None = None) -> Tensor:
 
     states = [one.state for one in updates]
     device, blocks = states[0].gradient.device, _blocks(states)
-    finite_JB = torch.empty(len(states), blocks, dtype=torch.bool, device=device)
+    finite_JB = torch.ones(len(states), blocks, dtype=torch.bool, device=device)
     numbers_J8 = _to_device(torch.tensor([_numbers(one) for one in updates], dtype=torch.float32), device)
     if factor_J is not None:
         numbers_J8[:, 0] = factor_J

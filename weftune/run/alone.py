@@ -13,7 +13,7 @@ from weftune.core.batch import Segment
 from weftune.plan.cost.time import PassTime, StateTime, work_of
 from weftune.plan.program.program import Action, Evaluate, MicrobatchPlan, Program, Recv, Reduce, Send, Step
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
-from weftune.run.measure.timers import Span
+from weftune.run.measure.timers import DeviceSpan
 from weftune.run.measure.waited import Waited
 from weftune.run.parts import AdapterState, TimedPass
 from weftune.run.training.evaluation import Evaluations, EvaluationSums
@@ -72,7 +72,7 @@ class Alone:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def ran(self, action: Action, span: Span, passed: TimedPass | None) -> Iterator[Event]:
+    def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
         if passed is None:
             return
         passed.settled &= self._again("evaluation" if isinstance(action, Evaluate) else "pass")

@@ -23,6 +23,7 @@ from weftune.run.passes.stage_graphs import CapturedVisits
 from weftune.run.resident_adapters import ResidentAdapters
 from weftune.run.stream.activations import KeptActivations, OffloadedActivations
 from weftune.run.stream.adapter_steps import Make
+from weftune.run.stream.offloaded_optimizer import OffloadedOptimizer
 from weftune.run.stream.travelling_adapters import TravellingAdapters
 from weftune.run.stream.weights import ResidentWeights, StreamedWeights
 from weftune.run.training.roster import Roster
@@ -39,15 +40,19 @@ def resident_executor(
     worker: int = 0,
     agrees: Agrees | None = None,
     at_once: bool = True,
+    make: Make = update,
 ) -> Executor:
     """An executor for a base that stays on its device, or for the one stage of it that this worker has.
-    Passes are captured as CUDA graphs where possible, if `graphs`; where that pays, unless `at_once`."""
+    Passes are captured as CUDA graphs where possible, if `graphs`; where that pays, unless `at_once`. `make`
+    applies the updates of adapters whose master weights and moments are in host memory."""
     part = part or one_device(base.shape.layers).on(0)
     adapted = AdaptedBase(base, route)
     stages = {part.own[0]: base}
     plain = PlainPasses(adapted, stages)
     roster, timer = Roster(), ActionTimer(base.device)
-    adapters = ResidentAdapters(adapted, roster)
+    adapters: AdapterState = ResidentAdapters(adapted, roster)
+    if part.layout.optimizer_offloaded:
+        adapters = OffloadedOptimizer(adapters, adapted, roster, make)
     parts = Parts(
         weights=ResidentWeights(),
         activations=KeptActivations(part.own),

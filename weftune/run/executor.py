@@ -342,8 +342,8 @@ class Executor:
     def _use(self, stage: int, plan: MicrobatchPlan, returning: bool) -> None:
         """Make the stage's weights, and the adapters of the microbatch's jobs there, readable by the
         device."""
-        self.adapters.use(stage, plan.jobs, returning)
-        if self.weights.use(stage):
+        waited = self.adapters.use(stage, plan.jobs, returning)
+        if self.weights.use(stage) or waited:
             self._timer.start()
 
     def _given(self, visit: StageVisit) -> Tensor | None:

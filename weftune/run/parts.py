@@ -24,7 +24,7 @@ from weftune.plan.program.program import (
     What,
 )
 from weftune.run.events import Event
-from weftune.run.measure.timers import Span
+from weftune.run.measure.timers import DeviceSpan
 from weftune.run.measure.waited import Waited
 from weftune.run.passes.plain import MadeBackward, MadeForward
 from weftune.run.passes.rows import RowsHere, StageVisit
@@ -117,7 +117,7 @@ class AdapterState(Protocol):
 
     def abandon(self) -> None: ...
 
-    def use(self, stage: int, jobs: Collection[str], returning: bool) -> None: ...
+    def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool: ...
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None: ...
 
@@ -146,10 +146,10 @@ class TimedPass:
     training: bool
     settled: bool = True
     """Whether it ran without compiling or capturing anything."""
-    forward: list[Span] = field(default_factory=list)
-    backward: list[Span] = field(default_factory=list)
+    forward: list[DeviceSpan] = field(default_factory=list)
+    backward: list[DeviceSpan] = field(default_factory=list)
 
-    def add(self, action: Action, span: Span) -> None:
+    def add(self, action: Action, span: DeviceSpan) -> None:
         (self.backward if isinstance(action, Backward) else self.forward).append(span)
 
 
@@ -172,7 +172,7 @@ class Agreement(Protocol):
         """Send a tensor to another worker; zeros where it was never computed, since the plan fixes what is
         sent."""
 
-    def ran(self, action: Action, span: Span, passed: TimedPass | None) -> Iterator[Event]:
+    def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
         """An action ran here; with it a microbatch may have finished its visits to the stages here."""
 
     def evaluate(self, stage: int, plan: MicrobatchPlan) -> Iterator[Event]:

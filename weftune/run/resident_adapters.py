@@ -58,9 +58,10 @@ class ResidentAdapters:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def use(self, stage: int, jobs: Collection[str], returning: bool) -> None:
-        """Make the weights of these jobs in that stage readable by the device. `returning`: for a
-        backward."""
+    def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
+        """Make the weights of these jobs in that stage readable by the device; True if the device may have to
+        wait for them. `returning`: for a backward."""
+        return False
 
     def ask_ahead(self, stage: int, jobs: Collection[str]) -> None:
         """Prepare what the next passes need, after a pass over the stage was asked for."""

@@ -70,7 +70,7 @@ def open_engine(setup: Setup, jobs: Sequence[JobShape], note: Callable[[str], No
 def _whole(setup: Setup, choice: Choice) -> Engine:
     limit_bytes(setup.device, setup.gpu_memory)
     base = setup.base or load_base(setup.spec, setup.device)
-    executor = resident_executor(base, at_once=False)
+    executor = resident_executor(base, part=choice.layout.on(0), at_once=False)
     return Engine(executor, choice, choice.cost or arithmetic(executor.base.shape))
 
 

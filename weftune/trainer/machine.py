@@ -53,6 +53,8 @@ class Setup:
     checkpoints: Callable[[str], Path]
     deterministic: bool = False
     """Whether the plan may depend on nothing that is measured now: neither times nor free memory."""
+    shares: int = 1
+    """Processes like this one that have the host's memory among them, each with a share of the jobs."""
 
     @property
     def on_gpu(self) -> bool:
@@ -89,7 +91,7 @@ def machine_here(setup: Setup) -> Machine:
         taken=_taken_bytes(setup),
         stream_budget=_stream_budget(setup),
         # Workers of other machines have memory of their own.
-        host_budget=host_budget(setup.deterministic) * place.workers // place.local_workers,
+        host_budget=host_budget(setup.deterministic) * place.workers // (place.local_workers * setup.shares),
         capacity=setup.capacity,
         workers=place.stages,
         replicas=place.replicas,

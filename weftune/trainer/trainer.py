@@ -18,7 +18,7 @@ from weftune.base.host.read_ahead import base_read_ahead
 from weftune.base.load import device_named, inspect, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
-from weftune.core.clock import Clock, Phase, current, phase, running
+from weftune.core.clock import Phase, PhaseClock, current, phase, running
 from weftune.core.deterministic import deterministic_kernels
 from weftune.core.interrupt import interrupts
 from weftune.core.paths import cache_folder
@@ -128,6 +128,8 @@ class Options:
     """Whether two runs of the same jobs on the same device give the same bits."""
     share: int | None = None
     """Which share of the jobs is trained here, where other processes train the others."""
+    shares: int = 1
+    """How many such processes there are, which have the host's memory among them."""
 
 
 class Quiet:
@@ -213,7 +215,7 @@ class Trainer:
         """Train until every job has ended or the run is interrupted. `callback` is called with every step."""
         if current() is not None or self.options.share is not None:
             return self._run(callback)
-        with running(Clock()) as clock:
+        with running(PhaseClock()) as clock:
             results = self._run(callback)
             self.view.note(wall_sentence(clock.read()))
         return results
@@ -452,6 +454,7 @@ class Trainer:
             profile=options.profile,
             checkpoints=self._checkpoints,
             deterministic=options.deterministic,
+            shares=options.shares,
         )
 
     def _checkpoints(self, name: str) -> Path:

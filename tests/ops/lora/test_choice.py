@@ -20,7 +20,7 @@ from weftune.ops.lora.choice import MOST_ROWS, Choices, Contest, fastest, shape_
 from weftune.ops.lora.choice_file import ChoiceFile, MeasuredOrder, TrialMachine, file_for
 from weftune.ops.lora.choice_trial import JOBS, choices_on, made_up_site
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.table import Group, SlotTable
+from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.weave import Order, tiling
 
 MACHINE = TrialMachine("Loom 9000/X", "12.3", "2.99.0+cu1", "9.9", "0badcafe")
@@ -57,7 +57,7 @@ class Call:
         self.residual = torch.zeros(rows, outputs, device=device) if changes.pop("residual", False) else None
         names = [f"site{part}" for part in range(len(widths))]
         aligned = changes.pop("aligned", True)
-        table = SlotTable.empty(names, slots, torch.device(device), aligned)
+        table = SlotTable.empty(names, slots, torch.device(device), aligned, bands_for(rank))
         columns = tuple(pairwise(accumulate(widths, initial=0)))
         self.group = Group(columns, table, rank, changes.pop("drops", False))
         self.rows = Rows.empty(rows, slots, torch.device(device))
@@ -104,6 +104,7 @@ OTHERS = {
     "widths": dict(widths=(16, 32)),
     "rows beyond the power of two": dict(rows=129),
     "rank block": dict(rank=17),
+    "bands": dict(rank=129),
     "dropout": dict(drops=True),
     "residual": dict(residual=True),
     "layout of the weight": dict(transposed=True),
@@ -173,6 +174,17 @@ def test_pinned_only_the_first_order_is_compiled_ahead_whatever_a_file_says(tmp_
     file = ChoiceFile(tmp_path, MACHINE)
     Choices(Clock(), file, lambda: False, compiler, pinned=True).compile_ahead([Contest(call.shape, BOTH)])
     assert compiler.asked == [(call.shape, BOTH[0])]
+
+
+def test_a_forced_order_is_taken_and_compiled_whatever_may_be_used(tmp_path):
+    Call().of(choices(Clock(), tmp_path))
+    compiler, call, clock = Compiler(), Call(), Clock()
+    made = Choices(clock, ChoiceFile(tmp_path, MACHINE), lambda: False, compiler)
+    made.forced = Order.wide
+    assert Call().of(made, (Order.fused, Order.fused_beside)) is Order.wide
+    made.compile_ahead([Contest(call.shape, BOTH)])
+    assert compiler.asked == [(call.shape, Order.wide)]
+    assert not clock.asked
 
 
 def test_choices_are_pinned_where_kernels_are_deterministic():

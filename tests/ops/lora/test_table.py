@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 
-from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.table import BAND, Entry, Group, SlotTable, bands_for
 
 CPU = torch.device("cpu")
 SITES = ("model.q", "model.up", "k")
@@ -43,6 +43,43 @@ def test_a_job_is_seated_at_its_sites_and_nowhere_else():
     table.write(2, [entry(1), entry(2), entry(3)])
     table.clear(1)
     assert table.rank_PS.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+
+
+def test_a_rank_above_a_band_is_seated_in_several_parts_of_whole_rows():
+    table = SlotTable.empty(SITES[:2], slots=2, device=CPU, bands=3)
+    large, small = entry(2 * BAND + 5, 2.0, 0.5), entry(4)
+    table.write(1, [large, small])
+    assert table.rank_PS[:, 1].tolist() == [BAND, 4, BAND, 0, 5, 0]
+    for band in range(3):
+        tensors = (large.a_RK, large.b_RN, large.da_RK, large.db_RN)
+        here = [tensor[band * BAND :].data_ptr() for tensor in tensors]
+        assert table.address_PS4[2 * band, 1].tolist() == here
+        assert table.factor_PS2[2 * band, 1].tolist() == [4.0, 2.0]
+        assert table.threshold_PS[2 * band, 1] == 0
+    assert table.crc_P.tolist() == table.crc_P[:2].tolist() * 3
+    table.write(1, [entry(BAND), None])
+    assert table.rank_PS[:, 1].tolist() == [BAND, 0, 0, 0, 0, 0]
+    table.clear(1)
+    assert not table.rank_PS.any()
+    with pytest.raises(AssertionError):
+        table.write(0, [entry(3 * BAND + 1), None])
+
+
+def test_experts_of_several_bands_are_seated_each_where_its_rows_begin():
+    table = SlotTable.empty(SITES[:1], slots=6, device=CPU, bands=2)
+    a, b = torch.zeros(3, BAND + 8, 8), torch.zeros(3, BAND + 8, 16)
+    stacked = Entry(a, b, torch.zeros_like(a), torch.zeros_like(b), 2.0, 0.0)
+    table.put_experts(table.host_views(), 3, stacked)
+    table.send()
+    assert table.rank_PS.tolist() == [[0, 0, 0, BAND, BAND, BAND], [0, 0, 0, 8, 8, 8]]
+    for band, expert in ((0, 0), (0, 2), (1, 0), (1, 2)):
+        here = [matrix[expert, band * BAND :].data_ptr() for matrix in stacked.matrices]
+        assert table.address_PS4[band, 3 + expert].tolist() == here
+
+
+@pytest.mark.parametrize(("rank", "bands"), [(1, 1), (BAND, 1), (BAND + 1, 2), (2 * BAND, 2), (300, 3)])
+def test_bands_have_room_for_all_ranks(rank, bands):
+    assert bands_for(rank) == bands
 
 
 def test_addresses_are_those_of_whole_tensors_with_gradients_in_float32():

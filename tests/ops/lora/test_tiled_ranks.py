@@ -47,6 +47,15 @@ def test_ds_of_small_ranks_is_the_same_from_two_reads_of_dy():
     close(run(MIXED, one_read=False), truth(MIXED))
 
 
+def test_what_nobody_has_written_takes_no_part_in_a_product(monkeypatch):
+    """Not even one whose result is dropped. Numpy tells of it, if what lies there is large."""
+    monkeypatch.setattr(
+        torch, "empty_like", lambda like, **other: 200 * torch.full_like(like, 2**30, **other) ** 4
+    )
+    case = Case([Job(9, rank=5, sites=(1,)), Job(20, rank=8)], widths=(24, 16, 16))
+    close(run(case), truth(case))
+
+
 def test_no_share_of_a_sum_is_written_beyond_a_jobs_own_ranks(monkeypatch):
     """Of small ranks beside large ones the most would be nothing but traffic."""
     case, seen = in_shares(MIXED), []
@@ -62,11 +71,10 @@ def test_no_share_of_a_sum_is_written_beyond_a_jobs_own_ranks(monkeypatch):
     assert min(len(forward), len(backward)) > 1
     for shares_CTR in seen:
         for slot, rank in enumerate(RANKS):
-            stored = -(-rank // 8) * 8
+            # At most 16 ranks go a way of their own, which stores all 16.
+            stored = max(16, -(-rank // 8) * 8)
             rows_CTR = shares_CTR[:, case.rows_of(slot)]
             assert rows_CTR[..., :rank].isfinite().all()
-            # ds of at most 16 ranks goes a way of its own, which stores all 16.
-            stored = stored if shares_CTR is forward else max(16, stored)
             assert rows_CTR[..., stored:].isnan().all()
         assert shares_CTR[:, case.padding_rows].isnan().all()
 

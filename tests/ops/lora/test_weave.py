@@ -14,8 +14,9 @@ import torch
 
 from weftune.ops.lora import weave
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.table import Group, SlotTable
+from weftune.ops.lora.table import Group, SlotTable, bands_for
 from weftune.ops.lora.weave import (
+    KernelLaunch,
     Order,
     Weave,
     contestants,
@@ -34,7 +35,8 @@ ROOMY, NARROW = 163_840, 163_839
 
 def group_of(rank=8, widths=(4096,), drops=False, first=0):
     columns = tuple(pairwise(accumulate(widths, initial=first)))
-    return Group(columns, SlotTable.empty([f"site{part}" for part in widths], 2, CPU), rank, drops)
+    names = [f"site{part}" for part in widths]
+    return Group(columns, SlotTable.empty(names, 2, CPU, bands=bands_for(rank)), rank, drops)
 
 
 def tiled(monkeypatch, rows=64, features=4096, dtype=HALF, programs=132, shared=ROOMY, piece=1024, **group):
@@ -51,13 +53,15 @@ def shown(chosen):
 
 
 MANY = (64, 8, 2)
+OF_128 = [(64, 4, 4), (128, 8, 1), (64, 8, 2), (128, 8, 3), (128, 8, 3)]
 IN_16_BITS = {
     "rank 1": (dict(rank=1), [(128, 4, 4), (128, 4, 1), (256, 4, 4), (128, 4, 2), (128, 8, 3)]),
     "rank 16": (dict(rank=16), [(128, 4, 4), (128, 4, 1), (256, 4, 4), (128, 4, 2), (128, 8, 3)]),
     "rank 17": (dict(rank=17), [(128, 4, 4), (128, 4, 1), (256, 4, 3), (128, 4, 2), (128, 8, 3)]),
     "rank 32": (dict(rank=32), [(128, 4, 4), (128, 4, 1), (256, 4, 3), (128, 4, 2), (128, 8, 3)]),
     "rank 64": (dict(rank=64), [(128, 4, 4), (128, 4, 1), (128, 4, 4), (128, 8, 3), (128, 8, 3)]),
-    "rank 65": (dict(rank=65), [MANY, (64, 4, 1), MANY, MANY, (64, 8, 2)]),
+    "rank 65": (dict(rank=65), OF_128),
+    "rank 256, in bands": (dict(rank=256), OF_128),
     "masks": (
         dict(rank=8, drops=True),
         [(128, 4, 3), (128, 4, 1), (256, 4, 4), (128, 4, 2), (128, 8, 3)],
@@ -80,12 +84,9 @@ IN_16_BITS = {
     ),
     "two parts of rank 128": (
         dict(rank=128, widths=(512, 512)),
-        [MANY, (64, 4, 1), MANY, MANY, (64, 8, 2)],
+        [(64, 8, 3), *OF_128[1:4], (64, 8, 3)],
     ),
-    "three parts of rank 128": (
-        dict(rank=128, widths=(512,) * 3),
-        [MANY, (64, 4, 1), MANY, MANY, (64, 8, 1)],
-    ),
+    "three parts of rank 128": (dict(rank=128, widths=(512,) * 3), OF_128),
 }
 
 
@@ -96,6 +97,8 @@ def test_the_blocks_in_16_bits_are_those_that_were_measured(name, monkeypatch):
     assert shown(chosen) == wanted
     assert chosen.one_read == (group["rank"] <= 64)
     assert chosen.down.rows == chosen.da.rows == 64
+    few = group["rank"] <= 64
+    assert chosen.ds == (replace(chosen.down, together=1) if few else KernelLaunch(64, warps=4, stages=4))
 
 
 @pytest.mark.parametrize("name", IN_16_BITS)
@@ -224,14 +227,15 @@ def test_without_a_gpu_three_programs_take_turns_and_nothing_limits_the_shared_m
 
 @pytest.mark.parametrize(
     ("rank", "block"),
-    [(1, 16), (15, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (256, 256)],
+    [(1, 16), (15, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128), (128, 128), (256, 128)],
 )
 def test_ranks_go_up_to_a_power_of_two_that_a_tensor_core_takes(rank, block):
     assert rank_block(rank) == block
 
 
 @pytest.mark.parametrize(
-    ("rank", "parts", "together"), [(1, 16, 16), (1, 17, 1), (64, 4, 4), (64, 5, 1), (128, 2, 2), (256, 1, 1)]
+    ("rank", "parts", "together"),
+    [(1, 16, 16), (1, 17, 1), (64, 4, 4), (64, 5, 1), (128, 2, 2), (128, 3, 1), (256, 2, 2)],
 )
 def test_parts_whose_ranks_fit_the_registers_share_programs(rank, parts, together):
     assert parts_together(group_of(rank, (64,) * parts)) == together
@@ -240,11 +244,25 @@ def test_parts_whose_ranks_fit_the_registers_share_programs(rank, parts, togethe
 def test_a_weave_counts_its_parts_ranks_slots_and_blocks():
     group, rows = group_of(17, (100, 128, 129)), Rows.empty(64, 5, CPU)
     use = Weave(group, rows, True, tiling(rows, group, 64, HALF))
-    assert (use.parts, use.ranks, use.slots, use.together) == (3, 32, 5, 3)
+    assert (use.parts, use.ranks, use.slots) == (3, 32, 5)
     assert use.columns == (0, 100, 100, 228, 228, 357)
     assert use.blocks(64) == [2, 2, 3]
     assert use.blocks(128) == [1, 1, 2]
     assert use.order is Order.wide
+    assert (use.sites, use.bands, use.has_large) == (3, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("rank", "bands", "ranks", "large"),
+    [(64, 1, 64, False), (65, 1, 128, True), (128, 1, 128, True), (129, 2, 128, True), (300, 3, 128, True)],
+)
+def test_a_rank_above_a_band_is_several_parts_of_a_site(rank, bands, ranks, large):
+    group, rows = group_of(rank, (100, 128)), Rows.empty(64, 5, CPU)
+    use = Weave(group, rows, True, tiling(rows, group, 64, HALF))
+    assert (use.sites, use.bands, use.parts, use.ranks) == (2, bands, 2 * bands, ranks)
+    assert use.has_large == large
+    assert (use.tiling.down.together, use.tiling.da.together, use.tiling.ds.together) == (2, 2, 1)
+    assert use.tiling.one_read == (rank <= 64)
 
 
 def test_an_order_says_whether_it_fuses_and_what_is_made_beside():
@@ -272,13 +290,14 @@ def weight(outputs=128, features=128, apart=136, dtype=HALF, shift=0):
 ALLOWED = {
     "a plain case": (weight(), group_of()),
     "rank 64": (weight(), group_of(rank=64)),
+    "rank 65": (weight(), group_of(rank=65)),
+    "rank 256": (weight(), group_of(rank=256)),
     "parts": (weight(384, 64), group_of(widths=(128, 256))),
     "a part behind 256": (weight(384), group_of(widths=(256, 128))),
     "float16": (weight(dtype=torch.float16), group_of()),
 }
 REFUSED = {
     "float32": (weight(dtype=torch.float32), group_of()),
-    "rank 65": (weight(), group_of(rank=65)),
     "a part behind 64": (weight(), group_of(widths=(64, 64))),
     "a part behind 127": (weight(), group_of(widths=(127, 1))),
     "a part behind 129": (weight(136), group_of(widths=(129, 7))),
@@ -328,7 +347,7 @@ def test_a_gpu_has_a_program_for_every_multiprocessor_and_the_shared_memory_that
 
 def test_what_is_lean_keeps_all_but_its_blocks(monkeypatch):
     roomy, lean = (tiled(monkeypatch, shared=shared, rank=16) for shared in (ROOMY, NARROW))
-    kernels = ("down", "up", "ds_db", "db", "da")
+    kernels = ("down", "up", "ds", "ds_db", "db", "da")
     same = replace(lean, **{name: getattr(roomy, name) for name in (*kernels, "split", "ds_split")})
     assert same == replace(roomy, split=roomy.split)
     assert {getattr(lean, name).rows for name in kernels} == {64}

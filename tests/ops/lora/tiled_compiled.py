@@ -22,12 +22,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.ops.lora.woven import Case, Job, values, woven
 from weftune.ops.lora.tiled import backward, forward
 from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
-from weftune.ops.triton import product, site, site_gradients
+from weftune.ops.triton import large, product, site, site_gradients
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 ALIGNED = [["tt.divisibility", 16]]
-KERNELS = ("down", "sum_rows", "up", "ds_db", "ds_alone", "da", "add_dx", "add_gradients", "product")
+KERNELS = (
+    *("down", "sum_rows", "up", "ds_db", "ds_alone", "da", "add_dx", "add_gradients"),
+    *("large_y", "large_dx", "product"),
+)
 
 
 class Compiled:
@@ -75,7 +78,7 @@ def assembled(ptx):
 
 def main(every):
     found = {}
-    for module in (site, site_gradients, product):
+    for module in (site, site_gradients, large, product):
         for name in KERNELS:
             if hasattr(module, name):
                 setattr(module, name, Compiled(getattr(module, name), found))
@@ -89,7 +92,7 @@ def main(every):
         backward(made.dy, made.x, made.weight, s, weave, wants_dx=one_read)
     for rank, drops in ((128, False), (256, True)) if every else ():
         laden(Order.wide, rank, drops)
-    fused = ((16, 128, True), (32, 256, True), (64, 256, False))
+    fused = ((128, 128, True), (16, 128, True), (32, 256, True), (64, 256, False), (128, 256, False))
     for rank, columns, drops in fused if every else fused[:1]:
         laden(Order.fused, rank, drops, columns)
     print(json.dumps(found))

@@ -11,7 +11,7 @@ from torch import Tensor
 from weftune.ops import dropout
 from weftune.ops.dropout import step_key
 from weftune.ops.lora.rows import Rows, Seat
-from weftune.ops.lora.table import ALIGNMENT, Entry, Group, SlotTable
+from weftune.ops.lora.table import ALIGNMENT, Entry, Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import backward, forward, woven_linear
 from weftune.ops.lora.tiled_kernels import ds
 from weftune.ops.lora.weave import Order, Weave, product_blocks, tiling
@@ -256,12 +256,13 @@ def woven(case: Case, made: Values) -> tuple[dict[int, list[Entry | None]], Grou
     device = torch.device(case.device)
     slots = max(4, len(case.jobs))
     aligned = all(width % 8 == 0 for width in (case.features, *case.widths))
-    table = SlotTable.empty(case.sites[: len(case.widths)], slots, device, aligned)
     present = [job for job in case.jobs if job is not None]
+    rank = max((job.rank for job in present), default=16)
+    table = SlotTable.empty(case.sites[: len(case.widths)], slots, device, aligned, bands_for(rank))
     group = Group(
         case.columns,
         table,
-        rank=max((job.rank for job in present), default=16),
+        rank=rank,
         drops=any(job.dropout > 0 for job in present),
     )
     aboard = {slot: entries(case, made, slot) for slot, job in enumerate(case.jobs) if job is not None}

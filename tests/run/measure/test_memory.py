@@ -8,7 +8,7 @@ import torch
 
 from tests.bench import CPU
 from weftune.run.measure.memory import begin_peak, is_out_of_memory, peak_bytes, release, resident_bytes
-from weftune.run.measure.timers import Clock, Stopwatch
+from weftune.run.measure.timers import DeviceClock, Stopwatch
 
 
 def test_a_stopwatch_counts_from_each_mark_to_the_next() -> None:
@@ -23,7 +23,7 @@ def test_a_stopwatch_counts_from_each_mark_to_the_next() -> None:
 
 
 def test_a_clock_tells_moments_in_the_seconds_of_the_machine() -> None:
-    before, clock = time.time(), Clock(CPU)
+    before, clock = time.time(), DeviceClock(CPU)
     first = clock.mark()
     time.sleep(0.01)
     second = clock.mark()
@@ -33,7 +33,7 @@ def test_a_clock_tells_moments_in_the_seconds_of_the_machine() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_moment_on_a_gpu_is_when_the_device_came_to_it() -> None:
-    clock = Clock(torch.device("cuda", 0))
+    clock = DeviceClock(torch.device("cuda", 0))
     first = clock.mark()
     torch.cuda._sleep(400_000_000)
     second, asked = clock.mark(), time.time()

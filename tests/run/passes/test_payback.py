@@ -2,7 +2,7 @@
 
 import pytest
 
-from weftune.run.measure.timers import Span
+from weftune.run.measure.timers import DeviceSpan
 from weftune.run.passes.payback import Payback, WatchedPass
 
 CAPTURE, REPLAYED, PLAIN = 0.25, 0.125, 0.1875
@@ -71,8 +71,8 @@ def test_before_a_replay_has_been_timed_nothing_is_known_to_be_lost():
 
 
 def test_a_pass_counts_once_its_backward_is_over(payback):
-    timed = WatchedPass("small", ROWS, replayed=False, spans=[Span(0.0, 1.0)])
+    timed = WatchedPass("small", ROWS, replayed=False, spans=[DeviceSpan(0.0, 1.0)])
     payback.watch(timed)
     assert not payback.pays("small")
-    timed.spans.append(Span(2.0, 4.0))
+    timed.spans.append(DeviceSpan(2.0, 4.0))
     assert payback.pays("small")

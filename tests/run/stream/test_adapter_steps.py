@@ -302,7 +302,7 @@ def test_on_a_gpu_a_pass_waits_for_what_was_asked_for_of_its_jobs_and_stage_and_
     for one in together:
         hand_in(steps, one, drawn(one, 3))
     begin(steps, due)
-    steps._lanes = PieceLanes(up, making, down)
+    steps.ring.lanes = PieceLanes(up, making, down)
     with on(passes):
         steps.ask(steps.left(0, "a"), JointEvent(("writable",)))
         steps.ask(steps.left(0, "b"), JointEvent())
@@ -377,7 +377,7 @@ def test_a_job_with_a_larger_part_makes_the_buffers_grow_to_what_is_promised_at_
         due += aboard(steps, training)
         held.append(buffer_bytes(steps))
         assert 0 < held[-1] <= promised_bytes(steps, value)
-        assert len(steps._buffers) == PIECES
+        assert len(steps.ring.buffers) == PIECES
         for one, twin in zip(due, twins[:count], strict=True):
             gradient = drawn(twin, count)
             hand_in(steps, one.training, gradient)

@@ -139,7 +139,6 @@ def test_layers_are_fused_though_those_between_are_on_another_worker(worker):
         product(CUTS, (torch.float32, torch.float64)),
         [
             ("two workers, a slot for everything on one of them", torch.float32),
-            ("three workers, the first ends", torch.float64),
             ("two workers, one resident on each", torch.float32),
         ],
     ),

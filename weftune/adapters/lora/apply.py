@@ -28,8 +28,9 @@ from weftune.ops.draw import fill_uniform_alike, parameter_key
 from weftune.ops.dropout import key
 from weftune.ops.lora.choice import Contest
 from weftune.ops.lora.routes import Block, Blocks, Factors, Route, add_lora
-from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
 from weftune.ops.lora.tiled import contest_at, woven_linear
+from weftune.ops.lora.weave import DIRECT_RANKS
 
 LEAST_RANK = 16
 """Kernels multiply at least so many ranks at once."""
@@ -63,7 +64,9 @@ class LoraBank:
         self._views: tuple[np.ndarray, ...] = ()
         """The table on the host."""
         self._unsent = False
-        self._rank, self._drops = LEAST_RANK, False
+        self._rank, self._large_rank, self._drops = LEAST_RANK, LEAST_RANK, False
+        self._large: set[str] = set()
+        """Jobs that have more ranks than a fused product takes by itself."""
         stops = list(accumulate(site.out_features for site in sites))
         self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
 
@@ -71,15 +74,35 @@ class LoraBank:
         names = [site.name for site in self.sites if (site.name, A) in weights]
         seat = _Seat(member, slot, _factors(weights, names), _factors(totals, names))
         self._seats[member.job] = seat
-        # They only grow, so that who leaves does not change what a captured graph was made for.
-        ranks = (1 << (member.spec.rank_at(name) - 1).bit_length() for name in names)
-        self._rank = max(self._rank, *ranks)
-        self._drops = self._drops or member.spec.dropout > 0.0
+        self._grow(member, max((member.spec.rank_at(name) for name in names), default=1))
         self._put(slot, [seat.entry(site.name) for site in self.sites])
 
     def detach(self, job: str) -> None:
         seat = self._seats.pop(job)
+        self._large.discard(job)
         self._put(seat.slot, [None] * len(self.sites))
+
+    def _grow(self, member: Member, most: int) -> None:
+        """Limits only grow, so that who leaves does not change what a captured graph was made for. But large
+        ranks count only while one is aboard: then there are two limits, and graphs of both are kept."""
+        most = 1 << (most - 1).bit_length()
+        if most > DIRECT_RANKS:
+            self._large.add(member.job)
+            self._large_rank = max(self._large_rank, most)
+        else:
+            self._rank = max(self._rank, most)
+        self._drops = self._drops or member.spec.dropout > 0.0
+        if self._table is not None and self._table.bands < self._bands:
+            self._table = None
+
+    @property
+    def _limit(self) -> int:
+        """No rank aboard is above this."""
+        return max(self._rank, self._large_rank) if self._large else self._rank
+
+    @property
+    def _bands(self) -> int:
+        return bands_for(self._large_rank)
 
     def resize(self, slots: int) -> None:
         self._slots, self._table = slots, None
@@ -95,8 +118,8 @@ class LoraBank:
             self._table.put(self._views, slot, entries)
             self._unsent = True
 
-    def limits(self) -> tuple[int, bool]:
-        return self._rank, self._drops
+    def limits(self) -> tuple[int, int, bool]:
+        return self._limit, self._bands, self._drops
 
     def present(self, bound: Pass) -> bool:
         """On the tiled route always: who has rows is content of tensors there."""
@@ -140,7 +163,7 @@ class LoraBank:
             self._make_table(like)
         assert self._table is not None
         assert not self._unsent, "the pass was bound before who came or went was known"
-        return Group(self._columns, self._table, self._rank, self._drops)
+        return Group(self._columns, self._table, self._limit, self._drops)
 
     def _block(self, seat: _Seat, site: str, segment: Segment, bound: Pass) -> Block:
         spec: LoraSpec = seat.member.spec
@@ -160,7 +183,8 @@ class LoraBank:
         # A flat vector holds its parameters end to end: one odd width moves all that come after it.
         widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
         aligned = all(width % 8 == 0 for width in widths)
-        self._table = SlotTable.empty([site.name for site in self.sites], self._slots, like.device, aligned)
+        names = [site.name for site in self.sites]
+        self._table = SlotTable.empty(names, self._slots, like.device, aligned, self._bands)
         self._views = self._table.host_views()
         for seat in self._seats.values():
             self._put(seat.slot, [seat.entry(site.name) for site in self.sites])

@@ -19,7 +19,7 @@ from weftune.adapters.lora.spec import A, B
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
 from weftune.ops.experts import ExpertPart
-from weftune.ops.lora.table import Entry, Group, SlotTable
+from weftune.ops.lora.table import Entry, Group, SlotTable, bands_for
 
 
 def stacked(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ LEAST_SEATS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
+class _ExpertSeat:
     member: Member
     number: int
     """Its place in the kernels' tables."""
@@ -62,7 +62,7 @@ class LoraExperts:
 
     def __init__(self, sites: Sequence[SiteShape]) -> None:
         self._sites = {site.name: site for site in sites}
-        self._seats: dict[str, _Seat] = {}
+        self._seats: dict[str, _ExpertSeat] = {}
         self._room, self._rank = LEAST_SEATS, LEAST_RANK
         self._tables: dict[str, SlotTable] = {}
         """By site, until somebody comes or goes."""
@@ -72,7 +72,7 @@ class LoraExperts:
         """The slot is one of all jobs aboard; those with adapters here are counted by themselves."""
         taken = {seat.number for seat in self._seats.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
-        self._seats[member.job] = _Seat(member, number, weights, totals)
+        self._seats[member.job] = _ExpertSeat(member, number, weights, totals)
         # They only grow, so that who leaves has no kernel compiled.
         self._room = max(self._room, 1 << number.bit_length())
         self._rank = max(self._rank, *(member.spec.rank_at(site) for site in self._sites))
@@ -116,7 +116,8 @@ class LoraExperts:
 
     def _table(self, site: SiteShape, device: torch.device) -> SlotTable:
         aligned = all(width % 8 == 0 for width in (site.in_features, site.out_features))
-        table = SlotTable.empty([site.name], self._room * site.experts, device, aligned)
+        slots, bands = self._room * site.experts, bands_for(self._rank)
+        table = SlotTable.empty([site.name], slots, device, aligned, bands)
         views = table.host_views()
         for seat in self._seats.values():
             if (entry := seat.entry(site.name)) is not None:

@@ -44,6 +44,8 @@ class Shape:
     """Up to a power of two, so that trials are few."""
     ranks: int
     """Of one part, up to a power of two that a tensor core takes."""
+    bands: int
+    """Parts of each site."""
     slots: int
     """As in the group's own table: kernels are compiled for it, and not a second time for the trial."""
     drops: bool
@@ -57,6 +59,7 @@ class Shape:
         """For the file, where machines and people read it."""
         words = [str(self.dtype).removeprefix("torch."), f"{self.rows} rows", f"{self.features} inputs"]
         words += [f"{'+'.join(map(str, self.widths))} outputs", f"rank {self.ranks}", f"{self.slots} slots"]
+        words += [f"{self.bands} bands"] if self.bands > 1 else []
         words += [name for name in ("drops", "residual", "transposed", "aligned") if getattr(self, name)]
         return ", ".join(words)
 
@@ -95,6 +98,8 @@ class Choices:
         self._capturing = capturing
         self._compile = compile
         self.pinned = pinned
+        self.forced: Order | None = None
+        """For measurements: every site takes this order, whether or not it is the best."""
         self._compiled: set[Contest] = set()
         self._orders: dict[Contest, Order] = {}
 
@@ -112,9 +117,8 @@ class Choices:
         if self._file is None or self._compile is None or not new or self._capturing():
             return
         self._compiled |= new
-        known = {} if self.pinned else self._file.read()
-        used = slice(1) if self.pinned else slice(None)
-        asked = [(one.shape, order) for one in new if one.text not in known for order in one.orders[used]]
+        known = {} if self.pinned or self.forced else self._file.read()
+        asked = [(one.shape, order) for one in new if one.text not in known for order in self._taken(one)]
         if not asked:
             return
 
@@ -126,6 +130,12 @@ class Choices:
             list(threads.map(compiled, asked))
         torch.cuda.empty_cache()
 
+    def _taken(self, contest: Contest) -> tuple[Order, ...]:
+        """The orders that may come out of a contest."""
+        if self.forced is not None:
+            return (self.forced,)
+        return contest.orders[:1] if self.pinned else contest.orders
+
     def order(
         self,
         x_TK: Tensor,
@@ -136,6 +146,8 @@ class Choices:
         orders: tuple[Order, ...],
     ) -> Order:
         """One of `orders`, those that may be used; the first of them where nothing can be measured."""
+        if self.forced is not None:
+            return self.forced
         if self._file is None or self.pinned or len(orders) == 1:
             return orders[0]
         contest = Contest(shape_of(x_TK.dtype, weight_NK, residual_TN is not None, group, rows), orders)
@@ -171,6 +183,7 @@ def shape_of(dtype: torch.dtype, weight_NK: Tensor, residual: bool, group: Group
         widths=tuple(high - low for low, high in group.columns),
         rows=min(MOST_ROWS, 1 << (max(1, len(rows.token_index_T)) - 1).bit_length()),
         ranks=rank_block(group.rank),
+        bands=group.bands,
         slots=len(rows.key_S),
         drops=group.drops,
         residual=residual,

@@ -126,10 +126,10 @@ def made_up_site(shape: Shape, device: torch.device) -> Site:
         return torch.randn(high, wide, generator=generator, device=device, dtype=shape.dtype)
 
     outputs = sum(shape.widths)
-    table = SlotTable.empty(
-        [f"part{part}" for part in range(len(shape.widths))], shape.slots, device, shape.aligned
-    )
-    group = Group(tuple(pairwise(accumulate(shape.widths, initial=0))), table, shape.ranks, shape.drops)
+    names = [f"site{site}" for site in range(len(shape.widths))]
+    table = SlotTable.empty(names, shape.slots, device, shape.aligned, shape.bands)
+    columns = tuple(pairwise(accumulate(shape.widths, initial=0)))
+    group = Group(columns, table, shape.bands * shape.ranks, shape.drops)
     rows = Rows.empty(shape.rows, shape.slots, device)
     jobs = min(JOBS, shape.slots, shape.rows)
     edges = [job * shape.rows // jobs for job in range(jobs + 1)]
@@ -151,7 +151,8 @@ def made_up_site(shape: Shape, device: torch.device) -> Site:
 
 
 def _entry(shape: Shape, width: int, normal: Callable[[int, int], Tensor]) -> Entry:
-    a_RK, b_RN = normal(shape.ranks, shape.features), normal(shape.ranks, width)
+    rank = shape.bands * shape.ranks
+    a_RK, b_RN = normal(rank, shape.features), normal(rank, width)
     da_RK, db_RN = (torch.zeros_like(weight, dtype=torch.float32) for weight in (a_RK, b_RN))
     return Entry(a_RK, b_RN, da_RK, db_RN, scale=1.0, dropout=DROPOUT if shape.drops else 0.0)
 

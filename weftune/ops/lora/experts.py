@@ -25,7 +25,7 @@ from weftune.ops.experts import grouped_product, has_kernel
 from weftune.ops.lora.rows import BLOCK, Rows
 from weftune.ops.lora.table import Group
 from weftune.ops.lora.tiled_kernels import add_dx, alignment, da, down, ds_db, precision, room_for_da, up
-from weftune.ops.lora.weave import Order, RowSpan, Weave, blocks_for, fuses, tiling
+from weftune.ops.lora.weave import DIRECT_RANKS, Order, RowSpan, Weave, blocks_for, fuses, tiling
 
 TILE = 64
 """Rows of a program, where all of them are one job's."""
@@ -74,25 +74,48 @@ class Dealt:
 
 def deal(chosen_Tk: Tensor, owners: Owners, numbers_J: Tensor, experts: int, slots: int) -> Dealt:
     """The host waits for nothing."""
-    count = len(owners.jobs)
+    from weftune.ops.triton import experts as kernels
+
+    count, device = len(owners.jobs), chosen_Tk.device
     key_S, order_S = (chosen_Tk.int() * count + owners.owner_T[:, None]).flatten().sort(stable=True)
+    rows, runs = len(key_S), experts * count
     places_S = torch.empty_like(key_S)
-    places_S[order_S] = _upto(len(key_S), key_S)
-    starts_U, stops_U = _runs(key_S, min(len(key_S), experts * count))
-    key_U = key_S[starts_U.clamp(max=len(key_S) - 1)]
-    number_U = torch.where(starts_U < stops_U, numbers_J[key_U % count], -1)
-    slot_U = torch.where(number_U >= 0, number_U * experts + key_U // count, -1)
-    edges = torch.searchsorted(key_S, _upto(experts + 1, key_S) * count, out_int32=True)
-    blocks_G5, used_1 = _blocks(edges, starts_U, stops_U, len(key_S))
-    pieces_U4 = torch.stack((starts_U, stops_U, slot_U, torch.ones_like(slot_U)), dim=1)
-    rows = _rows(pieces_U4, key_S, slots)
-    return Dealt(order_S, places_S.view(chosen_Tk.shape), edges[1:], blocks_G5, used_1, rows)
+    places_S[order_S] = torch.arange(rows, dtype=torch.int32, device=device)
+    every = torch.arange(runs + 1, dtype=torch.int32, device=device)
+    edges = torch.searchsorted(key_S, every, out_int32=True)
+    used = _ends(edges[::count], BLOCK)
+    # Of both there may be fewer: then the last have no slot, or no rows.
+    pieces_U4 = key_S.new_full((min(rows, runs), 4), -1)
+    tiles_G3 = key_S.new_zeros(rows // TILE + len(pieces_U4), 3)
+    blocks_G5 = key_S.new_empty(rows // BLOCK + experts, 5)
+    kernels.deal_runs[(runs + experts,)](
+        edges,
+        _ends(edges, rows),
+        _ends(edges, TILE),
+        used,
+        numbers_J,
+        pieces_U4,
+        tiles_G3,
+        blocks_G5,
+        count,
+        experts,
+        OWNERS=1 << (count - 1).bit_length(),
+        TILE=TILE,
+        BLOCK=BLOCK,
+        STEP=16,
+        num_warps=1,
+    )
+    dealt = _dealt_rows(key_S, pieces_U4, tiles_G3, slots)
+    places_Tk, stops_E = places_S.view(chosen_Tk.shape), edges[count::count].contiguous()
+    return Dealt(order_S, places_Tk, stops_E, blocks_G5, used[-1:], dealt)
 
 
-def _rows(pieces_U4: Tensor, key_S: Tensor, slots: int) -> Rows:
-    starts_U, stops_U, slot_U, _ = pieces_U4.unbind(1)
-    starts_G, stops_G, run_G, _ = _cut(starts_U, stops_U, TILE, len(key_S))
-    tiles_G3 = torch.stack((starts_G, stops_G, slot_U[run_G]), dim=1)
+def _ends(edges: Tensor, most: int) -> Tensor:
+    """How many parts of at most so many rows there are up to the end of each run."""
+    return ((edges.diff() + (most - 1)) // most).cumsum(dim=0, dtype=torch.int32)
+
+
+def _dealt_rows(key_S: Tensor, pieces_U4: Tensor, tiles_G3: Tensor, slots: int) -> Rows:
     none = key_S[:0]
     return Rows(
         tile=TILE,
@@ -107,38 +130,6 @@ def _rows(pieces_U4: Tensor, key_S: Tensor, slots: int) -> Rows:
         key_S=key_S.new_empty(slots),
         token_index_T=key_S,
     )
-
-
-def _blocks(edges: Tensor, starts_U: Tensor, stops_U: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    starts_G, stops_G, expert_G, used_1 = _cut(edges[:-1], edges[1:], BLOCK, rows)
-    first_G = torch.searchsorted(stops_U, starts_G, right=True, out_int32=True)
-    end_G = torch.searchsorted(starts_U, stops_G, out_int32=True)
-    return torch.stack((starts_G, stops_G, expert_G, first_G, end_G), dim=1), used_1
-
-
-def _runs(key_S: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Start and stop of the runs of equal keys, of which there are at most so many; the others have no
-    rows."""
-    run_S = torch.zeros_like(key_S)
-    torch.cumsum(key_S[1:] != key_S[:-1], dim=0, dtype=torch.int32, out=run_S[1:])
-    every_U = _upto(most, key_S)
-    starts_U = torch.searchsorted(run_S, every_U, out_int32=True)
-    return starts_U, torch.searchsorted(run_S, every_U, right=True, out_int32=True)
-
-
-def _cut(starts: Tensor, stops: Tensor, most: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Start, stop and origin of parts of at most so many rows, and how many parts have any."""
-    parts = (stops - starts + (most - 1)) // most
-    ends = parts.cumsum(dim=0, dtype=torch.int32)
-    every_G = _upto(rows // most + len(starts), starts)
-    origin_G = torch.searchsorted(ends, every_G, right=True, out_int32=True).clamp(max=len(starts) - 1)
-    start_G = starts[origin_G] + (every_G - (ends - parts)[origin_G]) * most
-    stop_G = stops[origin_G]
-    return torch.minimum(start_G, stop_G), torch.minimum(start_G + most, stop_G), origin_G, ends[-1:]
-
-
-def _upto(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, dtype=like.dtype, device=like.device)
 
 
 def woven_experts(
@@ -257,7 +248,8 @@ def best_order(site: ExpertSite) -> Order:
     """A product of our own where the device has it: it adds the adapters before it rounds."""
     weight_NK, rank = site.weight_ENK.flatten(0, 1), site.group.rank if site.group else 1
     aligned = site.weight_ENK.shape[1] % 8 == 0
-    return Order.fused if aligned and fuses(weight_NK, rank, weight_NK.device) else Order.wide
+    fused = aligned and rank <= DIRECT_RANKS and fuses(weight_NK, weight_NK.device)
+    return Order.fused if fused else Order.wide
 
 
 def multiplies_at_once(site: ExpertSite) -> bool:
@@ -313,7 +305,14 @@ def _gated(gate_up_SF: Tensor, weight_S: Tensor) -> Tensor:
 
     rows, width = gate_up_SF.shape[0], gate_up_SF.shape[1] // 2
     act_SI = gate_up_SF.new_empty(rows, width)
-    experts.gated_forward[(rows,)](gate_up_SF, weight_S, act_SI, WIDTH=width, BLOCK=COLUMNS, num_warps=4)
+    experts.gated_forward[(rows,)](
+        gate_up_SF,
+        weight_S,
+        act_SI,
+        WIDTH=width,
+        BLOCK=COLUMNS,
+        num_warps=4,
+    )
     return act_SI
 
 

@@ -3,6 +3,9 @@
 What the copy engines read and write is described on the host at every launch; a captured graph keeps the
 descriptions, as it keeps addresses.
 
+What large slots add is written first, where the product will be: a product reads of it what it overwrites. It
+is rounded to 16 bits, as s is, before the sum: that is a digit of its own, not of the sum.
+
 Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weftune.ops.lora.rows import BLOCK
-from weftune.ops.lora.tiled_kernels import alignment, precision
+from weftune.ops.lora.tiled_kernels import alignment, large_dx, large_y, precision
 from weftune.ops.lora.weave import ProductBlocks, Weave
 
 
@@ -25,6 +28,8 @@ def fused_y(
 ) -> Tensor:
     """residual + bias + xWᵀ + sB."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+    if weave.has_large:
+        large_y(s_TPR, y_TN, weave)
     _launch(x_TK, weight_NK, bias_N, residual_TN, s_TPR, y_TN, weave, weave.tiling.y, backward=False)
     return y_TN
 
@@ -32,6 +37,8 @@ def fused_y(
 def fused_dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> Tensor:
     """dyW + the dropped ds · A of all parts."""
     dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
+    if weave.has_large:
+        large_dx(ds_TPR, dx_TK, weave)
     _launch(dy_TN, weight_NK, None, None, ds_TPR, dx_TK, weave, weave.tiling.dx, backward=True)
     return dx_TK
 
@@ -73,16 +80,18 @@ def _launch(
         rows,
         outputs,
         left.shape[1],
-        # Of one part the kernel takes the width as a number: so sites of other widths share it.
-        COLUMNS=() if backward or weave.parts == 1 else weave.columns,
+        # Of one site the kernel takes the width as a number: so sites of other widths share it.
+        COLUMNS=() if backward or weave.sites == 1 else weave.columns,
         BACKWARD=backward,
         S=weave.slots,
         P=weave.parts,
+        BANDS=weave.bands,
         R=weave.ranks,
         M=BLOCK,
         C=blocks.columns,
         D=blocks.inner,
         GROUP=blocks.group,
+        LARGE=weave.has_large,
         DROPS=backward and weave.group.drops and weave.training,
         ALIGNMENT=alignment(left, weave),
         PRECISION=precision(left),

@@ -3,7 +3,12 @@ memory.
 
 Sizes and addresses never change: jobs join and leave by changing entries, so that a captured graph sees it.
 
-Shapes: S slots, P parts (the sites of a group), R ranks of one job, K inputs, N outputs of one part.
+A rank above BAND is cut into bands. A and B are held by ranks, so a band of either is a run of whole rows: to
+the kernels it is a part by itself, at the address where these begin, with at most BAND ranks and the same
+columns and masks as the site's other bands. Parts are the first bands of all sites, then the second bands.
+
+Shapes: S slots, P parts (the bands of the sites of a group), R ranks of one job, K inputs, N outputs of one
+site.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from weftune.ops.lora.rows import views, words
 
 ALIGNMENT = 16
 """Bytes that a kernel loads at a time where all widths allow it."""
+BAND = 128
+"""Ranks of a part, at most: a whole one is what a tile of 64 rows or 128 columns has registers for."""
 NEVER = -(1 << 31)
 """The threshold that keeps every value."""
 
@@ -50,6 +57,11 @@ class Entry:
         assert all(tensor.dtype == torch.float32 for tensor in (self.da_RK, self.db_RN))
         return tuple(tensor.data_ptr() for tensor in self.matrices)  # type: ignore[return-value]
 
+    @property
+    def band_bytes(self) -> tuple[int, ...]:
+        """How far the next BAND ranks of A, B, dA and dB are."""
+        return tuple(BAND * matrix.shape[-1] * matrix.element_size() for matrix in self.matrices)
+
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
@@ -57,6 +69,8 @@ class SlotTable:
 
     aligned: bool
     """Every address is a multiple of ALIGNMENT."""
+    bands: int
+    """Of every site, whether or not a job has ranks in all of them."""
     host: Tensor
     buffer: Tensor
     address_PS4: Tensor
@@ -64,54 +78,67 @@ class SlotTable:
     factor_PS2: Tensor
     """float32: what s is multiplied by when training (dropout included) and when evaluating."""
     rank_PS: Tensor
-    """0 where the slot is empty or its job has no adapter at the site."""
+    """0 where the slot is empty or its job has no adapter at the site, or no ranks in the band."""
     threshold_PS: Tensor
     crc_P: Tensor
 
     @staticmethod
-    def empty(sites: Sequence[str], slots: int, device: torch.device, aligned: bool = True) -> SlotTable:
-        sections = _table_shapes(len(sites), slots)
+    def empty(
+        sites: Sequence[str], slots: int, device: torch.device, aligned: bool = True, bands: int = 1
+    ) -> SlotTable:
+        sections = _table_shapes(bands * len(sites), slots)
         host = torch.zeros(words(sections), dtype=torch.int32)
         buffer = torch.empty_like(host, device=device)
-        table = SlotTable(aligned, host, buffer, *_table_views(buffer, sections))
+        table = SlotTable(aligned, bands, host, buffer, *_table_views(buffer, sections))
         *_, threshold_PS, crc_P = table.host_views()
         threshold_PS[:] = NEVER
-        crc_P[:] = [signed(zlib.crc32(site.encode())) for site in sites]
+        crc_P[:] = [signed(zlib.crc32(site.encode())) for site in sites] * bands
         table.send()
         return table
 
     def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
-        """Seat a job: one entry for every part, None where it has no adapter at that site."""
+        """Seat a job: one entry for every site, None where it has no adapter there."""
         self.put(self.host_views(), slot, entries)
         self.send()
 
     def put(self, views: Sequence[np.ndarray], slot: int, entries: Sequence[Entry | None]) -> None:
         """The same on the host alone, until `send`: for many jobs at once. `views` are the `host_views`."""
         address_PS4, factor_PS2, rank_PS, threshold_PS, _ = views
-        for part, entry in enumerate(entries):
+        assert len(entries) * self.bands == len(rank_PS)
+        for site, entry in enumerate(entries):
+            bands = slice(site, None, len(entries))
+            rank_PS[bands, slot] = 0
             if entry is None:
-                rank_PS[part, slot] = 0
                 continue
+            assert entry.rank <= self.bands * BAND
             addresses = entry.addresses
             assert not self.aligned or all(address % ALIGNMENT == 0 for address in addresses), addresses
-            address_PS4[part, slot] = addresses
-            factor_PS2[part, slot] = entry.scale / (1.0 - entry.dropout), entry.scale
-            rank_PS[part, slot] = entry.rank
-            threshold_PS[part, slot] = threshold(entry.dropout)
+            factor_PS2[bands, slot] = entry.scale / (1.0 - entry.dropout), entry.scale
+            threshold_PS[bands, slot] = threshold(entry.dropout)
+            for band in range(bands_for(entry.rank)):
+                part = band * len(entries) + site
+                rank_PS[part, slot] = min(BAND, entry.rank - band * BAND)
+                address_PS4[part, slot] = addresses
+                if band:
+                    address_PS4[part, slot] += [band * step for step in entry.band_bytes]
 
     def put_experts(self, views: Sequence[np.ndarray], first: int, entry: Entry) -> None:
         """A job's adapters at all experts of the only site, from slot `first` on: its matrices are stacked,
         [experts, R, K] and [experts, R, N]."""
-        (address_S4,), (factor_S2,), (rank_S,), _, _ = views
+        address_PS4, factor_PS2, rank_PS, _, _ = views
         experts, rank, _ = entry.a_RK.shape
+        assert rank <= self.bands * BAND == len(rank_PS) * BAND
         own = slice(first, first + experts)
         strides = [matrix[0].numel() * matrix.element_size() for matrix in entry.matrices]
         assert not self.aligned or all(stride % ALIGNMENT == 0 for stride in strides)
-        address_S4[own] = np.array(entry.addresses) + np.arange(experts)[:, None] * np.array(strides)
-        factor_S2[own], rank_S[own] = entry.scale, rank
+        factor_PS2[:, own], rank_PS[:, own] = entry.scale, 0
+        for band in range(bands_for(rank)):
+            begin = np.array(entry.addresses) + band * np.array(entry.band_bytes)
+            address_PS4[band, own] = begin + np.arange(experts)[:, None] * np.array(strides)
+            rank_PS[band, own] = min(BAND, rank - band * BAND)
 
     def clear(self, slot: int) -> None:
-        self.write(slot, [None] * len(self.crc_P))
+        self.write(slot, [None] * (len(self.crc_P) // self.bands))
 
     def host_views(self) -> tuple[np.ndarray, ...]:
         """The table on the host: addresses, factors, ranks, thresholds, checksums of the sites' names."""
@@ -121,6 +148,11 @@ class SlotTable:
     def send(self) -> None:
         """Bring the host's table to the device, in one copy."""
         self.buffer.copy_(self.host.pin_memory() if self.buffer.is_cuda else self.host, non_blocking=True)
+
+
+def bands_for(rank: int) -> int:
+    """How many bands have room for so many ranks."""
+    return max(1, -(-rank // BAND))
 
 
 def _table_shapes(parts: int, slots: int) -> list[tuple[int, ...]]:
@@ -138,15 +170,19 @@ class Group:
     """Sites that share their input; their frozen weights are stacked."""
 
     columns: tuple[tuple[int, int], ...]
-    """The columns of the output that belong to each part."""
+    """The columns of the output that belong to each site."""
     table: SlotTable
     rank: int
     """No job's rank is above this."""
     drops: bool
     """Whether any job drops values here."""
 
+    @property
+    def bands(self) -> int:
+        return self.table.bands
+
     def write(self, slot: int, entries: Sequence[Entry | None]) -> None:
-        """Seat a job: one entry for every part, None where it has no adapter at that site."""
+        """Seat a job: one entry for every site, None where it has no adapter there."""
         present = [entry for entry in entries if entry is not None]
         assert all(entry.rank <= self.rank for entry in present)
         assert self.drops or all(entry.dropout == 0.0 for entry in present)

@@ -106,24 +106,24 @@ def backward(
     with torch.cuda.device_of(x_TK):
         if wants_dx and weave.order.beside:
             return _gradients_beside(dy_TN, x_TK, weight_NK, s_TPR, weave)
-        ds_TPR, partial_db_QRN = ds_db(dy_TN, s_TPR, weave)
+        ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, weave)
         partial_da_QPRK = room_for_da(x_TK, weave)
         da(x_TK, ds_TPR, partial_da_QPRK, weave)
-        add_gradients(partial_da_QPRK, partial_db_QRN, weave)
+        add_gradients(partial_da_QPRK, partial_db_QLN, weave)
         return _dx(dy_TN, weight_NK, ds_TPR, weave) if wants_dx else None
 
 
 def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave) -> Tensor:
     """dx needs only ds; dA and dB are computed beside the frozen product."""
     ds_TPR = ds(dy_TN, weave)
-    partial_da_QPRK, partial_db_QRN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
+    partial_da_QPRK, partial_db_QLN = room_for_da(x_TK, weave), room_for_db(dy_TN, weave)
     aside = Aside(x_TK.device)
     # The product first: what comes aside takes the room that it leaves.
     dx_TK = _dx(dy_TN, weight_NK, ds_TPR, weave)
     with aside.done():
-        db(dy_TN, s_TPR, partial_db_QRN, weave)
+        db(dy_TN, s_TPR, partial_db_QLN, weave)
         da(x_TK, ds_TPR, partial_da_QPRK, weave)
-        add_gradients(partial_da_QPRK, partial_db_QRN, weave)
+        add_gradients(partial_da_QPRK, partial_db_QLN, weave)
     return dx_TK
 
 

@@ -3,7 +3,7 @@
 Triton is imported when the first one is launched, so that this loads where there is none.
 
 Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, C shares
-of a sum, Q pieces of slots that have several.
+of a sum, Q pieces of slots that have several, L ranks of all bands of a site.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.table import ALIGNMENT
 from weftune.ops.lora.weave import RowSpan, Weave
+
+LARGE_SPAN = 1024
+"""Columns of a program that writes what large slots add: most programs find none, so they are to be few."""
 
 
 def down(x_TK: Tensor, weave: Weave) -> Tensor:
@@ -24,7 +28,7 @@ def down(x_TK: Tensor, weave: Weave) -> Tensor:
     partial = s_TPR
     if tiling.split > 1:
         partial = x_TK.new_empty(weave.parts * tiling.split, rows, ranks, dtype=torch.float32)
-    site.down[(len(weave.rows.tiles_G3), tiling.split, weave.parts // weave.together)](
+    site.down[(len(weave.rows.tiles_G3), tiling.split, weave.parts // tiling.down.together)](
         x_TK,
         s_TPR,
         partial,
@@ -41,7 +45,7 @@ def down(x_TK: Tensor, weave: Weave) -> Tensor:
         features,
         S=weave.slots,
         P=weave.parts,
-        TOGETHER=weave.together,
+        TOGETHER=tiling.down.together,
         R=ranks,
         M=weave.rows.tile,
         C=tiling.down.columns,
@@ -108,6 +112,7 @@ def up(
         COLUMNS=weave.columns,
         S=weave.slots,
         P=weave.parts,
+        BANDS=weave.bands,
         R=weave.ranks,
         M=weave.rows.tile,
         C=launch.columns,
@@ -120,40 +125,42 @@ def up(
 
 def ds_db(dy_TN: Tensor, s_TPR: Tensor, weave: Weave) -> tuple[Tensor, Tensor]:
     """ds = factor · dyBᵀ, and the shares of dB of slots with several pieces; other dB are added at once."""
-    partial_db_QRN = room_for_db(dy_TN, weave)
+    partial_db_QLN = room_for_db(dy_TN, weave)
     if not weave.tiling.one_read:
-        db(dy_TN, s_TPR, partial_db_QRN, weave)
-        return ds(dy_TN, weave), partial_db_QRN
-    blocks = weave.blocks(weave.tiling.ds_db.columns)
+        db(dy_TN, s_TPR, partial_db_QLN, weave)
+        return ds(dy_TN, weave), partial_db_QLN
+    blocks = weave.blocks(weave.tiling.ds_db.columns) * weave.bands
     ds_TPR = torch.empty_like(s_TPR)
     partial_ds_CTR = dy_TN.new_empty(sum(blocks), len(dy_TN), weave.ranks, dtype=torch.float32)
-    _launch_ds_db(dy_TN, s_TPR, partial_ds_CTR, partial_db_QRN, weave)
+    _launch_ds_db(dy_TN, s_TPR, partial_ds_CTR, partial_db_QLN, weave)
     sum_rows(partial_ds_CTR, ds_TPR, blocks, weave)
-    return ds_TPR, partial_db_QRN
+    return ds_TPR, partial_db_QLN
 
 
 def room_for_db(dy_TN: Tensor, weave: Weave) -> Tensor:
     """For the shares of dB of slots with several pieces."""
-    return dy_TN.new_empty(weave.rows.partials, weave.ranks, dy_TN.shape[1], dtype=torch.float32)
+    shape = weave.rows.partials, weave.bands * weave.ranks, dy_TN.shape[1]
+    return dy_TN.new_empty(shape, dtype=torch.float32)
 
 
-def db(dy_TN: Tensor, s_TPR: Tensor, partial_db_QRN: Tensor, weave: Weave) -> None:
+def db(dy_TN: Tensor, s_TPR: Tensor, partial_db_QLN: Tensor, weave: Weave) -> None:
     """dB alone: added at once, or its shares written."""
-    _launch_ds_db(dy_TN, s_TPR, None, partial_db_QRN, weave)
+    _launch_ds_db(dy_TN, s_TPR, None, partial_db_QLN, weave)
 
 
 def _launch_ds_db(
-    dy_TN: Tensor, s_TPR: Tensor, partial_ds_CTR: Tensor | None, partial_db_QRN: Tensor, weave: Weave
+    dy_TN: Tensor, s_TPR: Tensor, partial_ds_CTR: Tensor | None, partial_db_QLN: Tensor, weave: Weave
 ) -> None:
     from weftune.ops.triton import site_gradients
 
     (rows, outputs), tiling, table = dy_TN.shape, weave.tiling, weave.group.table
     launch = tiling.db if partial_ds_CTR is None else tiling.ds_db
-    site_gradients.ds_db[(sum(weave.blocks(launch.columns)), len(weave.rows.pieces_Q4))](
+    blocks = weave.bands * sum(weave.blocks(launch.columns))
+    site_gradients.ds_db[(blocks, len(weave.rows.pieces_Q4))](
         dy_TN,
         s_TPR,
         partial_ds_CTR,
-        partial_db_QRN,
+        partial_db_QLN,
         weave.rows.pieces_Q4,
         table.address_PS4,
         table.rank_PS,
@@ -162,6 +169,7 @@ def _launch_ds_db(
         COLUMNS=weave.columns,
         S=weave.slots,
         P=weave.parts,
+        BANDS=weave.bands,
         R=weave.ranks,
         M=launch.rows,
         C=launch.columns,
@@ -177,7 +185,7 @@ def ds(dy_TN: Tensor, weave: Weave) -> Tensor:
     """ds = factor · dyBᵀ alone."""
     from weftune.ops.triton import site_gradients
 
-    launch, split, table = weave.tiling.down, weave.tiling.ds_split, weave.group.table
+    launch, split, table = weave.tiling.ds, weave.tiling.ds_split, weave.group.table
     (rows, outputs), ranks = dy_TN.shape, weave.ranks
     ds_TPR = dy_TN.new_empty(rows, weave.parts * ranks)
     partial = ds_TPR
@@ -197,6 +205,7 @@ def ds(dy_TN: Tensor, weave: Weave) -> Tensor:
         COLUMNS=weave.columns,
         S=weave.slots,
         P=weave.parts,
+        BANDS=weave.bands,
         R=ranks,
         M=weave.rows.tile,
         C=launch.columns,
@@ -221,9 +230,9 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> N
     """dA: added at once, or its shares written."""
     from weftune.ops.triton import site_gradients
 
-    launch, table, together = weave.tiling.da, weave.group.table, weave.together
+    launch, table = weave.tiling.da, weave.group.table
     blocks = -(-x_TK.shape[1] // launch.columns)
-    site_gradients.da[(blocks, len(weave.rows.pieces_Q4), weave.parts // together)](
+    site_gradients.da[(blocks, len(weave.rows.pieces_Q4), weave.parts // launch.together)](
         x_TK,
         ds_TPR,
         partial_da_QPRK,
@@ -237,7 +246,7 @@ def da(x_TK: Tensor, ds_TPR: Tensor, partial_da_QPRK: Tensor, weave: Weave) -> N
         x_TK.shape[1],
         S=weave.slots,
         P=weave.parts,
-        TOGETHER=together,
+        TOGETHER=launch.together,
         R=weave.ranks,
         M=launch.rows,
         C=launch.columns,
@@ -270,6 +279,7 @@ def add_dx(ds_TPR: Tensor, frozen_TW: Tensor, span: RowSpan, dx_TK: Tensor, weav
         frozen_TW.shape[1],
         S=weave.slots,
         P=weave.parts,
+        BANDS=weave.bands,
         R=weave.ranks,
         M=weave.rows.tile,
         C=launch.columns,
@@ -281,16 +291,74 @@ def add_dx(ds_TPR: Tensor, frozen_TW: Tensor, span: RowSpan, dx_TK: Tensor, weav
     )
 
 
-def add_gradients(partial_da_QPRK: Tensor, partial_db_QRN: Tensor, weave: Weave) -> None:
+def large_y(s_TPR: Tensor, y_TN: Tensor, weave: Weave) -> None:
+    """sB of large slots, in their rows of y and nowhere else."""
+    from weftune.ops.triton import large
+
+    launch, table = weave.tiling.large_y, weave.group.table
+    large.large_y[(sum(weave.blocks(LARGE_SPAN)), len(weave.rows.runs_U3))](
+        s_TPR,
+        y_TN,
+        weave.rows.runs_U3,
+        table.address_PS4,
+        table.rank_PS,
+        y_TN.shape[1],
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.parts,
+        BANDS=weave.bands,
+        R=weave.ranks,
+        M=BLOCK,
+        C=launch.columns,
+        SPAN=LARGE_SPAN,
+        ALIGNMENT=alignment(s_TPR, weave),
+        PRECISION=precision(s_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def large_dx(ds_TPR: Tensor, dx_TK: Tensor, weave: Weave) -> None:
+    """The dropped ds · A of slots at the sites where they are large, in their rows of dx and nowhere else."""
+    from weftune.ops.triton import large
+
+    launch, table, features = weave.tiling.large_dx, weave.group.table, dx_TK.shape[1]
+    large.large_dx[(-(-features // LARGE_SPAN), len(weave.rows.runs_U3))](
+        ds_TPR,
+        dx_TK,
+        weave.rows.runs_U3,
+        weave.rows.key_S,
+        weave.rows.token_index_T,
+        table.address_PS4,
+        table.rank_PS,
+        table.threshold_PS,
+        table.crc_P,
+        features,
+        S=weave.slots,
+        P=weave.parts,
+        BANDS=weave.bands,
+        R=weave.ranks,
+        M=BLOCK,
+        C=launch.columns,
+        SPAN=LARGE_SPAN,
+        DROPS=weave.group.drops and weave.training,
+        ALIGNMENT=alignment(ds_TPR, weave),
+        PRECISION=precision(ds_TPR),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, weave: Weave) -> None:
     """Add what the slots with several pieces have in shares to their accumulators."""
     from weftune.ops.triton import site_gradients
 
-    features, outputs = partial_da_QPRK.shape[-1], partial_db_QRN.shape[-1]
+    features, outputs = partial_da_QPRK.shape[-1], partial_db_QLN.shape[-1]
     columns = max(32, 4096 // weave.ranks)
-    blocks = weave.parts * -(-features // columns) + sum(weave.blocks(columns))
+    blocks = weave.parts * -(-features // columns) + weave.bands * sum(weave.blocks(columns))
     site_gradients.add_gradients[(blocks, len(weave.rows.sums_M3))](
         partial_da_QPRK,
-        partial_db_QRN,
+        partial_db_QLN,
         weave.rows.sums_M3,
         weave.group.table.address_PS4,
         weave.group.table.rank_PS,
@@ -299,6 +367,7 @@ def add_gradients(partial_da_QPRK: Tensor, partial_db_QRN: Tensor, weave: Weave)
         COLUMNS=weave.columns,
         S=weave.slots,
         P=weave.parts,
+        BANDS=weave.bands,
         R=weave.ranks,
         C=columns,
         ALIGNMENT=alignment(partial_da_QPRK, weave),

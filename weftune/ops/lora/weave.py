@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from weftune.ops.lora.rows import BLOCK, Rows
-from weftune.ops.lora.table import ALIGNMENT, Group
+from weftune.ops.lora.table import ALIGNMENT, BAND, Group
 
 ONE_READ_RANKS = 64
-"""Above so many ranks of a part the shares of ds are larger than dy, and dy is read twice instead."""
+"""Above so many ranks of a site the shares of ds are larger than dy, and dy is read twice instead."""
 TOGETHER_RANKS = 256
 """So many ranks of all parts fit a program's registers; above, each part has programs of its own."""
 LARGE_SHARED_MEMORY = 160 << 10
@@ -23,8 +23,8 @@ PROGRAMS = 128
 """How many programs keep a large GPU's memory busy; sums over many columns are split to come near."""
 MASKING_PROGRAMS = 512
 """The same where masks are drawn, which keeps them waiting for arithmetic."""
-FUSED_RANKS = 64
-"""Above so many ranks of a part the fused product has no registers for them."""
+DIRECT_RANKS = 64
+"""Above so many ranks of a site a fused product has no registers for what they add: it is written first."""
 FUSED_SHARED_MEMORY = 227 << 10
 """Bytes that the blocks of a fused product were made for."""
 BESIDE_COLUMNS = 32
@@ -65,6 +65,8 @@ class KernelLaunch:
     stages: int
     rows: int = 64
     """How many at a time, where the kernel walks over a piece; the others take a tile."""
+    together: int = 1
+    """Parts of one program, of kernels that read x once for several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,15 @@ class Tiling:
     down: KernelLaunch
     up: KernelLaunch
     """Also of the adapters' part of dx."""
+    ds: KernelLaunch
+    """Of ds alone."""
     ds_db: KernelLaunch
     db: KernelLaunch
     """Of dB alone: small enough to find room beside a product."""
     da: KernelLaunch
+    large_y: KernelLaunch
+    """Of what a fused product finds written."""
+    large_dx: KernelLaunch
     y: ProductBlocks
     dx: ProductBlocks
     split: int
@@ -120,39 +127,49 @@ class Weave:
     order: Order = Order.wide
 
     @property
-    def parts(self) -> int:
+    def sites(self) -> int:
         return len(self.group.columns)
 
     @property
+    def bands(self) -> int:
+        return self.group.bands
+
+    @property
+    def parts(self) -> int:
+        return self.sites * self.bands
+
+    @property
     def ranks(self) -> int:
+        """Of one part."""
         return rank_block(self.group.rank)
+
+    @property
+    def has_large(self) -> bool:
+        """Whether a slot may have more ranks at a site than a fused product takes by itself."""
+        return self.group.rank > DIRECT_RANKS
 
     @property
     def slots(self) -> int:
         return len(self.rows.key_S)
 
     @property
-    def together(self) -> int:
-        """How many parts one program takes."""
-        return parts_together(self.group)
-
-    @property
     def columns(self) -> tuple[int, ...]:
         return tuple(edge for part in self.group.columns for edge in part)
 
     def blocks(self, columns: int) -> list[int]:
-        """How many blocks of so many columns each part of the output has."""
+        """How many blocks of so many columns each site has of the output."""
         return [-(-(high - low) // columns) for low, high in self.group.columns]
 
 
 def rank_block(rank: int) -> int:
-    """The ranks of a part up to a power of two that a tensor core takes."""
-    return max(16, 1 << (rank - 1).bit_length())
+    """The ranks of a part, a band at most, up to a power of two that a tensor core takes."""
+    return max(16, 1 << (min(rank, BAND) - 1).bit_length())
 
 
 def parts_together(group: Group) -> int:
-    parts = len(group.columns)
-    return parts if parts * rank_block(group.rank) <= TOGETHER_RANKS else 1
+    """The parts of one band that share programs: all, or each has its own."""
+    sites = len(group.columns)
+    return sites if sites * rank_block(group.rank) <= TOGETHER_RANKS else 1
 
 
 def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tiling:
@@ -166,7 +183,7 @@ def tiling(rows: Rows, group: Group, features: int, dtype: torch.dtype) -> Tilin
     tiles, narrowest = -(-count // rows.tile), min(high - low for low, high in group.columns)
     programs = MASKING_PROGRAMS if group.drops else PROGRAMS
     split = _split(programs // tiles, features, chosen.down)
-    ds_split = _split(PROGRAMS // (tiles * len(group.columns)), narrowest, chosen.down)
+    ds_split = _split(PROGRAMS // (tiles * len(group.columns)), narrowest, chosen.ds)
     if dtype.itemsize == 2 and _crowded(rows, group, chosen.ds_db, device):
         chosen = replace(chosen, ds_db=replace(chosen.ds_db, stages=2))
     return replace(chosen, split=split, ds_split=ds_split)
@@ -187,21 +204,14 @@ def _crowded(rows: Rows, group: Group, launch: KernelLaunch, device: torch.devic
 
 def orders_for(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
     """The orders that a case allows."""
-    allowed = fuses(weight_NK, group.rank, device) and all(
-        low % FUSED_COLUMNS == 0 for low, _ in group.columns
-    )
+    allowed = fuses(weight_NK, device) and all(low % FUSED_COLUMNS == 0 for low, _ in group.columns)
     always = Order.wide, Order.wide_beside
     return (*always, Order.fused, Order.fused_beside) if allowed else always
 
 
-def fuses(weight_NK: Tensor, rank: int, device: torch.device) -> bool:
-    """Whether a product of our own can have adapters of that rank in it."""
-    return (
-        weight_NK.dtype.itemsize == 2
-        and rank_block(rank) <= FUSED_RANKS
-        and _in_whole_rows(weight_NK)
-        and _has_copy_engines(device)
-    )
+def fuses(weight_NK: Tensor, device: torch.device) -> bool:
+    """Whether a product of our own can be that of a weight."""
+    return weight_NK.dtype.itemsize == 2 and _in_whole_rows(weight_NK) and _has_copy_engines(device)
 
 
 def contestants(weight_NK: Tensor, group: Group, device: torch.device) -> tuple[Order, ...]:
@@ -271,28 +281,64 @@ def _programs(device: torch.device) -> int:
 
 
 def _for_16_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
+    few = rank_block(group.rank) <= DIRECT_RANKS
+    return (_of_few_ranks if few else _of_many_ranks)(group, y, dx)
+
+
+def _of_few_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     rank, together = rank_block(group.rank), parts_together(group)
-    few, span = rank <= 64, together * rank
+    span = together * rank
     # Each part's mask is a tile in registers.
     columns = 64 if group.drops and together > 1 else 128
+    down = KernelLaunch(columns, warps=4, stages=3 if group.drops else 4)
+    down = down if span <= 64 else KernelLaunch(64, warps=8, stages=2)
     da = KernelLaunch(128, warps=8, stages=3) if span <= 64 else KernelLaunch(64, warps=8, stages=2)
     if together < len(group.columns):
         da = KernelLaunch(64, warps=8, stages=1)
-    many = KernelLaunch(64, warps=8, stages=2)
-    ds_db = KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4)
-    db = KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3)
     return Tiling(
-        down=KernelLaunch(columns, warps=4, stages=3 if group.drops else 4) if span <= 64 else many,
-        up=KernelLaunch(128 if few else 64, warps=4, stages=1),
-        ds_db=ds_db if few else many,
-        db=db if few else many,
-        da=da,
+        down=replace(down, together=together),
+        up=KernelLaunch(128, warps=4, stages=1),
+        ds=down,
+        ds_db=KernelLaunch(256 if rank <= 32 else 128, warps=4, stages=3 if rank == 32 else 4),
+        db=KernelLaunch(128, warps=4, stages=2) if rank <= 32 else KernelLaunch(128, warps=8, stages=3),
+        da=replace(da, together=together),
+        **_of_large(len(group.columns)),
         y=y,
         dx=dx,
         split=1,
         ds_split=1,
-        one_read=rank <= ONE_READ_RANKS,
+        one_read=group.rank <= ONE_READ_RANKS,
     )
+
+
+def _of_many_ranks(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
+    """For a whole band, or two of them where two sites are together."""
+    together = parts_together(group)
+    down, da = KernelLaunch(64, warps=4, stages=4), KernelLaunch(128, warps=8, stages=3)
+    if together > 1:
+        down = da = KernelLaunch(64, warps=8, stages=3, together=together)
+    return Tiling(
+        down=down,
+        up=KernelLaunch(128, warps=8, stages=1),
+        ds=KernelLaunch(64, warps=4, stages=4),
+        ds_db=KernelLaunch(64, warps=8, stages=2),
+        db=KernelLaunch(128, warps=8, stages=3),
+        da=da,
+        **_of_large(len(group.columns)),
+        y=y,
+        dx=dx,
+        split=1,
+        ds_split=1,
+        one_read=group.rank <= ONE_READ_RANKS,
+    )
+
+
+def _of_large(sites: int) -> dict[str, KernelLaunch]:
+    """What large slots add; to dx they do for all sites at once."""
+    return {
+        "large_y": KernelLaunch(64, warps=8, stages=3),
+        "large_dx": KernelLaunch(64, warps=8, stages=3 if sites < 3 else 2),
+    }
 
 
 def _lean(tiling: Tiling) -> Tiling:
@@ -305,6 +351,7 @@ def _lean(tiling: Tiling) -> Tiling:
         tiling,
         down=lean(tiling.down),
         up=lean(tiling.up),
+        ds=lean(tiling.ds),
         ds_db=lean(tiling.ds_db),
         db=lean(tiling.db),
         da=lean(tiling.da),
@@ -321,5 +368,19 @@ def _shared_memory(device: torch.device) -> int:
 def _for_32_bits(group: Group, y: ProductBlocks, dx: ProductBlocks) -> Tiling:
     """Exact float32 has no tensor core: operands live in registers, so the blocks are small."""
     launch = KernelLaunch(32, warps=8, stages=1, rows=32)
-    one_read = rank_block(group.rank) <= ONE_READ_RANKS
-    return Tiling(launch, launch, launch, launch, launch, y, dx, split=1, ds_split=1, one_read=one_read)
+    reader = replace(launch, together=parts_together(group))
+    return Tiling(
+        down=reader,
+        up=launch,
+        ds=launch,
+        ds_db=launch,
+        db=launch,
+        da=reader,
+        large_y=launch,
+        large_dx=launch,
+        y=y,
+        dx=dx,
+        split=1,
+        ds_split=1,
+        one_read=group.rank <= ONE_READ_RANKS,
+    )

@@ -29,10 +29,12 @@ def _size(entry, EVEN: tl.constexpr):
 
 @triton.jit
 def squares(table_J2, squares_JB, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of squares of each block of each vector."""
+    """The sum of squares of each block of each vector. Blocks behind a vector's end are left as they were."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J2 += job * 2
     size = _size(table_J2 + LENGTH, EVEN)
+    if block.to(tl.int64) * BLOCK >= size:
+        return
     vector = tl.multiple_of(tl.load(table_J2 + VECTOR).to(tl.pointer_type(tl.float32)), 16)
     at_B = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g_B = tl.load(vector + at_B, mask=at_B < size, other=0.0).to(tl.float64)
@@ -48,11 +50,15 @@ def update(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step of AdamW: moments, master and the weights that passes read; the gradient is zeroed."""
+    """One step of AdamW: moments, master and the weights that passes read; the gradient is zeroed. What
+    `finite_JB` says of blocks behind a job's end is left as it was."""
     job, block = tl.program_id(1), tl.program_id(0)
     table_J6 += job * 6
     numbers_J8 += job * 8
     size = _size(table_J6 + SIZE, EVEN)
+    # As many programs as the largest job has blocks: those of a small job are mostly these.
+    if block.to(tl.int64) * BLOCK >= size:
+        return
     at_B = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside_B = at_B < size
     float_ptr = tl.pointer_type(tl.float32)

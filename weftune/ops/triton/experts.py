@@ -1,5 +1,5 @@
-"""Kernels of a mixture's experts: their frozen products with all adapters in the last touch, the gated
-activation weighted by the router, and the sum over a token's experts.
+"""Kernels of a mixture's experts: how rows are assigned to programs, the frozen products with all adapters in
+the last touch, the gated activation weighted by the router, and the sum over a token's experts.
 
 Rows are choices (a token and one of its experts), sorted by expert and, at each of them, by job. A program of
 a product has rows of one expert. As in `product`, a job's part is added by selection where rows are its own.
@@ -17,6 +17,69 @@ import triton.language as tl
 
 from weftune.ops.triton.product import added, halves, place
 from weftune.ops.triton.swiglu import shares_of
+
+
+@triton.jit
+def deal_runs(
+    edges,
+    run_ends,
+    tile_ends,
+    block_ends,
+    numbers,
+    pieces,
+    tiles,
+    blocks,
+    J,
+    E,
+    OWNERS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The rows `edges[g]` to `edges[g + 1]` are those of owner g % J at expert g // J. A program for each of
+    these runs writes its piece and its tiles, one for each expert its blocks; the `ends` say how many come
+    before."""
+    if tl.program_id(0) < E * J:
+        run = tl.program_id(0)
+        start = tl.load(edges + run)
+        stop = tl.load(edges + run + 1)
+        if start < stop:
+            number = tl.load(numbers + run % J)
+            slot = tl.where(number >= 0, number * E + run // J, -1)
+            piece = pieces + (tl.load(run_ends + run) - 1) * 4
+            tl.store(piece, start)
+            tl.store(piece + 1, stop)
+            tl.store(piece + 2, slot)
+            tl.store(piece + 3, 1)
+            count = tl.cdiv(stop - start, TILE)
+            first = tl.load(tile_ends + run) - count
+            for done in range(0, count, STEP):
+                tile_G = done + tl.arange(0, STEP)
+                low_G = start + tile_G * TILE
+                at_G = tiles + (first + tile_G) * 3
+                tl.store(at_G, low_G, mask=tile_G < count)
+                tl.store(at_G + 1, tl.minimum(low_G + TILE, stop), mask=tile_G < count)
+                tl.store(at_G + 2, slot + tl.zeros_like(tile_G), mask=tile_G < count)
+    else:
+        expert = tl.program_id(0) - E * J
+        owner_J = tl.arange(0, OWNERS)
+        start_J = tl.load(edges + expert * J + owner_J, mask=owner_J < J, other=0)
+        stop_J = tl.load(edges + expert * J + owner_J + 1, mask=owner_J < J, other=0)
+        has_rows_J = start_J < stop_J
+        start = tl.load(edges + expert * J)
+        stop = tl.load(edges + expert * J + J)
+        runs = tl.load(run_ends + expert * J + J - 1) - tl.sum(has_rows_J.to(tl.int32))
+        count = tl.cdiv(stop - start, BLOCK)
+        first = tl.load(block_ends + expert) - count
+        for number in range(count):
+            low = start + number * BLOCK
+            high = tl.minimum(low + BLOCK, stop)
+            at = blocks + (first + number) * 5
+            tl.store(at, low)
+            tl.store(at + 1, high)
+            tl.store(at + 2, expert)
+            tl.store(at + 3, runs + tl.sum((has_rows_J & (stop_J <= low)).to(tl.int32)))
+            tl.store(at + 4, runs + tl.sum((has_rows_J & (start_J < high)).to(tl.int32)))
 
 
 @triton.jit
@@ -78,11 +141,15 @@ def expert_product(
                 while turn < end:
                     run = runs + turn * 4
                     slot = tl.load(run + 2)
+                    ranks = 0
                     if slot >= 0:
+                        ranks = tl.load(rank + slot)
+                    # Where a slot has no ranks nothing of s has been written.
+                    if ranks > 0:
                         mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
                         added_MH = added(
-                            s, None, None, address, rank, None, None, slot, 0, row_M, n_H, 0, N, stop,
-                            0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
+                            s, None, None, address, ranks, None, None, slot, 0, row_M, mine_M, n_H,
+                            0, N, stop, 0 if BACKWARD else 1, S, 1, R, False, ALIGNMENT, PRECISION,
                         )  # fmt: skip
                         y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
                     turn += 1
@@ -93,6 +160,14 @@ def expert_product(
 
 
 @triton.jit
+def gate_and_up(gate_up, row, column_B, inside_B, WIDTH: tl.constexpr):
+    """Some columns of both, of a row that has one behind the other."""
+    at_B = gate_up + row * (2 * WIDTH) + column_B
+    gate_B = tl.load(at_B, mask=inside_B, other=0.0).to(tl.float32)
+    return gate_B, tl.load(at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """act = weight · silu(gate) · up of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -100,9 +175,7 @@ def gated_forward(gate_up, weight, act, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     for low in tl.static_range(0, WIDTH, BLOCK):
         column_B = low + tl.arange(0, BLOCK)
         inside_B = column_B < WIDTH
-        gate_at_B = gate_up + row * (2 * WIDTH) + column_B
-        gate_B = tl.load(gate_at_B, mask=inside_B, other=0.0).to(tl.float32)
-        up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
+        gate_B, up_B = gate_and_up(gate_up, row, column_B, inside_B, WIDTH)
         passes_B, _ = shares_of(gate_B)
         act_B = scale * (gate_B * passes_B * up_B)
         tl.store(act + row * WIDTH + column_B, act_B.to(act.dtype.element_ty), mask=inside_B)
@@ -117,9 +190,7 @@ def gated_backward(dact, gate_up, weight, act, dgate_up, dweight, WIDTH: tl.cons
     for low in tl.static_range(0, WIDTH, BLOCK):
         column_B = low + tl.arange(0, BLOCK)
         inside_B = column_B < WIDTH
-        gate_at_B = gate_up + row * (2 * WIDTH) + column_B
-        gate_B = tl.load(gate_at_B, mask=inside_B, other=0.0).to(tl.float32)
-        up_B = tl.load(gate_at_B + WIDTH, mask=inside_B, other=0.0).to(tl.float32)
+        gate_B, up_B = gate_and_up(gate_up, row, column_B, inside_B, WIDTH)
         dact_B = tl.load(dact + row * WIDTH + column_B, mask=inside_B, other=0.0).to(tl.float32)
         passes_B, stays_B = shares_of(gate_B)
         act_B = gate_B * passes_B * up_B

@@ -2,7 +2,9 @@
 frozen weight meets the rank-sized products of its rows' jobs before it is written.
 
 A program may hold rows of several jobs. A job's product is taken for all rows of the program, and added by
-selection where the rows are its own: so a NaN in one job's weights or rows cannot reach another's.
+selection where the rows are its own: so a NaN in one job's weights or rows cannot reach another's. Of a slot
+that is large (it has more ranks than registers have room for) the product is found written where this one
+will be, and is added by selection too.
 
 Shapes: M rows of a program, C columns of a program, H of them at a time, D of the inner dimension at a time,
 R the ranks of one part up to a power of two, P parts, S slots, W warps.
@@ -15,7 +17,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weftune.ops.triton.slots import column_factor, kept, matrix, row_factor, site_key
+from weftune.ops.triton.slots import (
+    DIRECT,
+    NEVER,
+    column_factor,
+    is_large,
+    kept,
+    matrix,
+    row_factor,
+    site_key,
+)
 
 
 @triton.jit
@@ -76,6 +87,7 @@ def added_by(
     slot,
     part,
     row_M,
+    mine_M,
     column_H,
     low,
     high,
@@ -95,14 +107,15 @@ def added_by(
         other=0.0,
     )
     s_at_MR = row_M.to(tl.int64)[:, None] * (P * R) + part * R + r_R[None, :]
-    s_MR = tl.load(s + s_at_MR, mask=(row_M < T)[:, None], other=0.0)
+    s_MR = tl.load(s + s_at_MR, mask=mine_M[:, None], other=0.0)
     added_MH = product_by_warps(s_MR, weight_RH, PRECISION)
     if DROPS:
-        token_M = tl.load(token_index + row_M, mask=row_M < T, other=0)
-        drawn = site_key(key, crc, slot, part)
-        row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(column_H, drawn)[None, :]
-        kept_MH = kept(row_M1, column_1H, tl.load(threshold + part * S + slot))
-        added_MH = tl.where(kept_MH, added_MH, 0.0)
+        drops = tl.load(threshold + part * S + slot)
+        if drops > NEVER:
+            token_M = tl.load(token_index + row_M, mask=row_M < T, other=0)
+            drawn = site_key(key, crc, slot, part)
+            row_M1, column_1H = row_factor(token_M, drawn)[:, None], column_factor(column_H, drawn)[None, :]
+            added_MH = tl.where(kept(row_M1, column_1H, drops), added_MH, 0.0)
     return added_MH
 
 
@@ -112,12 +125,13 @@ def added(
     key,
     token_index,
     address,
-    rank,
+    ranks,
     threshold,
     crc,
     slot,
     part,
     row_M,
+    mine_M,
     column_H,
     low,
     high,
@@ -130,21 +144,20 @@ def added(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What a slot's B (WHICH 1) or A (WHICH 0) of a part adds, as if all rows were the slot's.
+    """What a slot's B (WHICH 1) or A (WHICH 0) of a part adds to its own rows; others may be anything.
 
     Beside much larger neighbours the small ranks have a way of their own.
     """
-    ranks = tl.load(rank + part * S + slot)
     weight = matrix(address, part * S + slot, WHICH, s.dtype.element_ty, ALIGNMENT)
     if R > 32 and ranks <= 16:
         added_MH = added_by(
-            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, column_H, low, high,
-            T, S, P, 16, R, DROPS, PRECISION,
+            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, mine_M, column_H,
+            low, high, T, S, P, 16, R, DROPS, PRECISION,
         )  # fmt: skip
     else:
         added_MH = added_by(
-            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, column_H, low, high,
-            T, S, P, R, R, DROPS, PRECISION,
+            s, key, token_index, weight, ranks, threshold, crc, slot, part, row_M, mine_M, column_H,
+            low, high, T, S, P, R if R < DIRECT else DIRECT, R, DROPS, PRECISION,
         )  # fmt: skip
     return added_MH
 
@@ -172,23 +185,26 @@ def product(
     BACKWARD: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
+    BANDS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
+    LARGE: tl.constexpr,
     DROPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """target [T, N] = left [T, K] · right + residual + bias + the adapters' products.
 
-    Forward: right is W [N, K], the adapters add sB of the part that the columns belong to. Backward: right is
-    W as [K, N], and the adapters add the dropped ds · A of all parts.
+    Forward: right is W [N, K], the adapters add sB of the site that the columns belong to. Backward: right is
+    W as [K, N], and the adapters add the dropped ds · A of all sites. What large slots add is in `target`.
     """
     H: tl.constexpr = C // 2
-    PARTS: tl.constexpr = P if BACKWARD else 1
-    PARTED: tl.constexpr = 1 if BACKWARD else P
+    SITES: tl.constexpr = P // BANDS
+    PARTS: tl.constexpr = SITES if BACKWARD else 1
+    PARTED: tl.constexpr = 1 if BACKWARD else SITES
     row_blocks = tl.cdiv(T, M)
     column_blocks = tl.cdiv(N, C)
     tl.assume(K > 0)
@@ -214,17 +230,31 @@ def product(
                 y_MH += tl.load(bias + n_H, mask=n_H < N, other=0.0).to(tl.float32)[None, :]
             part, low, high = part_of(column, N, COLUMNS, PARTED)
             turn = first
+            large_M = row_M < 0
+            some = False
             # Not a for loop: that would be made one with the outer loop.
             while turn < end:
                 run = runs + turn // PARTS * 3
                 mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
+                slot = tl.load(run + 2)
                 if BACKWARD:
                     part = turn % PARTS
-                added_MH = added(
-                    s, key, token_index, address, rank, threshold, crc,
-                    tl.load(run + 2), part, row_M, n_H, low, high, T,
-                    0 if BACKWARD else 1, S, P, R, DROPS, ALIGNMENT, PRECISION,
-                )  # fmt: skip
-                y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
+                ranks = tl.load(rank + part * S + slot)
+                direct = ranks > 0
+                if LARGE:
+                    large = is_large(rank, part, slot, S, P, BANDS, R)
+                    some = some | large
+                    large_M = large_M | (mine_M & large)
+                    direct = direct & (not large)
+                if direct:
+                    added_MH = added(
+                        s, key, token_index, address, ranks, threshold, crc,
+                        slot, part, row_M, mine_M, n_H, low, high, T,
+                        0 if BACKWARD else 1, S, P, R, DROPS, ALIGNMENT, PRECISION,
+                    )  # fmt: skip
+                    y_MH += tl.where(mine_M[:, None], added_MH, 0.0)
                 turn += 1
+            if LARGE and some:
+                written_MH = target.load([row_block * M, column]).to(tl.float32)
+                y_MH += tl.where(large_M[:, None], written_MH, 0.0)
             target.store([row_block * M, column], y_MH.to(target.dtype))

@@ -13,14 +13,142 @@ import triton
 import triton.language as tl
 
 from weftune.ops.triton.slots import (
+    bands_of,
     column_block,
     column_factor,
+    drops_in_any,
     in_eights,
     kept,
     matrix,
+    most_ranks,
     row_factor,
     site_key,
 )
+
+
+@triton.jit
+def down_of_tile(
+    x,
+    s,
+    partial,
+    key,
+    token_index,
+    address,
+    factor,
+    rank,
+    threshold,
+    crc,
+    evaluating,
+    start,
+    stop,
+    slot,
+    T,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`down` for a slot that has at most OWN ranks in each part: no more are multiplied or written."""
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    first = tl.program_id(2) * TOGETHER
+    row_M = start + tl.arange(0, M)
+    inside_M = row_M < stop
+    r_R = tl.arange(0, OWN)
+    weights = ()
+    owned = ()
+    keys = ()
+    row_factors = ()
+    thresholds = ()
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
+        weights = weights + (a + r_R[:, None] * K,)  # noqa: RUF005
+        owned = owned + (r_R < tl.load(rank + entry),)  # noqa: RUF005
+        if DROPS:
+            token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+            keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
+            row_factors = row_factors + (row_factor(token_M, keys[i]),)  # noqa: RUF005
+            thresholds = thresholds + (tl.load(threshold + entry),)  # noqa: RUF005
+    share = (K + splits * C - 1) // (splits * C) * C
+    low = split * share
+    x_M = x + row_M.to(tl.int64) * K
+    sums = (tl.full((M, OWN), 0.0, tl.float32),) * TOGETHER
+    for k in range(low, tl.minimum(low + share, K), C):
+        k_C = k + tl.arange(0, C)
+        inside_C = k_C < K
+        x_MC = tl.load(x_M[:, None] + k_C[None, :], mask=inside_M[:, None] & inside_C[None, :], other=0.0)
+        longer = ()
+        for i in tl.static_range(TOGETHER):
+            a_RC = tl.load(weights[i] + k_C[None, :], mask=owned[i][:, None] & inside_C[None, :], other=0.0)
+            dropped_MC = x_MC
+            if DROPS:
+                column_C = column_factor(k_C, keys[i])
+                kept_MC = kept(row_factors[i][:, None], column_C[None, :], thresholds[i])
+                dropped_MC = tl.where(kept_MC, x_MC, 0.0)
+            sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)
+            longer = longer + (sum_MR,)  # noqa: RUF005
+        sums = longer
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        if not SPLIT:
+            s_MR = tl.where(owned[i][None, :], sums[i] * tl.load(factor + entry * 2 + evaluating), 0.0)
+            at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
+            tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
+        else:
+            share_M = ((first + i) * splits + split).to(tl.int64) * T + row_M
+            stored_MR = inside_M[:, None] & in_eights(r_R, tl.load(rank + entry))[None, :]
+            tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
+
+
+@triton.jit
+def down_by_ranks(
+    x,
+    s,
+    partial,
+    key,
+    token_index,
+    address,
+    factor,
+    rank,
+    threshold,
+    crc,
+    evaluating,
+    start,
+    stop,
+    slot,
+    most,
+    T,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`down` of a tile: beside much larger neighbours the small ranks have a way of their own."""
+    if R > 32 and most <= 16:
+        down_of_tile(
+            x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
+            start, stop, slot, T, K, S, P, TOGETHER, 16, R, M, C, SPLIT, DROPS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+    else:
+        down_of_tile(
+            x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
+            start, stop, slot, T, K, S, P, TOGETHER, R, R, M, C, SPLIT, DROPS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["evaluating", "T"])
@@ -50,69 +178,39 @@ def down(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, x read once; with SPLIT a share of the sum."""
+    """s = factor · drop(x)Aᵀ of a tile for TOGETHER parts, x read once; with SPLIT a share of the sum.
+
+    Nothing is written of parts in which the slot has no ranks, and masks are drawn only for slots that drop.
+    """
     tile = tl.program_id(0)
-    split, splits = tl.program_id(1), tl.num_programs(1)
     first = tl.program_id(2) * TOGETHER
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
     slot = tl.load(tiles + tile * 3 + 2)
     if start == stop:
         return
-    row_M = start + tl.arange(0, M)
-    inside_M = row_M < stop
-    r_R = tl.arange(0, R)
-    zero_MR = tl.full((M, R), 0.0, tl.float32)
     if slot < 0:
         if not SPLIT:
+            row_M = start + tl.arange(0, M)
+            zero_MR = tl.full((M, R), 0.0, s.dtype.element_ty)
             for i in tl.static_range(TOGETHER):
-                at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
-                tl.store(s + at_MR, zero_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
+                at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + tl.arange(0, R)[None, :]
+                tl.store(s + at_MR, zero_MR, mask=(row_M < stop)[:, None])
         return
-    weights = ()
-    owned = ()
-    keys = ()
-    row_factors = ()
-    thresholds = ()
-    for i in tl.static_range(TOGETHER):
-        entry = (first + i) * S + slot
-        a = matrix(address, entry, 0, x.dtype.element_ty, ALIGNMENT)
-        weights = weights + (a + r_R[:, None] * K,)  # noqa: RUF005
-        owned = owned + (r_R < tl.load(rank + entry),)  # noqa: RUF005
-        if DROPS:
-            token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
-            keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
-            row_factors = row_factors + (row_factor(token_M, keys[i]),)  # noqa: RUF005
-            thresholds = thresholds + (tl.load(threshold + entry),)  # noqa: RUF005
-    share = (K + splits * C - 1) // (splits * C) * C
-    low = split * share
-    x_M = x + row_M.to(tl.int64) * K
-    sums = (zero_MR,) * TOGETHER
-    for k in range(low, tl.minimum(low + share, K), C):
-        k_C = k + tl.arange(0, C)
-        inside_C = k_C < K
-        x_MC = tl.load(x_M[:, None] + k_C[None, :], mask=inside_M[:, None] & inside_C[None, :], other=0.0)
-        longer = ()
-        for i in tl.static_range(TOGETHER):
-            a_RC = tl.load(weights[i] + k_C[None, :], mask=owned[i][:, None] & inside_C[None, :], other=0.0)
-            dropped_MC = x_MC
-            if DROPS:
-                column_C = column_factor(k_C, keys[i])
-                kept_MC = kept(row_factors[i][:, None], column_C[None, :], thresholds[i])
-                dropped_MC = tl.where(kept_MC, x_MC, 0.0)
-            sum_MR = tl.dot(dropped_MC, tl.trans(a_RC), sums[i], input_precision=PRECISION)
-            longer = longer + (sum_MR,)  # noqa: RUF005
-        sums = longer
-    for i in tl.static_range(TOGETHER):
-        entry = (first + i) * S + slot
-        if not SPLIT:
-            s_MR = tl.where(owned[i][None, :], sums[i] * tl.load(factor + entry * 2 + evaluating), 0.0)
-            at_MR = row_M.to(tl.int64)[:, None] * (P * R) + (first + i) * R + r_R[None, :]
-            tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M[:, None])
-        else:
-            share_M = ((first + i) * splits + split).to(tl.int64) * T + row_M
-            stored_MR = inside_M[:, None] & in_eights(r_R, tl.load(rank + entry))[None, :]
-            tl.store(partial + share_M[:, None] * R + r_R[None, :], sums[i], mask=stored_MR)
+    most = most_ranks(rank, first, slot, S, TOGETHER)
+    if most == 0:
+        return
+    dropping = drops_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
+    if DROPS and dropping:
+        down_by_ranks(
+            x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
+            start, stop, slot, most, T, K, S, P, TOGETHER, R, M, C, SPLIT, True, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+    else:
+        down_by_ranks(
+            x, s, partial, key, token_index, address, factor, rank, threshold, crc, evaluating,
+            start, stop, slot, most, T, K, S, P, TOGETHER, R, M, C, SPLIT, False, ALIGNMENT, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["evaluating", "T"])
@@ -142,10 +240,11 @@ def sum_rows(
     r_R = tl.arange(0, R)
     for p in tl.static_range(P):
         s_MR = tl.full((M, R), 0.0, tl.float32)
+        ranks = 0
         if slot >= 0:
             entry = p * S + slot
             ranks = tl.load(rank + entry)
-            stored_MR = inside_M1 & in_eights(r_R, ranks)[None, :]
+            stored_MR = inside_M1 & (in_eights(r_R, ranks) & (ranks > 0))[None, :]
             first: tl.constexpr = SHARES[p]
             end: tl.constexpr = SHARES[p + 1]
             for share in tl.static_range(first, end):
@@ -154,7 +253,7 @@ def sum_rows(
             owned_R = r_R < ranks
             s_MR = tl.where(owned_R[None, :], s_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
         at_MR = row_M[:, None] * (P * R) + p * R + r_R[None, :]
-        tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M1)
+        tl.store(s + at_MR, s_MR.to(s.dtype.element_ty), mask=inside_M1 & ((slot < 0) | (ranks > 0)))
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -174,19 +273,21 @@ def up(
     COLUMNS: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
+    BANDS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y = frozen + sB + bias + residual in the columns of one part, rounded once.
+    """y = frozen + sB + bias + residual in the columns of one site, rounded once.
 
     `frozen` has W columns, those of y from `begin` on, where its `first` block begins; it should be float32,
     and may be y itself. What is small is added first: the last digit of a residual can be larger than all
     that a young adapter adds.
     """
-    part, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, P, C)
+    SITES: tl.constexpr = P // BANDS
+    site, low, high, origin = column_block(first + tl.program_id(0), COLUMNS, SITES, C)
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
@@ -200,15 +301,18 @@ def up(
     y_MC = tl.load(frozen + row_M[:, None] * W + (n_C - begin)[None, :], mask=inside_MC, other=0.0)
     y_MC = y_MC.to(tl.float32)
     if slot >= 0:
-        entry = part * S + slot
         r_R = tl.arange(0, R)
-        owned_R = r_R < tl.load(rank + entry)
-        s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
-        s_MR = tl.load(s + s_at_MR, mask=(row_M < stop)[:, None], other=0.0)
-        b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
-        b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
-        b_RC = tl.load(b + b_at_RC, mask=owned_R[:, None] & inside_C[None, :], other=0.0)
-        y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)
+        for band in range(bands_of(rank, site, slot, S, P, BANDS)):
+            part = band * SITES + site
+            entry = part * S + slot
+            ranks = tl.load(rank + entry)
+            s_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+            travels_MR = (row_M < stop)[:, None] & in_eights(r_R, ranks)[None, :]
+            s_MR = tl.load(s + s_at_MR, mask=travels_MR, other=0.0)
+            b = matrix(address, entry, 1, s.dtype.element_ty, ALIGNMENT)
+            b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
+            b_RC = tl.load(b + b_at_RC, mask=(r_R < ranks)[:, None] & inside_C[None, :], other=0.0)
+            y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)
     if bias is not None:
         y_MC += tl.load(bias + n_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
     at_MC = row_M[:, None] * N + n_C[None, :]

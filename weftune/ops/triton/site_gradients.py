@@ -13,11 +13,15 @@ import triton
 import triton.language as tl
 
 from weftune.ops.triton.slots import (
+    NEVER,
+    bands_of,
     column_block,
     column_factor,
+    drops_in_any,
     in_eights,
     kept,
     matrix,
+    most_ranks,
     row_factor,
     site_key,
 )
@@ -38,6 +42,7 @@ def ds_db_of_piece(
     COLUMNS: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
+    BANDS: tl.constexpr,
     OWN: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
@@ -47,8 +52,10 @@ def ds_db_of_piece(
     PRECISION: tl.constexpr,
 ):
     """`ds_db` for a slot that has at most OWN ranks: no more of them are multiplied, though R have room."""
-    block, piece = tl.program_id(0), tl.program_id(1)
-    part, low, high, origin = column_block(block, COLUMNS, P, C)
+    piece = tl.program_id(1)
+    band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
+    site, low, high, origin = column_block(block, COLUMNS, P // BANDS, C)
+    part = band * (P // BANDS) + site
     start = tl.load(pieces + piece * 4)
     stop = tl.load(pieces + piece * 4 + 1)
     alone = tl.load(pieces + piece * 4 + 3)
@@ -75,7 +82,7 @@ def ds_db_of_piece(
         db_CR = tl.dot(tl.trans(dy_MC), s_MR, db_CR, input_precision=PRECISION)
         if DS:
             ds_MR = tl.dot(dy_MC, tl.trans(b_RC), input_precision=PRECISION)
-            share_M = block.to(tl.int64) * T + row_M
+            share_M = (band * (tl.num_programs(0) // BANDS) + block).to(tl.int64) * T + row_M
             ds_at_MR = share_M[:, None] * R + r_R[None, :]
             tl.store(partial_ds + ds_at_MR, ds_MR, mask=inside_M[:, None] & stored_1R)
     db_RC = tl.trans(db_CR)
@@ -83,7 +90,7 @@ def ds_db_of_piece(
         db_at = matrix(address, entry, 3, tl.float32, ALIGNMENT) + b_at_RC
         tl.store(db_at, tl.load(db_at, mask=owned_RC, other=0.0) + db_RC, mask=owned_RC)
     else:
-        at_RC = (piece.to(tl.int64) * R + r_R)[:, None] * N + n_C[None, :]
+        at_RC = ((piece.to(tl.int64) * BANDS + band) * R + r_R)[:, None] * N + n_C[None, :]
         tl.store(partial_db + at_RC, db_RC, mask=owned_RC)
 
 
@@ -101,6 +108,7 @@ def ds_db(
     COLUMNS: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
+    BANDS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -112,40 +120,48 @@ def ds_db(
 
     dB is summed up on its side, columns by ranks: so the tensor cores take both products from the same copy
     of dy in shared memory, whatever the rank. Beside larger neighbours the small ranks have a way of their
-    own, which needs neither registers nor shared memory that the large ones do not have already.
+    own, which needs neither registers nor shared memory that the large ones do not have already. Bands of the
+    same columns are neighbours: the second finds dy in the cache.
     """
     slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
         return
-    part, _, _, _ = column_block(tl.program_id(0), COLUMNS, P, C)
-    ranks = tl.load(rank + part * S + slot)
+    band, block = tl.program_id(0) % BANDS, tl.program_id(0) // BANDS
+    site, _, _, _ = column_block(block, COLUMNS, P // BANDS, C)
+    ranks = tl.load(rank + (band * (P // BANDS) + site) * S + slot)
+    if ranks == 0:
+        return
     if R > 16 and ranks <= 16:
         ds_db_of_piece(
             dy, s, partial_ds, partial_db, pieces, address, slot, ranks, T, N,
-            COLUMNS, S, P, 16, R, M, C, DS, ALIGNMENT, PRECISION,
+            COLUMNS, S, P, BANDS, 16, R, M, C, DS, ALIGNMENT, PRECISION,
         )  # fmt: skip
     else:
         ds_db_of_piece(
             dy, s, partial_ds, partial_db, pieces, address, slot, ranks, T, N,
-            COLUMNS, S, P, R, R, M, C, DS, ALIGNMENT, PRECISION,
+            COLUMNS, S, P, BANDS, R, R, M, C, DS, ALIGNMENT, PRECISION,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["evaluating", "T"])
-def ds_alone(
+@triton.jit
+def ds_of_tile(
     dy,
     ds,
     partial,
-    tiles,
     address,
     factor,
-    rank,
     evaluating,
+    start,
+    stop,
+    slot,
+    ranks,
+    low,
+    high,
     T,
     N,
-    COLUMNS: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
+    OWN: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -153,32 +169,15 @@ def ds_alone(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """ds = factor · dyBᵀ of a tile and a part, without dB; with SPLIT a share of the sum."""
-    tile = tl.program_id(0)
+    """`ds_alone` for a slot that has at most OWN ranks: no more are multiplied or written."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     part = tl.program_id(2)
-    low = 0
-    high = 0
-    for p in tl.static_range(P):
-        low = tl.where(part == p, COLUMNS[2 * p], low)
-        high = tl.where(part == p, COLUMNS[2 * p + 1], high)
-    start = tl.load(tiles + tile * 3)
-    stop = tl.load(tiles + tile * 3 + 1)
-    slot = tl.load(tiles + tile * 3 + 2)
-    if start == stop:
-        return
     row_M = (start + tl.arange(0, M)).to(tl.int64)
     inside_M = row_M < stop
-    r_R = tl.arange(0, R)
-    at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
-    ds_MR = tl.full((M, R), 0.0, tl.float32)
-    if slot < 0:
-        if not SPLIT:
-            tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
-        return
-    entry = part * S + slot
-    ranks = tl.load(rank + entry)
+    r_R = tl.arange(0, OWN)
     owned_R = r_R < ranks
+    entry = part * S + slot
+    ds_MR = tl.full((M, OWN), 0.0, tl.float32)
     b_R = matrix(address, entry, 1, dy.dtype.element_ty, ALIGNMENT) + r_R * (high - low)
     share = (high - low + splits * C - 1) // (splits * C) * C
     for n in range(split * share, tl.minimum((split + 1) * share, high - low), C):
@@ -197,7 +196,186 @@ def ds_alone(
         tl.store(partial + share_M[:, None] * R + r_R[None, :], ds_MR, mask=stored_MR)
     else:
         ds_MR = tl.where(owned_R[None, :], ds_MR * tl.load(factor + entry * 2 + evaluating), 0.0)
+        at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
         tl.store(ds + at_MR, ds_MR.to(ds.dtype.element_ty), mask=inside_M[:, None])
+
+
+@triton.jit(do_not_specialize=["evaluating", "T"])
+def ds_alone(
+    dy,
+    ds,
+    partial,
+    tiles,
+    address,
+    factor,
+    rank,
+    evaluating,
+    T,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BANDS: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """ds = factor · dyBᵀ of a tile and a part, without dB; with SPLIT a share of the sum.
+
+    Nothing is written of parts in which the slot has no ranks.
+    """
+    tile, part = tl.program_id(0), tl.program_id(2)
+    low = 0
+    high = 0
+    for p in tl.static_range(P // BANDS):
+        here = part % (P // BANDS) == p
+        low = tl.where(here, COLUMNS[2 * p], low)
+        high = tl.where(here, COLUMNS[2 * p + 1], high)
+    start = tl.load(tiles + tile * 3)
+    stop = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    if start == stop:
+        return
+    if slot < 0:
+        if not SPLIT:
+            row_M = (start + tl.arange(0, M)).to(tl.int64)
+            at_MR = row_M[:, None] * (P * R) + part * R + tl.arange(0, R)[None, :]
+            zero_MR = tl.full((M, R), 0.0, ds.dtype.element_ty)
+            tl.store(ds + at_MR, zero_MR, mask=(row_M < stop)[:, None])
+        return
+    ranks = tl.load(rank + part * S + slot)
+    if ranks == 0:
+        return
+    if R > 32 and ranks <= 16:
+        ds_of_tile(
+            dy, ds, partial, address, factor, evaluating, start, stop, slot, ranks, low, high,
+            T, N, S, P, 16, R, M, C, SPLIT, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+    else:
+        ds_of_tile(
+            dy, ds, partial, address, factor, evaluating, start, stop, slot, ranks, low, high,
+            T, N, S, P, R, R, M, C, SPLIT, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def da_of_piece(
+    x,
+    ds,
+    partial_da,
+    pieces,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    slot,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`da` for a slot that has at most OWN ranks in each part: no more are multiplied."""
+    piece = tl.program_id(1)
+    first = tl.program_id(2) * TOGETHER
+    start = tl.load(pieces + piece * 4)
+    stop = tl.load(pieces + piece * 4 + 1)
+    alone = tl.load(pieces + piece * 4 + 3)
+    k_C = tl.program_id(0) * C + tl.arange(0, C)
+    inside_C = k_C < K
+    r_R = tl.arange(0, OWN)
+    a_at_RC = r_R[:, None] * K + k_C[None, :]
+    keys = ()
+    thresholds = ()
+    ranks = ()
+    for i in tl.static_range(TOGETHER):
+        ranks = ranks + (tl.load(rank + (first + i) * S + slot),)  # noqa: RUF005
+    if DROPS:
+        for i in tl.static_range(TOGETHER):
+            keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
+            thresholds = thresholds + (tl.load(threshold + (first + i) * S + slot),)  # noqa: RUF005
+    sums = (tl.full((C, OWN), 0.0, tl.float32),) * TOGETHER
+    for m in range(start, stop, M):
+        row_M = (m + tl.arange(0, M)).to(tl.int64)
+        inside_M = row_M < stop
+        at_CM = k_C[:, None] + row_M[None, :] * K
+        x_CM = tl.load(x + at_CM, mask=inside_C[:, None] & inside_M[None, :], other=0.0)
+        if DROPS:
+            token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+        longer = ()
+        for i in tl.static_range(TOGETHER):
+            ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
+            # Where the slot has no ranks nothing of ds has been written.
+            written_M = inside_M & (ranks[i] > 0)
+            ds_MR = tl.load(ds + ds_at_MR, mask=written_M[:, None], other=0.0)
+            dropped_CM = x_CM
+            if DROPS:
+                drawn_M = row_factor(token_M, keys[i])
+                # Made anew for every M rows, since registers are short.
+                column_C = column_factor(k_C, keys[i])
+                kept_CM = kept(drawn_M[None, :], column_C[:, None], thresholds[i])
+                dropped_CM = tl.where(kept_CM, x_CM, 0.0)
+            longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
+        sums = longer
+    for i in tl.static_range(TOGETHER):
+        entry = (first + i) * S + slot
+        owned_RC = (r_R < ranks[i])[:, None] & inside_C[None, :]
+        sum_RC = tl.trans(sums[i])
+        if alone:
+            da_at = matrix(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
+            tl.store(da_at, tl.load(da_at, mask=owned_RC, other=0.0) + sum_RC, mask=owned_RC)
+        else:
+            at_RC = ((piece.to(tl.int64) * P + first + i) * R + r_R)[:, None] * K + k_C[None, :]
+            tl.store(partial_da + at_RC, sum_RC, mask=owned_RC)
+
+
+@triton.jit
+def da_by_ranks(
+    x,
+    ds,
+    partial_da,
+    pieces,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    slot,
+    most,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`da` of a piece: beside much larger neighbours the small ranks have a way of their own."""
+    if R > 32 and most <= 16:
+        da_of_piece(
+            x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,
+            S, P, TOGETHER, 16, R, M, C, DROPS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+    else:
+        da_of_piece(
+            x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, K,
+            S, P, TOGETHER, R, R, M, C, DROPS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -225,57 +403,59 @@ def da(
 ):
     """dA of some columns over a piece for TOGETHER parts, x read once.
 
-    The tile stands on its side, columns by rows: so the tensor cores take it whatever the rank.
+    The tile stands on its side, columns by rows: so the tensor cores take it whatever the rank. What lies in
+    ds beyond a slot's ranks meets columns of the sum that are not stored. Masks are drawn only for slots that
+    drop.
     """
-    piece = tl.program_id(1)
     first = tl.program_id(2) * TOGETHER
-    start = tl.load(pieces + piece * 4)
-    stop = tl.load(pieces + piece * 4 + 1)
-    slot = tl.load(pieces + piece * 4 + 2)
-    alone = tl.load(pieces + piece * 4 + 3)
+    slot = tl.load(pieces + tl.program_id(1) * 4 + 2)
     if slot < 0:
         return
-    k_C = tl.program_id(0) * C + tl.arange(0, C)
-    inside_C = k_C < K
+    most = most_ranks(rank, first, slot, S, TOGETHER)
+    if most == 0:
+        return
+    dropping = drops_in_any(threshold, first, slot, S, TOGETHER) if DROPS else False
+    if DROPS and dropping:
+        da_by_ranks(
+            x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, most, K,
+            S, P, TOGETHER, R, M, C, True, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+    else:
+        da_by_ranks(
+            x, ds, partial_da, pieces, key, token_index, address, rank, threshold, crc, slot, most, K,
+            S, P, TOGETHER, R, M, C, False, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def dx_of_part(
+    ds,
+    sum_MC,
+    address,
+    rank,
+    slot,
+    part,
+    row_M,
+    inside_M,
+    k_C,
+    inside_C,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """sum + ds · A of one part."""
     r_R = tl.arange(0, R)
-    a_at_RC = r_R[:, None] * K + k_C[None, :]
-    keys = ()
-    thresholds = ()
-    if DROPS:
-        for i in tl.static_range(TOGETHER):
-            keys = keys + (site_key(key, crc, slot, first + i),)  # noqa: RUF005
-            thresholds = thresholds + (tl.load(threshold + (first + i) * S + slot),)  # noqa: RUF005
-    sums = (tl.full((C, R), 0.0, tl.float32),) * TOGETHER
-    for m in range(start, stop, M):
-        row_M = (m + tl.arange(0, M)).to(tl.int64)
-        inside_M = row_M < stop
-        at_CM = k_C[:, None] + row_M[None, :] * K
-        x_CM = tl.load(x + at_CM, mask=inside_C[:, None] & inside_M[None, :], other=0.0)
-        if DROPS:
-            token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
-        longer = ()
-        for i in tl.static_range(TOGETHER):
-            ds_at_MR = row_M[:, None] * (P * R) + (first + i) * R + r_R[None, :]
-            ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
-            dropped_CM = x_CM
-            if DROPS:
-                drawn_M = row_factor(token_M, keys[i])
-                # Made anew for every M rows, since registers are short.
-                column_C = column_factor(k_C, keys[i])
-                kept_CM = kept(drawn_M[None, :], column_C[:, None], thresholds[i])
-                dropped_CM = tl.where(kept_CM, x_CM, 0.0)
-            longer = longer + (tl.dot(dropped_CM, ds_MR, sums[i], input_precision=PRECISION),)  # noqa: RUF005
-        sums = longer
-    for i in tl.static_range(TOGETHER):
-        entry = (first + i) * S + slot
-        owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
-        sum_RC = tl.trans(sums[i])
-        if alone:
-            da_at = matrix(address, entry, 2, tl.float32, ALIGNMENT) + a_at_RC
-            tl.store(da_at, tl.load(da_at, mask=owned_RC, other=0.0) + sum_RC, mask=owned_RC)
-        else:
-            at_RC = ((piece.to(tl.int64) * P + first + i) * R + r_R)[:, None] * K + k_C[None, :]
-            tl.store(partial_da + at_RC, sum_RC, mask=owned_RC)
+    entry = part * S + slot
+    ranks = tl.load(rank + entry)
+    ds_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+    ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None] & in_eights(r_R, ranks)[None, :], other=0.0)
+    a = matrix(address, entry, 0, ds.dtype.element_ty, ALIGNMENT)
+    owned_RC = (r_R < ranks)[:, None] & inside_C[None, :]
+    a_RC = tl.load(a + r_R[:, None] * K + k_C[None, :], mask=owned_RC, other=0.0)
+    return tl.dot(ds_MR, a_RC, sum_MC, input_precision=PRECISION)
 
 
 @triton.jit
@@ -295,6 +475,7 @@ def add_dx(
     W,
     S: tl.constexpr,
     P: tl.constexpr,
+    BANDS: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -302,10 +483,11 @@ def add_dx(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dx = frozen + the dropped ds · A of all parts, rounded once.
+    """dx = frozen + the dropped ds · A of all sites, rounded once.
 
     `frozen` has W columns, those of dx from `begin` on; it should be float32, and may be dx itself.
     """
+    SITES: tl.constexpr = P // BANDS
     tile = tl.program_id(1)
     start = tl.load(tiles + tile * 3)
     stop = tl.load(tiles + tile * 3 + 1)
@@ -320,24 +502,28 @@ def add_dx(
     inside_MC = inside_M[:, None] & inside_C[None, :]
     dx_MC = tl.load(frozen + row_M[:, None] * W + c_C[None, :], mask=inside_MC, other=0.0).to(tl.float32)
     if slot >= 0:
-        r_R = tl.arange(0, R)
-        token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
-        # One part after the other: the masks of several do not fit the registers beside each other.
-        for part in range(P):
-            entry = part * S + slot
-            ds_at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
-            ds_MR = tl.load(ds + ds_at_MR, mask=inside_M[:, None], other=0.0)
-            owned_RC = (r_R < tl.load(rank + entry))[:, None] & inside_C[None, :]
-            a = matrix(address, entry, 0, ds.dtype.element_ty, ALIGNMENT)
-            a_RC = tl.load(a + r_R[:, None] * K + k_C[None, :], mask=owned_RC, other=0.0)
-            if DROPS:
-                drawn = site_key(key, crc, slot, part)
+        # One site after the other: the masks of several do not fit the registers beside each other.
+        for site in range(SITES):
+            bands = bands_of(rank, site, slot, S, P, BANDS)
+            masked = tl.load(threshold + site * S + slot) > NEVER if DROPS else False
+            if DROPS and masked:
+                part_MC = tl.full((M, C), 0.0, tl.float32)
+                for band in range(bands):
+                    part_MC = dx_of_part(
+                        ds, part_MC, address, rank, slot, band * SITES + site, row_M, inside_M, k_C,
+                        inside_C, K, S, P, R, ALIGNMENT, PRECISION,
+                    )  # fmt: skip
+                token_M = tl.load(token_index + row_M, mask=inside_M, other=0)
+                drawn = site_key(key, crc, slot, site)
                 row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(k_C, drawn)[None, :]
-                kept_MC = kept(row_M1, column_1C, tl.load(threshold + entry))
-                part_MC = tl.dot(ds_MR, a_RC, input_precision=PRECISION)
+                kept_MC = kept(row_M1, column_1C, tl.load(threshold + site * S + slot))
                 dx_MC += tl.where(kept_MC, part_MC, 0.0)
             else:
-                dx_MC = tl.dot(ds_MR, a_RC, dx_MC, input_precision=PRECISION)
+                for band in range(bands):
+                    dx_MC = dx_of_part(
+                        ds, dx_MC, address, rank, slot, band * SITES + site, row_M, inside_M, k_C,
+                        inside_C, K, S, P, R, ALIGNMENT, PRECISION,
+                    )  # fmt: skip
     tl.store(dx + row_M[:, None] * K + k_C[None, :], dx_MC.to(dx.dtype.element_ty), mask=inside_MC)
 
 
@@ -353,6 +539,7 @@ def add_gradients(
     COLUMNS: tl.constexpr,
     S: tl.constexpr,
     P: tl.constexpr,
+    BANDS: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -381,16 +568,17 @@ def add_gradients(
             share += P * R * K
         tl.store(gradient, tl.load(gradient, mask=owned_RC, other=0.0) + total_RC, mask=owned_RC)
     else:
-        part, low, high, origin = column_block(block - blocks, COLUMNS, P, C)
+        band = (block - blocks) % BANDS
+        site, low, high, origin = column_block((block - blocks) // BANDS, COLUMNS, P // BANDS, C)
         n_C = low + c_C
-        entry = part * S + slot
+        entry = (band * (P // BANDS) + site) * S + slot
         owned_RC = (r_R < tl.load(rank + entry))[:, None] & (n_C < high)[None, :]
         gradient = matrix(address, entry, 3, tl.float32, ALIGNMENT)
         gradient += r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
-        at_RC = r_R[:, None] * N + n_C[None, :]
-        share = partial_db + first.to(tl.int64) * (R * N)
+        at_RC = (band * R + r_R)[:, None] * N + n_C[None, :]
+        share = partial_db + first.to(tl.int64) * (BANDS * R * N)
         total_RC = tl.full((R, C), 0.0, tl.float32)
         for _ in range(first, end):
             total_RC += tl.load(share + at_RC, mask=owned_RC, other=0.0)
-            share += R * N
+            share += BANDS * R * N
         tl.store(gradient, tl.load(gradient, mask=owned_RC, other=0.0) + total_RC, mask=owned_RC)

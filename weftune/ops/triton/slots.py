@@ -1,7 +1,8 @@
 """What the kernels of a site share: where a slot's matrices are, whose a column or a rank is, what dropout
 keeps.
 
-Shapes: M rows of a program, C columns of a program, R the ranks of one part up to a power of two, P parts.
+Shapes: M rows of a program, C columns of a program, R the ranks of one part up to a power of two, P parts: a
+site's ranks come in BANDS parts of R, and the first bands of all sites come before their second bands.
 Parameters of a kernel carry no annotation but tl.constexpr: Triton evaluates them.
 """
 
@@ -15,6 +16,9 @@ import triton.language as tl
 FIRST = tl.constexpr(0x85EBCA6B)
 SECOND = tl.constexpr(0xC2B2AE35)
 STRIDE = tl.constexpr(0x9E3779B9)
+NEVER = tl.constexpr(-(1 << 31))
+DIRECT = tl.constexpr(64)
+"""A fused product takes so many ranks of a part by itself; what more are add is written before it."""
 
 
 @triton.jit
@@ -68,6 +72,42 @@ def in_eights(r_R, rank):
         return r_R // 8 * 8 < rank
     else:
         return r_R >= 0
+
+
+@triton.jit
+def most_ranks(rank, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
+    """The most ranks that a slot has in one of TOGETHER parts."""
+    most = tl.load(rank + first * S + slot)
+    for i in tl.static_range(1, TOGETHER):
+        most = tl.maximum(most, tl.load(rank + (first + i) * S + slot))
+    return most
+
+
+@triton.jit
+def drops_in_any(threshold, first, slot, S: tl.constexpr, TOGETHER: tl.constexpr):
+    """Whether a slot drops values in one of TOGETHER parts."""
+    highest = tl.load(threshold + first * S + slot)
+    for i in tl.static_range(1, TOGETHER):
+        highest = tl.maximum(highest, tl.load(threshold + (first + i) * S + slot))
+    return highest > NEVER
+
+
+@triton.jit
+def bands_of(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr):
+    """In how many bands a slot has ranks at a site."""
+    bands = 0
+    for band in tl.static_range(BANDS):
+        bands += (tl.load(rank + (band * (P // BANDS) + site) * S + slot) > 0).to(tl.int32)
+    return bands
+
+
+@triton.jit
+def is_large(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
+    """Whether a slot has more ranks at a site than a fused product takes by itself."""
+    if BANDS > 1 and R <= DIRECT:
+        return tl.load(rank + (P // BANDS + site) * S + slot) > 0
+    else:
+        return tl.load(rank + site * S + slot) > DIRECT
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from weftune.core.shapes import JobShape, LayerRange, ModelShape, logit_rows
 from weftune.plan.cost.estimate import layer_bytes
 from weftune.plan.cost.layers import stage_shape
-from weftune.plan.cost.ring import ring_bytes, stage_parts
+from weftune.plan.cost.ring import optimizer_bytes, optimizer_ring_bytes, ring_bytes, stage_parts
 from weftune.plan.program.layout import BUFFERED, Layout, OnWorker, one_device, padded_rows
 from weftune.plan.program.recompute import NOTHING, Recompute
 
@@ -93,6 +93,8 @@ class MemoryModel:
     spare: int = SPARE
     first_only: int = 0
     """Bytes of `taken` that no other worker holds: the tokenizer and the rows are the first one's."""
+    host_budget: int = 0
+    """Bytes of the host's memory that the run may take, where the optimizer is offloaded."""
 
     # -- bytes -------------------------------------------------------------------------------------------
 
@@ -167,13 +169,22 @@ class MemoryModel:
         return [
             Need(
                 resident=self._process(worker) + part.base_bytes,
-                state=self.bytes_per_parameter * sum(job.trainable_in(held) for job in jobs),
+                state=self._kept_state(jobs, held),
                 activations=kept,
                 slack=self._slack,
                 head=self.head_bytes(supervised) if held.last else 0,
             )
             for worker, (held, part, kept) in enumerate(parts)
         ]
+
+    def _kept_state(self, jobs: Sequence[JobShape], held: LayerRange) -> int:
+        """Of an offloaded optimizer, what stays beside it, and what its Steps pass through."""
+        parameters = sum(job.trainable_in(held) for job in jobs)
+        if not self.layout.optimizer_offloaded:
+            return self.bytes_per_parameter * parameters
+        value = self.shape.bytes_per_value
+        ring = optimizer_ring_bytes((job.trainable for job in jobs), value)
+        return (self.bytes_per_parameter - optimizer_bytes(value)) * parameters + ring
 
     def _process(self, worker: int) -> int:
         """What a worker's process holds before anything of the run is loaded."""
@@ -278,6 +289,12 @@ class MemoryModel:
         """Wherever it is."""
         return sum(job.trainable for job in jobs) * self.bytes_per_parameter
 
+    def host_bytes(self, jobs: Iterable[JobShape]) -> int:
+        """Of an offloaded optimizer, in the host's memory."""
+        if not self.layout.optimizer_offloaded:
+            return 0
+        return sum(job.trainable for job in jobs) * optimizer_bytes(self.shape.bytes_per_value)
+
     # -- what fits ---------------------------------------------------------------------------------------
 
     def peak_bytes(self, jobs: Sequence[JobShape], capacity: int, recompute: Recompute = NOTHING) -> int:
@@ -300,6 +317,11 @@ class MemoryModel:
 
     def why_not(self, jobs: Sequence[JobShape]) -> str | None:
         """A sentence that says why these jobs do not fit together, or None if they do."""
+        if (host := self.host_bytes(jobs)) > self.host_budget:
+            return (
+                f"needs {gib(host)} of the host's memory for master weights and moments with {len(jobs) - 1} "
+                f"other jobs aboard, but {gib(self.host_budget)} are available there"
+            )
         need = self.least_bytes(jobs)
         if need <= self.budget:
             return None

@@ -1,7 +1,9 @@
-"""How Steps of adapters that travel pass through the device: in pieces, through a ring of a few buffers.
+"""How Steps of state in host memory pass through the device: in pieces, through a ring of a few buffers.
 
-For every parameter its gradient, master and two moments come up; the last three and the new weights go back.
-A piece is of one job and one stage; pieces of several jobs share a buffer, so that one launch updates them.
+Of adapters that travel, for every parameter its gradient, master and two moments come up; the last three and
+the new weights go back. Where only the optimizer is offloaded, master and moments come and go, and nothing
+else. A piece is of one job and one stage; pieces of several jobs share a buffer, so that one launch updates
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ PIECE = 1 << 22
 PIECES = 3
 """Buffers: while one is stepped another fills, and a third goes back."""
 TRAVEL_ROUNDS = 8
-"""Of a window where adapters travel: behind its last one nothing hides the Steps, so it is a long one."""
+"""Of a window where state is in host memory: behind its last one nothing hides the Steps, so it is long."""
 MARGIN = 128
 """Parameters by which a job's part may grow, since it is cut at multiples of what is stepped at a time."""
 _STATE = 4
@@ -36,6 +38,18 @@ def ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
 def step_bytes(bytes_per_value: int) -> int:
     """Of one parameter, what comes for its Step."""
     return _STATE * max(4, bytes_per_value)
+
+
+def optimizer_bytes(bytes_per_value: int) -> int:
+    """Of one parameter, its master and two moments: what comes for its Step where only the optimizer is
+    offloaded, and as much goes back."""
+    return (_STATE - 1) * max(4, bytes_per_value)
+
+
+def optimizer_ring_bytes(parts: Iterable[int], bytes_per_value: int) -> int:
+    """Of all buffers, on the device, where jobs have so many parameters."""
+    together = sum(part + MARGIN for part in parts if part)
+    return PIECES * min(PIECE, together) * optimizer_bytes(bytes_per_value)
 
 
 def back_bytes(bytes_per_value: int) -> int:

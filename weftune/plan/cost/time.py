@@ -102,6 +102,12 @@ class Rate:
     def __call__(self, jobs: int, parameters: int) -> float:
         return self.job * jobs + self.parameter * parameters
 
+    def plus(self, other: Rate) -> Rate:
+        return Rate(job=self.job + other.job, parameter=self.parameter + other.parameter)
+
+
+NO_TIME = Rate()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:

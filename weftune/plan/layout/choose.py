@@ -19,10 +19,11 @@ from weftune.plan.cost.prior import arithmetic
 from weftune.plan.cost.profile import Profile
 from weftune.plan.cost.profile_cost import cost_of, directions, memory_of, source_of, step_rate
 from weftune.plan.cost.ring import TRAVEL_ROUNDS
-from weftune.plan.cost.time import CostModel, JobShapes
+from weftune.plan.cost.time import NO_TIME, CostModel, JobShapes, Rate
 from weftune.plan.layout.cut import cut_layers, measured_costs, typical_work
 from weftune.plan.layout.foresee import StageTimes, taking_turns
 from weftune.plan.layout.need import StreamDevice
+from weftune.plan.layout.offloaded import is_worth, offloaded_round, offloading
 from weftune.plan.layout.one_device import (
     choose_for_jobs,
     fits_whole,
@@ -125,6 +126,8 @@ class Choice:
     """What one worker's passes take by its profile; None without a profile, or with several workers."""
     first_seconds: float = 0.0
     """What the first pass of one worker takes beyond that; several begin while others still wait for rows."""
+    unhidden_steps: Rate = NO_TIME
+    """What devices wait for Steps whose state comes from host memory; `cost` has it already."""
     times: StageTimes | None = None
     """What each stage's passes take, where several workers have a profile."""
     loads: LoadPace | None = None
@@ -179,7 +182,7 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
     memory = MemoryModel(shape, machine.budget, machine.taken, machine.on_gpu, _fit(shape, machine))
     cost = None if profile is None else cost_of(profile, shape)
     together = fitting(jobs, memory)
-    return Choice(
+    choice = Choice(
         shape=shape,
         layout=one_device(shape.layers),
         capacity=machine.most,
@@ -190,6 +193,48 @@ def _whole(shape: ModelShape, jobs: Sequence[JobShape], machine: Machine) -> Cho
         rounds=WINDOW_ROUNDS,
         cost=cost,
         first_seconds=profile.first_seconds if profile else 0.0,
+    )
+    return _optimizer_offloaded(choice, jobs, machine) or choice
+
+
+def _optimizer_offloaded(plain: Choice, jobs: Sequence[JobShape], machine: Machine) -> Choice | None:
+    """The same with master weights and moments in host memory. None unless that lets more jobs aboard at
+    about the same speed, or a job that fits only so."""
+    if not machine.on_gpu or len(plain.aboard) == len(jobs):
+        return None
+    memory = offloading(plain.memory, machine.host_budget)
+    together = fitting(jobs, memory)
+    too_large = [job for job in jobs if plain.memory.why_not([job]) is not None]
+    only_so = any(memory.why_not([job]) is None for job in too_large)
+    if not only_so and len(together) <= len(plain.aboard):
+        return None
+    place = machine.place(machine.budget)
+    if not only_so:
+        names = {job.name for job in too_large}
+        others = [job for job in jobs if job.name not in names]
+        if not is_worth(memory, plain.memory, others, place, machine.most):
+            return None
+    after = offloaded_round(memory, together, place, machine.most)
+    host_bytes, share = memory.host_bytes(together), after.unhidden / after.seconds
+    why = (
+        f"{plain.why}; master weights and moments of adapters live in host memory, {gib(host_bytes)} of it, "
+        f"since {len(together)} of {len(jobs)} jobs are aboard so and {len(plain.aboard)} otherwise, and the "
+        f"GPU waits for Steps in {share:.0%} of a round"
+    )
+    steps = Rate(parameter=after.unhidden / sum(job.trainable for job in together))
+    return replace(
+        plain,
+        layout=replace(plain.layout, optimizer_offloaded=True),
+        memory=memory,
+        aboard=together,
+        bytes=full_bytes(memory, together, machine.most),
+        host_bytes=host_bytes,
+        unhidden=share,
+        why=why,
+        note=f"The base is {why}.",
+        rounds=TRAVEL_ROUNDS,
+        cost=plain.cost and replace(plain.cost, step=plain.cost.step.plus(steps)),
+        unhidden_steps=steps,
     )
 
 

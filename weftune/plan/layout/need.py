@@ -27,6 +27,7 @@ from weftune.plan.program.layout import (
     offloaded_inputs,
     padded_rows,
 )
+from weftune.plan.program.recompute import Recompute
 
 STREAM_SLACK_BYTES = 2 << 30
 """On a GPU: logits of one chunk and their gradient, temporaries, the allocator's rounding."""
@@ -361,6 +362,22 @@ class StreamCase:
             step_bytes=parameters * step_bytes(self.shape.bytes_per_value),
             back_bytes=parameters * back_bytes(self.shape.bytes_per_value),
         )
+
+
+def whole_seconds(
+    shape: ModelShape,
+    jobs: Sequence[JobShape],
+    device: StreamDevice,
+    round_tokens: int,
+    capacity: int,
+    recompute: Recompute,
+) -> float:
+    """A round of these jobs with all of the base on the device."""
+    # Passes over a base that stays are captured.
+    captured = replace(device, asking=0.0)
+    case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, travels=False)
+    passed = (1.0 + device.backward) * shape.layers + recompute.layers
+    return passed * case.layer_seconds + 2 * case.head_seconds
 
 
 def leaving_room(case: StreamCase, waiting: Iterable[JobShape]) -> StreamCase:

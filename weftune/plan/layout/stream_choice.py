@@ -4,12 +4,12 @@ it fits, else fastest; over several workers fastest."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.errors import PlanError
 from weftune.plan.cost.memory import MemoryModel, gib, longest
-from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room
+from weftune.plan.layout.need import StreamCase, StreamDevice, leaving_room, whole_seconds
 from weftune.plan.layout.refuse import fits_devices, refuse_jobs, why_not, why_not_on_workers
 from weftune.plan.layout.search import Found, fits_any, search
 from weftune.plan.program.layout import Layout, one_device
@@ -170,11 +170,7 @@ def _whole(
     recompute = memory.recompute(jobs, most)
     capacity = memory.capacity(jobs, most, recompute)
     need = memory.peak_bytes(jobs, capacity, recompute)
-    # Passes over a base that stays are captured.
-    captured = replace(device, asking=0.0)
-    case = StreamCase(shape, tuple(jobs), captured, round_tokens, capacity, travels=False)
-    passed = (1.0 + device.backward) * shape.layers + recompute.layers
-    seconds = passed * case.layer_seconds + 2 * case.head_seconds
+    seconds = whole_seconds(shape, jobs, device, round_tokens, capacity, recompute)
     why = (
         f"nothing is streamed, since the base, the adapters and their passes need {gib(need)} and the GPU "
         f"has {gib(device.budget)} for a run"

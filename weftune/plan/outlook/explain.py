@@ -9,7 +9,8 @@ from weftune.plan.outlook.streamed import StreamOutlook
 
 def explain(found: Foreseen, source: str) -> list[str]:
     """Where the base stays on its devices."""
-    return [f"Times are {source}.", _capacity(found), _recompute(found), _stages(found), _groups(found)]
+    sentences = [f"Times are {source}.", _capacity(found), _recompute(found), _stages(found), _groups(found)]
+    return [*sentences, _optimizer(found)] if found.choice.layout.optimizer_offloaded else sentences
 
 
 def _capacity(found: Foreseen) -> str:
@@ -44,6 +45,15 @@ def _groups(found: Foreseen) -> str:
     names = "; ".join(" + ".join(group) for group in groups)
     microbatches = f"{found.forecast.microbatches} microbatches in {found.forecast.steps} rounds"
     return f"Jobs that share microbatches: {names}. {microbatches}."
+
+
+def _optimizer(found: Foreseen) -> str:
+    choice = found.choice
+    return (
+        f"Master weights and moments live in host memory, which needs {gib(choice.host_bytes)}: they come to "
+        "the device for Steps and go back, beside passes of other jobs; what passes read of adapters and "
+        "their gradients stay there."
+    )
 
 
 def explain_streams(found: StreamOutlook, source: str) -> list[str]:

@@ -83,6 +83,7 @@ class Foreseen:
 
 def foresee(choice: Choice, jobs: Sequence[JobShape], course: CourseOf, times: StageTimes) -> Foreseen:
     """`jobs` are those aboard; `times` those of a profile or of a data sheet."""
+    times = replace(times, step=times.step.plus(choice.unhidden_steps))
     first = first_window(choice, jobs, lambda name, rounds: course(name, rounds, True))
     evaluating = any(isinstance(action, Evaluate) for action, _ in first.program.compute())
     window = first

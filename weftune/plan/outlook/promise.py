@@ -39,6 +39,7 @@ def promise_numbers(
             "replicas": layout.replicas,
             "adapters_travel": layout.travels,
             "inputs_offloaded": layout.offloads,
+            "optimizer_offloaded": layout.optimizer_offloaded,
         },
         "capacity": program.capacity,
         "recomputed_layers": program.recompute.layers,

@@ -71,6 +71,9 @@ class Layout:
     """Rows of a round for whose inputs host memory is reserved; 0: inputs stay on the device."""
     replicas: int = 1
     """Copies of all stages, each on workers of its own."""
+    optimizer_offloaded: bool = False
+    """Whether master weights and moments live in host memory and come to the device for Steps only, while
+    what passes read of adapters and their gradients stay there."""
     pipelined: bool = False
     """Whether every worker has one stage, which stays, and keeps what its forward made for the backward.
     Where stages take turns, a forward is recomputed from its input, whether they stay or not."""
@@ -80,6 +83,9 @@ class Layout:
         assert not self.pipelined or (len(self.stages) == self.workers and not any(self.slots)), (
             "a worker of a pipeline has one stage, which stays"
         )
+        assert not self.optimizer_offloaded or (
+            len(self.stages) * self.replicas == 1 and self.stages[0].resident and not self.travels
+        ), "only beside a base that stays on one device"
         for worker, count in enumerate(self.slots):
             assert count >= 1 or not self.on(worker).streamed, "a streamed stage needs a place to come to"
 
@@ -98,6 +104,12 @@ class Layout:
         return self.stages[-1].stop
 
     @property
+    def job_groups(self) -> int:
+        """Groups of jobs that take turns in a round: Steps from host memory are hidden behind passes of
+        others."""
+        return 2 if self.optimizer_offloaded else 1
+
+    @property
     def offloads(self) -> bool:
         """Whether what stages are given waits in host memory for the way back."""
         return self.offloaded_rows > 0
@@ -106,9 +118,9 @@ class Layout:
         return OnWorker(self, worker)
 
 
-def one_device(layers: int = 1) -> Layout:
+def one_device(layers: int = 1, optimizer_offloaded: bool = False) -> Layout:
     """All of a base as one stage that stays on one device."""
-    return Layout((StageLayers(0, layers, resident=True),))
+    return Layout((StageLayers(0, layers, resident=True),), optimizer_offloaded=optimizer_offloaded)
 
 
 def in_stages(layers: Sequence[LayerRange], replicas: int = 1) -> Layout:

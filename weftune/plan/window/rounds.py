@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weftune.plan.pack.segments import pack_segments
@@ -77,8 +77,9 @@ class LaidRounds:
 class _Window:
     """Collects microbatches and rounds."""
 
-    def __init__(self, capacity: int, ladder: bool) -> None:
+    def __init__(self, capacity: int, ladder: bool, groups: Sequence[frozenset[str]]) -> None:
         self.capacity = capacity
+        self.groups = groups
         self.ladder = ladder
         self.microbatches: list[MicrobatchPlan] = []
         self.rounds: list[Round] = []
@@ -91,6 +92,12 @@ class _Window:
         self.rounds.append(Round(trained, evaluated, saves))
 
     def _train(self, batches: Sequence[GlobalBatch]) -> tuple[Trained, ...]:
+        if len(self.groups) < 2:
+            return self._train_group(batches)
+        parts = [[batch for batch in batches if batch.job in group] for group in self.groups]
+        return tuple(one for part in parts if part for one in _steps_last(self._train_group(part)))
+
+    def _train_group(self, batches: Sequence[GlobalBatch]) -> tuple[Trained, ...]:
         segments = [SegmentPlan(batch.job, batch.step, batch.samples) for batch in batches]
         packed = pack_segments(segments, self.capacity, self.ladder)
         last = {job: index for index, microbatch in enumerate(packed) for job in microbatch.jobs}
@@ -109,12 +116,38 @@ class _Window:
         return len(self.microbatches) - 1
 
 
-def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False) -> LaidRounds:
+def _steps_last(group: Sequence[Trained]) -> Iterator[Trained]:
+    """All Steps behind the last microbatch."""
+    *others, last = group
+    yield from (replace(one, steps=()) for one in others)
+    yield replace(last, steps=tuple(step for one in group for step in one.steps))
+
+
+def even_groups(tokens: Mapping[str, int], count: int) -> list[frozenset[str]]:
+    """Jobs in at most so many groups of about as many tokens: the largest first, to the smallest group."""
+    groups: list[set[str]] = [set() for _ in range(max(1, min(count, len(tokens))))]
+    sums = [0] * len(groups)
+    for job in sorted(tokens, key=lambda job: -tokens[job]):
+        # Among equals the one with fewer jobs.
+        at = min(range(len(groups)), key=lambda one: (sums[one], len(groups[one])))
+        groups[at].add(job)
+        sums[at] += tokens[job]
+    return [frozenset(group) for group in groups]
+
+
+def _groups(courses: Sequence[Course], count: int) -> list[frozenset[str]]:
+    tokens = {course.job: sum(batch.tokens for batch in course.batches) for course in courses}
+    return even_groups(tokens, count)
+
+
+def lay_rounds(courses: Sequence[Course], capacity: int, ladder: bool = False, groups: int = 1) -> LaidRounds:
     """Every course's batches, round by round, samples of different jobs sharing microbatches.
 
-    With a `ladder`, training passes keep to few sizes, as captured graphs want it.
+    With a `ladder`, training passes keep to few sizes, as captured graphs want it. With several `groups`, a
+    job shares microbatches with others of its group, and the Steps of a group follow its last one: what they
+    wait for comes while another group passes.
     """
-    window = _Window(capacity, ladder)
+    window = _Window(capacity, ladder, _groups(courses, groups) if groups > 1 else ())
     step = {course.job: course.step for course in courses}
     window.add([], [course for course in courses if course.begins], step)
     for turn in range(max((len(course.batches) for course in courses), default=0)):
@@ -141,7 +174,7 @@ def plan_rounds(
     """
     done = {course.job: course.step for course in courses}
     courses = _until_an_evaluation(courses) if layout.workers > 1 else courses
-    laid = lay_rounds(courses, capacity, ladder)
+    laid = lay_rounds(courses, capacity, ladder, layout.job_groups)
     room = _evaluation_rows(laid, layout, capacity)
     runs = [_together(one.evaluated, laid, room) for one in laid.rounds]
     program = Program(

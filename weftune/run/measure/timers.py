@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 
 Moment = float | torch.cuda.Event
-"""A moment of a `Clock`."""
+"""A moment of a `DeviceClock`."""
 
 
-class Clock:
+class DeviceClock:
     """Moments on a device, in seconds of the machine's clock, so that several workers can be compared.
 
     A GPU works asynchronously: there a moment is an event between two pieces of work, and its time is known
@@ -44,7 +44,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class DeviceSpan:
     """The time between two moments."""
 
     start: Moment
@@ -69,22 +69,22 @@ class ActionTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._clock = Clock(device)
+        self._clock = DeviceClock(device)
         self._began = self._clock.mark()
 
     def begin_window(self) -> None:
         """Restart the clock: on a GPU it drifts."""
-        self._clock = Clock(self._device)
+        self._clock = DeviceClock(self._device)
 
     def start(self) -> None:
         """Start an action, or restart it in the middle: time spent waiting for others so far is not
         counted."""
         self._began = self._clock.mark()
 
-    def stop(self) -> Span:
-        return Span(self._began, self._clock.mark())
+    def stop(self) -> DeviceSpan:
+        return DeviceSpan(self._began, self._clock.mark())
 
-    def told(self, span: Span) -> tuple[float, float]:
+    def told(self, span: DeviceSpan) -> tuple[float, float]:
         """Start and end in seconds of the machine's clock; only valid within the window."""
         return self._clock.seconds(span.start), self._clock.seconds(span.stop)
 

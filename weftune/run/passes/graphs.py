@@ -23,7 +23,7 @@ from weftune.base.model import Base
 from weftune.ops.lora.routes import Route
 from weftune.plan.program.program import Program
 from weftune.plan.program.recompute import NOTHING
-from weftune.run.measure.timers import Clock, Moment, Span
+from weftune.run.measure.timers import DeviceClock, DeviceSpan, Moment
 from weftune.run.passes.graph_inputs import GraphInputs, GraphKey, key_of
 from weftune.run.passes.graph_pool import captured
 from weftune.run.passes.payback import Payback, WatchedPass
@@ -51,7 +51,7 @@ class CapturedPasses:
         """`at_once`, passes are captured the second time that their key is met."""
         self._plain = plain
         self._payback = Payback(at_once)
-        self._clock = Clock(plain.adapted.base.device)
+        self._clock = DeviceClock(plain.adapted.base.device)
         self._timed: dict[StageVisit, WatchedPass] = {}
         self._banks = plain.adapted.banks
         self._captures = 0
@@ -113,7 +113,7 @@ class CapturedPasses:
         return made
 
     def _stop(self, visit: StageVisit, began: Moment) -> None:
-        self._timed[visit].spans.append(Span(began, self._clock.mark()))
+        self._timed[visit].spans.append(DeviceSpan(began, self._clock.mark()))
 
     def evaluate(self, visit: StageVisit, rows: RowsHere, given_TD: Tensor | None) -> Tensor:
         return self._plain.evaluate(visit, rows, given_TD)

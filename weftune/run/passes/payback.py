@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from weftune.run.measure.timers import Span
+from weftune.run.measure.timers import DeviceSpan
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class WatchedPass:
     key: Hashable
     rows: int
     replayed: bool
-    spans: list[Span] = field(default_factory=list)
+    spans: list[DeviceSpan] = field(default_factory=list)
 
     def is_over(self) -> bool:
         return len(self.spans) == 2 and all(span.is_over() for span in self.spans)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from weftune.ops.adamw import AdamState, Update, update
 from weftune.ops.triton.at_hand import kernels_run
-from weftune.plan.cost.ring import PIECE, PIECES
+from weftune.plan.cost.ring import PIECE
 from weftune.run.stream.adapters import OUTSIDE, AdapterPlaces, Pair, StagePart
-from weftune.run.stream.buffers import Buffer, PieceLanes, bring, copy, give_back
+from weftune.run.stream.buffers import Buffer, PieceRing, bring, copy, give_back
 from weftune.run.stream.weights import JointEvent
 from weftune.run.training.steps import Due, Outcome, StepsBegun, factors, open_sums, open_tokens
 
@@ -134,9 +133,7 @@ class TravellingSteps:
     def __init__(self, travel: AdapterPlaces, make: Make = update) -> None:
         self.travel, self._make_update = travel, make
         self._left: dict[Pair, _Left] = {}
-        self._buffers: list[Buffer] = []
-        self._turn = 0
-        self._lanes = PieceLanes.on(travel.device) if travel.device.type == "cuda" else None
+        self.ring = PieceRing(travel.device)
         self._there: dict[Pair, torch.cuda.Event] = {}
         """Done when the weights that were last asked for are updated; None once a pass has waited for it."""
         self._sent: torch.cuda.Event | None = None
@@ -148,15 +145,13 @@ class TravellingSteps:
     def fit(self, job: str) -> None:
         """Allocate buffers for the pieces of a job that has come aboard, beside those of the others."""
         wanted = min(PIECE, max(self._stage_sizes(), default=0))
-        if self._buffers and wanted <= len(self._buffers[0].state.master):
+        if self.ring.buffers and wanted <= self.ring.room:
             return
         self.travel.wait()
-        self._buffers = []
-        state = self.travel.travellers[job].training.state
-        vectors = (state.master, state.exp_avg, state.exp_avg_sq, state.gradient, state.weights)
-        for _ in range(PIECES):
-            here = (torch.zeros(wanted, dtype=one.dtype, device=self.travel.device) for one in vectors)
-            self._buffers.append(Buffer(AdamState(*here)))
+        vectors, device = self.travel.travellers[job].training.state.vectors, self.travel.device
+        self.ring.refill(
+            lambda: AdamState(*(torch.zeros(wanted, dtype=one.dtype, device=device) for one in vectors))
+        )
 
     def _stage_sizes(self) -> Iterable[int]:
         """Sizes of all jobs' pieces of a stage side by side."""
@@ -164,7 +159,7 @@ class TravellingSteps:
         for traveller in self.travel.travellers.values():
             for stage, part in traveller.by_stage.items():
                 for piece in pieces(part, traveller.training.layout.size):
-                    sizes[stage] += _aligned(piece.whole.size)
+                    sizes[stage] += aligned(piece.whole.size)
         return sizes.values()
 
     # -- asked for ---------------------------------------------------------------------------------------
@@ -172,13 +167,13 @@ class TravellingSteps:
     def send(self, stage: int) -> None:
         """Copy gradients of a resident stage to the host, beside the passes of other stages."""
         self.travel.measure(stage)
-        if self._lanes is None:
+        if (lanes := self.ring.lanes) is None:
             self.travel.send(stage)
             return
-        self._lanes.down.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._lanes.down):
+        lanes.down.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lanes.down):
             self.travel.send(stage)
-            self._sent = self._lanes.down.record_event()
+            self._sent = lanes.down.record_event()
 
     def wait_sent(self) -> None:
         """Make the current stream wait until the gradients' tensors may be overwritten."""
@@ -241,7 +236,7 @@ class TravellingSteps:
     def ask(self, pairs: Iterable[Pair], writable: JointEvent) -> None:
         """Start these updates beside whatever else the device does. New weights go to the host and, once
         `writable`, to where their stages are. Readers wait with `use`."""
-        with self._made():
+        with self.ring.making():
             _wait_for(writable)
         for seated in self._seated(pairs):
             self._make([one for one in seated if not one.left.refused])
@@ -261,7 +256,7 @@ class TravellingSteps:
 
     def outcomes(self, run: _StepRun) -> list[Outcome]:
         assert not any(left.run is run for left in self._left.values()), "a Step is not all made"
-        with self._made():
+        with self.ring.making():
             # Not on the stream of the passes: the next round's may be on their way.
             none = torch.ones(1, dtype=torch.bool, device=run.sums_J3.device)
             finite_J = torch.stack([torch.cat([none, *found]).all() for found in run.finite])
@@ -281,13 +276,13 @@ class TravellingSteps:
 
     def _seated(self, pairs: Iterable[Pair]) -> Iterator[list[_Seated]]:
         """The pieces of all pairs, buffer by buffer."""
-        room = len(self._buffers[0].state.master) if self._buffers else 0
+        room = self.ring.room
         seated: list[_Seated] = []
         for pair in pairs:
             left = self._left[pair]
             # Not the list itself: a piece leaves it when it is made.
             for piece in tuple(left.pieces):
-                at = _aligned(seated[-1].stop) if seated else 0
+                at = aligned(seated[-1].stop) if seated else 0
                 if at + piece.whole.size > room:
                     yield seated
                     seated, at = [], 0
@@ -298,18 +293,19 @@ class TravellingSteps:
     def _make(self, seated: Sequence[_Seated]) -> None:
         if not seated:
             return
-        buffer = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % PIECES
+        buffer = self.ring.next()
         here = [buffer.state.within(one.at, one.stop) for one in seated]
-        with self._coming(buffer):
+        with self.ring.coming(buffer):
             for run in dict.fromkeys(one.left.run for one in seated):
                 _wait_for(run.gone)
             bring([one.update.state.within(*one.piece.whole) for one in seated], here)
-        with self._made():
+        with self.ring.making():
             self._update(buffer, seated, here)
         made = [state.within(*one.piece.kept) for one, state in zip(seated, here, strict=True)]
-        with self._leaving(buffer, {one.pair[1] for one in seated}):
+        with self.ring.leaving(buffer):
             give_back(made, [one.update.state.within(*one.piece.inside) for one in seated])
+        if buffer.free is not None:
+            self._home |= dict.fromkeys((one.pair[1] for one in seated), buffer.free)
 
     def _update(self, buffer: Buffer, seated: Sequence[_Seated], here: Sequence[AdamState]) -> None:
         """Update the pieces in the buffer; new weights also go to where their stages are."""
@@ -330,36 +326,8 @@ class TravellingSteps:
                 weights.append(state.weights[slice(*one.piece.kept)])
         if rooms:
             copy(rooms, weights)
-        if self._lanes is not None:
-            self._there |= dict.fromkeys((one.pair for one in seated), self._lanes.make.record_event())
-
-    @contextmanager
-    def _coming(self, buffer: Buffer) -> Iterator[None]:
-        """On the incoming stream, once the buffer is free; later updates wait for it."""
-        if self._lanes is None:
-            yield
-            return
-        with torch.cuda.stream(self._lanes.up):
-            if buffer.free is not None:
-                self._lanes.up.wait_event(buffer.free)
-            yield
-        self._lanes.make.wait_stream(self._lanes.up)
-
-    def _made(self) -> AbstractContextManager[object]:
-        """On the stream of updates."""
-        return nullcontext() if self._lanes is None else torch.cuda.stream(self._lanes.make)
-
-    @contextmanager
-    def _leaving(self, buffer: Buffer, stages: Iterable[int]) -> Iterator[None]:
-        """On the outgoing stream of these stages; the buffer is free afterwards."""
-        if self._lanes is None:
-            yield
-            return
-        self._lanes.down.wait_stream(self._lanes.make)
-        with torch.cuda.stream(self._lanes.down):
-            yield
-            buffer.free = self._lanes.down.record_event()
-        self._home |= dict.fromkeys(stages, buffer.free)
+        if self.ring.lanes is not None:
+            self._there |= dict.fromkeys((one.pair for one in seated), self.ring.lanes.make.record_event())
 
 
 def _wait_for(gone: JointEvent) -> None:
@@ -376,7 +344,7 @@ def pieces(part: StagePart, size: int) -> Iterator[Piece]:
         yield Piece(inside, StagePart(at, stop))
 
 
-def _aligned(count: int) -> int:
+def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from weftune.ops.adamw import AdamState
+from weftune.plan.cost.ring import PIECES
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +42,58 @@ class PieceLanes:
         # What comes is needed sooner than stages that were asked for before it.
         up, make = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         return cls(up, make, torch.cuda.Stream(device))
+
+
+class PieceRing:
+    """Buffers that take turns: while one is updated another fills, and a third goes back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers: list[Buffer] = []
+        self.lanes = PieceLanes.on(device) if device.type == "cuda" else None
+        self._turn = 0
+
+    @property
+    def room(self) -> int:
+        """Parameters that a buffer holds."""
+        return len(self.buffers[0].state.master) if self.buffers else 0
+
+    def refill(self, new: Callable[[], AdamState]) -> None:
+        """New buffers in place of those there are, which must be at rest."""
+        self.buffers = []
+        self.buffers = [Buffer(new()) for _ in range(PIECES)]
+
+    def next(self) -> Buffer:
+        buffer = self.buffers[self._turn]
+        self._turn = (self._turn + 1) % PIECES
+        return buffer
+
+    @contextmanager
+    def coming(self, buffer: Buffer) -> Iterator[None]:
+        """On the incoming stream, once the buffer is free; later updates wait for it."""
+        if self.lanes is None:
+            yield
+            return
+        with torch.cuda.stream(self.lanes.up):
+            if buffer.free is not None:
+                self.lanes.up.wait_event(buffer.free)
+            yield
+        self.lanes.make.wait_stream(self.lanes.up)
+
+    def making(self) -> AbstractContextManager[object]:
+        """On the stream of updates."""
+        return nullcontext() if self.lanes is None else torch.cuda.stream(self.lanes.make)
+
+    @contextmanager
+    def leaving(self, buffer: Buffer) -> Iterator[None]:
+        """On the outgoing stream; the buffer is free afterwards."""
+        if self.lanes is None:
+            yield
+            return
+        self.lanes.down.wait_stream(self.lanes.make)
+        with torch.cuda.stream(self.lanes.down):
+            yield
+            buffer.free = self.lanes.down.record_event()
 
 
 def bring(host: Sequence[AdamState], here: Sequence[AdamState]) -> None:

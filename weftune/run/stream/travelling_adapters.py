@@ -79,12 +79,12 @@ class TravellingAdapters:
 
     # -- passes ------------------------------------------------------------------------------------------
 
-    def use(self, stage: int, jobs: Collection[str], returning: bool) -> None:
+    def use(self, stage: int, jobs: Collection[str], returning: bool) -> bool:
         """Unfinished Steps of these jobs in the stage are made first."""
         if self._underway is not None:
             self._underway.begun.used |= not self._underway.begun.jobs.isdisjoint(jobs)
         left = self.steps.left(stage, jobs)
-        if left or self.steps.asked(stage, jobs):
+        if waits := bool(left or self.steps.asked(stage, jobs)):
             with self._waiting():
                 self.steps.ask(left, self._weights.writable(stage))
                 self.steps.use(self.steps.asked(stage, jobs))
@@ -92,6 +92,7 @@ class TravellingAdapters:
             self._return(stage)
         else:
             self._returning = None
+        return waits
 
     def _return(self, stage: int) -> None:
         """The backward of a round has reached this stage. The stage behind it is finished: if it is resident,

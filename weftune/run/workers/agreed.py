@@ -29,7 +29,7 @@ from weftune.plan.program.program import (
     Step,
 )
 from weftune.run.events import Event, Failed, SaveDue, Stepped
-from weftune.run.measure.timers import ActionTimer, Span
+from weftune.run.measure.timers import ActionTimer, DeviceSpan
 from weftune.run.measure.waited import Waited
 from weftune.run.parts import AdapterState, TimedPass
 from weftune.run.training.evaluation import EvaluationSums
@@ -106,7 +106,7 @@ class Agreed:
         self._transport, self._worker = transport, worker
         self._program: Program | None = None
         self._batches: dict[tuple[str, int], tuple[int, GlobalBatch]] = {}
-        self._ran: list[tuple[Action, Span]] = []
+        self._ran: list[tuple[Action, DeviceSpan]] = []
         self._sums: dict[int, Tensor] = {}
         """Sums of batches over this worker and all stages after it; on the first worker, until it decides."""
         self._beyond: dict[int, Tensor] = {}
@@ -148,7 +148,7 @@ class Agreed:
             tensor_TD = self._transport.zeros(self._program.microbatches[action.microbatch].rows)
         self._transport.send(action, tensor_TD)
 
-    def ran(self, action: Action, span: Span, passed: TimedPass | None) -> Iterator[Event]:
+    def ran(self, action: Action, span: DeviceSpan, passed: TimedPass | None) -> Iterator[Event]:
         self._ran.append((action, span))
         return iter(())
 

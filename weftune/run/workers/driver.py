@@ -323,10 +323,12 @@ class Driver:
             keys = [key for key in self._pending if key[0] == job and key not in self._awaited]
             if not keys:
                 return
-            if (writing := self._pending[keys[0]].writing) is not None:
+            pending = self._pending[keys[0]]
+            if (writing := pending.writing) is not None:
                 wait([writing])
-            else:
+            elif len(pending.slices) < self.stages - 1:
                 self._hear(*self.staff.wait())
+            # Else this worker's slice has been written since the first line, and nobody else has news of it.
 
     def _on_saved(self, worker: int, answer: Saved) -> None:
         key = answer.job, answer.step

@@ -1,0 +1,281 @@
+"""Which blocks, warps and stages are best for the kernels of the LoRA op at large ranks, on the GPU at hand.
+
+    python -m benchmarks.band_sweep [--ranks 128x8] [--band N] [--kernels a,b] [--groups a,b] [--json FILE]
+
+The four groups of sites of the 8B shape, 1024 rows for each job. Every kernel is timed with the launch that
+training takes (marked *) and with some others; caches are overwritten before each launch. `large y` and
+`large dx` are what a fused product finds written of slots with more than 64 ranks; `y` and `dx` have them in
+their times. At the end: milliseconds of 32 layers, as training has them and with the best that was tried.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from weftune.bench.gpu_step import ranks_of
+from weftune.bench.result import arguments, finish
+from weftune.ops.lora import table as slot_table
+from weftune.ops.lora import weave as weaving
+from weftune.ops.lora.choice import Shape
+from weftune.ops.lora.choice_trial import HEAD_START, Site, made_up_site
+from weftune.ops.lora.fused import fused_dx, fused_y
+from weftune.ops.lora.table import bands_for
+from weftune.ops.lora.tiled_kernels import (
+    da,
+    db,
+    down,
+    ds,
+    ds_db,
+    large_dx,
+    large_y,
+    room_for_da,
+    room_for_db,
+)
+from weftune.ops.lora.weave import KernelLaunch, Order, Weave, rank_block, tiling
+
+LAYERS = 32
+ROWS = 1024
+ROUNDS = 7
+GROUPS = {
+    "qkv": (4096, (4096, 1024, 1024)),
+    "o": (4096, (4096,)),
+    "gate up": (4096, (14336, 14336)),
+    "down": (14336, (4096,)),
+}
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A launcher, the field of the tiling that it is launched by, and what to put there."""
+
+    field: str
+    step: Callable[[Site, Weave], Step]
+    launches: tuple[KernelLaunch, ...]
+
+
+def of_down(site: Site, weave: Weave) -> Step:
+    return lambda: down(site.x_TK, weave)
+
+
+def of_ds(site: Site, weave: Weave) -> Step:
+    return lambda: ds(site.dy_TN, weave)
+
+
+def of_ds_db(site: Site, weave: Weave) -> Step:
+    weave = replace(weave, tiling=replace(weave.tiling, one_read=True))
+    s_TPR = down(site.x_TK, weave)
+    return lambda: ds_db(site.dy_TN, s_TPR, weave)
+
+
+def of_db(site: Site, weave: Weave) -> Step:
+    s_TPR, partial = down(site.x_TK, weave), room_for_db(site.dy_TN, weave)
+    return lambda: db(site.dy_TN, s_TPR, partial, weave)
+
+
+def of_da(site: Site, weave: Weave) -> Step:
+    ds_TPR, partial = ds(site.dy_TN, weave), room_for_da(site.x_TK, weave)
+    return lambda: da(site.x_TK, ds_TPR, partial, weave)
+
+
+def of_large_y(site: Site, weave: Weave) -> Step:
+    s_TPR, y_TN = down(site.x_TK, weave), torch.empty_like(site.dy_TN)
+    return lambda: large_y(s_TPR, y_TN, weave)
+
+
+def of_large_dx(site: Site, weave: Weave) -> Step:
+    ds_TPR, dx_TK = ds(site.dy_TN, weave), torch.empty_like(site.x_TK)
+    return lambda: large_dx(ds_TPR, dx_TK, weave)
+
+
+def of_y(site: Site, weave: Weave) -> Step:
+    s_TPR = down(site.x_TK, weave)
+    return lambda: fused_y(site.x_TK, site.weight_NK, None, None, s_TPR, weave)
+
+
+def of_dx(site: Site, weave: Weave) -> Step:
+    ds_TPR = ds(site.dy_TN, weave)
+    return lambda: fused_dx(site.dy_TN, site.weight_NK, ds_TPR, weave)
+
+
+def launches(*tried: tuple[int, ...]) -> tuple[KernelLaunch, ...]:
+    """Of (columns, warps, stages) and, where they matter, rows and parts together."""
+    return tuple(KernelLaunch(*one) for one in tried)
+
+
+READING = launches(
+    (64, 4, 4), (128, 4, 3), (128, 4, 4), (64, 4, 6), (64, 8, 4), (128, 8, 3), (64, 8, 3, 64, 2),
+    (128, 8, 2, 64, 2), (64, 4, 4, 64, 2), (64, 8, 3, 64, 3), (64, 4, 3, 64, 3),
+)  # fmt: skip
+SUMMING = launches(
+    (128, 8, 3), (128, 8, 4), (128, 4, 3), (256, 8, 3), (64, 4, 4), (64, 8, 4), (128, 8, 3, 128),
+)  # fmt: skip
+SUMMING_TOGETHER = launches((64, 8, 3, 64, 2), (128, 8, 3, 64, 2), (64, 8, 3, 64, 3), (128, 8, 2, 64, 3))
+ADDING = launches(
+    (64, 8, 3), (64, 8, 2), (128, 8, 2), (128, 8, 3), (128, 8, 1), (64, 4, 2), (32, 8, 3), (64, 8, 1),
+)  # fmt: skip
+KERNELS = {
+    "down": Kernel("down", of_down, READING),
+    "ds": Kernel("ds", of_ds, tuple(one for one in READING if one.together == 1)),
+    "db": Kernel(
+        "db",
+        of_db,
+        launches(
+            (128, 8, 3), (128, 8, 4), (128, 4, 3), (256, 8, 3), (64, 4, 4), (128, 8, 3, 128), (64, 8, 4)
+        ),
+    ),
+    "ds_db": Kernel("ds_db", of_ds_db, launches((64, 8, 2), (128, 8, 2), (128, 8, 3), (128, 4, 3))),
+    "da": Kernel("da", of_da, SUMMING + SUMMING_TOGETHER),
+    "large y": Kernel("large_y", of_large_y, ADDING),
+    "large dx": Kernel("large_dx", of_large_dx, ADDING),
+    "y": Kernel("large_y", of_y, ()),
+    "dx": Kernel("large_dx", of_dx, ()),
+}
+
+
+def site_of(
+    features: int,
+    widths: tuple[int, ...],
+    ranks: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Site:
+    """Jobs of these ranks at a group; smaller ones have the first ranks of the largest's."""
+    most = max(ranks)
+    shape = Shape(
+        dtype=dtype,
+        features=features,
+        widths=widths,
+        rows=ROWS * len(ranks),
+        ranks=rank_block(most),
+        bands=bands_for(most),
+        slots=len(ranks),
+        drops=False,
+        residual=False,
+        transposed=False,
+        aligned=True,
+    )
+    site = made_up_site(shape, device)
+    for slot, (rank, seated) in enumerate(zip(ranks, site.entries, strict=True)):
+        cut = ("a_RK", "b_RN", "da_RK", "db_RN")
+        site.group.write(
+            slot, [replace(one, **{name: getattr(one, name)[:rank] for name in cut}) for one in seated]
+        )
+    return site
+
+
+def weave_of(site: Site, field: str, launch: KernelLaunch | None) -> Weave:
+    chosen = tiling(site.rows, site.group, site.x_TK.shape[1], site.x_TK.dtype)
+    chosen = chosen if launch is None else replace(chosen, **{field: launch})
+    return Weave(site.group, site.rows, True, chosen, Order.fused)
+
+
+def steps_of(kernel: Kernel, site: Site) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """(words, what prepares the step) of the launch that training takes, and of the others."""
+    taken = weave_of(site, kernel.field, None)
+    own: KernelLaunch = getattr(taken.tiling, kernel.field)
+    yield f"*{words(own)}", lambda: kernel.step(site, taken)
+    for launch in kernel.launches:
+        if launch != own and taken.sites % launch.together == 0:
+            weave = weave_of(site, kernel.field, launch)
+            yield words(launch), lambda weave=weave: kernel.step(site, weave)
+
+
+def words(launch: KernelLaunch) -> str:
+    rows = f" rows {launch.rows}" if launch.rows != 64 else ""
+    together = f" together {launch.together}" if launch.together > 1 else ""
+    return f"({launch.columns}, {launch.warps}, {launch.stages}){rows}{together}"
+
+
+def prepared(asked: Mapping[str, Callable[[], Step]]) -> dict[str, Step]:
+    """Every step once, side by side, since each is compiled then; those that do not fit are left out."""
+
+    def ready(make: Callable[[], Step]) -> Step | None:
+        with suppress(Exception), torch.no_grad():
+            step = make()
+            step()
+            return step
+        return None
+
+    with ThreadPoolExecutor(16) as threads:
+        made = zip(asked, threads.map(ready, asked.values()), strict=True)
+    torch.cuda.synchronize()
+    return {name: step for name, step in made if step is not None}
+
+
+def microseconds(steps: Mapping[str, Step], scratch: torch.Tensor) -> dict[str, float]:
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        marks = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in steps}
+        torch.cuda._sleep(HEAD_START)
+        for name, step in steps.items():
+            scratch.zero_()
+            marks[name][0].record()
+            step()
+            marks[name][1].record()
+        torch.cuda.synchronize()
+        for name, (began, ended) in marks.items():
+            taken[name].append(1000 * began.elapsed_time(ended))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+@torch.no_grad()
+def sweep(ranks: tuple[int, ...], kernels: list[str], groups: list[str]) -> dict[str, Any]:
+    scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    sites = {name: site_of(*GROUPS[name], ranks, scratch.device) for name in groups}
+    asked = {
+        (kernel, group, option): make
+        for kernel in kernels
+        for group in groups
+        for option, make in steps_of(KERNELS[kernel], sites[group])
+    }
+    ready = prepared(asked)  # type: ignore[arg-type]
+    found: dict[str, Any] = {kernel: {group: {} for group in groups} for kernel in kernels}
+    for kernel in kernels:
+        for group in groups:
+            steps = {key[2]: step for key, step in ready.items() if key[:2] == (kernel, group)}
+            found[kernel][group] = times = microseconds(steps, scratch)
+            shown = sorted(times.items(), key=lambda item: item[1])[:4]
+            own = next((f"{name} {time:.1f}" for name, time in times.items() if name[0] == "*"), "-")
+            print(
+                f"{kernel:8} {group:8} {own:34} | " + "   ".join(f"{t:.1f} {n}" for n, t in shown), flush=True
+            )
+    return found
+
+
+def whole(found: dict[str, Any]) -> str:
+    lines = []
+    for kernel, groups in found.items():
+        own = sum(time for times in groups.values() for name, time in times.items() if name[0] == "*")
+        best = sum(min(times.values(), default=0.0) for times in groups.values())
+        lines.append(f"{kernel:8} {own * LAYERS / 1000:7.2f} ms   best {best * LAYERS / 1000:7.2f} ms")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--ranks", type=ranks_of, default=ranks_of("128x8"), help="one of each job")
+    parser.add_argument("--band", type=int, default=slot_table.BAND, help="ranks of a band: 64 or 128")
+    parser.add_argument("--kernels", default=",".join(KERNELS), help="some of them, with commas")
+    parser.add_argument("--groups", default=",".join(GROUPS), help="some of them, with commas")
+    asked = parser.parse_args()
+    kernels, groups = asked.kernels.split(","), asked.groups.split(",")
+    if unknown := (set(kernels) - set(KERNELS)) | (set(groups) - set(GROUPS)):
+        parser.error(f"{min(unknown)} is none of {', '.join((*KERNELS, *GROUPS))}")
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device that torch can use")
+    slot_table.BAND = weaving.BAND = asked.band
+    found = sweep(asked.ranks, kernels, groups)
+    print(f"\nranks {asked.ranks}, bands of {asked.band}, {LAYERS} layers:\n{whole(found)}")
+    finish({"ranks": asked.ranks, "band": asked.band, "microseconds": found}, asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Experts by the tiled route compiled for a CUDA device, in bfloat16: run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.lora.mixed import (
+    SMALL,
+    Case,
+    Job,
+    assert_earned,
+    assert_healthy_beside_a_sick_job,
+    got,
+    wanted,
+)
+from weftune.ops.lora.weave import Order
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+def test_they_are_as_near_to_float64_as_plain_autograd_is_in_bfloat16(order):
+    jobs = tuple(Job(tokens, (4, 4), 1.0) for tokens in (200, 64, 3, 130))
+    assert_earned(Case(jobs, 9, 4, 256, 128, torch.bfloat16, order), GPU)
+
+
+def test_what_a_young_adapter_adds_is_not_rounded_away():
+    """It is a fraction of the last digit: all traces of it are in how sums have been rounded."""
+    young = Case((Job(400, (4, 4), 1.0),), 9, 4, 256, 128, torch.bfloat16, Order.fused, grown=1 / 500)
+    none = replace(young, grown=0.0)
+    added = wanted(young, GPU, torch.float64)["y"] - wanted(none, GPU, torch.float64)["y"]
+    y_TD = got(none, GPU)["y"].double()
+    assert 0.0 < added.abs().mean() < y_TD.abs().mean() / 256
+    seen = got(young, GPU)["y"].double() - y_TD
+    assert (seen * added).sum() / (added**2).sum() == pytest.approx(1.0, abs=0.2)
+
+
+def test_so_they_are_where_nothing_is_whole():
+    """More rows of an expert than a block, more columns, and both cut."""
+    jobs = Job(90, (5, 3)), Job(60, (16, 40)), Job(3)
+    assert_earned(Case(jobs, 3, 2, 136, 72, torch.bfloat16, Order.fused), GPU)
+
+
+@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+def test_a_nan_of_one_job_leaves_the_others_their_bits(order):
+    assert_healthy_beside_a_sick_job(replace(SMALL, order=order, dtype=torch.bfloat16), GPU)

@@ -1,0 +1,207 @@
+"""What large slots add to a product, written where the product will be: a fused product has no registers for
+so many ranks, and adds what it finds to its own sum. Rows of all other slots are left alone.
+
+A program takes the rows of one slot in a block of M rows, and SPAN columns, C of them at a time: it keeps
+what it has read of s, and programs that find no large slot are few.
+
+Shapes: M rows of a program, C columns at a time, R the ranks of one part up to a power of two, P parts, S
+slots, K inputs, N outputs of all sites.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weftune.ops.triton.slots import (
+    bands_of,
+    column_block,
+    column_factor,
+    in_eights,
+    is_large,
+    kept,
+    matrix,
+    row_factor,
+    site_key,
+)
+
+
+@triton.jit
+def rows_of(s, row_M, stop, part, ranks, P: tl.constexpr, R: tl.constexpr):
+    """s of one part; zero beyond its ranks."""
+    r_R = tl.arange(0, R)
+    at_MR = row_M[:, None] * (P * R) + part * R + r_R[None, :]
+    travels_MR = (row_M < stop)[:, None] & (in_eights(r_R, ranks) & (ranks > 0))[None, :]
+    return tl.load(s + at_MR, mask=travels_MR, other=0.0)
+
+
+@triton.jit
+def weights_of(weight, column_C, width, ranks, R: tl.constexpr):
+    """Some columns of a part's A or B, which has so many; zero beyond its ranks."""
+    r_R = tl.arange(0, R)
+    owned_RC = (r_R < ranks)[:, None] & (column_C < width)[None, :]
+    return tl.load(weight + r_R[:, None] * width + column_C[None, :], mask=owned_RC, other=0.0)
+
+
+@triton.jit
+def large_y(
+    s,
+    y,
+    runs,
+    address,
+    rank,
+    N,
+    COLUMNS: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BANDS: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPAN: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """sB of a large slot in SPAN columns of one site."""
+    SITES: tl.constexpr = P // BANDS
+    site, low, high, origin = column_block(tl.program_id(0), COLUMNS, SITES, SPAN)
+    run = runs + tl.program_id(1) * 3
+    start = tl.load(run)
+    stop = tl.load(run + 1)
+    slot = tl.load(run + 2)
+    if slot < 0:
+        return
+    if not is_large(rank, site, slot, S, P, BANDS, R):
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    inside_M1 = (row_M < stop)[:, None]
+    end = tl.minimum(low + SPAN, high)
+    if BANDS == 1:
+        ranks = tl.load(rank + site * S + slot)
+        s_MR = rows_of(s, row_M, stop, site, ranks, P, R)
+        b = matrix(address, site * S + slot, 1, s.dtype.element_ty, ALIGNMENT)
+        for n in range(low, end, C):
+            n_C = n + tl.arange(0, C)
+            b_RC = weights_of(b, n_C - origin, high - origin, ranks, R)
+            y_MC = tl.dot(s_MR, b_RC, input_precision=PRECISION)
+            at_MC = row_M[:, None] * N + n_C[None, :]
+            tl.store(y + at_MC, y_MC.to(y.dtype.element_ty), mask=inside_M1 & (n_C < high)[None, :])
+    else:
+        bands = bands_of(rank, site, slot, S, P, BANDS)
+        for n in range(low, end, C):
+            n_C = n + tl.arange(0, C)
+            y_MC = tl.full((M, C), 0.0, tl.float32)
+            for band in range(bands):
+                part = band * SITES + site
+                ranks = tl.load(rank + part * S + slot)
+                s_MR = rows_of(s, row_M, stop, part, ranks, P, R)
+                b = matrix(address, part * S + slot, 1, s.dtype.element_ty, ALIGNMENT)
+                b_RC = weights_of(b, n_C - origin, high - origin, ranks, R)
+                y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)
+            at_MC = row_M[:, None] * N + n_C[None, :]
+            tl.store(y + at_MC, y_MC.to(y.dtype.element_ty), mask=inside_M1 & (n_C < high)[None, :])
+
+
+@triton.jit
+def large_ranks(rank, site, slot, S: tl.constexpr, P: tl.constexpr, BANDS: tl.constexpr, R: tl.constexpr):
+    """The ranks of a slot in the first band of a site where it is large; 0 where it is not."""
+    ranks = tl.load(rank + site * S + slot)
+    return tl.where(is_large(rank, site, slot, S, P, BANDS, R), ranks, 0)
+
+
+@triton.jit
+def survivors(sum_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S: tl.constexpr):
+    """The values that a site's mask keeps; zero elsewhere."""
+    token_M = tl.load(token_index + row_M, mask=row_M < stop, other=0)
+    drawn = site_key(key, crc, slot, site)
+    row_M1, column_1C = row_factor(token_M, drawn)[:, None], column_factor(k_C, drawn)[None, :]
+    return tl.where(kept(row_M1, column_1C, tl.load(threshold + site * S + slot)), sum_MC, 0.0)
+
+
+@triton.jit
+def large_dx(
+    ds,
+    dx,
+    runs,
+    key,
+    token_index,
+    address,
+    rank,
+    threshold,
+    crc,
+    K,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BANDS: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    SPAN: tl.constexpr,
+    DROPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The dropped ds · A of a slot, of all sites where it is large, in SPAN columns."""
+    SITES: tl.constexpr = P // BANDS
+    run = runs + tl.program_id(1) * 3
+    start = tl.load(run)
+    stop = tl.load(run + 1)
+    slot = tl.load(run + 2)
+    if slot < 0:
+        return
+    most = 0
+    for one in tl.static_range(SITES):
+        most = tl.maximum(most, large_ranks(rank, one, slot, S, P, BANDS, R))
+    if most == 0:
+        return
+    row_M = (start + tl.arange(0, M)).to(tl.int64)
+    inside_M1 = (row_M < stop)[:, None]
+    low = tl.program_id(0) * SPAN
+    end = tl.minimum(low + SPAN, K)
+    # Of more sites the shared memory has no room for all of ds.
+    if BANDS == 1 and SITES <= 3:
+        factors = ()
+        weights = ()
+        ranks = ()
+        for i in tl.static_range(SITES):
+            ranks = ranks + (large_ranks(rank, i, slot, S, P, BANDS, R),)  # noqa: RUF005
+            factors = factors + (rows_of(ds, row_M, stop, i, ranks[i], P, R),)  # noqa: RUF005
+            a = matrix(address, i * S + slot, 0, ds.dtype.element_ty, ALIGNMENT)
+            weights = weights + (a,)  # noqa: RUF005
+        for k in range(low, end, C):
+            k_C = k + tl.arange(0, C)
+            dx_MC = tl.full((M, C), 0.0, tl.float32)
+            for i in tl.static_range(SITES):
+                a_RC = weights_of(weights[i], k_C, K, ranks[i], R)
+                if DROPS:
+                    part_MC = tl.dot(factors[i], a_RC, input_precision=PRECISION)
+                    dx_MC += survivors(
+                        part_MC, key, token_index, threshold, crc, slot, i, row_M, stop, k_C, S
+                    )
+                else:
+                    dx_MC = tl.dot(factors[i], a_RC, dx_MC, input_precision=PRECISION)
+            at_MC = row_M[:, None] * K + k_C[None, :]
+            tl.store(dx + at_MC, dx_MC.to(dx.dtype.element_ty), mask=inside_M1 & (k_C < K)[None, :])
+    else:
+        for k in range(low, end, C):
+            k_C = k + tl.arange(0, C)
+            dx_MC = tl.full((M, C), 0.0, tl.float32)
+            for site in range(SITES):
+                part_MC = tl.full((M, C), 0.0, tl.float32)
+                bands = bands_of(rank, site, slot, S, P, BANDS)
+                for band in range(tl.where(is_large(rank, site, slot, S, P, BANDS, R), bands, 0)):
+                    part = band * SITES + site
+                    here = tl.load(rank + part * S + slot)
+                    ds_MR = rows_of(ds, row_M, stop, part, here, P, R)
+                    a = matrix(address, part * S + slot, 0, ds.dtype.element_ty, ALIGNMENT)
+                    a_RC = weights_of(a, k_C, K, here, R)
+                    part_MC = tl.dot(ds_MR, a_RC, part_MC, input_precision=PRECISION)
+                if DROPS:
+                    part_MC = survivors(
+                        part_MC, key, token_index, threshold, crc, slot, site, row_M, stop, k_C, S
+                    )
+                dx_MC += part_MC
+            at_MC = row_M[:, None] * K + k_C[None, :]
+            tl.store(dx + at_MC, dx_MC.to(dx.dtype.element_ty), mask=inside_M1 & (k_C < K)[None, :])
