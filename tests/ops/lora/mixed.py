@@ -141,7 +141,7 @@ def got(case, device, wants_dx=True, times=1):
         sites.append(ExpertSite(weight, group if any(job.ranks[at] for job in case.jobs) else None))
     owners = Owners(case.owner_T.to(device), (None, *map(str, range(len(case.jobs)))))
     numbers_J = torch.tensor(
-        [-1, *(room - 1 - number for number in range(len(case.jobs)))], dtype=torch.int32
+        [-1, *(room - 1 - number for number in range(len(case.jobs)))], dtype=torch.int32, device=device
     )
     anchor = torch.zeros((), device=device, requires_grad=True)
     for _ in range(times):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from tests.cases import call_side_by_side
 from tests.ops.lora.mixed import (
     SMALL,
     Case,
@@ -23,31 +25,41 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 GPU = torch.device("cuda")
+ORDERS = Order.wide, Order.fused
+FOUR = tuple(Job(tokens, (4, 4), 1.0) for tokens in (100, 64, 3, 70))
+USUAL = {order: Case(FOUR, 9, 4, 256, 128, torch.bfloat16, order) for order in ORDERS}
+SICK = {order: replace(SMALL, order=order, dtype=torch.bfloat16) for order in ORDERS}
+YOUNG = Case((Job(400, (4, 4), 1.0),), 9, 4, 256, 128, torch.bfloat16, Order.fused, grown=1 / 500)
+CUT = Case((Job(90, (5, 3)), Job(60, (16, 40)), Job(3)), 3, 2, 136, 72, torch.bfloat16, Order.fused)
 
 
-@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_side_by_side():
+    """The compiler takes most of the time of these tests."""
+    call_side_by_side(partial(got, case, GPU) for case in (*USUAL.values(), *SICK.values(), YOUNG, CUT))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_they_are_as_near_to_float64_as_plain_autograd_is_in_bfloat16(order):
-    jobs = tuple(Job(tokens, (4, 4), 1.0) for tokens in (200, 64, 3, 130))
-    assert_earned(Case(jobs, 9, 4, 256, 128, torch.bfloat16, order), GPU)
+    assert_earned(USUAL[order], GPU)
 
 
 def test_what_a_young_adapter_adds_is_not_rounded_away():
     """It is a fraction of the last digit: all traces of it are in how sums have been rounded."""
-    young = Case((Job(400, (4, 4), 1.0),), 9, 4, 256, 128, torch.bfloat16, Order.fused, grown=1 / 500)
-    none = replace(young, grown=0.0)
-    added = wanted(young, GPU, torch.float64)["y"] - wanted(none, GPU, torch.float64)["y"]
+    none = replace(YOUNG, grown=0.0)
+    added = wanted(YOUNG, GPU, torch.float64)["y"] - wanted(none, GPU, torch.float64)["y"]
     y_TD = got(none, GPU)["y"].double()
     assert 0.0 < added.abs().mean() < y_TD.abs().mean() / 256
-    seen = got(young, GPU)["y"].double() - y_TD
+    seen = got(YOUNG, GPU)["y"].double() - y_TD
     assert (seen * added).sum() / (added**2).sum() == pytest.approx(1.0, abs=0.2)
 
 
 def test_so_they_are_where_nothing_is_whole():
     """More rows of an expert than a block, more columns, and both cut."""
-    jobs = Job(90, (5, 3)), Job(60, (16, 40)), Job(3)
-    assert_earned(Case(jobs, 3, 2, 136, 72, torch.bfloat16, Order.fused), GPU)
+    assert_earned(CUT, GPU)
 
 
-@pytest.mark.parametrize("order", [Order.wide, Order.fused])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_nan_of_one_job_leaves_the_others_their_bits(order):
-    assert_healthy_beside_a_sick_job(replace(SMALL, order=order, dtype=torch.bfloat16), GPU)
+    assert_healthy_beside_a_sick_job(SICK[order], GPU)

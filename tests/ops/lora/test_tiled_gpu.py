@@ -130,6 +130,9 @@ LARGE = Case(
 )
 """One of the small ones and one of the large ones drop."""
 OF_LARGE = (Order.wide, Order.fused_beside)
+YOUNG_OF_MANY_RANKS = replace(LARGE, jobs=[Job(1024, rank=128)], gap=0, features=2048, widths=(2048,))
+MASKED = Case([Job(500, rank=128, dropout=0.3)], **(BIG | dict(features=128, widths=(128,))), gap=2)
+MASKED_IN_BACKWARD = Case([Job(500, rank=64, dropout=0.3)], **(BIG | dict(features=64, widths=(64,))), gap=2)
 
 
 def calls():
@@ -149,6 +152,9 @@ def calls():
         yield partial(run, in_blocks(rank, drop), order=Order.fused_beside, columns=columns)
     for order, rows, residual in YOUNG:
         yield partial(kept_of_a_young_adapter, young(rows, residual), order)
+    yield partial(kept_of_a_young_adapter, YOUNG_OF_MANY_RANKS, Order.fused)
+    yield partial(run, MASKED.reading_the_mask())
+    yield partial(run, MASKED_IN_BACKWARD.reading_the_mask(), order=Order.fused)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,8 +182,7 @@ def test_large_ranks_beside_small_ones_are_right_and_a_nan_stays_with_its_owner(
 
 @hopper
 def test_what_a_young_adapter_of_many_ranks_adds_to_a_fused_product_is_not_rounded_away():
-    case = replace(LARGE, jobs=[Job(1024, rank=128)], gap=0, features=2048, widths=(2048,))
-    for name, kept in kept_of_a_young_adapter(case, Order.fused).items():
+    for name, kept in kept_of_a_young_adapter(YOUNG_OF_MANY_RANKS, Order.fused).items():
         assert kept == pytest.approx(1.0, abs=0.1), name
 
 
@@ -286,8 +291,7 @@ def test_a_nan_stays_with_its_owner(poison, order):
 
 
 def test_masks_are_those_of_the_reference_bit_for_bit():
-    case = Case([Job(500, rank=128, dropout=0.3)], **(BIG | dict(features=128, widths=(128,))), gap=2)
-    case = case.reading_the_mask()
+    case = MASKED.reading_the_mask()
     kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 128, 0.3)
     assert torch.equal(run(case)["y"][2:502] != 0, kept)
 
@@ -295,8 +299,7 @@ def test_masks_are_those_of_the_reference_bit_for_bit():
 @hopper
 def test_masks_of_the_fused_backward_are_those_of_the_reference_bit_for_bit():
     """With A the identity and no frozen weight, dx is ds where the mask kept it, and 0 elsewhere."""
-    case = Case([Job(500, rank=64, dropout=0.3)], **(BIG | dict(features=64, widths=(64,))), gap=2)
-    case = case.reading_the_mask()
+    case = MASKED_IN_BACKWARD.reading_the_mask()
     kept = dropout.kept_TK(case.site_key(0, 0), case.token_index[2:502].cuda(), 64, 0.3)
     assert torch.equal(run(case, order=Order.fused)["dx"][2:502] != 0, kept)
 
