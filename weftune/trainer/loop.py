@@ -713,11 +713,12 @@ class Loop:
 
     def _send_back(self, reasons: Mapping[str, str]) -> None:
         """Preempt jobs: their states are saved and they are queued again, each with its reason."""
+        if not reasons:
+            return
         for training in self._save_and_detach(list(reasons)):
             self.journal.move(training.job, State.QUEUED, reasons[training.job])
             self.waiting[training.job] = self.jobs[training.job]
-        if reasons:
-            self.journal.settle()
+        self.journal.settle()
 
     def _save_and_detach(self, names: Sequence[str]) -> list[Training]:
         """The jobs that are saved and have left; where that fails a job gets an ending instead."""
@@ -765,11 +766,12 @@ class Loop:
 
     def _rest(self, reasons: Mapping[str, str]) -> None:
         """Save trials that wait for others at a rung, and free their seats."""
-        for training in self._save_and_detach(list(reasons)) if reasons else ():
+        if not reasons:
+            return
+        for training in self._save_and_detach(list(reasons)):
             self.sweeps.rested(training.job)
             self.journal.move(training.job, State.QUEUED, reasons[training.job])
-        if reasons:
-            self.journal.settle()
+        self.journal.settle()
 
     def _leave_sweep(self, name: str, reason: str) -> None:
         if name in self.executor.aboard:
