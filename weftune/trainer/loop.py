@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,68 +28,21 @@ from weftune.plan.cost.memory import longest
 from weftune.plan.cost.time import JobShapes, PassTime, StateTime
 from weftune.plan.outlook.promise import promise_numbers
 from weftune.plan.program.program import MicrobatchPlan, Program
-from weftune.plan.program.recompute import Recompute
-from weftune.plan.window.length import WindowPace, rounds_within, shortened
-from weftune.plan.window.rounds import Course
-from weftune.plan.window.window import plan_window
 from weftune.report.words import plural
 from weftune.run.events import Evaluated, Event, Failed, OutOfMemory, Passed, SaveDue, Stepped, StepsMade
 from weftune.run.measure.memory import begin_peak, peak_bytes, release
 from weftune.run.training import checkpoint
-from weftune.run.training.snapshot import Snapshot, snapshot_bytes
+from weftune.run.training.snapshot import snapshot_bytes
 from weftune.run.training.state import Training, new_training
-from weftune.run.training.writer import Unsaved, disk_error
+from weftune.run.training.writer import Unsaved
+from weftune.trainer.deliveries import Deliveries, Ending
 from weftune.trainer.engine import Engine
 from weftune.trainer.job import Ready, lay_out
 from weftune.trainer.journal import Journal, Window
-from weftune.trainer.results import (
-    CHECKPOINTS,
-    TokenizerFiles,
-    describe,
-    prepare_result,
-    with_retries,
-    write_job_file,
-    write_result,
-)
 from weftune.trainer.sweeping import Sweeping
+from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The limits of a window: tokens in a microbatch, what must be recomputed for that, and seconds."""
-
-    capacity: int
-    recompute: Recompute
-    pace: WindowPace
-    """Predicts seconds, and so decides how many rounds the window has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A window, and the courses that it was cut from."""
-
-    program: Program
-    courses: Sequence[Course]
-    rounds: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """The next window, planned while this one runs, and the cursors it was planned for."""
-
-    cursors: Mapping[str, int]
-    room: Room
-    planned: Future[Planned]
-
-    def serves(self, cursors: Mapping[str, int], room: Room) -> bool:
-        """Whether it is what would be planned now. Another pace matters only by the number of rounds."""
-        alike = replace(room, pace=self.room.pace) == self.room and cursors.items() <= self.cursors.items()
-        if not alike or room.pace == self.room.pace:
-            return alike
-        planned = self.planned.result()
-        return rounds_within(planned.courses, room.pace) == planned.rounds
 
 
 @dataclass(slots=True)
@@ -106,27 +57,11 @@ class TimedWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    state: State
-    reason: str = ""
-    leaves_sweep: bool = False
-    """Whether a trial leaves its sweep: its checkpoints go, since nothing goes on from them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Crowd:
     """After a shortage of memory: no more jobs than these are aboard until one has ended."""
 
     most: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A job that has left, and whose adapter is being written; it has succeeded when that is done."""
-
-    ending: Ending
-    written: Future[None]
 
 
 def lost_sentence(name: str, found: checkpoint.Survey) -> str:
@@ -156,8 +91,6 @@ class Loop:
         self.writer = engine.executor.writer
         self.store = store
         self.journal = journal
-        self.most = engine.choice.capacity
-        """The token capacity is never above this, unless a sample is longer."""
         self.learned = Learned(
             known=engine.known,
             memory=replace(engine.choice.memory, fused=self.executor.fused),
@@ -165,8 +98,6 @@ class Loop:
         )
         self.seconds = 0.0
         """Seconds of all windows."""
-        self.saving_seconds = 0.0
-        """Seconds that training has waited for snapshots and for the disk."""
         if not engine.deterministic:
             with suppress(ValueError):
                 self.learned.resume(journal.learned())
@@ -175,10 +106,8 @@ class Loop:
         self.programs_run: list[Program] | None = None
         """Every executed Program, where a test or a benchmark asks for them by setting a list."""
         self._endings: dict[str, Ending] = {}
-        self._deliveries: dict[str, Delivery] = {}
-        self._delivered: list[str] = []
-        """Jobs that need their checkpoints no more; they go when the status says how the jobs ended."""
-        self._tokenizer = TokenizerFiles(tokenizer)
+        self.deliveries = Deliveries(engine, tokenizer, store, journal)
+        self.windows = Windows(engine, self.learned, self.jobs)
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
         self.sweeps = Sweeping()
@@ -195,7 +124,10 @@ class Loop:
 
     def enter(self, job: Ready) -> None:
         """Queue a job; it is attached at the next window that has room for it."""
-        if job.shape.starts_from and checkpoint.newest_progress(self._checkpoints(job.name)) is not None:
+        if (
+            job.shape.starts_from
+            and checkpoint.newest_progress(self.deliveries.checkpoints(job.name)) is not None
+        ):
             # It has begun, and needs nobody else's adapter any more.
             job = _without_source(job)
         job = self.jobs[job.name] = self.sweeps.enter(job)
@@ -237,7 +169,9 @@ class Loop:
         self._give_way(decision.preempted)
         for name, reason in decision.waiting.items():
             self._explain(name, reason)
-        written = {name: self._write_job_file_ahead(self.waiting[name]) for name in decision.admitted}
+        written = {
+            name: self.deliveries.write_job_file_ahead(self.waiting[name]) for name in decision.admitted
+        }
         for name in decision.admitted:
             self._gave_way.pop(name, None)
             self._board(self.waiting.pop(name), written[name])
@@ -251,7 +185,7 @@ class Loop:
         for name, job in list(self.waiting.items()):
             if not (source := job.shape.starts_from):
                 continue
-            while source in self._deliveries:
+            while source in self.deliveries:
                 # So that it starts at the same boundary, however fast the disk is.
                 self._await_delivery()
             state = self._state_of_source(source)
@@ -291,22 +225,10 @@ class Loop:
         self.store.explain_job(name, reason)
         self.journal.show(name, reason=reason)
 
-    def _write_job_file_ahead(self, job: Ready) -> Future[None] | None:
-        """While others are made ready: of thousands of small files most is waiting for the disk. A job that
-        has checkpoints is looked at first."""
-        if self._checkpoints(job.name).exists():
-            return None
-        return self.writer.run(job.name, partial(self._write_job_file, job))
-
-    def _write_job_file(self, job: Ready) -> None:
-        folder = self.store.output / job.name
-        described = describe(job, self.base.spec, self.engine.deterministic)
-        write_job_file(folder, with_retries(described, folder))
-
     def _board(self, job: Ready, written: Future[None] | None) -> None:
         """Attach a job; `written` is its job file, where that has been begun."""
         spec = job.spec
-        found = checkpoint.survey(self._checkpoints(spec.name))
+        found = checkpoint.survey(self.deliveries.checkpoints(spec.name))
         has_begun = found.progress is not None
         member = Member(spec.name, self._adapter_to_start(spec, has_begun), spec.seed)
         try:
@@ -322,7 +244,7 @@ class Loop:
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
             return
-        restored = checkpoint.restore(self._checkpoints(spec.name), training)
+        restored = checkpoint.restore(self.deliveries.checkpoints(spec.name), training)
         if not restored and (found.damaged or (has_begun and source_of(spec.adapter))):
             self.journal.move(spec.name, State.PAUSED, lost_sentence(spec.name, found))
             return
@@ -331,7 +253,7 @@ class Loop:
         self.store.best_job(spec.name, progress.best_step, progress.best_loss)
         try:
             if written is None:
-                self._write_job_file(job)
+                self.deliveries.write_job_file(job)
             else:
                 written.result()
             checkpoint.set_aside(found.damaged)
@@ -340,8 +262,7 @@ class Loop:
             return
         self.executor.attach(training)
         self.journal.move(spec.name, State.RUNNING)
-        size = snapshot_bytes(training, keeps_best=spec.keep == "best")
-        self.writer.run(spec.name, partial(self._prepare_writes, job, size))
+        self.deliveries.prepare(job, snapshot_bytes(training, keeps_best=spec.keep == "best"))
 
     def _adapter_to_start(self, spec: JobSpec, has_begun: bool) -> AdapterSpec:
         """The job's adapter with the folder of the job that it starts from; one that has begun goes on from
@@ -351,12 +272,6 @@ class Loop:
             return spec.adapter
         folder = None if has_begun else str(self.store.output.absolute() / source)
         return replace(spec.adapter, init_from=folder)
-
-    def _prepare_writes(self, job: Ready, size: int) -> None:
-        """In the writer's thread. What goes wrong here goes wrong again where it matters."""
-        with suppress(Exception):
-            prepare_result(job, self._tokenizer)
-            self.writer.snapshots.reserve(size)
 
     # -- windows -----------------------------------------------------------------------------------------
 
@@ -370,56 +285,36 @@ class Loop:
             self.writer.close(at_once=True)
             raise
         finally:
+            self.windows.close()
             for watcher in self.engine.watchers:
                 watcher.close(self.store.output, self.seconds, self.journal.note)
 
     def _run(self, stop: Callable[[], bool], callback: Callback | None) -> None:
-        with ThreadPoolExecutor(1, thread_name_prefix="planner") as planner:
-            ahead: Ahead | None = None
-            while not stop():
-                self._follow_sweeps()
-                before = len(self.waiting)
-                self._admit()
-                if not self.executor.aboard:
-                    if len(self.waiting) < before or self._follow_sweeps():
-                        # Somebody could not come aboard, and others may have waited for that one.
-                        continue
-                    break
-                program = self._program(ahead)
-                ahead = self._plan_ahead(planner, program)
-                self._watched(program, stop, callback)
-                self._retire()
+        while not stop():
+            self._follow_sweeps()
+            before = len(self.waiting)
+            self._admit()
+            if not self.executor.aboard:
+                if len(self.waiting) < before or self._follow_sweeps():
+                    # Somebody could not come aboard, and others may have waited for that one.
+                    continue
+                break
+            program = self.windows.next(
+                frozenset(name for name in self.executor.aboard if self._begins(name))
+            )
+            self._forget_ended()
+            self.windows.plan_ahead(program)
+            self._watched(program, stop, callback)
+            self._retire()
         if stop():
             self._suspend()
         for name, reason in self.sweeps.stranded():
             self.journal.move(name, State.PAUSED, reason)
         with phase(Phase.EXPORT):
-            self._finish_writes()
-
-    def _finish_writes(self) -> None:
-        while self._deliveries:
-            self._await_delivery()
-        self.writer.close()
-        self._hear_writes()
-
-    def _await_delivery(self) -> None:
-        wait([next(iter(self._deliveries.values())).written])
-        self._hear_writes()
-
-    def _program(self, ahead: Ahead | None) -> Program:
-        """The window that was planned ahead, without jobs that left, if it still fits those aboard; else a
-        new one."""
-        cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
-        room = self._room()
-        beginners = frozenset(name for name in cursors if self._begins(name))
-        if ahead is not None and not beginners and ahead.serves(cursors, room):
-            program = ahead.planned.result().program
-            if gone := ahead.cursors.keys() - cursors.keys():
-                program = program.without(*gone)
-        else:
-            program = self._plan(cursors, beginners, room).program
-        self._forget_ended()
-        return program
+            while self.deliveries:
+                self._await_delivery()
+            self.writer.close()
+            self._hear_writes()
 
     def _forget_ended(self) -> None:
         """Release the data of jobs that have left, which are open files. This waits until a window that was
@@ -438,40 +333,11 @@ class Loop:
             return True
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
 
-    def _plan(self, cursors: Mapping[str, int], beginners: frozenset[str], room: Room) -> Planned:
-        rounds, layout = self.choice.rounds, self.choice.layout
-        courses = [self.jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
-        cut = shortened(courses, room.pace)
-        ladder = self.executor.captures is not None
-        program = plan_window(cut, layout, room.capacity, ladder, room.recompute, self.engine.pacing())
-        return Planned(program, courses, rounds_within(courses, room.pace))
-
     def _promise(self, program: Program, aboard: JobShapes) -> Promise:
         return self.learned.promise(program, aboard, self.engine.price(aboard))
 
     def _peak_bytes(self) -> int:
         return max([peak_bytes(self.base.device), *self.engine.other_peaks()])
-
-    def _plan_ahead(self, planner: ThreadPoolExecutor, program: Program) -> Ahead:
-        cursors = {name: training.progress.step for name, training in self.executor.aboard.items()}
-        for batch in program.batches:
-            cursors[batch.job] = max(cursors[batch.job], batch.step)
-        going_on = {name: step for name, step in cursors.items() if step < self.jobs[name].last_step}
-        room = Room(program.capacity, program.recompute, self._pace())
-        return Ahead(going_on, room, planner.submit(self._plan, going_on, frozenset(), room))
-
-    def _room(self) -> Room:
-        shapes = self._shapes(self.executor.aboard)
-        memory = self.learned.memory
-        recompute = memory.recompute(shapes, self.most)
-        return Room(memory.capacity(shapes, self.most, recompute), recompute, self._pace())
-
-    def _pace(self) -> WindowPace:
-        if self.engine.deterministic:
-            # Windows have all their rounds: who joins at which step depends on no prediction.
-            return WindowPace()
-        recorded = self.learned.row_seconds
-        return self.choice.first_pace if recorded is None else WindowPace(recorded)
 
     def _shapes(self, names: Iterable[str]) -> list[JobShape]:
         return [self.jobs[name].shape for name in names]
@@ -535,9 +401,9 @@ class Loop:
             return
         least = longest(shapes)
         if capacity > least:
-            self.most = max(capacity // 2, least)
+            self.windows.most = max(capacity // 2, least)
             self.journal.note(
-                f"Out of memory with {capacity} tokens a microbatch: going on with {self.most}."
+                f"Out of memory with {capacity} tokens a microbatch: going on with {self.windows.most}."
                 f"{self._other_bits()}"
             )
             return
@@ -609,23 +475,20 @@ class Loop:
         training = self.executor.aboard[name]
         if name not in self._endings:
             try:
-                save(name, self._checkpoints(name))
+                save(name, self.deliveries.checkpoints(name))
             except OSError as error:
                 self._pause_unsaved(Unsaved(name, training.progress.step, error.strerror or str(error)))
-        seconds = time.monotonic() - began
-        self.saving_seconds += seconds
-        self._timed.saves.append(StateTime(1, training.layout.size, seconds))
+        self._timed.saves.append(StateTime(1, training.layout.size, time.monotonic() - began))
 
     def _hear_writes(self) -> None:
         """Act on what has been written since the last call, or could not be."""
         for one in self.executor.unsaved():
             self._pause_unsaved(one)
-        # The first of them, as a rule in the order of writing: thousands may wait.
-        while self._deliveries and next(iter(self._deliveries.values())).written.done():
-            name = next(iter(self._deliveries))
-            self._close(name, self._deliveries.pop(name))
-        if self._delivered and (self.store.is_due() or not self._deliveries):
-            self._drop_checkpoints()
+        self.deliveries.hear()
+
+    def _await_delivery(self) -> None:
+        self.deliveries.wait_for_one()
+        self._hear_writes()
 
     def _pause_unsaved(self, unsaved: Unsaved) -> None:
         """A checkpoint could not be written: pause the job before more would be lost. A job that has made its
@@ -636,11 +499,7 @@ class Loop:
         if training.progress.step >= self.jobs[name].recipe.steps:
             return
         what = f"its checkpoint of step {unsaved.step} cannot be written: {unsaved.reason}"
-        self._end(name, Ending(State.PAUSED, f"{what}; {self._remedy(name)}"))
-
-    def _remedy(self, name: str) -> str:
-        progress = checkpoint.newest_progress(self._checkpoints(name))
-        return f"mend that, and --resume goes on from step {progress.step if progress else 0}"
+        self._end(name, Ending(State.PAUSED, f"{what}; {self.deliveries.remedy(name)}"))
 
     # -- jobs go -----------------------------------------------------------------------------------------
 
@@ -657,59 +516,17 @@ class Loop:
             self._crowd = None
             training = self.executor.detach(name)
             if ending.state is State.SUCCEEDED:
-                self._deliver(training, ending)
+                self.deliveries.deliver(self.jobs[name], training, ending)
             else:
                 self.journal.move(name, ending.state, ending.reason)
             if ending.leaves_sweep:
-                self._delivered.append(name)
+                self.deliveries.drop_checkpoints_of(name)
         if self._endings:
             self.journal.settle()
         if self._endings and self.base.device.type == "cpu":
             # Else the heap keeps what they held, and nobody sees that later windows take less.
             release(self.base.device)
         self._endings.clear()
-
-    def _drop_checkpoints(self) -> None:
-        """Delete the checkpoints of finished jobs, once their states are on disk: one write for all of
-        them."""
-        if self.journal.settle():
-            for name in self._delivered:
-                self.writer.run(name, partial(shutil.rmtree, self._checkpoints(name), ignore_errors=True))
-        self._delivered.clear()
-
-    @phase(Phase.EXPORT)
-    def _deliver(self, training: Training, ending: Ending) -> None:
-        """Have the adapter of a finished job written. A checkpoint that is not begun is left out: it would be
-        deleted at once."""
-        began = time.monotonic()
-        self.writer.forget(training.job)
-        snapshot = self.writer.snapshots.take(training)
-        self.saving_seconds += time.monotonic() - began
-        written = self.writer.write(snapshot, partial(self._write_adapter, self.jobs[training.job]))
-        self._deliveries[training.job] = Delivery(ending, written)
-
-    def _write_adapter(self, job: Ready, snapshot: Snapshot) -> None:
-        """In the writer's thread."""
-        vectors = snapshot.tensors()
-        keeps_best = job.spec.keep == "best" and "best" in vectors
-        parameters = snapshot.layout.views(vectors["best" if keeps_best else "master"])
-        folder, base = self.store.output / job.name, self.base
-        try:
-            write_result(folder, job, parameters, base.whole_sites, base.spec, self._tokenizer)
-        except OSError:
-            with suppress(OSError):
-                # Its last step was not saved, since the adapter was to follow at once.
-                checkpoint.write(self._checkpoints(job.name), snapshot)
-            raise
-
-    def _close(self, name: str, delivery: Delivery) -> None:
-        """Record how a job ended whose adapter is on disk, or cannot be. Then its checkpoints go."""
-        ending = delivery.ending
-        if (trouble := disk_error(delivery.written)) is not None:
-            ending = Ending(State.PAUSED, f"its adapter cannot be written: {trouble}; {self._remedy(name)}")
-        self.journal.move(name, ending.state, ending.reason)
-        if ending.state is State.SUCCEEDED:
-            self._delivered.append(name)
 
     def _send_back(self, reasons: Mapping[str, str]) -> None:
         """Preempt jobs: their states are saved and they are queued again, each with its reason."""
@@ -749,7 +566,7 @@ class Loop:
         if not self.sweeps.sweeps:
             return False
         aboard = {name: training.progress.step for name, training in self.executor.aboard.items()}
-        orders = self.sweeps.orders(aboard, self._deliveries)
+        orders = self.sweeps.orders(aboard, self.deliveries)
         before = frozenset(self.waiting)
         for name, limit in orders.limits.items():
             if self.jobs[name].limit != limit:
@@ -780,7 +597,4 @@ class Loop:
         self.waiting.pop(name, None)
         self.sweeps.drop_rested(name)
         self.journal.move(name, State.CANCELLED, reason)
-        self._delivered.append(name)
-
-    def _checkpoints(self, name: str) -> Path:
-        return self.store.output / name / CHECKPOINTS
+        self.deliveries.drop_checkpoints_of(name)

@@ -1,0 +1,113 @@
+"""The next window of a run: planned while another runs, and anew where that does not fit those aboard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from weftune.plan.cost.learned import Learned
+from weftune.plan.program.program import Program
+from weftune.plan.program.recompute import Recompute
+from weftune.plan.window.length import WindowPace, rounds_within, shortened
+from weftune.plan.window.rounds import Course
+from weftune.plan.window.window import plan_window
+from weftune.trainer.engine import Engine
+from weftune.trainer.job import Ready
+
+Cursors = Mapping[str, int]
+"""The last step that each job has made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The limits of a window: tokens in a microbatch, what must be recomputed for that, and seconds."""
+
+    capacity: int
+    recompute: Recompute
+    pace: WindowPace
+    """Predicts seconds, and so decides how many rounds the window has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A window, and the courses that it was cut from."""
+
+    program: Program
+    courses: Sequence[Course]
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The next window, planned while this one runs, and the cursors it was planned for."""
+
+    cursors: Cursors
+    room: Room
+    planned: Future[Planned]
+
+    def serves(self, cursors: Cursors, room: Room) -> bool:
+        """Whether it is what would be planned now. Another pace matters only by the number of rounds."""
+        alike = replace(room, pace=self.room.pace) == self.room and cursors.items() <= self.cursors.items()
+        if not alike or room.pace == self.room.pace:
+            return alike
+        planned = self.planned.result()
+        return rounds_within(planned.courses, room.pace) == planned.rounds
+
+
+class Windows:
+    """Plans windows, one ahead in a thread of its own."""
+
+    def __init__(self, engine: Engine, learned: Learned, jobs: Mapping[str, Ready]) -> None:
+        self.most = engine.choice.capacity
+        """The token capacity is never above this, unless a sample is longer."""
+        self._engine, self._executor, self._choice = engine, engine.executor, engine.choice
+        self._learned = learned
+        self._jobs = jobs
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner")
+        self._ahead: Ahead | None = None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def next(self, beginners: frozenset[str]) -> Program:
+        """The window that was planned ahead, without jobs that left, if it still fits those aboard; else a
+        new one. `beginners` are evaluated first."""
+        cursors, room, ahead = self._cursors(), self._room(), self._ahead
+        if ahead is None or beginners or not ahead.serves(cursors, room):
+            return self._plan(cursors, beginners, room).program
+        program, gone = ahead.planned.result().program, ahead.cursors.keys() - cursors.keys()
+        return program.without(*gone) if gone else program
+
+    def plan_ahead(self, program: Program) -> None:
+        """Begin to plan the window behind this one."""
+        cursors = self._cursors()
+        for batch in program.batches:
+            cursors[batch.job] = max(cursors[batch.job], batch.step)
+        going_on = {name: step for name, step in cursors.items() if step < self._jobs[name].last_step}
+        room = Room(program.capacity, program.recompute, self._pace())
+        self._ahead = Ahead(going_on, room, self._thread.submit(self._plan, going_on, frozenset(), room))
+
+    def _cursors(self) -> dict[str, int]:
+        return {name: training.progress.step for name, training in self._executor.aboard.items()}
+
+    def _plan(self, cursors: Cursors, beginners: frozenset[str], room: Room) -> Planned:
+        rounds, layout = self._choice.rounds, self._choice.layout
+        courses = [self._jobs[name].course(step, rounds, name in beginners) for name, step in cursors.items()]
+        cut = shortened(courses, room.pace)
+        ladder = self._executor.captures is not None
+        program = plan_window(cut, layout, room.capacity, ladder, room.recompute, self._engine.pacing())
+        return Planned(program, courses, rounds_within(courses, room.pace))
+
+    def _room(self) -> Room:
+        shapes = [self._jobs[name].shape for name in self._executor.aboard]
+        memory = self._learned.memory
+        recompute = memory.recompute(shapes, self.most)
+        return Room(memory.capacity(shapes, self.most, recompute), recompute, self._pace())
+
+    def _pace(self) -> WindowPace:
+        if self._engine.deterministic:
+            # Windows have all their rounds: who joins at which step depends on no prediction.
+            return WindowPace()
+        recorded = self._learned.row_seconds
+        return self._choice.first_pace if recorded is None else WindowPace(recorded)
