@@ -39,7 +39,7 @@ from weftune.trainer.deliveries import Deliveries, Ending
 from weftune.trainer.engine import Engine
 from weftune.trainer.job import Ready, lay_out
 from weftune.trainer.journal import Journal, Window
-from weftune.trainer.sweeping import Sweeping
+from weftune.trainer.sweeps.sweeping import Sweeping
 from weftune.trainer.windows import Windows
 
 Callback = Callable[[Stepped | Evaluated], None]

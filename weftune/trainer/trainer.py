@@ -63,7 +63,8 @@ from weftune.trainer.results import (
     with_retries,
     write_job_file,
 )
-from weftune.trainer.sweeping import Proposals, RunningSweep, Sweeping, proposals_for
+from weftune.trainer.sweeps.running import Proposals, RunningSweep, proposals_for
+from weftune.trainer.sweeps.sweeping import Sweeping
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sweeps inside a run: what the loop does with trials between windows, as `jobs/sweeps/rungs.py` decides.
+"""A sweep inside a run: what the loop does with trials between windows, as `jobs/sweeps/rungs.py` decides.
 
 A trial is a job like any other. Its sweep sets the step up to which it may train; there it is evaluated, and
 then it goes on, rests without a seat until the others have come as far, or leaves. Every decision is in
@@ -8,17 +8,14 @@ sweep.json before anybody acts on it, so a resumed run goes by the decisions tha
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from weftune.core.files import json_text, kept_lines, sync_folder
-from weftune.errors import OutputError, SpecError, UserError
+from weftune.core.files import json_text, kept_lines
+from weftune.errors import OutputError, SpecError
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.folder import METRICS
 from weftune.jobs.store.job_file import CHECKPOINTS
@@ -41,6 +38,7 @@ from weftune.jobs.sweeps.trials import trial_job
 from weftune.run.events import Evaluated, Stepped
 from weftune.run.training import checkpoint
 from weftune.trainer.job import Ready
+from weftune.trainer.sweeps.best import put_best
 
 Tell = Callable[[str], None]
 ENDS = {State.SUCCEEDED: End.FINISHED, State.FAILED: End.FAILED, State.CANCELLED: End.LEFT}
@@ -485,115 +483,3 @@ class RunningSweep:
         folder = self.folder / BEST
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         return self.best == winners and there == set(winners)
-
-
-def put_best(folder: Path, winners: Sequence[Path]) -> None:
-    """The folders of the winners again under `best`, all of them or none; hard links where there are such."""
-    partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
-    for path in (partial, old):
-        shutil.rmtree(path, ignore_errors=True)
-    if not winners:
-        return
-    for winner in winners:
-        shutil.copytree(
-            winner,
-            partial / winner.name,
-            copy_function=_link_or_copy,
-            ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
-        )
-    if (folder / BEST).exists():
-        (folder / BEST).rename(old)
-    partial.rename(folder / BEST)
-    sync_folder(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-class Sweeping:
-    """All sweeps of a run; one without sweeps has nothing to say."""
-
-    def __init__(self, sweeps: Iterable[RunningSweep] = ()) -> None:
-        self.sweeps = tuple(sweeps)
-        self._of: dict[str, RunningSweep] = {}
-        for sweep in self.sweeps:
-            self._of |= dict.fromkeys(sweep.trials, sweep)
-
-    def of(self, name: str) -> RunningSweep | None:
-        """The sweep that a job is a trial of."""
-        return self._of.get(name)
-
-    def enter(self, job: Ready) -> Ready:
-        sweep = self._of.get(job.name)
-        return job if sweep is None else sweep.enter(job)
-
-    def rests(self, name: str) -> bool:
-        sweep = self._of.get(name)
-        return sweep is not None and name in sweep.resting
-
-    def rested(self, name: str) -> None:
-        """The trial has been saved and has left its seat."""
-        self._of[name].resting.add(name)
-
-    def is_awaited(self, name: str, step: int) -> bool:
-        """Whether the trial's value at this rung is neither recorded nor to be found."""
-        sweep = self._of.get(name)
-        return sweep is not None and step == sweep.rungs.limit(name) and sweep.rungs.awaited(name)
-
-    def step(self, event: Stepped) -> str | None:
-        sweep = self._of.get(event.job)
-        return None if sweep is None else sweep.step(event)
-
-    def evaluate(self, event: Evaluated) -> None:
-        if (sweep := self._of.get(event.job)) is not None:
-            sweep.evaluate(event)
-
-    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> Orders:
-        found = [sweep.orders(aboard, delivering) for sweep in self.sweeps]
-        return Orders(
-            {name: limit for one in found for name, limit in one.limits.items()},
-            [name for one in found for name in one.promoted],
-            {name: reason for one in found for name, reason in one.rest.items()},
-            {name: reason for one in found for name, reason in one.leave.items()},
-        )
-
-    def propose(self, add: Callable[[JobSpec], Any], tell: Tell) -> None:
-        """Add the jobs of generations that can begin now."""
-        for sweep in self.sweeps:
-            while new := sweep.proposed():
-                self._of |= dict.fromkeys((trial.name for trial in new), sweep)
-                for trial in new:
-                    try:
-                        add(sweep.job_of(trial))
-                    except UserError as error:
-                        sweep.refuse(trial.name, str(error))
-                        tell(f"warning: {trial.name} cannot be trained: {error}")
-
-    def finish(self) -> None:
-        for sweep in self.sweeps:
-            sweep.finish()
-
-    def stranded(self) -> Iterator[tuple[str, str]]:
-        """Trials that rest although nobody is aboard, with the reason: one that they wait for is paused."""
-        for sweep in self.sweeps:
-            for name in sorted(sweep.resting):
-                if name not in sweep.rungs.ended:
-                    step, other = sweep.rungs.limit(name), sweep.waiting_for()
-                    yield (
-                        name,
-                        f"waits at step {step} for {other}, which has not come as far; go on with --resume",
-                    )
-            sweep.resting.clear()
-
-    def drop_rested(self, name: str) -> None:
-        """The trial has been cancelled or paused."""
-        if (sweep := self._of.get(name)) is not None:
-            sweep.resting.discard(name)
-
-    def resting(self) -> list[str]:
-        return [name for sweep in self.sweeps for name in sorted(sweep.resting)]

@@ -12,7 +12,7 @@ from weftune import JobSpec, Options
 from weftune.errors import OutputError, SpecError
 from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 from weftune.run.events import Stepped
-from weftune.trainer.sweeping import Proposals
+from weftune.trainer.sweeps.running import Proposals
 
 STEPS = 12
 RATES = [3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4]

@@ -1,0 +1,40 @@
+"""The winners of a sweep once more, in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from weftune.core.files import sync_folder
+from weftune.jobs.store.job_file import CHECKPOINTS
+from weftune.jobs.sweeps.record import BEST
+
+
+def put_best(folder: Path, winners: Sequence[Path]) -> None:
+    """The folders of the winners again under `best`, all of them or none; hard links where there are such."""
+    partial, old = folder / f".{BEST}.partial", folder / f".{BEST}.old"
+    for path in (partial, old):
+        shutil.rmtree(path, ignore_errors=True)
+    if not winners:
+        return
+    for winner in winners:
+        shutil.copytree(
+            winner,
+            partial / winner.name,
+            copy_function=_link_or_copy,
+            ignore=shutil.ignore_patterns(".*", CHECKPOINTS),
+        )
+    if (folder / BEST).exists():
+        (folder / BEST).rename(old)
+    partial.rename(folder / BEST)
+    sync_folder(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
