@@ -24,7 +24,8 @@ from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import aligned
 from weftune.bench.timing import BenchPlace, fresh, here
 from weftune.trainer.machine import most_tokens
-from weftune.trainer.trainer import Options, train
+from weftune.trainer.train import train
+from weftune.trainer.trainer import Options
 
 RANKS = (8, 16, 4, 32)
 SAMPLES, TOKENS, BATCH = 64, 256, 8

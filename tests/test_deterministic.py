@@ -15,7 +15,7 @@ from weftune import JobSpec, Options, train
 from weftune.jobs.spec.read import parse_run
 from weftune.jobs.store.job_file import read_job_file
 from weftune.plan.layout.choose import PROCESS_BYTES, WINDOW_ROUNDS
-from weftune.trainer.trainer import trainer_for
+from weftune.trainer.train import trainer_for
 
 GIB = 1 << 30
 

@@ -20,7 +20,7 @@ from weftune.errors import PlanError
 from weftune.jobs.spec.read import read_run
 from weftune.plan.cost import cluster
 from weftune.plan.layout.choose import Choice
-from weftune.trainer.trainer import trainer_for
+from weftune.trainer.train import trainer_for
 
 ALL = [job["name"] for job in FOUR_JOBS]
 

@@ -44,7 +44,7 @@ from weftune.plan.outlook.promise import first_window
 from weftune.run.workers.groups import WorkerPlace
 from weftune.trainer.job import make_ready
 from weftune.trainer.machine import Setup, machine_here
-from weftune.trainer.trainer import trainer_for
+from weftune.trainer.train import trainer_for
 
 MODES = ("one device", "streamed", "pipeline", "streamed workers")
 CASES = range(12)

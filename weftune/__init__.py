@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weftune.errors import UserError
     from weftune.jobs.spec.spec import JobSpec
-    from weftune.trainer.trainer import Options, Result, SweepResult, Trainer, sweep, train
+    from weftune.trainer.sweep_result import SweepResult
+    from weftune.trainer.train import sweep, train
+    from weftune.trainer.trainer import Options, Result, Trainer
 
     __version__: str
 
@@ -39,9 +41,9 @@ def __getattr__(name: str) -> Any:
 
         return UserError
     if name in __all__:
-        from weftune.trainer import trainer
+        from weftune.trainer import train
 
-        return getattr(trainer, name)
+        return getattr(train, name)
     raise AttributeError(f"module 'weftune' has no attribute {name!r}")
 
 

@@ -267,7 +267,8 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
         from weftune.report.steady import steady_output
         from weftune.report.terminal import LiveView
         from weftune.report.words import plural
-        from weftune.trainer.trainer import Options, trainer_for
+        from weftune.trainer.train import trainer_for
+        from weftune.trainer.trainer import Options
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console(file=steady_output())

@@ -49,7 +49,8 @@ from weftune.trainer.job import Ready
 from weftune.trainer.journal import View
 from weftune.trainer.machine import most_tokens
 from weftune.trainer.results import CHECKPOINTS
-from weftune.trainer.trainer import Options, Result, Trainer, trainer_for
+from weftune.trainer.train import trainer_for
+from weftune.trainer.trainer import Options, Result, Trainer
 
 SILENT_AFTER = 30.0
 """Seconds without a sign of life after which a share counts as lost: long, for nobody waits for it, and what

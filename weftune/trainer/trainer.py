@@ -1,17 +1,15 @@
-"""The Python entry points: `train("jobs.yaml")`, or a `Trainer` that jobs are added to."""
+"""A run from Python: a `Trainer` that jobs are added to."""
 
 from __future__ import annotations
 
-import importlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from weftune.adapters.start import source_of
 from weftune.base.host.read_ahead import base_read_ahead
@@ -26,25 +24,22 @@ from weftune.core.shapes import ModelShape
 from weftune.data.encode import Encoder
 from weftune.data.prepare import SharedData
 from weftune.data.workers import end_workers
-from weftune.errors import MissingPackage, Mistake, OutputError, SpecError, UserError
+from weftune.errors import Mistake, OutputError, SpecError, UserError
 from weftune.jobs.spec.checks import check_targets, data_warnings, told_once, warnings
-from weftune.jobs.spec.layer import plain_values
-from weftune.jobs.spec.read import parse_run, read_run
 from weftune.jobs.spec.retry import as_retried, new_retry, with_changes
-from weftune.jobs.spec.spec import JobSpec, RunSpec, place_in_job, resolved
+from weftune.jobs.spec.spec import JobSpec, place_in_job, resolved
 from weftune.jobs.spec.starts import check_names, check_starts
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
-from weftune.jobs.sweeps.record import SweepRecord, read_record
-from weftune.jobs.sweeps.rungs import worth
+from weftune.jobs.sweeps.record import SweepRecord
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weftune.report.loggers import open_loggers
 from weftune.report.page import write_report
 from weftune.report.read import JobRecord, Run
 from weftune.report.read import read_run as read_records
-from weftune.report.terminal import JobRow, LiveView
+from weftune.report.terminal import JobRow
 from weftune.report.wall import keep_wall_time, wall_sentence
 from weftune.run.training import checkpoint
 from weftune.run.training.state import Progress
@@ -63,7 +58,7 @@ from weftune.trainer.results import (
     with_retries,
     write_job_file,
 )
-from weftune.trainer.sweeps.running import Proposals, RunningSweep, proposals_for
+from weftune.trainer.sweeps.running import Proposals, RunningSweep
 from weftune.trainer.sweeps.sweeping import Sweeping
 
 
@@ -75,31 +70,6 @@ class Result:
     path: Path
     metrics: dict[str, float]
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepResult:
-    """How a sweep ended."""
-
-    name: str
-    path: Path
-    """The sweep's folder, with `best` in it."""
-    table: list[dict[str, Any]]
-    """A row for each trial, the best first: its name, its values, its metric, and how it ended."""
-    best: Result | None
-    """Of the winner; None where no trial has finished."""
-    results: dict[str, Result]
-    """Of every trial, by name."""
-
-    def frame(self) -> Any:
-        """The table as a pandas DataFrame."""
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError:
-            raise MissingPackage(
-                "a DataFrame needs pandas: pip install pandas, or use .table, a list of dicts"
-            ) from None
-        return pandas.DataFrame(self.table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +283,7 @@ class Trainer:
         """The unfinished jobs, and those to train anew, ready to train."""
         if store.rebuilt:
             self.view.note(store.rebuilt)
-        self._sweep(store)
+        self._drop_spent_checkpoints(store)
         again = (*self.options.restart, *self.options.retry)
         jobs = [j for j in self.jobs.values() if j.name in again or not self._has_ended(store, j.name)]
         for name in self.options.retry:
@@ -368,7 +338,7 @@ class Trainer:
         self.view.update(JobRow(name=name, state=State.PAUSED, reason=store.job(name).reason))
         return True
 
-    def _sweep(self, store: Store) -> None:
+    def _drop_spent_checkpoints(self, store: Store) -> None:
         """Delete checkpoints of finished jobs: a kill may have come between a job's success and their
         deletion."""
         for name, job in store.status.jobs.items():
@@ -563,136 +533,6 @@ class Trainer:
         }
         metrics |= {key: value for key, value in found.items() if value is not None}
         return Result(status.state, self.output / name, metrics, status.reason)
-
-
-def train(
-    jobs: str | Path | Mapping[str, Any] | RunSpec,
-    *,
-    output: str | Path | None = None,
-    max_steps: int | None = None,
-    resume: bool = False,
-    deterministic: bool = False,
-    progress: bool = True,
-    options: Options | None = None,
-    view: View | None = None,
-    callback: Callback | None = None,
-) -> dict[str, Result]:
-    """Train every job of a jobs file, or of a dict that holds what such a file holds.
-
-    Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
-    an output that was begun goes on. With `deterministic`, here or in the file, two runs on the same device
-    give the same bits. Progress is shown in terminals and notebooks, unless `progress` is False or a `view`
-    is told of it instead.
-    """
-    run = _run_of(jobs)
-    options = options or Options()
-    options = replace(options, resume=True) if resume else options
-    options = replace(options, deterministic=True) if deterministic else options
-
-    def trained(shown: View | None) -> dict[str, Result]:
-        return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)
-
-    if view is not None or not progress:
-        return trained(view)
-    with LiveView(Console(), []) as live:
-        return trained(live)
-
-
-def _run_of(jobs: str | Path | Mapping[str, Any] | RunSpec) -> RunSpec:
-    if isinstance(jobs, RunSpec):
-        return jobs
-    return parse_run(plain_values(jobs), Path.cwd()) if isinstance(jobs, Mapping) else read_run(jobs)
-
-
-def trainer_for(
-    run: RunSpec,
-    *,
-    output: str | Path | None = None,
-    max_steps: int | None = None,
-    options: Options | None = None,
-    view: View | None = None,
-) -> Trainer:
-    options = options or Options()
-    if run.deterministic:
-        options = replace(options, deterministic=True)
-    trainer = Trainer(
-        run.base,
-        output=output or run.output,
-        max_steps=max_steps,
-        report_to=run.report_to,
-        options=options,
-        view=view,
-        place=run.place,
-    )
-    for job in run.jobs:
-        trainer.add(job)
-    for sweep in run.sweeps:
-        own = {trial.name for trial in sweep.trials}
-        trainer.add_sweep(sweep, proposals_for(sweep, (name for name in trainer.jobs if name not in own)))
-    return trainer
-
-
-def sweep(
-    base: str | Mapping[str, Any],
-    job: Mapping[str, Any],
-    *,
-    output: str | Path = "output",
-    max_steps: int | None = None,
-    resume: bool = False,
-    deterministic: bool = False,
-    progress: bool = True,
-    options: Options | None = None,
-    view: View | None = None,
-    callback: Callback | None = None,
-) -> SweepResult:
-    """Train the trials of one job that has the key `sweep`, as in a jobs file, and say which is best.
-
-    `base` is what a jobs file has there; the rest is as for `train`.
-    """
-    if "sweep" not in job:
-        raise SpecError(Mistake("sweep", "the job needs this key: what is tried, such as {over: {…}}"))
-    results = train(
-        {"base": base, "jobs": [job]},
-        output=output,
-        max_steps=max_steps,
-        resume=resume,
-        deterministic=deterministic,
-        progress=progress,
-        options=options,
-        view=view,
-        callback=callback,
-    )
-    return sweep_result(Path(output) / str(job["name"]), results)
-
-
-def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
-    """How the sweep in this folder ended; `results` are those of its run."""
-    record = read_record(folder)
-    assert record is not None, "a run with this sweep has written it"
-    # Finished ones by their rank, and behind them whoever came farthest.
-    places = {name: place for place, name in enumerate(record.best)}
-    ordered = sorted(
-        record.trials,
-        key=lambda trial: (
-            places.get(trial.name, len(places)),
-            trial.state != "finished",
-            -len(trial.at_rungs),
-            worth(trial.score, record.mode),
-        ),
-    )
-    table = [
-        {
-            "trial": trial.name,
-            **trial.values,
-            "state": trial.state,
-            record.metric: trial.score,
-            "step": int(results[trial.name].metrics["step"]) if trial.name in results else 0,
-            "reason": trial.reason,
-        }
-        for trial in ordered
-    ]
-    best = results[record.best[0]] if record.best else None
-    return SweepResult(name=record.name, path=folder, table=table, best=best, results=dict(results))
 
 
 def _base_spec(base: str | Mapping[str, Any] | BaseSpec) -> BaseSpec:

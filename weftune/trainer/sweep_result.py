@@ -1,0 +1,69 @@
+"""How a sweep ended, as Python hands it back."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weftune.errors import MissingPackage
+from weftune.jobs.sweeps.record import read_record
+from weftune.jobs.sweeps.rungs import worth
+from weftune.trainer.trainer import Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """How a sweep ended."""
+
+    name: str
+    path: Path
+    """The sweep's folder, with `best` in it."""
+    table: list[dict[str, Any]]
+    """A row for each trial, the best first: its name, its values, its metric, and how it ended."""
+    best: Result | None
+    """Of the winner; None where no trial has finished."""
+    results: dict[str, Result]
+    """Of every trial, by name."""
+
+    def frame(self) -> Any:
+        """The table as a pandas DataFrame."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise MissingPackage(
+                "a DataFrame needs pandas: pip install pandas, or use .table, a list of dicts"
+            ) from None
+        return pandas.DataFrame(self.table)
+
+
+def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
+    """How the sweep in this folder ended; `results` are those of its run."""
+    record = read_record(folder)
+    assert record is not None, "a run with this sweep has written it"
+    # Finished ones by their rank, and behind them whoever came farthest.
+    places = {name: place for place, name in enumerate(record.best)}
+    ordered = sorted(
+        record.trials,
+        key=lambda trial: (
+            places.get(trial.name, len(places)),
+            trial.state != "finished",
+            -len(trial.at_rungs),
+            worth(trial.score, record.mode),
+        ),
+    )
+    table = [
+        {
+            "trial": trial.name,
+            **trial.values,
+            "state": trial.state,
+            record.metric: trial.score,
+            "step": int(results[trial.name].metrics["step"]) if trial.name in results else 0,
+            "reason": trial.reason,
+        }
+        for trial in ordered
+    ]
+    best = results[record.best[0]] if record.best else None
+    return SweepResult(name=record.name, path=folder, table=table, best=best, results=dict(results))

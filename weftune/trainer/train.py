@@ -1,0 +1,121 @@
+"""The functions of the Python API: `train("jobs.yaml")` and `sweep(base, job)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from weftune.errors import Mistake, SpecError
+from weftune.jobs.spec.layer import plain_values
+from weftune.jobs.spec.read import parse_run, read_run
+from weftune.jobs.spec.spec import RunSpec
+from weftune.report.terminal import LiveView
+from weftune.trainer.journal import View
+from weftune.trainer.loop import Callback
+from weftune.trainer.sweep_result import SweepResult, sweep_result
+from weftune.trainer.sweeps.running import proposals_for
+from weftune.trainer.trainer import Options, Result, Trainer
+
+
+def train(
+    jobs: str | Path | Mapping[str, Any] | RunSpec,
+    *,
+    output: str | Path | None = None,
+    max_steps: int | None = None,
+    resume: bool = False,
+    deterministic: bool = False,
+    progress: bool = True,
+    options: Options | None = None,
+    view: View | None = None,
+    callback: Callback | None = None,
+) -> dict[str, Result]:
+    """Train every job of a jobs file, or of a dict that holds what such a file holds.
+
+    Paths in a dict are relative to the working folder, and `data` may be the rows themselves. With `resume`
+    an output that was begun goes on. With `deterministic`, here or in the file, two runs on the same device
+    give the same bits. Progress is shown in terminals and notebooks, unless `progress` is False or a `view`
+    is told of it instead.
+    """
+    run = _run_of(jobs)
+    options = options or Options()
+    options = replace(options, resume=True) if resume else options
+    options = replace(options, deterministic=True) if deterministic else options
+
+    def trained(shown: View | None) -> dict[str, Result]:
+        return trainer_for(run, output=output, max_steps=max_steps, options=options, view=shown).run(callback)
+
+    if view is not None or not progress:
+        return trained(view)
+    with LiveView(Console(), []) as live:
+        return trained(live)
+
+
+def _run_of(jobs: str | Path | Mapping[str, Any] | RunSpec) -> RunSpec:
+    if isinstance(jobs, RunSpec):
+        return jobs
+    return parse_run(plain_values(jobs), Path.cwd()) if isinstance(jobs, Mapping) else read_run(jobs)
+
+
+def trainer_for(
+    run: RunSpec,
+    *,
+    output: str | Path | None = None,
+    max_steps: int | None = None,
+    options: Options | None = None,
+    view: View | None = None,
+) -> Trainer:
+    options = options or Options()
+    if run.deterministic:
+        options = replace(options, deterministic=True)
+    trainer = Trainer(
+        run.base,
+        output=output or run.output,
+        max_steps=max_steps,
+        report_to=run.report_to,
+        options=options,
+        view=view,
+        place=run.place,
+    )
+    for job in run.jobs:
+        trainer.add(job)
+    for sweep in run.sweeps:
+        own = {trial.name for trial in sweep.trials}
+        trainer.add_sweep(sweep, proposals_for(sweep, (name for name in trainer.jobs if name not in own)))
+    return trainer
+
+
+def sweep(
+    base: str | Mapping[str, Any],
+    job: Mapping[str, Any],
+    *,
+    output: str | Path = "output",
+    max_steps: int | None = None,
+    resume: bool = False,
+    deterministic: bool = False,
+    progress: bool = True,
+    options: Options | None = None,
+    view: View | None = None,
+    callback: Callback | None = None,
+) -> SweepResult:
+    """Train the trials of one job that has the key `sweep`, as in a jobs file, and say which is best.
+
+    `base` is what a jobs file has there; the rest is as for `train`.
+    """
+    if "sweep" not in job:
+        raise SpecError(Mistake("sweep", "the job needs this key: what is tried, such as {over: {…}}"))
+    results = train(
+        {"base": base, "jobs": [job]},
+        output=output,
+        max_steps=max_steps,
+        resume=resume,
+        deterministic=deterministic,
+        progress=progress,
+        options=options,
+        view=view,
+        callback=callback,
+    )
+    return sweep_result(Path(output) / str(job["name"]), results)
