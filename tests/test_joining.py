@@ -209,8 +209,9 @@ def test_joins_and_leaves_keep_memory_and_open_files_flat(base, tmp_path, times)
             return
         if not joined or trainer.loop.store.job(joined[-1]).state.ended:
             if len(joined) in (times // 5, times - 1):
-                # What is written beside training has files open.
-                trainer.loop.executor.finish_saves("anchor")
+                # What is written or deleted beside training has files open.
+                for name in ("anchor", *joined):
+                    trainer.loop.executor.finish_saves(name)
                 files = len(list(Path("/proc/self/fd").iterdir()))
                 taken.append((tensor_bytes(), files, taken_bytes(base.device)))
             joined.append(f"late-{len(joined)}")
