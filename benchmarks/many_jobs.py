@@ -75,7 +75,7 @@ PLACES: Mapping[str, tuple[str, str]] = {
     "running windows": ("run/executor.py", "run"),
     "laying out": ("trainer/job.py", "lay_out"),
     "retiring": ("trainer/loop.py", "_retire"),
-    "waiting for the results": ("trainer/loop.py", "_finish_writes"),
+    "waiting for the results": ("trainer/loop.py", "_await_delivery"),
     "status.json": ("jobs/store/store.py", "write_status"),
     "metrics.jsonl": ("jobs/store/store.py", "append_metrics"),
     "terminal": ("report/terminal.py", "update"),

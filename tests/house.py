@@ -45,11 +45,21 @@ class House:
 
 
 @cache
+def sources() -> Mapping[Path, str]:
+    """Of the package; empty files are none."""
+    return {path: path.read_text() for path in sorted(ROOT.rglob("*.py")) if path.stat().st_size}
+
+
+@cache
+def trees() -> Mapping[Path, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources().items()}
+
+
+@cache
 def survey() -> House:
-    sources = {path: path.read_text() for path in sorted(ROOT.rglob("*.py")) if path.stat().st_size}
-    modules = {module_name(path): ast.parse(text) for path, text in sources.items()}
+    modules = {module_name(path): tree for path, tree in trees().items()}
     rooms = Counter(
-        str(path.parent.relative_to(ROOT.parent)) for path in sources if path.name != "__init__.py"
+        str(path.parent.relative_to(ROOT.parent)) for path in trees() if path.name != "__init__.py"
     )
     imports = {name: set(imported(tree, modules)) - {name} for name, tree in modules.items()}
     classes = Counter(
@@ -59,9 +69,9 @@ def survey() -> House:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     return House(
-        files=len(sources),
-        lines=sum(text.count("\n") for text in sources.values()),
-        root_modules=tuple(path.stem for path in sources if path.parent == ROOT),
+        files=len(sources()),
+        lines=sum(text.count("\n") for text in sources().values()),
+        root_modules=tuple(path.stem for path in sources() if path.parent == ROOT),
         largest_room=rooms.most_common(1)[0],
         floors=floors(imports),
         circles=tuple(circles(imports)),
@@ -88,11 +98,13 @@ def imported(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
 
 def executed(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those under `if TYPE_CHECKING`."""
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        annotated = isinstance(child, ast.If) and isinstance(child.test, ast.Name)
-        if not (annotated and child.test.id == "TYPE_CHECKING"):
-            yield from executed(child)
+    left = [tree]
+    while left:
+        node = left.pop()
+        annotated = isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+        if not (annotated and node.test.id == "TYPE_CHECKING"):
+            yield node
+            left += ast.iter_child_nodes(node)
 
 
 def floors(imports: Mapping[str, set[str]]) -> int:

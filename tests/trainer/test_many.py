@@ -28,8 +28,8 @@ from weftune.plan.window.length import WindowPace
 from weftune.plan.window.rounds import Course
 from weftune.report import read
 from weftune.run.alone import NOTHING_TO_DO
-from weftune.trainer import loop
-from weftune.trainer.loop import Ahead, Planned, Room
+from weftune.trainer import deliveries, windows
+from weftune.trainer.windows import Ahead, Planned, Room
 
 FEW, MANY = 3, 12
 
@@ -119,7 +119,7 @@ def test_checkpoints_are_deleted_only_when_the_success_is_on_disk(
 def test_a_window_is_planned_while_the_one_before_it_runs_though_the_pace_was_learned_meanwhile(
     tmp_path: Path, counted: Counted
 ) -> None:
-    counted.watch(loop, "plan_window")
+    counted.watch(windows, "plan_window")
     train(tmp_path / "out", FEW, steps=3 * WINDOW_ROUNDS)
     # The first, and one behind each.
     assert counted.calls == {"plan_window": 1 + 3}
@@ -144,13 +144,13 @@ def test_job_files_are_written_while_other_jobs_are_made_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers: set[str] = set()
-    write = loop.write_job_file
+    write = deliveries.write_job_file
 
     def noted(folder: Path, values: dict[str, Any]) -> None:
         writers.add(threading.current_thread().name)
         write(folder, values)
 
-    monkeypatch.setattr(loop, "write_job_file", noted)
+    monkeypatch.setattr(deliveries, "write_job_file", noted)
     train(tmp_path / "out", FEW)
     assert threading.current_thread().name not in writers
     assert len(list((tmp_path / "out").glob("job*/job.yaml"))) == FEW
