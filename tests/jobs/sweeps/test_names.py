@@ -49,6 +49,11 @@ def test_of_keys_that_go_together_the_first_is_told() -> None:
     ]  # fmt: skip
 
 
+def test_a_single_trial_is_told_by_its_values() -> None:
+    assert names({"adapter": [{"rank": 8, "alpha": 16}], "learning_rate": [3e-4]}) == ["sql-r8-lr3e-4"]
+    assert names({"adapter": [{}]}) == ["sql-2"]
+
+
 def test_a_number_is_appended_only_where_two_names_would_be_one() -> None:
     assert names({"adapter.targets": ["a+b", "a|b", "c"]}) == ["sql-a-b", "sql-a-b-2", "sql-c"]
     assert trial_names("a", {"steps": (1, 2)}, [{"steps": 1}, {"steps": 2}], taken=["A-S1"]) == [

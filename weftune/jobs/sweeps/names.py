@@ -53,14 +53,15 @@ def trial_names(
 
 
 def _told(over: Mapping[str, Choices]) -> list[Loc]:
-    """The ways to the values that names tell: those that differ; of several that go together the first."""
+    """The ways to the values that names tell: those that differ; of several that go together the first. Of a
+    single trial one value of each key."""
     told: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
             told.append(way_of(key))
         elif len(choices) > 1:
             told += _telling(key, choices)
-    return told
+    return told or [way for key, choices in over.items() for way in leaves_of(key, choices)[:1]]
 
 
 def _telling(key: str, choices: Sequence[Any]) -> list[Loc]:
