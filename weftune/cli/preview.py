@@ -36,10 +36,11 @@ class Shown:
 
 def preview(
     file: Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")],
-    job: Annotated[str | None, typer.Option(help="Only this job's data.")] = None,
+    job: Annotated[str | None, typer.Option(help="Only this job or sweep.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="How many samples to show of each dataset.")] = 3,
 ) -> None:
-    """Show rows as the model sees them, supervised tokens coloured. No weights are loaded."""
+    """Show rows as the model sees them, supervised tokens coloured, and the trials of sweeps. No weights are
+    loaded."""
     from weftune.cli.early import read_early, refuse_rows
 
     run = read_early(file)
