@@ -114,13 +114,14 @@ def value_text(value: Any) -> str:
 
 
 def number_text(value: float) -> str:
-    """At most four digits, with an exponent where that is shorter."""
+    """At most four digits, with an exponent where that is shorter, or as short and without many zeros."""
     plain = f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1000 else f"{float(f'{value:.4g}')!r}"
     plain = plain.removesuffix(".0")
     digits, _, power = f"{value:.3e}".partition("e")
     digits = digits.rstrip("0").rstrip(".")
     scientific = f"{digits}e{int(power)}"
-    return plain if "e" not in plain and len(plain) <= len(scientific) else scientific
+    is_shorter = len(plain) < len(scientific) or len(plain) == len(scientific) <= len("0.05")
+    return plain if is_shorter and "e" not in plain else scientific
 
 
 def _plain(text: str) -> str:
