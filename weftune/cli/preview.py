@@ -134,8 +134,9 @@ def show_trials(console: Console, file: Path, names: Collection[str]) -> None:
 
     wanted = read_wanted(file, read_cluster("auto"), PlanAsked(here=True))
     # What the plan says of devices and windows is `weftune plan`'s to show.
-    run = answer(wanted, Console(quiet=True)).run
-    show_sweeps(console, run, [one for one in wanted.sweeps if one.name in names], wanted.totals)
+    answered = answer(wanted, Console(quiet=True))
+    show_sweeps(console, answered.run, [one for one in wanted.sweeps if one.name in names], wanted.totals)
+    console.print(f"Times are {answered.numbers['source']}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def list_trials(console: Console, sweeps: Sequence[Sweep], why: UserError) -> None:
