@@ -9,6 +9,7 @@ import sys
 import typing
 from dataclasses import fields
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,9 @@ SWEPT = {
 }
 
 
-def test_sweep_gives_a_table_the_best_result_and_calls_back(folder: Path, tmp_path: Path) -> None:
+def test_sweep_gives_a_table_the_best_result_and_calls_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Stepped | Evaluated] = []
     made = weftune.sweep(str(folder), SWEPT, output=tmp_path / "out", progress=False, callback=seen.append)
     assert [row["state"] for row in made.table] == ["finished", "left"]
@@ -110,14 +113,13 @@ def test_sweep_gives_a_table_the_best_result_and_calls_back(folder: Path, tmp_pa
     assert again.table == made.table
     with pytest.raises(weftune.UserError, match="needs this key"):
         weftune.sweep(str(folder), {"name": "s", "data": ROWS})
-    try:
-        import pandas
-    except ImportError:
-        with pytest.raises(weftune.UserError, match="pip install pandas"):
-            made.frame()
-    else:
-        assert isinstance(made.frame(), pandas.DataFrame)
-        assert list(made.frame()["trial"]) == [row["trial"] for row in made.table]
+    if find_spec("pandas"):
+        frame = made.frame()
+        assert type(frame).__name__ == "DataFrame"
+        assert list(frame["trial"]) == [row["trial"] for row in made.table]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(weftune.UserError, match="pip install pandas"):
+        made.frame()
 
 
 def test_all_of_it_is_typed() -> None:

@@ -76,11 +76,19 @@ def lay_out(folder: Path) -> None:
     jobs("rows", data="torn.jsonl")
     jobs("absent", data="absent.jsonl")
     jobs("hub", base="nobody/nothing")
+    jobs("swept", job=", eval: {fraction: 0.5}, sweep: {over: {learning_rate: [1e-4, 1e-3]}}")
+    over = "{learning_rate: {min: 1e-5, max: 1e-3}, seed: [1, 2]}"
+    jobs("sweep", job=f", eval: {{fraction: 0.1}}, sweep: {{over: {over}}}")
 
 
 CASES = [
     *(Case((verb, "nosuch.yaml"), "there is no file") for verb in ("train", "preview", "plan")),
     *(Case((verb, "key.yaml"), "write learning_rate") for verb in ("train", "preview", "plan")),
+    *(
+        Case((verb, "sweep.yaml"), "sweep.over.learning_rate: a grid takes no range")
+        for verb in ("train", "plan")
+    ),
+    Case(("preview", "sweep.yaml"), "sweep.over.seed: cannot be swept"),
     *(Case((verb, "rows.yaml"), "torn.jsonl:2") for verb in ("train", "preview", "plan")),
     *(Case((verb, "target.yaml"), "matches no module of the base") for verb in ("train", "preview", "plan")),
     Case(("train", "rank.yaml"), "must be at least 1, got 0"),
@@ -95,6 +103,8 @@ CASES = [
     Case(("train", "good.yaml", "--device", "gpu"), "--device: gpu is no device"),
     Case(("train", "good.yaml", "--pipeline", "1"), "--pipeline 1: write auto"),
     Case(("train", "good.yaml", "--gpus", "none"), "--gpus none: write all"),
+    Case(("train", "swept.yaml", "--gpus", "2"), "trials of sweep a are compared with one another"),
+    Case(("train", "swept.yaml", "--resume", "--restart", "a"), "no such job; known: a-lr1e-4, a-lr1e-3"),
     Case(("train", "good.yaml", "--restart", "a"), "--restart goes with --resume"),
     Case(("train", "good.yaml", "--resume", "--restart", "b"), "there is no such job; known: a"),
     Case(("preview", "good.yaml", "--job", "b"), "there is no job b; the file has a"),

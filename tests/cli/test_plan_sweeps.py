@@ -79,10 +79,12 @@ def test_a_plan_without_a_sweep_has_no_keys_for_one(plan):
     assert "trial" not in out
 
 
-def test_the_shares_of_a_sweep_are_counted_and_not_listed(plan):
-    out, _ = plan({"name": "sql", "sweep": {"over": OVER}}, cluster="2xA100-80G")
-    assert "sql (12 trials)" in out
+def test_trials_are_not_shared_out_to_devices_which_train_refuses(plan):
+    out, numbers = plan({"name": "sql", "sweep": {"over": OVER}}, cluster="2xA100-80G")
+    assert "--gpus" not in out
+    assert numbers["shares"] is None
     assert "Sweep sql: 24 trials, all trained to their end." in out
+    assert "--gpus 2" in plan({"name": "a"}, {"name": "b"}, cluster="2xA100-80G")[0]
 
 
 def test_tpe_lists_its_first_generation_and_counts_all(plan):

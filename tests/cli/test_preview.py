@@ -108,6 +108,7 @@ jobs:
     assert all("100" in row and "MiB" in row for row in rows)
     words = " ".join(shown.output.split())
     assert "6 trials; 3 after step 10 go on. That takes 1,320 samples instead of 2,400, 55%." in words
+    assert "Times are estimated from the data sheet" in words
     only = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--job", "sql-r4-lr1e-4", "--rows", "1"])
     assert "─ sql-r4-lr1e-4 ─" in only.output
     assert "Sweep" not in only.output

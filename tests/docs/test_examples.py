@@ -81,7 +81,7 @@ def test_the_example_of_a_sweep_has_eight_trials_and_ends_with_two() -> None:
     (sweep,) = run.sweeps
     assert len(run.jobs) == 8
     assert rung_counts(sweep.spec) == (8, 4, 2)
-    assert rung_steps(sweep.spec.halving, run.jobs[0].steps or 0) == (4, 10)
+    assert rung_steps(sweep.spec.halving, run.jobs[0].steps or 0) == (4, 8)
 
 
 def test_the_guides_table_has_every_key_of_a_jobs_file_and_no_other() -> None:

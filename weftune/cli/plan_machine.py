@@ -45,7 +45,7 @@ def way_of(wanted: Wanted) -> Way:
     one = machine_of(replace(wanted, asked=replace(asked, replicas=1)))
     kind = "GPU" if one.on_gpu else "machine"
     found = Devices(kind, len(devices), one.budget, one.taken, one.on_gpu).shared_by(asked.replicas)
-    count = len(wanted.jobs) if asked.replicas == 1 else 1
+    count = len(wanted.jobs) if asked.replicas == 1 and not wanted.sweeps else 1
     profile = one.profile
     costs = measured_costs(profile, wanted.shape, typical_work(wanted.shape, one.most)) if profile else None
     try:

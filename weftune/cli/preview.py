@@ -36,10 +36,11 @@ class Shown:
 
 def preview(
     file: Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="The jobs file.")],
-    job: Annotated[str | None, typer.Option(help="Only this job's data.")] = None,
+    job: Annotated[str | None, typer.Option(help="Only this job or sweep.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="How many samples to show of each dataset.")] = 3,
 ) -> None:
-    """Show rows as the model sees them, supervised tokens coloured. No weights are loaded."""
+    """Show rows as the model sees them, supervised tokens coloured, and the trials of sweeps. No weights are
+    loaded."""
     from weftune.cli.early import read_early, refuse_rows
 
     run = read_early(file)
@@ -133,8 +134,9 @@ def show_trials(console: Console, file: Path, names: Collection[str]) -> None:
 
     wanted = read_wanted(file, read_cluster("auto"), PlanAsked(here=True))
     # What the plan says of devices and windows is `weftune plan`'s to show.
-    run = answer(wanted, Console(quiet=True)).run
-    show_sweeps(console, run, [one for one in wanted.sweeps if one.name in names], wanted.totals)
+    answered = answer(wanted, Console(quiet=True))
+    show_sweeps(console, answered.run, [one for one in wanted.sweeps if one.name in names], wanted.totals)
+    console.print(f"Times are {answered.numbers['source']}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def list_trials(console: Console, sweeps: Sequence[Sweep], why: UserError) -> None:

@@ -18,6 +18,7 @@ from weftune.core.clock import Phase, current, importing, phase, process_clock, 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from weftune.jobs.spec.spec import RunSpec
     from weftune.plan.layout.stage_count import StageCount
     from weftune.run.workers.groups import WorkerPlace
     from weftune.run.workers.messages import Staff
@@ -86,7 +87,7 @@ def _train_as(asked: TrainAsked, pipeline: str | None, gpus: str | None) -> None
         refuse_beside_gpus(gpus, pipeline, asked.replicas, place)
         gpus_of(gpus)
     if place is None:
-        _check_early(asked)
+        _check_early(asked, gpus)
     if gpus is not None:
         from weftune.run.measure.devices import devices_asked
 
@@ -172,16 +173,19 @@ def _place() -> WorkerPlace | None:
     return place_here()
 
 
-def _check_early(asked: TrainAsked) -> None:
+def _check_early(asked: TrainAsked, gpus: str | None) -> None:
     """All mistakes that can be found without torch, before anything is printed."""
     from weftune.cli.early import one_of_each, read_early, refuse_rows
     from weftune.errors import SpecError
     from weftune.jobs.store.store import refuse_output
+    from weftune.jobs.sweeps.expand import refuse_shares
 
     run = read_early(asked.jobs)
     names = [job.name for job in run.jobs]
     if unknown := [name for name in asked.restart if name not in names]:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
+    if gpus not in (None, "1", "all"):
+        refuse_shares(run.sweeps)
     refuse_output(asked.output or run.output, asked.resume)
     with phase(Phase.TOKENISING):
         refuse_rows(one_of_each(run), named=True)
@@ -223,8 +227,9 @@ def _chosen(asked: TrainAsked) -> StageCount:
         budget = steady_budget_bytes(device)
     shape = inspect(run.base, device)
     devices = devices_here(device, budget).shared_by(asked.replicas)
-    # Whoever asks for replicas wants every job on all of them: no shares then.
-    jobs = len(run.jobs) if asked.replicas == 1 else 1
+    # Whoever asks for replicas wants every job on all of them: no shares then. Nor are trials shared out,
+    # which are compared while they train.
+    jobs = len(run.jobs) if asked.replicas == 1 and not run.sweeps else 1
     choice = choose_stages(shape, devices, SPARE, jobs, costs_here(shape, device))
     Console(file=steady_output()).print(f"Weftune: {choice.why}", highlight=False, soft_wrap=True)
     return choice
@@ -266,14 +271,13 @@ def _train(asked: TrainAsked, staff: Staff | None) -> None:
         from weftune.jobs.spec.retry import read_changes
         from weftune.report.steady import steady_output
         from weftune.report.terminal import LiveView
-        from weftune.report.words import plural
         from weftune.trainer.train import trainer_for
         from weftune.trainer.trainer import Options
 
     run = read_run(asked.jobs, shape_at_hand)
     console = Console(file=steady_output())
     workers = f", in {_named(staff.wires.place)}" if staff else ""
-    console.print(f"Weftune: {plural(len(run.jobs), 'job')} on {run.base.model}{workers}", highlight=False)
+    console.print(f"Weftune: {_counted(run)} on {run.base.model}{workers}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
     options = Options(
         device=asked.device,
@@ -302,7 +306,6 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
         from weftune.launch.split import train_shares
         from weftune.report.steady import steady_output
         from weftune.report.terminal import LiveView
-        from weftune.report.words import plural
         from weftune.trainer.trainer import Options
 
     if len(devices) == 1:
@@ -310,8 +313,8 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
         return
     run = read_run(asked.jobs, shape_at_hand)
     console = Console(file=steady_output())
-    count = plural(len(run.jobs), "job")
-    console.print(f"Weftune: {count} on {run.base.model}, shared by {len(devices)} devices", highlight=False)
+    shared_by = f"shared by {len(devices)} devices"
+    console.print(f"Weftune: {_counted(run)} on {run.base.model}, {shared_by}", highlight=False)
     most = bytes_of(asked.memory) if asked.memory else None
     options = Options(
         resume=asked.resume,
@@ -325,6 +328,17 @@ def _train_on(asked: TrainAsked, devices: tuple[str, ...]) -> None:
             run, devices, output=asked.output, max_steps=asked.max_steps, options=options, view=view
         )
     _finish(console, shared.output, shared.results, shared.interrupted, shared.mistaken)
+
+
+def _counted(run: RunSpec) -> str:
+    """`4 jobs`, `24 trials`, or `1 job and 24 trials`; of `tpe` those as well that are yet to be proposed."""
+    from weftune.jobs.sweeps.saving import trial_count
+    from weftune.report.words import plural
+
+    jobs = len(run.jobs) - sum(len(sweep.trials) for sweep in run.sweeps)
+    trials = sum(trial_count(sweep.spec) for sweep in run.sweeps)
+    counts = ((jobs, "job"), (trials, "trial"))
+    return " and ".join(plural(count, noun) for count, noun in counts if count)
 
 
 def _finish(

@@ -27,6 +27,7 @@ from weftune.jobs.spec.spec import RunSpec
 from weftune.jobs.store.shares import deal
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_store
+from weftune.jobs.sweeps.expand import refuse_shares
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.launch.processes import INTERRUPTED
 from weftune.launch.supervise import EVERY, Supervised, Supervisor, Team, TeamEnd
@@ -91,11 +92,7 @@ def train_shares(
 ) -> Shared:
     """Train every job of a run, a share of them on each of `devices`."""
     options = options or Options()
-    if run.sweeps:
-        raise UserError(
-            f"The trials of sweep {run.sweeps[0].name} are compared with one another while they train, which "
-            "processes with jobs of their own cannot do; leave --gpus out"
-        )
+    refuse_shares(run.sweeps)
     trainer = trainer_for(run, output=output, max_steps=max_steps, options=options, view=view)
     hosts = Hosts(inspect(trainer.spec, torch.device(devices[0])), tuple(devices), trainer.options)
     trainer.check(hosts.shape)

@@ -225,11 +225,23 @@ class LiveView:
             lines = [
                 Text(printable(line), style="" if at else "bold", no_wrap=True, overflow="ellipsis")
                 for record in self._sweeps.values()
-                for at, line in enumerate(_sweep_lines(record))
+                for at, line in enumerate(_sweep_lines(self._as_seated(record)))
             ]
             failed = [row for row in rows if row.state == "failed" and row.name in self._trials]
             told = [row for row in shown if row.state not in TRIAL_STYLES and row not in failed]
             return Group(*lines, *table, *more, *_reasons([*told, *failed]), self._overall_line(rows))
+
+    def _as_seated(self, record: SweepRecord) -> SweepRecord:
+        """With those as running who have come aboard since it was recorded."""
+        trials = tuple(
+            replace(trial, state="running")
+            if trial.state == "waiting"
+            and trial.name in self._rows
+            and self._rows[trial.name].state == "running"
+            else trial
+            for trial in record.trials
+        )
+        return replace(record, trials=trials)
 
     def _in_its_words(self, row: JobRow) -> JobRow:
         """A trial with the state that it has in its sweep, where that says more."""

@@ -80,6 +80,26 @@ def test_a_job_that_starts_from_itself_is_refused_also_by_defaults(tmp_path: Pat
     assert sentence == "a job cannot start from itself; name another, or write init_from: null"
 
 
+def test_nobody_starts_from_a_sweep_or_a_trial_whose_adapter_may_never_be(tmp_path: Path) -> None:
+    swept = "eval: {fraction: 0.1}, sweep: {over: {adapter.rank: [8, 16]}}"
+    found = refused(
+        tmp_path,
+        f"  - {{name: a, {swept}}}\n  - {{name: b, adapter: {{init_from: {{job: a}}}}}}\n"
+        f"  - {{name: c, adapter: {{init_from: {{job: a-r16}}}}}}\n"
+        f"  - {{name: d, adapter: {{init_from: {{job: d}}}}, {swept}}}\n",
+    )
+    mend = "in a later run write the path of a folder in {}/best as init_from"
+    whole = "is a sweep, whose best adapter is known at its end only"
+    assert found == [
+        ("jobs.yaml:5 jobs[1].adapter.init_from.job", f"a {whole}; {mend.format('a')}"),
+        (
+            "jobs.yaml:6 jobs[2].adapter.init_from.job",
+            f"a-r16 is a trial of the sweep a and may leave without an adapter; {mend.format('a')}",
+        ),
+        ("jobs.yaml:7 jobs[3].adapter.init_from.job", f"d {whole}; {mend.format('d')}"),
+    ]
+
+
 def test_a_circle_is_told_once_with_all_who_are_in_it(tmp_path: Path) -> None:
     ((place, sentence),) = refused(
         tmp_path,

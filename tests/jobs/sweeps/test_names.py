@@ -49,6 +49,11 @@ def test_of_keys_that_go_together_the_first_is_told() -> None:
     ]  # fmt: skip
 
 
+def test_a_single_trial_is_told_by_its_values() -> None:
+    assert names({"adapter": [{"rank": 8, "alpha": 16}], "learning_rate": [3e-4]}) == ["sql-r8-lr3e-4"]
+    assert names({"adapter": [{}]}) == ["sql-2"]
+
+
 def test_a_number_is_appended_only_where_two_names_would_be_one() -> None:
     assert names({"adapter.targets": ["a+b", "a|b", "c"]}) == ["sql-a-b", "sql-a-b-2", "sql-c"]
     assert trial_names("a", {"steps": (1, 2)}, [{"steps": 1}, {"steps": 2}], taken=["A-S1"]) == [
@@ -60,7 +65,8 @@ def test_a_number_is_appended_only_where_two_names_would_be_one() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [(3e-4, "3e-4"), (0.05, "0.05"), (1e-3, "1e-3"), (0.01, "0.01"), (3.17e-4, "3.17e-4"), (2.0, "2"),
-     (1e-8, "1e-8"), (0.999, "0.999"), (1500.0, "1500"), (1e6, "1e6"), (0.1234567, "0.1235"), (0.0, "0")],
+     (1e-8, "1e-8"), (0.999, "0.999"), (1500.0, "1500"), (1e6, "1e6"), (0.1234567, "0.1235"), (0.0, "0"),
+     (0.0123, "0.0123"), (0.00216, "2.16e-3"), (0.0012, "1.2e-3")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number_text(value) == text

@@ -208,15 +208,26 @@ def test_trials_cannot_be_compared_without_held_out_rows(keys: Any, place: str) 
         ({"at": 0.1, "keep": 0.3}, ".at",
          "must be a list of shares of the steps such as [0.1, 0.3], got 0.1"),
         ({"at": [], "keep": 0.3}, ".at", "must be a list of shares of the steps such as [0.1, 0.3]"),
-        ({"at": [20], "keep": 0.3}, ".at.0", "must be below 1, got 20"),
+        ({"at": [20], "keep": 0.3}, ".at.0", "must be below 1 (a share of the steps), got 20"),
         ({"at": [0.3, 0.1], "keep": 0.3}, ".at", "must rise from each share to the next, such as [0.1, 0.3]"),
-        ({"at": [0.3], "keep": 3}, ".keep", "must be below 1, got 3"),
+        ({"at": [0.3, 0.3], "keep": 0.3}, ".at", "must rise from each share to the next, such as [0.1, 0.3]"),
+        ({"at": [0.3], "keep": 3}, ".keep", "must be below 1 (a share of the trials), got 3"),
         ({"at": [0.3], "keep": 0.5, "eta": 3}, ".eta",
          "is not a key of sweep.halving; its keys are at, keep"),
     ],
 )  # fmt: skip
 def test_halving_is_shares_of_the_steps_and_of_the_trials(halving: Any, place: str, sentence: str) -> None:
     assert told(halving=halving) == {f"halving{place}": sentence}
+
+
+@pytest.mark.parametrize(("steps", "at", "rungs"), [(20, [0.01, 0.02], "1, 1"), (1, [0.5], "0")])
+def test_every_rung_has_a_step_of_its_own(steps: int, at: list[float], rungs: str) -> None:
+    assert told({"steps": steps}, halving={"at": at, "keep": 0.5}) == {
+        "halving.at": f"must be at least a step apart, and of {steps} steps they are {rungs}; take fewer "
+        "shares or more steps"
+    }
+    enough = {"eval": EVAL, "steps": 4, "sweep": {"over": OVER, "halving": {"at": [0.5, 0.6], "keep": 0.5}}}
+    assert read_sweep(enough)[0] is not None
 
 
 def test_no_more_winners_are_kept_than_reach_the_end() -> None:

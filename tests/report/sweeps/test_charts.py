@@ -78,12 +78,65 @@ def test_ticks_do_not_stand_on_one_another() -> None:
     assert axis["ticktext"] == ["0", "0.1", "0.2"]
 
 
+def test_every_axis_has_its_name_and_those_at_the_edges_are_drawn_inwards() -> None:
+    notes = [note for note in layout(charts(sweep_record())["ways"])["annotations"] if note.get("yref")]
+    names = [note["text"].replace("<br>", " ") for note in notes]
+    rungs = [f"validation loss at {step}" for step in (20, 60, 200)]
+    assert names == ["rank", "dropout", "learning_rate", *rungs]
+    assert [note["xanchor"] for note in notes] == ["left", *["center"] * 4, "right"]
+
+
+def test_of_keys_that_go_together_one_is_drawn() -> None:
+    record = sweep_record()
+    values = [
+        {
+            "adapter": {"rank": (8, 16)[at % 2], "alpha": (16, 32)[at % 2]},
+            "learning_rate": 1e-5 * (at + 1),
+            "weight_decay": 1e-3 * (at + 1),
+        }
+        for at in range(24)
+    ]
+    trials = [replace(trial, values=own) for trial, own in zip(record.trials, values, strict=True)]
+    found = charts(replace(record, trials=tuple(trials)))
+    assert set(found) == {"ways", "adapter.rank", "learning_rate", "weight_decay"}
+
+
+def test_losses_that_fall_far_from_rung_to_rung_are_all_drawn_on_a_logarithmic_axis() -> None:
+    record = sweep_record(failed=None)
+    falls = {"20": 1.0, "60": 0.2}
+    trials = [
+        replace(
+            trial,
+            at_rungs={step: value * falls[step] for step, value in trial.at_rungs.items()},
+            score=trial.score * 0.1 if trial.state == "finished" else trial.score,
+        )
+        for trial in record.trials
+        if trial.score is not None
+    ]
+    chart = charts(replace(record, trials=tuple(trials)))["learning_rate"]
+    axis = layout(chart)["yaxis"]
+    assert axis["type"] == "log"
+    low, high = (10**end for end in axis["range"])
+    assert all(low < value < high for trace in traces(chart) for value in trace["y"])
+    assert axis["ticktext"] == ["0.2", "0.5", "1", "2"]
+
+
 def test_one_exploded_value_does_not_flatten_the_others() -> None:
     record = sweep_record(failed=None)
     first = record.trials[0]
     exploded = replace(first, at_rungs={"20": 4e6}, score=4e6, state="left", left_at=20)
     found = charts(replace(record, trials=(exploded, *record.trials[1:])))
-    assert layout(found["learning_rate"])["yaxis"]["range"][1] < 10
+    end = layout(found["learning_rate"])["yaxis"]["range"][1]
+    assert end < 10
+    exploded_dots = [
+        (y, text)
+        for trace in traces(found["learning_rate"])
+        for y, text, name in zip(trace["y"], trace["customdata"], trace["text"], strict=True)
+        if name == first.name
+    ]
+    ((y, text),) = exploded_dots
+    assert y < end, "at the end of the axis, with its own number to be read"
+    assert "4" in text
     by_name = {trace["name"]: trace["y"] for trace in traces(found["ways"])}
     assert by_name[first.name][3] == 1
     others = [places[3] for name, places in by_name.items() if name != first.name]

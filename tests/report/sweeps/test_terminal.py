@@ -48,6 +48,15 @@ def test_seats_rungs_and_leaders_stand_above_the_table() -> None:
     assert lines[2].split()[:4] == ["1.", "sql-r64-lr4.09e-4", "1.9986", "2."]
 
 
+def test_a_trial_that_has_come_aboard_since_the_sweep_was_recorded_has_a_seat() -> None:
+    record = sweep_record(3, failed=None, until=0)
+    console, file = terminal_console(30)
+    with LiveView(console, rows(record), Clock()) as view:
+        view.sweep(record)
+        view.update(replace(rows(record)[0], state="running"))
+    assert sweep_head(file.getvalue())[0].strip() == "sql: 3 trials, 1 aboard · 2 waiting"
+
+
 def test_more_trials_than_lines_show_leaders_and_those_aboard_and_sum_up_the_rest() -> None:
     lines = frame(sweep_record(64, until=60), height=24)
     assert len(lines) <= 24
@@ -126,4 +135,5 @@ def test_a_sweep_that_was_interrupted_ends_with_its_leaders_and_how_to_go_on(tmp
     file = io.StringIO()
     Console(file=file, width=200).print(final_table(run, 200))
     assert "The sweep goes on with weftune train jobs.yaml --resume" in file.getvalue()
-    assert str(tmp_path / "sql-r64-lr4.09e-4") in file.getvalue()
+    assert " sql-r64-lr4.09e-4 " in file.getvalue()
+    assert str(tmp_path) not in file.getvalue(), "their folders hold no adapters yet"

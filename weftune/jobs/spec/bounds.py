@@ -27,6 +27,8 @@ class Bound:
     """Whether nothing at all is an answer too."""
     share: bool = False
     """Below 1 a share of the run, otherwise whole steps."""
+    meaning: str = ""
+    """What the number is, where its key does not say so."""
 
     def fault(self, value: Any) -> str | None:
         """The sentence against `value`, or None."""
@@ -47,7 +49,8 @@ class Bound:
         if value <= self.above:
             return f"must be above {self.above:g}, got {got}"
         if value >= self.below:
-            return f"must be below {self.below:g}, got {got}"
+            meaning = f" ({self.meaning})" if self.meaning else ""
+            return f"must be below {self.below:g}{meaning}, got {got}"
         if value > self.most:
             return f"must be at most {self.most:.12g}, got {got}"
         if self.share and value > 1 and value != int(value):
@@ -94,8 +97,8 @@ BOUNDS: Mapping[Loc, Bound] = {
     ("save_every",): Bound(above=0, most=MOST, none=True, share=True),
     ("sweep", "trials"): Bound(whole=True, least=1, most=MAX_TRIALS, none=True),
     ("sweep", "keep"): Bound(whole=True, least=1, most=MAX_TRIALS),
-    ("sweep", "halving", "at", ANY): Bound(above=0, below=1),
-    ("sweep", "halving", "keep"): Bound(above=0, below=1),
+    ("sweep", "halving", "at", ANY): Bound(above=0, below=1, meaning="a share of the steps"),
+    ("sweep", "halving", "keep"): Bound(above=0, below=1, meaning="a share of the trials"),
 }
 
 

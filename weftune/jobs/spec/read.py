@@ -229,7 +229,9 @@ class _Reader:
         ):
             self.fault(("jobs", index, "name"), sentence)
         names = [keys.get("name") for keys in listed if isinstance(keys, Mapping)]
-        for name, sentence in name_faults(made, [name for name in names if isinstance(name, str)]):
+        known = [name for name in names if isinstance(name, str)]
+        trials = {trial.name: sweep.name for sweep in sweeps for trial in sweep.trials}
+        for name, sentence in name_faults(made, known, trials):
             self.found.append(Placed(place_of(places[name], SOURCE), sentence))
         return tuple(made), tuple(sweeps), places
 

@@ -22,12 +22,18 @@ MOST_NAMED = 8
 """Jobs that a sentence names before it counts."""
 
 
-def name_faults(jobs: Sequence[JobSpec], known: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A job, and what is wrong with the name that it starts from; `known` are all names of the run."""
+def name_faults(
+    jobs: Sequence[JobSpec], known: Sequence[str], trials: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """A job, and what is wrong with the name that it starts from; `known` are all names of the run, `trials`
+    those of trials with their sweeps."""
     sources = {job.name: source for job in jobs if (source := source_of(job.adapter))}
+    trials = trials or {}
     told: set[str] = set()
     for name, source in sources.items():
-        if source == name:
+        if source in trials or source in trials.values():
+            yield name, _swept(source, trials)
+        elif source == name:
             yield name, "a job cannot start from itself; name another, or write init_from: null"
         elif source not in known:
             yield name, _unknown(source, [other for other in known if other != name])
@@ -35,6 +41,15 @@ def name_faults(jobs: Sequence[JobSpec], known: Sequence[str]) -> Iterator[tuple
             told.update(circle)
             way = " from ".join([*circle, name])
             yield name, f"jobs wait for each other in a circle, {way}; let one of them start from a folder"
+
+
+def _swept(source: str, trials: Mapping[str, str]) -> str:
+    if source in trials:
+        why = f"a trial of the sweep {trials[source]} and may leave without an adapter"
+    else:
+        why = "a sweep, whose best adapter is known at its end only"
+    best = f"{trials.get(source, source)}/best"
+    return f"{source} is {why}; in a later run write the path of a folder in {best} as init_from"
 
 
 def _unknown(source: str, others: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from weftune.errors import UserError
 from weftune.jobs.spec.layer import Layer
 from weftune.jobs.spec.places import Place, Placed, Places, place_of
 from weftune.jobs.spec.settle import settle
@@ -88,3 +89,12 @@ def trial_clashes(names: Sequence[Any], sweeps: Sequence[Sweep]) -> Iterator[tup
                 )
                 yield index, f"its trial {show(trial.name)} has the name of {whose}; choose another"
                 break
+
+
+def refuse_shares(sweeps: Sequence[Sweep]) -> None:
+    """A sweep is trained by one process, or by workers that train every trial together."""
+    if sweeps:
+        raise UserError(
+            f"The trials of sweep {sweeps[0].name} are compared with one another while they train, which "
+            "processes with jobs of their own cannot do; leave --gpus out"
+        )

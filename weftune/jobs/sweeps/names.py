@@ -53,14 +53,15 @@ def trial_names(
 
 
 def _told(over: Mapping[str, Choices]) -> list[Loc]:
-    """The ways to the values that names tell: those that differ; of several that go together the first."""
+    """The ways to the values that names tell: those that differ; of several that go together the first. Of a
+    single trial one value of each key."""
     told: list[Loc] = []
     for key, choices in over.items():
         if isinstance(choices, ValueRange):
             told.append(way_of(key))
         elif len(choices) > 1:
             told += _telling(key, choices)
-    return told
+    return told or [way for key, choices in over.items() for way in leaves_of(key, choices)[:1]]
 
 
 def _telling(key: str, choices: Sequence[Any]) -> list[Loc]:
@@ -113,13 +114,14 @@ def value_text(value: Any) -> str:
 
 
 def number_text(value: float) -> str:
-    """At most four digits, with an exponent where that is shorter."""
+    """At most four digits, with an exponent where that is shorter, or as short and without many zeros."""
     plain = f"{value:.4f}".rstrip("0").rstrip(".") if abs(value) >= 1000 else f"{float(f'{value:.4g}')!r}"
     plain = plain.removesuffix(".0")
     digits, _, power = f"{value:.3e}".partition("e")
     digits = digits.rstrip("0").rstrip(".")
     scientific = f"{digits}e{int(power)}"
-    return plain if "e" not in plain and len(plain) <= len(scientific) else scientific
+    is_shorter = len(plain) < len(scientific) or len(plain) == len(scientific) <= len("0.05")
+    return plain if is_shorter and "e" not in plain else scientific
 
 
 def _plain(text: str) -> str:

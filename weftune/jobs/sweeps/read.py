@@ -15,8 +15,9 @@ from weftune.jobs.spec.places import Fault, Loc
 from weftune.jobs.spec.schema import EXPECTED, build
 from weftune.jobs.spec.show import show
 from weftune.jobs.sweeps.draws import combinations
+from weftune.jobs.sweeps.rungs import rung_steps
 from weftune.jobs.sweeps.saving import rung_counts
-from weftune.jobs.sweeps.spec import Choices, SweepSpec, ValueRange
+from weftune.jobs.sweeps.spec import Choices, Halving, SweepSpec, ValueRange
 from weftune.jobs.sweeps.ways import leaves_of, way_of
 
 NARROWEST = 1e-9
@@ -68,7 +69,7 @@ def _disagreements(
     best, mode = BEST.get(str(value.get("metric", "eval_loss"))), value.get("mode")
     if best and mode in ("min", "max") and mode != best:
         yield Fault(("sweep", "mode"), f"must be {best} for {value.get('metric', 'eval_loss')}, or left out")
-    yield from _halving_faults(value.get("halving"))
+    yield from _halving_faults(value.get("halving"), job.get("steps"))
 
 
 def _search_faults(value: Mapping[str, Any], over: Mapping[str, Choices], broken: bool) -> Iterator[Fault]:
@@ -112,7 +113,7 @@ def _search_faults(value: Mapping[str, Any], over: Mapping[str, Choices], broken
         )
 
 
-def _halving_faults(halving: Any) -> Iterator[Fault]:
+def _halving_faults(halving: Any, steps: Any) -> Iterator[Fault]:
     at = halving.get("at") if isinstance(halving, Mapping) else None
     if not isinstance(at, list | tuple):
         return
@@ -121,6 +122,19 @@ def _halving_faults(halving: Any) -> Iterator[Fault]:
     numbers = all(isinstance(share, int | float) for share in at)
     if numbers and any(later <= earlier for earlier, later in pairwise(at)):
         yield Fault(("sweep", "halving", "at"), "must rise from each share to the next, such as [0.1, 0.3]")
+    elif numbers and at and _is_count(steps) and all(0 < share < 1 for share in at):
+        rungs = [0, *rung_steps(Halving(tuple(at), 0.5), steps)]
+        if any(later <= earlier for earlier, later in pairwise(rungs)):
+            told = ", ".join(map(str, rungs[1:]))
+            yield Fault(
+                ("sweep", "halving", "at"),
+                f"must be at least a step apart, and of {steps} steps they are {told}; take fewer shares or "
+                "more steps",
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _read_over(written: Any) -> tuple[dict[str, Choices], list[Fault]]:

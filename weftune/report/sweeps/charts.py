@@ -66,10 +66,21 @@ def sweep_charts(record: SweepRecord, pens: Pens) -> tuple[Chart, ...]:
 
 
 def _drawn_keys(record: SweepRecord) -> list[str]:
-    keys = swept_keys(record)
-    values = {key: {repr(flat_values(trial).get(key)) for trial in record.trials} for key in keys}
-    widest = sorted(keys, key=lambda key: -len(values[key]))[:_MOST_KEYS]
+    """Those with the most values. Of keys that go together, as rank and alpha often do, the first."""
+    values = {
+        key: [repr(flat_values(trial).get(key)) for trial in record.trials] for key in swept_keys(record)
+    }
+    keys = [key for key in values if not any(_go_together(values, other, key) for other in values)]
+    widest = sorted(keys, key=lambda key: -len(set(values[key])))[:_MOST_KEYS]
     return [key for key in keys if key in widest]
+
+
+def _go_together(values: Mapping[str, Sequence[str]], earlier: str, later: str) -> bool:
+    """Whether each says what the other is, by more than that all trials differ in both."""
+    names = list(values)
+    pairs = set(zip(values[earlier], values[later], strict=True))
+    kinds = {len(pairs), len(set(values[earlier])), len(set(values[later]))}
+    return names.index(earlier) < names.index(later) and len(kinds) == 1 and len(pairs) < len(values[later])
 
 
 # -- parallel coordinates -------------------------------------------------------------------------------
@@ -130,24 +141,41 @@ def _ways_layout(axes: Sequence[Axis]) -> dict[str, Any]:
         for at, axis in enumerate(axes)
         for place, text in axis.ticks
     ]
-    names = [html.escape(axis.name, quote=False).replace(" at ", "<br>at ") for axis in axes]
     return {
         "xaxis": {
             "tickvals": list(range(len(axes))),
-            "ticktext": names,
+            "showticklabels": False,
             "range": [-0.12, len(axes) - 0.9],
             "side": "top",
             "fixedrange": True,
             "zeroline": False,
-            "tickangle": 0,
         },
         "yaxis": {"visible": False, "range": [-0.08, 1.08], "fixedrange": True},
-        "annotations": ticks,
+        "annotations": [*_axis_names(axes), *ticks],
         "showlegend": False,
         "margin": {"l": 12, "r": 28, "t": 48, "b": 8},
         "hovermode": "closest",
         "hoverlabel": {"namelength": 40},
     }
+
+
+def _axis_names(axes: Sequence[Axis]) -> list[dict[str, Any]]:
+    """Above the axes. Those at the edges are drawn inwards: plotly hides a tick's text that does not fit."""
+    anchors = {0: ("left", -10), len(axes) - 1: ("right", 26)}
+    return [
+        {
+            "x": at,
+            "y": 1,
+            "yref": "paper",
+            "text": html.escape(axis.name, quote=False).replace(" at ", "<br>at "),
+            "xanchor": anchors.get(at, ("center", 0))[0],
+            "xshift": anchors.get(at, ("center", 0))[1],
+            "yanchor": "bottom",
+            "yshift": 4,
+            "showarrow": False,
+        }
+        for at, axis in enumerate(axes)
+    ]
 
 
 def _key_axis(record: SweepRecord, key: str, name: str) -> Axis:
@@ -206,16 +234,17 @@ def _value_at(trial: TrialRecord, rung: int, *, last: bool) -> float | None:
 
 def _against(record: SweepRecord, key: str) -> Chart:
     count = _rung_count(record)
-    traces = [trace for rung in range(count) if (trace := _rung_trace(record, key, rung, count)) is not None]
+    span = _metric_span(record, count)
+    drawn = (_rung_trace(record, key, rung, count, span) for rung in range(count))
+    traces = [trace for trace in drawn if trace is not None]
     scale = _scale([flat_values(trial).get(key) for trial in record.trials])
-    every = [value for rung in range(count) for value in _measured(record, rung, count)]
     layout: dict[str, Any] = {
         "xaxis": _value_axis(scale),
         "yaxis": {
             "title": {"text": METRIC_NAMES[record.metric], "standoff": 6},
             "zeroline": False,
             "automargin": True,
-            **_cut_axis(record, every),
+            **_metric_axis_keys(span, record.mode == "min"),
         },
         "showlegend": len(traces) > 1,
         "legend": {
@@ -238,13 +267,37 @@ def _against(record: SweepRecord, key: str) -> Chart:
     )
 
 
-def _cut_axis(record: SweepRecord, values: Sequence[float]) -> dict[str, Any]:
-    """The whole range, unless a few values would flatten the rest."""
-    low, high = _worthy_range(record, values) if values else (0.0, 1.0)
-    if not values or (low, high) == (min(values), max(values)):
-        return {}
-    margin = 0.05 * (high - low)
-    return {"range": [low - margin, high + margin]}
+def _metric_span(record: SweepRecord, count: int) -> tuple[float, float]:
+    """From best to worst over all rungs, without what is far off at its own."""
+    spans = [
+        _worthy_range(record, values)
+        for rung in range(count)
+        if (values := list(_measured(record, rung, count)))
+    ]
+    return min((low for low, _ in spans), default=0.0), max((high for _, high in spans), default=1.0)
+
+
+def _metric_axis_keys(span: tuple[float, float], may_be_log: bool) -> dict[str, Any]:
+    """Logarithmic where the best are a small part of the worst: they could not be told apart otherwise."""
+    low, high = span
+    if not may_be_log or low <= 0 or high <= _LEAST_RATIO * low:
+        margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+        return {"range": [low - margin, high + margin]}
+    margin = 0.05 * (math.log10(high) - math.log10(low))
+    ticks = [tick for tick in _ones_twos_fives(low) if low / 1.1 <= tick <= high * 1.1]
+    return {
+        "type": "log",
+        "range": [math.log10(low) - margin, math.log10(high) + margin],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:g}" for tick in ticks],
+    }
+
+
+def _ones_twos_fives(low: float) -> Iterator[float]:
+    power = math.floor(math.log10(low))
+    for above in range(12):
+        for digit in (1, 2, 5):
+            yield float(f"{digit}e{power + above}")
 
 
 def _measured(record: SweepRecord, rung: int, count: int) -> Iterator[float]:
@@ -254,7 +307,10 @@ def _measured(record: SweepRecord, rung: int, count: int) -> Iterator[float]:
             yield value
 
 
-def _rung_trace(record: SweepRecord, key: str, rung: int, count: int) -> Trace | None:
+def _rung_trace(
+    record: SweepRecord, key: str, rung: int, count: int, span: tuple[float, float]
+) -> Trace | None:
+    """The trials that were measured at a rung; what is beyond `span` is drawn at its end."""
     found = [
         (trial, flat_values(trial).get(key), value)
         for trial in record.trials
@@ -268,10 +324,11 @@ def _rung_trace(record: SweepRecord, key: str, rung: int, count: int) -> Trace |
         "mode": "markers",
         "name": f"{record.rungs[rung]}" if record.rungs else "end",
         "x": [value if is_number else html.escape(setting_text(value), quote=False) for _, value, _ in found],
-        "y": [float(f"{score:.6g}") for _, _, score in found],
+        "y": [float(f"{min(max(score, span[0]), span[1]):.6g}") for _, _, score in found],
         "text": [html.escape(trial.name, quote=False) for trial, _, _ in found],
+        "customdata": [loss_text(score) for _, _, score in found],
         "marker": {"color": _rung_colour(rung, count), "size": 7 + 2 * (rung == count - 1)},
-        "hovertemplate": "%{y:.4f}<extra>%{text}</extra>",
+        "hovertemplate": "%{customdata}<extra>%{text}</extra>",
     }
 
 

@@ -29,13 +29,13 @@ _REASONS = 3
 
 
 def sweep_ending(output: Path, record: SweepRecord, width: int) -> list[RenderableType]:
-    """The best trials in a table; their folders stand beside them where `width` columns are enough."""
+    """The best trials in a table; the winners' folders stand beside them where `width` columns are enough."""
     best = winners(record) or leaders(record, _LEADERS)
     below = [*_failures(record), *_unfinished(record)]
     heading = Text(printable(_heading(record)), style="bold")
     if not best:
         return [heading, *below]
-    places = [_place(output, record, trial) for trial in best]
+    places = [_place(output, record, trial) for trial in best if record.best]
     whole = _table(record, best, places)
     if Console(width=10_000).measure(whole).maximum <= width:
         return [heading, whole, *below]
@@ -72,8 +72,8 @@ def _table(record: SweepRecord, trials: Sequence[TrialRecord], places: Sequence[
 
 
 def _place(output: Path, record: SweepRecord, trial: TrialRecord) -> str:
-    """The winner's folder as one would type it here; of a sweep that goes on the trial's own."""
-    inside = Path(record.name) / BEST / trial.name if trial.name in record.best else Path(trial.name)
+    """The winner's folder as one would type it here."""
+    inside = Path(record.name) / BEST / trial.name
     folder, here = output / printable(str(inside)), Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 

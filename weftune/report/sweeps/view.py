@@ -133,12 +133,16 @@ def sweep_view(run: Run, record: SweepRecord, drawn: Mapping[str, Drawn]) -> Swe
         rungs=tuple(_rung_view(row, several=len({one.generation for one in record.trials}) > 1)
                     for row in rung_rows(record)),
         ways=ways,
-        ways_pixels=_AXIS_PIXELS * (len(keys) + max(1, len(record.rungs))),
+        ways_pixels=_AXIS_PIXELS * _axes(ways),
         against=tuple(chart for chart in against if chart is not None),
         winners=tuple(_winner(run, record, trial) for trial in best),
         snippet=snippet,
         command=command,
     )  # fmt: skip
+
+
+def _axes(ways: Chart | None) -> int:
+    return len(ways.figure["layout"]["xaxis"]["tickvals"]) if ways and ways.figure else 0
 
 
 def _facts(record: SweepRecord) -> str:
