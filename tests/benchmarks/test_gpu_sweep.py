@@ -256,11 +256,12 @@ def test_all_sides_search_to_the_end_and_stop_the_same_number_of_trials(
 def test_pefts_sides_are_extrapolated_to_weftunes_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = measured(tmp_path, monkeypatch, "--peft-steps", "2", "--lengths", "real", "--trials", "4")
-    _, warm, alone, together = found["sides"]
-    for one in (alone, together):
+    words = ["--runs", "1", "--peft-steps", "2", "--lengths", "real", "--trials", "4"]
+    own, *others = measured(tmp_path, monkeypatch, *words)["sides"]
+    assert [one["key"] for one in others] == ["peft", "processes"]
+    for one in others:
         assert one["run"]["note"] == "extrapolated from 2 steps"
-        assert one["trial_steps"] == warm["trial_steps"]
+        assert one["trial_steps"] == own["trial_steps"]
         assert one["run"]["seconds"] > 0
 
 
