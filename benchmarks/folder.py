@@ -43,7 +43,12 @@ def write_base(folder: Path, size: Size, place: BenchPlace) -> None:
 def write_rows(path: Path, size: Size, rows: Rows, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(rows.shortest, rows.longest, rows.samples, endpoint=True)
-    drawn = (rng.integers(len(SPECIAL), size.vocabulary, length).tolist() for length in lengths)
+    write_lengths(path, lengths.tolist(), size.vocabulary, rng)
+
+
+def write_lengths(path: Path, lengths: Sequence[int], vocabulary: int, rng: np.random.Generator) -> None:
+    """Rows of these lengths, of the first `vocabulary` tokens of the base."""
+    drawn = (rng.integers(len(SPECIAL), vocabulary, length).tolist() for length in lengths)
     path.write_text("".join(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in drawn))
 
 

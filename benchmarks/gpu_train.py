@@ -25,62 +25,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 
-from benchmarks.folder import Rows, lines_of, ranked_jobs, read_lines, write_base, write_jobs, write_rows
+from benchmarks.commands import COLD, WARM, Run, compile_modules, output_of, room, split_table, timed, train
+from benchmarks.folder import Rows, lines_of, ranked_jobs, write_base, write_jobs, write_rows
 from benchmarks.peft_train import PeftJob, PeftTask, encoded
 from weftune.base.place import demo_folder
 from weftune.bench.result import arguments, finish
 from weftune.bench.sizes import SIZES, build
-from weftune.bench.table import aligned, number, ratio
+from weftune.bench.table import number, ratio
 from weftune.bench.timing import BenchPlace, fresh, here
 from weftune.core.clock import Phase
 from weftune.data.order import SampleOrder
 from weftune.data.template import template_source
 from weftune.errors import MissingPackage
-from weftune.report.wall import label, read_wall_times
 
 RANK = 16
 SAMPLES = 64
 DATASETS = ("gsm8k", "openbookqa", "svamp", "glaive", "dolly", "xsum", "sst2", "rte")
 ALL = ("weftune", "peft", "strong", "processes")
-COLD, WARM = "Weftune, empty caches", "Weftune, again"
 PLAIN, STRONG = "PEFT, one after another", "PEFT without padding, Liger"
-CONTEXT_BYTES = 1 << 30
-SLACK = 1.1
-"""What a process takes of a GPU beside its tensors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One process, or several at once, from the start of the first to the end of the last."""
-
-    name: str
-    exit_code: int
-    seconds: float
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """As the process itself measured them."""
-    windows: tuple[float, ...] = ()
-    after_last_step: float | None = None
-    tokens: int = 0
-    peak_bytes: int | None = None
-    note: str = ""
-
-    @property
-    def untold(self) -> float:
-        """Seconds of the process that it could not measure: its end, mostly."""
-        return self.seconds - sum(self.phases.values())
 
 
 # -- what is trained ------------------------------------------------------------------------------------
@@ -155,47 +126,11 @@ def peft_jobs(work: Work) -> list[PeftJob]:
 # -- processes -------------------------------------------------------------------------------------------
 
 
-def kept(folder: Path) -> dict[str, str]:
-    """What a user's machine keeps from one run to the next, in a place of its own: Python's compiled modules,
-    Triton's kernels, our caches."""
-    places = {"WEFTUNE_CACHE": "cache", "TRITON_CACHE_DIR": "triton", "PYTHONPYCACHEPREFIX": "modules"}
-    return {"PYTHONDONTWRITEBYTECODE": "", **{name: str(folder / place) for name, place in places.items()}}
-
-
-def compile_modules(folder: Path) -> None:
-    code = "import weftune.trainer.trainer, weftune.cli.main, weftune.report.page, plotly.offline, peft"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | kept(folder), check=True)
-
-
-def train(name: str, folder: Path, words: Sequence[str], jobs: str = "jobs.yaml") -> Run:
-    output = folder / name.replace(" ", "-")
-    asked = [sys.executable, "-m", "weftune", "train", str(folder / jobs), "--output", str(output)]
-    began = time.perf_counter()
-    ended = subprocess.run([*asked, *words], env=os.environ | kept(folder), check=False)
-    seconds, ended_at = time.perf_counter() - began, time.time()
-    walls = read_wall_times(output)
-    windows, steps = (_lines(output / file) for file in ("windows.jsonl", "metrics.jsonl"))
-    return Run(
-        name=name,
-        exit_code=ended.returncode,
-        seconds=seconds,
-        phases=dict(walls[-1].phases) if walls else {},
-        windows=tuple(one["seconds"] for one in windows),
-        after_last_step=ended_at - steps[-1]["time"] if steps else None,
-        tokens=sum(one["tokens"] for one in windows),
-        peak_bytes=max((int(one["peak_bytes"]) for one in windows), default=None),
-    )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return list(read_lines(path)) if path.exists() else []
-
-
 def peft(name: str, work: Work, strong: bool, processes: int = 1) -> Run:
     """Every process has a share of the jobs; the phases are those of the longest."""
     jobs = peft_jobs(work)
     dtype, device = str(work.place.dtype).removeprefix("torch."), str(work.place.device)
-    output = str(work.folder / name.replace(" ", "-"))
+    output = str(output_of(name, work.folder))
     commands, results = [], []
     for share in range(processes):
         task = PeftTask(str(work.base), device, dtype, output, strong, RANK, jobs[share::processes])
@@ -204,15 +139,12 @@ def peft(name: str, work: Work, strong: bool, processes: int = 1) -> Run:
         task.write(files[0])
         commands.append([sys.executable, "-m", "benchmarks.peft_train", *map(str, files)])
         results.append(files[1])
-    began = time.perf_counter()
-    started = [subprocess.Popen(one, env=os.environ | kept(work.folder)) for one in commands]
-    codes = [one.wait() for one in started]
-    seconds = time.perf_counter() - began
+    exit_code, seconds = timed(commands, work.folder)
     found = [json.loads(path.read_text()) for path in results if path.exists()]
     longest = max(found, key=lambda one: sum(one["phases"].values()), default={"phases": {}, "note": ""})
     return Run(
         name=name,
-        exit_code=max(map(abs, codes)),
+        exit_code=exit_code,
         seconds=seconds,
         phases=longest["phases"],
         tokens=sum(one["tokens"] for one in found),
@@ -231,14 +163,6 @@ def peft_at_once(work: Work, one_peak: int | None) -> Run:
         count -= 1
 
 
-def room(place: BenchPlace, one_peak: int | None) -> int:
-    if place.device.type != "cuda" or one_peak is None:
-        return 2
-    fresh(place.device)
-    free, _ = torch.cuda.mem_get_info(place.device)
-    return max(1, int(free // (one_peak * SLACK + CONTEXT_BYTES)))
-
-
 def extrapolated(run: Run, work: Work) -> Run:
     """PEFT's run of fewer steps with the time that all of them would have taken."""
     times = work.steps / work.peft_steps
@@ -253,22 +177,6 @@ def extrapolated(run: Run, work: Work) -> Run:
 
 
 # -- told -------------------------------------------------------------------------------------------------
-
-
-def split_table(runs: Sequence[Run]) -> str:
-    used = [name for name in Phase if any(run.phases.get(name, 0.0) >= 0.05 for run in runs)]
-    titles = ("seconds", "wall", *(label(name) for name in used), "end of the process", "")
-    rows = [
-        (
-            run.name,
-            number(run.seconds),
-            *(number(run.phases.get(name)) for name in used),
-            number(run.untold if run.phases else None),
-            run.note if run.exit_code == 0 else f"failed with exit code {run.exit_code}",
-        )
-        for run in runs
-    ]
-    return aligned(titles, rows)
 
 
 def ratios(runs: Sequence[Run]) -> dict[str, float]:

@@ -8,10 +8,7 @@ leaves out the first one, in which kernels are compiled.
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
 from collections import Counter
@@ -21,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import Run, compile_modules, split_table, train
 from benchmarks.folder import Rows, read_lines, write_base, write_jobs, write_rows
-from benchmarks.gpu_train import Run, kept, split_table, train
 from weftune.bench.result import finish
 from weftune.bench.sizes import SIZES, Size
 from weftune.bench.table import number
@@ -111,12 +108,6 @@ def side(name: str, jobs: int, folder: Path, words: Sequence[str]) -> Side:
         rounds=tuple(end - begin for begin, end in pairwise(ends)),
         run=run,
     )
-
-
-def compile_modules(folder: Path) -> None:
-    """As an installation does."""
-    code = "import weftune.trainer.trainer, weftune.cli.main, weftune.report.page, plotly.offline"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | kept(folder), check=True)
 
 
 def measure(case: Case, place: BenchPlace, steps: int) -> dict[str, Side]:

@@ -93,19 +93,23 @@ def apply_liger(task: PeftTask) -> str:
 
 def train(task: PeftTask) -> int:
     """All jobs; the tokens that were trained on."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     with phase(Phase.LOADING):
         tokenizer = AutoTokenizer.from_pretrained(task.model)
-        model = AutoModelForCausalLM.from_pretrained(
-            task.model,
-            dtype=getattr(torch, task.dtype),
-            device_map={"": task.device},
-            attn_implementation=attention(task),
-        )
-        model.config.use_cache = False
+        model = load_base(task.model, task.device, task.dtype, attention(task))
     return sum(train_job(task, job, model, tokenizer) for job in task.jobs)
+
+
+def load_base(model: str, device: str, dtype: str, attention: str = "sdpa") -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), device_map={"": device}, attn_implementation=attention
+    )
+    base.config.use_cache = False
+    return base
 
 
 def attention(task: PeftTask) -> str:
@@ -114,14 +118,18 @@ def attention(task: PeftTask) -> str:
     return "flash_attention_2" if flash else "sdpa"
 
 
+def lora_config(rank: int, alpha: float) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=TARGETS, task_type="CAUSAL_LM")
+
+
 def train_job(task: PeftTask, job: PeftJob, model: Any, tokenizer: Any) -> int:
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     with phase(Phase.TRAINING):
-        config = LoraConfig(
-            r=task.rank, lora_alpha=2 * task.rank, target_modules=TARGETS, task_type="CAUSAL_LM"
-        )
+        config = lora_config(task.rank, 2 * task.rank)
         adapted = get_peft_model(model, config, autocast_adapter_dtype=not task.strong).train()
         trained = [one for one in adapted.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=2e-4, fused=True)

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from benchmarks import gpu_train
+from benchmarks.commands import COLD, WARM, Run
 from benchmarks.gpu_train import (
-    COLD,
     DATASETS,
     PLAIN,
     STRONG,
-    WARM,
-    Run,
     Work,
     extrapolated,
     long_ratios,

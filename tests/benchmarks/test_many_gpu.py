@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from benchmarks import many_jobs
-from benchmarks.gpu_train import Run
+from benchmarks.commands import Run
 from benchmarks.many_gpu import CASES, FEW, MANY, Side, ratio, round_ends, write_case
 from weftune.bench.timing import here
 
