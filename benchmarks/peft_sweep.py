@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from benchmarks.peft_train import Encoded, load_base, lora_config, padded, supervised_tokens
 from weftune.core.clock import Phase, importing, phase, process_clock, running
-from weftune.jobs.sweeps.rungs import End, LossTrend, Rungs
+from weftune.jobs.sweeps.rungs import LossTrend, Rungs, TrialEnd
 from weftune.jobs.sweeps.saving import rung_counts
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
@@ -98,7 +98,7 @@ class Outcome:
     step: int
     value: float | None = None
     """The loss on the held-out rows; none where it ended before its limit."""
-    end: End | None = None
+    end: TrialEnd | None = None
     made: int = 0
     """Steps that were made for it now."""
 
@@ -137,7 +137,7 @@ def search(rungs: Rungs, train: Train) -> Found:
                 rungs.end(outcome.name, outcome.end, outcome.step)
             elif outcome.step == rungs.steps(outcome.name):
                 scores[outcome.name] = outcome.value
-                rungs.end(outcome.name, End.FINISHED, outcome.step)
+                rungs.end(outcome.name, TrialEnd.FINISHED, outcome.step)
             else:
                 rungs.evaluate(outcome.name, outcome.step, outcome.value)
         while due := rungs.due():
@@ -328,15 +328,15 @@ class PeftProcess:
             self.batches[at] = _laid_out(samples, self.task.device)
         return self.batches[at]
 
-    def _read(self, name: str, held: Held, losses: Sequence[Any]) -> tuple[End, int] | None:
+    def _read(self, name: str, held: Held, losses: Sequence[Any]) -> tuple[TrialEnd, int] | None:
         """Whether the trial ends by these losses, and at which step."""
         values = _values(losses)
         for step, loss in enumerate(values, start=held.step - len(values) + 1):
             if not math.isfinite(loss):
-                return End.FAILED, step
+                return TrialEnd.FAILED, step
             held.trend.add(step, loss)
             if held.trend.fault() is not None:
-                return End.LEFT, step
+                return TrialEnd.LEFT, step
         return None
 
     def evaluate(self) -> float:

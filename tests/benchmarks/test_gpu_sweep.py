@@ -46,7 +46,7 @@ from weftune.bench.sizes import SIZES
 from weftune.bench.timing import here
 from weftune.core.clock import Phase
 from weftune.jobs.sweeps.record import SweepRecord
-from weftune.jobs.sweeps.rungs import End
+from weftune.jobs.sweeps.rungs import TrialEnd
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 TOY = Case(
@@ -62,7 +62,7 @@ def trained_as(record: SweepRecord) -> Any:
     def outcome(name: str, limit: int) -> Outcome:
         trial = trials[name]
         if trial.state == "failed" and trial.left_at is not None:
-            return Outcome(name=name, step=trial.left_at, end=End.FAILED)
+            return Outcome(name=name, step=trial.left_at, end=TrialEnd.FAILED)
         value = trial.score if limit == record.steps else trial.at_rungs[str(limit)]
         return Outcome(name=name, step=limit, value=value)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weftune.jobs.sweeps.rungs import rung_steps
-from weftune.jobs.sweeps.saving import Saving, Work, expected_saving, trial_count
+from weftune.jobs.sweeps.saving import Saving, TrialWork, expected_saving, trial_count
 from weftune.jobs.sweeps.spec import Sweep
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def sweep_outlooks(
         return SweepOutlook(
             sweep,
             (*rung_steps(spec.halving, steps), steps),
-            expected_saving(spec, [Work(totals[name].steps, batch_sizes[name]) for name in names]),
-            expected_saving(spec, [Work(totals[name].steps, totals[name].tokens) for name in names]),
+            expected_saving(spec, [TrialWork(totals[name].steps, batch_sizes[name]) for name in names]),
+            expected_saving(spec, [TrialWork(totals[name].steps, totals[name].tokens) for name in names]),
         )
 
     return tuple(one(sweep) for sweep in sweeps)

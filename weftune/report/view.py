@@ -24,7 +24,7 @@ from weftune.report.promises import COLUMNS, headline, rows, sentences
 from weftune.report.read import JobRecord, Run
 from weftune.report.snippets import Remedy, generate_command, load_snippet, remedies
 from weftune.report.sweeps.standing import ranked
-from weftune.report.sweeps.view import Drawn, SweepView, sweep_view
+from weftune.report.sweeps.view import DrawnSweep, SweepView, sweep_view
 from weftune.report.timelines import COLUMNS as BUBBLE_COLUMNS
 from weftune.report.timelines import Timelines, bubble_rows, timeline_charts
 from weftune.report.wall import page_sentence
@@ -218,9 +218,9 @@ def page_view(
     )
 
 
-def _drawn(views: Sequence[JobView]) -> Mapping[str, Drawn]:
+def _drawn(views: Sequence[JobView]) -> Mapping[str, DrawnSweep]:
     return {
-        view.name: Drawn(view.pen if view.drawn else None, view.index if view.detailed else None)
+        view.name: DrawnSweep(view.pen if view.drawn else None, view.index if view.detailed else None)
         for view in views
     }
 

@@ -8,7 +8,7 @@ import pytest
 from weftune.core.formats import UnknownFormat
 from weftune.jobs.sweeps.record import (
     DamagedSweep,
-    Samples,
+    SampleCount,
     SweepRecord,
     TrialRecord,
     read_record,
@@ -34,7 +34,7 @@ RECORD = SweepRecord(
     ),
     decisions=(Decision(0, 0, 20, ("sql-r8",), ("sql-r16",), 2),),
     best=("sql-r8",),
-    samples=Samples(220, 400),
+    samples=SampleCount(220, 400),
 )
 
 

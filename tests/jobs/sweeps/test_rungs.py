@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftune.jobs.sweeps.rungs import End, LossTrend, Rungs, ordinal, quota, rung_steps
+from weftune.jobs.sweeps.rungs import LossTrend, Rungs, TrialEnd, ordinal, quota, rung_steps
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 STEPS = 200
@@ -72,14 +72,14 @@ def test_with_mode_max_the_highest_go_on():
 def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst():
     rungs = rungs_of(6, keep=0.5)
     for name in ("t0", "t1"):
-        rungs.end(name, End.FAILED, 7)
+        rungs.end(name, TrialEnd.FAILED, 7)
     for number in range(2, 6):
         rungs.evaluate(f"t{number}", 20, float(number))
     decide(rungs)
     assert rungs.decisions[0].kept == ("t2", "t3", "t4")
     assert rungs.decisions[0].left == ("t5",)
     assert rungs.decisions[0].reason("t5", 20) == "left the sweep at step 20: 4th of 6, the best 3 go on"
-    rungs.end("t2", End.LEFT, 40)
+    rungs.end("t2", TrialEnd.LEFT, 40)
     rungs.evaluate("t3", 60, 2.0)
     assert rungs.due() == []
     rungs.evaluate("t4", 60, 3.0)
@@ -90,7 +90,7 @@ def test_whoever_failed_counts_among_those_who_began_the_rung_and_as_the_worst()
 def test_a_rung_that_nobody_reaches_alive_is_not_decided():
     rungs = rungs_of(2)
     for name in rungs.trials:
-        rungs.end(name, End.FAILED, 3)
+        rungs.end(name, TrialEnd.FAILED, 3)
     assert rungs.due() == []
     assert rungs.is_over()
     assert rungs.ranking({}) == []
@@ -98,7 +98,7 @@ def test_a_rung_that_nobody_reaches_alive_is_not_decided():
 
 def test_one_that_its_early_stop_ended_takes_nobodys_place_at_later_rungs_and_is_ranked_at_the_end():
     rungs = rungs_of(4, keep=0.5)
-    rungs.end("t0", End.FINISHED, 12)
+    rungs.end("t0", TrialEnd.FINISHED, 12)
     for number in (1, 2, 3):
         rungs.evaluate(f"t{number}", 20, float(number))
     decide(rungs)
@@ -106,7 +106,7 @@ def test_one_that_its_early_stop_ended_takes_nobodys_place_at_later_rungs_and_is
     for name, value in (("t1", 1.0), ("t2", 2.0)):
         rungs.evaluate(name, 60, value)
     decide(rungs)
-    rungs.end("t1", End.FINISHED, STEPS)
+    rungs.end("t1", TrialEnd.FINISHED, STEPS)
     assert rungs.is_over()
     assert rungs.ranking({"t0": 0.5, "t1": 0.7}) == ["t0", "t1"]
 
@@ -117,10 +117,10 @@ def test_what_became_of_a_trial_later_does_not_change_its_place_at_a_rung():
     for name, value in (("t0", 1.0), ("t1", 2.0), ("t2", 3.0), ("t3", 4.0)):
         rungs.evaluate(name, 20, value)
     decide(rungs)
-    rungs.end("t0", End.FAILED, 33)
+    rungs.end("t0", TrialEnd.FAILED, 33)
     rungs.evaluate("t1", 60, 2.0)
     decide(rungs)
-    rungs.end("t1", End.FINISHED, STEPS)
+    rungs.end("t1", TrialEnd.FINISHED, STEPS)
     rebuilt = rungs_of(4, keep=0.5)
     for name, ended in rungs.ended.items():
         rebuilt.end(name, ended.how, ended.step)
@@ -190,9 +190,13 @@ def play(trials, keep, seed):
         at[name] += 1
         step, limit = rungs.limit(name) - 5, rungs.limit(name)
         if fate != "goes on":
-            rungs.end(name, {"fails": End.FAILED, "leaves": End.LEFT, "stops": End.FINISHED}[fate], step)
+            rungs.end(
+                name,
+                {"fails": TrialEnd.FAILED, "leaves": TrialEnd.LEFT, "stops": TrialEnd.FINISHED}[fate],
+                step,
+            )
         elif limit == STEPS:
-            rungs.end(name, End.FINISHED, STEPS)
+            rungs.end(name, TrialEnd.FINISHED, STEPS)
         else:
             rungs.evaluate(name, limit, float(value))
         if rng.random() < 0.5 or not any(rungs.awaited(name) for name in at if name not in rungs.ended):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weftune.jobs.sweeps.saving import Work, expected_saving, rung_counts
+from weftune.jobs.sweeps.saving import TrialWork, expected_saving, rung_counts
 from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 THIRDS = Halving((0.1, 0.3), 0.33)
@@ -22,7 +22,7 @@ def test_every_generation_of_tpe_is_halved_by_itself() -> None:
 
 
 def test_the_samples_of_the_rungs_are_set_against_those_of_the_grid() -> None:
-    found = expected_saving(spec_of(24), [Work(200, 16.0)] * 24)
+    found = expected_saving(spec_of(24), [TrialWork(200, 16.0)] * 24)
     assert found.rungs == (24, 8, 3)
     assert found.whole == 24 * 200 * 16
     assert found.expected == pytest.approx((24 * 20 + 8 * 40 + 3 * 140) * 16)
@@ -30,10 +30,10 @@ def test_the_samples_of_the_rungs_are_set_against_those_of_the_grid() -> None:
 
 
 def test_some_trials_stand_for_all_and_their_mean_for_those_that_go_on() -> None:
-    few = expected_saving(spec_of(24, search="tpe"), [Work(100, 1.0), Work(300, 1.0)])
+    few = expected_saving(spec_of(24, search="tpe"), [TrialWork(100, 1.0), TrialWork(300, 1.0)])
     assert few.whole == 24 * 200
     assert few.expected == pytest.approx(24 * 20 + 8 * 40 + 4 * 140)
 
 
 def test_without_halving_nothing_is_saved() -> None:
-    assert expected_saving(spec_of(4, None), [Work(10, 1.0)] * 4).share == 1
+    assert expected_saving(spec_of(4, None), [TrialWork(10, 1.0)] * 4).share == 1

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tests.report.example import START, Folder, Job, write_job_file, write_lines
-from weftune.jobs.sweeps.record import BEST, Samples, SweepRecord, TrialRecord, write_record
+from weftune.jobs.sweeps.record import BEST, SampleCount, SweepRecord, TrialRecord, write_record
 from weftune.jobs.sweeps.rungs import Decision, quota
 from weftune.report.sweeps.standing import number_text
 
@@ -96,7 +96,7 @@ def sweep_record(
         trials=tuple(trials.values()),
         decisions=tuple(decisions),
         best=tuple(best),
-        samples=Samples(BATCH * steps, BATCH * STEPS * count),
+        samples=SampleCount(BATCH * steps, BATCH * STEPS * count),
     )
 
 

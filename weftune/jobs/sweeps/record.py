@@ -47,7 +47,7 @@ class TrialRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SampleCount:
     trained: int = 0
     """Samples that the trials' steps have taken so far."""
     all: int = 0
@@ -73,7 +73,7 @@ class SweepRecord:
     decisions: tuple[Decision, ...] = ()
     best: tuple[str, ...] = ()
     """Whose adapters are in `best`, the best first; empty until the sweep has ended."""
-    samples: Samples = Samples()
+    samples: SampleCount = SampleCount()
 
 
 class DamagedSweep(OutputError):

@@ -34,7 +34,7 @@ TREND_SHARE = 0.1
 """Nor in this first share of its steps."""
 
 
-class End(StrEnum):
+class TrialEnd(StrEnum):
     """How a trial came to make no more steps."""
 
     LEFT = "left"
@@ -43,8 +43,8 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    how: End
+class EndedTrial:
+    how: TrialEnd
     step: int
     """The last that it made."""
 
@@ -103,7 +103,7 @@ class Rungs:
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
     """Trial → step of a rung → what was measured there first."""
-    ended: dict[str, Ended] = field(default_factory=dict)
+    ended: dict[str, EndedTrial] = field(default_factory=dict)
     _steps: dict[str, int] = field(default_factory=dict)
     _generation: dict[str, int] = field(default_factory=dict)
 
@@ -126,14 +126,14 @@ class Rungs:
         seen[step] = value
         return True
 
-    def end(self, trial: str, how: End, step: int) -> None:
-        self.ended.setdefault(trial, Ended(how, step))
+    def end(self, trial: str, how: TrialEnd, step: int) -> None:
+        self.ended.setdefault(trial, EndedTrial(how, step))
 
     def adopt(self, decision: Decision) -> None:
         """Let a decision hold; those who leave have ended."""
         self.decisions.append(decision)
         for trial in decision.left:
-            self.end(trial, End.LEFT, self.rungs(trial)[decision.rung])
+            self.end(trial, TrialEnd.LEFT, self.rungs(trial)[decision.rung])
 
     # -- answers -----------------------------------------------------------------------------------------
 
@@ -172,7 +172,9 @@ class Rungs:
     def ranking(self, scores: Mapping[str, float | None]) -> list[str]:
         """The finished trials, the best first."""
         finished = [
-            trial for trial in self.trials if trial in self.ended and self.ended[trial].how is End.FINISHED
+            trial
+            for trial in self.trials
+            if trial in self.ended and self.ended[trial].how is TrialEnd.FINISHED
         ]
         return sorted(finished, key=lambda trial: worth(scores.get(trial), self.spec.mode))
 
@@ -201,7 +203,7 @@ class Rungs:
         if not self._has_value(trial, rung):
             return False
         ended, step = self.ended.get(trial), self.rungs(trial)[rung]
-        return ended is None or ended.step > step or (ended.how is End.FINISHED and ended.step == step)
+        return ended is None or ended.step > step or (ended.how is TrialEnd.FINISHED and ended.step == step)
 
     def _has_value(self, trial: str, rung: int) -> bool:
         rungs = self.rungs(trial)

@@ -11,7 +11,7 @@ from weftune.jobs.sweeps.spec import Halving, SweepSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TrialWork:
     """A trial's training: steps, and what a step of it comes to in samples, tokens or seconds."""
 
     steps: int
@@ -51,7 +51,7 @@ def _counts(trials: int, halving: Halving | None) -> list[int]:
     return counts
 
 
-def expected_saving(spec: SweepSpec, works: Sequence[Work]) -> Saving:
+def expected_saving(spec: SweepSpec, works: Sequence[TrialWork]) -> Saving:
     """The trials that leave are taken to be like the mean of all. `works` may be some of them only."""
     counts = rung_counts(spec)
     scale = counts[0] / len(works)
@@ -62,7 +62,7 @@ def expected_saving(spec: SweepSpec, works: Sequence[Work]) -> Saving:
     return Saving(counts, sum(spans), expected)
 
 
-def _spans(work: Work, halving: Halving | None) -> Iterable[float]:
+def _spans(work: TrialWork, halving: Halving | None) -> Iterable[float]:
     """From each rung to the next."""
     ends = [*rung_steps(halving, work.steps), work.steps]
     starts = [0, *ends[:-1]]

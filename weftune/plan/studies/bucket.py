@@ -30,7 +30,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class BucketTrial:
     """What one number of buckets comes to."""
 
     buckets: int
@@ -46,7 +46,7 @@ class Bucketing:
     """The longest first, as the pipeline template takes them."""
     seconds: float
     """One round end to end."""
-    trials: tuple[Trial, ...]
+    trials: tuple[BucketTrial, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ def bucket(groups: Sequence[GroupLoad], pipeline: PipelineCost) -> Bucketing:
     """The best buckets for `groups`, each of which fits in memory by itself."""
     assert groups, "no fusion group to put into a bucket"
     latencies = [pipeline.paces(load)[0] for load in groups]
-    trials: list[Trial] = []
+    trials: list[BucketTrial] = []
     best: Bucketing | None = None
     for count in _tried(len(groups)):
         spread = balance(latencies, count)
         found = _bucketing(spread, groups, pipeline)
-        trials.append(Trial(count, variance(spread, latencies), found.seconds if found else None))
+        trials.append(BucketTrial(count, variance(spread, latencies), found.seconds if found else None))
         if found and (best is None or found.seconds < best.seconds):
             best = found
     assert best is not None, "a fusion group does not fit even in a bucket of its own"

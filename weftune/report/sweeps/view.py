@@ -103,14 +103,14 @@ class SweepView:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnSweep:
     """How the page shows a trial as a job: its pen in the curves, and where its commands stand."""
 
     pen: Pen | None
     index: int | None
 
 
-def sweep_view(run: Run, record: SweepRecord, drawn: Mapping[str, Drawn]) -> SweepView:
+def sweep_view(run: Run, record: SweepRecord, drawn: Mapping[str, DrawnSweep]) -> SweepView:
     keys = swept_keys(record)
     jobs = {job.name: job for job in run.jobs}
     rows = [
@@ -191,7 +191,7 @@ def _trial_view(
     trial: TrialRecord,
     place: int,
     job: JobRecord | None,
-    drawn: Drawn | None,
+    drawn: DrawnSweep | None,
     keys: tuple[str, ...],
 ) -> TrialView:
     values = flat_values(trial)

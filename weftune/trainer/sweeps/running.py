@@ -24,14 +24,14 @@ from weftune.jobs.store.store import Store
 from weftune.jobs.sweeps.record import (
     BEST,
     DamagedSweep,
-    Samples,
+    SampleCount,
     SweepRecord,
     TrialRecord,
     TrialState,
     read_record,
     write_record,
 )
-from weftune.jobs.sweeps.rungs import LEFT, Decision, End, LossTrend, Rungs
+from weftune.jobs.sweeps.rungs import LEFT, Decision, LossTrend, Rungs, TrialEnd
 from weftune.jobs.sweeps.search import Proposer, proposer
 from weftune.jobs.sweeps.spec import Sweep, Trial
 from weftune.jobs.sweeps.trials import trial_job
@@ -41,7 +41,7 @@ from weftune.trainer.job import Ready
 from weftune.trainer.sweeps.best import put_best
 
 Tell = Callable[[str], None]
-ENDS = {State.SUCCEEDED: End.FINISHED, State.FAILED: End.FAILED, State.CANCELLED: End.LEFT}
+ENDS = {State.SUCCEEDED: TrialEnd.FINISHED, State.FAILED: TrialEnd.FAILED, State.CANCELLED: TrialEnd.LEFT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def proposals_for(sweep: Sweep, others: Iterable[str]) -> Proposals | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class TrialOrders:
     """What the loop is to do with trials between two windows."""
 
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -278,10 +278,10 @@ class RunningSweep:
 
     # -- between windows ---------------------------------------------------------------------------------
 
-    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> Orders:
+    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
         """Hear who has ended, decide the rungs that can be, record it, and say what follows."""
         if self._finished:
-            return Orders()
+            return TrialOrders()
         self._hear_ends(delivering)
         if self.rungs.is_over() and self._exhausted:
             self.finish()
@@ -294,7 +294,7 @@ class RunningSweep:
             for name in living
             if name in aboard and aboard[name] >= self.rungs.limit(name) and self._is_held(name)
         }
-        return Orders(
+        return TrialOrders(
             {name: self.rungs.limit(name) for name in living if name in self._own_evaluations},
             promoted,
             rest,
@@ -350,7 +350,7 @@ class RunningSweep:
     def refuse(self, trial: str, reason: str) -> None:
         """A proposed trial that cannot be trained: it has failed."""
         self._reasons[trial] = reason
-        self.rungs.end(trial, End.FAILED, 0)
+        self.rungs.end(trial, TrialEnd.FAILED, 0)
 
     # -- the record --------------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class RunningSweep:
             steps=rungs.steps(name),
             at_rungs={str(step): value for step, value in rungs.values.get(name, {}).items()},
             score=self.score(name),
-            left_at=ended.step if ended is not None and ended.how is not End.FINISHED else None,
+            left_at=ended.step if ended is not None and ended.how is not TrialEnd.FINISHED else None,
             generation=generation,
         )
 
@@ -426,13 +426,13 @@ class RunningSweep:
             return f"waits for the others at step {rungs.limit(name)}"
         return self.store.job(name).reason if name in self.store else ""
 
-    def _samples(self, rungs: Rungs) -> Samples:
+    def _samples(self, rungs: Rungs) -> SampleCount:
         trained = everything = 0
         for name in self.trials:
             size = self.jobs[name].batch_size if name in self.jobs else 0
             trained += size * (self.store.job(name).step if name in self.store else 0)
             everything += size * rungs.steps(name)
-        return Samples(trained, everything)
+        return SampleCount(trained, everything)
 
     def score(self, name: str) -> float | None:
         """The metric of the adapter that the trial leaves, or of its last evaluation so far."""

@@ -9,7 +9,7 @@ from weftune.errors import UserError
 from weftune.jobs.spec.spec import JobSpec
 from weftune.run.events import Evaluated, Stepped
 from weftune.trainer.job import Ready
-from weftune.trainer.sweeps.running import Orders, RunningSweep, Tell
+from weftune.trainer.sweeps.running import RunningSweep, Tell, TrialOrders
 
 
 class Sweeping:
@@ -50,9 +50,9 @@ class Sweeping:
         if (sweep := self._of.get(event.job)) is not None:
             sweep.evaluate(event)
 
-    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> Orders:
+    def orders(self, aboard: Mapping[str, int], delivering: Collection[str]) -> TrialOrders:
         found = [sweep.orders(aboard, delivering) for sweep in self.sweeps]
-        return Orders(
+        return TrialOrders(
             {name: limit for one in found for name, limit in one.limits.items()},
             [name for one in found for name in one.promoted],
             {name: reason for one in found for name, reason in one.rest.items()},
