@@ -67,7 +67,7 @@ def write_jobs(
         "defaults": defaults,
         "jobs": list(jobs),
     }
-    path.write_text(yaml.safe_dump(whole))
+    path.write_text(yaml.safe_dump(whole, sort_keys=False))
 
 
 def lines_of(path: Path) -> list[str]:

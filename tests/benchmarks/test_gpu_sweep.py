@@ -147,6 +147,7 @@ def test_the_cases_ask_for_ranks_from_4_to_64_and_as_many_trials_as_the_bars(tmp
     case = replace(TOY, trials=32, steps=300, ranks=gpu_sweep.RANKS)
     work = write_work(tmp_path, case, here(toy=True))  # type: ignore[arg-type]
     assert {job.adapter.rank for job in work.run.jobs} == {4, 8, 16, 32, 64}
+    assert all(job.name.startswith(f"trial-r{job.adapter.rank}-lr") for job in work.run.jobs)
     task = peft_task(work, PLAIN, 8)
     assert len(task.trials) == len({trial.name for trial in task.trials}) == 32
     assert (len(task.batches), len(task.rates)) == (300, 300)
