@@ -191,7 +191,7 @@ def test_a_success_that_could_not_be_recorded_keeps_its_checkpoints(tmp_path, mo
     assert_same_results(output, undisturbed[0])
 
 
-@pytest.mark.parametrize("away", [["head", "-n", "4"], "/dev/full"])
+@pytest.mark.parametrize("away", [pytest.param(["head", "-n", "4"], marks=pytest.mark.slow), "/dev/full"])
 def test_output_that_nobody_takes_does_not_end_the_run(tmp_path, forks, away):
     folder = jobs_folder(tmp_path, [{"name": "a", "steps": 12, "save_every": 5, "adapter": {"rank": 2}}])
     assert forks.weftune("train", "jobs.yaml", cwd=folder, away=away) == 0

@@ -45,6 +45,7 @@ def train_as_worker(*words):
     assert not end.value.code
 
 
+@pytest.mark.slow
 def test_workers_that_torchruns_agent_starts_are_the_same_pipeline(tmp_path, trained_deep):
     place = copied(trained_deep, tmp_path)
     agent = context().Process(target=train_under_torchrun, args=(place, place / "elastic.log"))

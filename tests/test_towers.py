@@ -15,6 +15,7 @@ from tests import bench, oracle
 from tests.adapters.aboard import banks_with, logits, together
 from tests.base.folders import wrapper_folder
 from tests.base.packs import CPU, random_samples
+from tests.cases import slow_but
 from tests.families import WRAPPERS, tiny_wrapper, with_exact_norms
 from tests.outputs import Crash, assert_same_results
 from weftune import JobSpec, train
@@ -130,7 +131,7 @@ def assert_same(got, want):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("job", ["every", "some", "matched"])
+@pytest.mark.parametrize("job", slow_but(["every", "some", "matched"], ["some"]))
 def test_peft_applies_an_adapter_to_the_wrapper_and_to_nothing_but_its_text_tower(family, project, job):
     folder = project / "out" / job
     wrapper = PeftModel.from_pretrained(tiny_wrapper(family, torch.float32), folder).eval()

@@ -35,7 +35,7 @@ def cases():
     `tests/test_joining.py`."""
     for mode in MODES:
         for moment in MOMENTS:
-            slow = moment != "it trains" or mode.name in ("one device", "streamed workers")
+            slow = moment != "it trains" or mode.name in ("one device", "streamed", "streamed workers")
             marks = pytest.mark.slow if slow else ()
             yield pytest.param(mode, moment, marks=marks, id=f"{mode.name}, {moment}")
 

@@ -75,8 +75,8 @@ def found():
     ("device", "jobs", "travels", "offloads"),
     [
         (place(13), alike(2, batch=1), False, False),
-        (place(13), alike(2), False, True),
-        (place(9), alike(4, batch=1, rank=256), True, False),
+        pytest.param(place(13), alike(2), False, True, marks=pytest.mark.slow),
+        pytest.param(place(9), alike(4, batch=1, rank=256), True, False, marks=pytest.mark.slow),
         (place(7.5), alike(4, length=2000), True, True),
     ],
 )

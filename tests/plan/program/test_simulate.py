@@ -166,6 +166,7 @@ def test_the_steady_region_leaves_out_the_filling_and_the_draining():
     assert min(timeline.bubbles()) > 0.0
 
 
+@pytest.mark.slow
 def test_eight_devices_and_two_thousand_microbatches_take_seconds():
     prices = even_prices(2000, 8)
     program = one_forward_one_backward(work(8, 25, 10), 8)
