@@ -47,7 +47,7 @@ class Watched(LiveView):
 
     def update(self, row: JobRow) -> None:
         super().update(row)
-        (record,) = self._sweeps.values() or (None,)
+        record = next(iter(self._sweeps.values()), None)
         if not self.frame and record is not None and len(record.decisions) == 1 and _is_half_way(record, row):
             console = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO(), force_terminal=True)
             console.print(self._frame())
@@ -60,7 +60,8 @@ def _is_half_way(record: SweepRecord, row: JobRow) -> bool:
 
 def main() -> int:
     if BROWSER is None:
-        return print("There is no Chromium on this machine.") or 1
+        print("There is no Chromium on this machine.")
+        return 1
     run, console = read_run(EXAMPLE), Console()
     with Watched(console, []) as view:
         trainer_for(run, options=Options(), view=view).run()
