@@ -46,6 +46,8 @@ def test_the_rungs_the_saving_the_winners_and_a_snippet_are_there(page: Page) ->
     assert "the best 33 % go on at steps 20, 60 of 200" in text
     assert "20 24 8 went on the last to go on had 2.0698, the first to leave 2.0914, 1 failed" in text
     assert "25 % 9,632 of the 38,400 that all trials would take" in text
+    # 884 seconds for a quarter of the samples.
+    assert "time saved about 44:01 all trials to their end: about 58:45 of training" in text
     best = page.path.parent.resolve() / "sql" / "best" / "sql-r64-lr4.09e-4"
     assert f"PeftModel.from_pretrained(model, '{best}')" in page.text
     assert f'weftune generate {best} "your prompt"' in page.text

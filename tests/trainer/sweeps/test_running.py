@@ -10,9 +10,10 @@ from tests import bench, oracle
 from tests.outputs import Crash, assert_same_job, lines, numbers, states, status
 from weftune import JobSpec, Options
 from weftune.errors import OutputError, SpecError
+from weftune.jobs.store.store import open_store
 from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 from weftune.run.events import Stepped
-from weftune.trainer.sweeps.running import Proposals
+from weftune.trainer.sweeps.running import Proposals, RunningSweep
 
 STEPS = 12
 RATES = [3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4]
@@ -295,6 +296,23 @@ def test_killed_before_best_was_written_or_before_the_left_were_cancelled_resume
     sweeping(base, output, jobs, resume=True).run()
     assert_same_sweep(output, undisturbed[0])
     assert not (output / "s" / ".best.partial").exists()
+
+
+def test_where_the_metrics_end_before_a_decided_rung_the_score_is_the_recorded_one(
+    jobs, undisturbed, tmp_path
+):
+    """As after a kill behind a decision, before the next checkpoint."""
+    output = tmp_path / "out"
+    shutil.copytree(undisturbed[0], output)
+    metrics = (output / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (output / "metrics.jsonl").write_text("".join(line for line in metrics if json.loads(line)["step"] == 0))
+    name = decided(output)[0][1][0]
+    (trial,) = [one for one in record(output)["trials"] if one["name"] == name]
+    with open_store(output, resume=True) as store:
+        sweep = RunningSweep(sweep_of(jobs), store, {job.name: job for job in jobs}, print, None)
+        sweep.recall()
+        sweep._scores.clear()
+        assert sweep.score(name) == trial["at_rungs"]["6"] != trial["at_rungs"]["3"]
 
 
 def test_a_damaged_record_is_rebuilt_from_the_metrics(base, jobs, undisturbed, tmp_path):

@@ -25,7 +25,7 @@ from weftune.report.sweeps.standing import (
     trained_share,
     winners,
 )
-from weftune.report.words import NOTHING, loss_text, plural, printable
+from weftune.report.words import NOTHING, duration_text, loss_text, plural, printable
 
 _AT_ONCE = 10
 """Trials that stand in the open; the rest is folded away where there are more than `_FEW`."""
@@ -125,7 +125,7 @@ def sweep_view(run: Run, record: SweepRecord, drawn: Mapping[str, DrawnSweep]) -
     return SweepView(
         name=record.name,
         facts=_facts(record),
-        tiles=_tiles(record),
+        tiles=_tiles(run, record),
         metric=METRIC_NAMES[record.metric],
         keys=tuple(short_keys(keys).values()),
         trials=tuple(rows[:shown]),
@@ -159,7 +159,7 @@ def _facts(record: SweepRecord) -> str:
     return " · ".join(parts)
 
 
-def _tiles(record: SweepRecord) -> tuple[SweepTile, ...]:
+def _tiles(run: Run, record: SweepRecord) -> tuple[SweepTile, ...]:
     best = leaders(record, 1)
     ended = counts(record)
     tiles = [
@@ -183,7 +183,24 @@ def _tiles(record: SweepRecord) -> tuple[SweepTile, ...]:
                 detail=f"{record.samples.trained:,} of the {record.samples.all:,} that all trials would take",
             )
         )
+    seconds = trained_seconds(run, record)
+    if record.best and share and share < 1 and seconds is not None:
+        tiles.append(
+            SweepTile(
+                label="time saved",
+                value=f"about {duration_text(seconds / share - seconds)}",
+                detail=f"all trials to their end: about {duration_text(seconds / share)} of training",
+            )
+        )
     return tuple(tiles)
+
+
+def trained_seconds(run: Run, record: SweepRecord) -> float | None:
+    """Seconds that the trials have trained: their share of the run's, by tokens."""
+    names = {trial.name for trial in record.trials}
+    every = sum(job.trained_tokens for job in run.jobs)
+    own = sum(job.trained_tokens for job in run.jobs if job.name in names)
+    return run.seconds * own / every if own and run.seconds else None
 
 
 def _trial_view(

@@ -438,12 +438,14 @@ class RunningSweep:
         """The metric of the adapter that the trial leaves, or of its last evaluation so far."""
         if name in self._scores and name not in self._own_evaluations:
             return self._scores[name]
-        measured = self._measured.get(name, {})
-        if not measured:
+        # After a kill the lines of the metrics may end before a rung that is decided.
+        values = dict(self.rungs.values.get(name, {}))
+        values |= {step: self._value(one) for step, one in self._measured.get(name, {}).items()}
+        if not values:
             return None
         best = self.store.job(name).best_step if name in self.store else None
         keeps_best = name in self.jobs and self.jobs[name].keep == "best"
-        return self._value(measured[best if keeps_best and best in measured else max(measured)])
+        return values[best if keeps_best and best in values else max(values)]
 
     # -- after -------------------------------------------------------------------------------------------
 
