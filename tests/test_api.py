@@ -101,25 +101,22 @@ def test_sweep_gives_a_table_the_best_result_and_calls_back(
 ) -> None:
     seen: list[Stepped | Evaluated] = []
     made = weftune.sweep(str(folder), SWEPT, output=tmp_path / "out", progress=False, callback=seen.append)
-    assert [row["state"] for row in made.table] == ["finished", "left"]
-    assert set(made.table[0]) == {"trial", "learning_rate", "state", "eval_loss", "step", "reason"}
+    assert [row["state"] for row in made.rows] == ["finished", "left"]
+    assert set(made.rows[0]) == {"trial", "learning_rate", "state", "eval_loss", "step", "reason"}
     assert made.best is not None
-    assert made.best.path == tmp_path / "out" / str(made.table[0]["trial"])
-    assert made.table[0]["eval_loss"] == made.best.metrics["eval_loss"]
-    assert made.table[1]["reason"] == "left the sweep at step 2: 2nd of 2, the best goes on"
-    assert (made.path / "best" / str(made.table[0]["trial"]) / "adapter_config.json").is_file()
+    assert made.best.path == tmp_path / "out" / str(made.rows[0]["trial"])
+    assert made.rows[0]["eval_loss"] == made.best.metrics["eval_loss"]
+    assert made.rows[1]["reason"] == "left the sweep at step 2: 2nd of 2, the best goes on"
+    assert (made.path / "best" / str(made.rows[0]["trial"]) / "adapter_config.json").is_file()
     assert {event.job for event in seen} == set(made.results)
     again = weftune.sweep(str(folder), SWEPT, output=tmp_path / "out", progress=False, resume=True)
-    assert again.table == made.table
+    assert again.rows == made.rows
     with pytest.raises(weftune.UserError, match="needs this key"):
         weftune.sweep(str(folder), {"name": "s", "data": ROWS})
     if find_spec("pandas"):
-        frame = made.frame()
-        assert type(frame).__name__ == "DataFrame"
-        assert list(frame["trial"]) == [row["trial"] for row in made.table]
+        assert made.table.to_dict("records") == made.rows
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(weftune.UserError, match="pip install pandas"):
-        made.frame()
+    assert made.table == made.rows
 
 
 def test_all_of_it_is_typed() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weftune.errors import MissingPackage
 from weftune.jobs.sweeps.record import read_record
 from weftune.jobs.sweeps.rungs import worth
 from weftune.trainer.trainer import Result
@@ -21,22 +20,21 @@ class SweepResult:
     name: str
     path: Path
     """The sweep's folder, with `best` in it."""
-    table: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
     """A row for each trial, the best first: its name, its values, its metric, and how it ended."""
     best: Result | None
     """Of the winner; None where no trial has finished."""
     results: dict[str, Result]
     """Of every trial, by name."""
 
-    def frame(self) -> Any:
-        """The table as a pandas DataFrame."""
+    @property
+    def table(self) -> Any:
+        """The rows as a pandas DataFrame; the rows themselves where pandas is not installed."""
         try:
             pandas = importlib.import_module("pandas")
         except ImportError:
-            raise MissingPackage(
-                "a DataFrame needs pandas: pip install pandas, or use .table, a list of dicts"
-            ) from None
-        return pandas.DataFrame(self.table)
+            return self.rows
+        return pandas.DataFrame(self.rows)
 
 
 def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
@@ -54,7 +52,7 @@ def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
             worth(trial.score, record.mode),
         ),
     )
-    table = [
+    rows = [
         {
             "trial": trial.name,
             **trial.values,
@@ -66,4 +64,4 @@ def sweep_result(folder: Path, results: Mapping[str, Result]) -> SweepResult:
         for trial in ordered
     ]
     best = results[record.best[0]] if record.best else None
-    return SweepResult(name=record.name, path=folder, table=table, best=best, results=dict(results))
+    return SweepResult(name=record.name, path=folder, rows=rows, best=best, results=dict(results))
