@@ -335,7 +335,7 @@ def _sweep_lines(record: SweepRecord) -> list[str]:
     leading = "  ".join(
         f"{place}. {trial.name} {loss_text(trial.score)}" for place, trial in enumerate(first, start=1)
     )
-    lines = [f"{record.name}: {plural(len(record.trials), 'trial')}, {seats}"]
+    lines = [f"{record.name}: {plural(record.count, 'trial')}, {seats}"]
     return lines + [f"  {line}" for line in (rungs, leading) if line]
 
 

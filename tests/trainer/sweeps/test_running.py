@@ -372,11 +372,13 @@ def test_later_generations_are_asked_when_the_one_before_has_ended_and_survive_a
     results = run(tmp_path / "want")
     found = record(tmp_path / "want")
     assert [one["generation"] for one in found["trials"]] == [0, 0, 0, 1, 2]
-    assert len(results) == 5
+    assert found["expected"] == len(results) == 5
     assert results[found["best"][0]].state == "succeeded"
     last = found["trials"][-1]["name"]
 
     def callback(event):
+        if event.step == 1:
+            assert record(tmp_path / "out")["expected"] == 5
         if event.job == last and event.step == 4:
             raise Crash
 

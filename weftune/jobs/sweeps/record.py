@@ -70,10 +70,18 @@ class SweepRecord:
     rungs: tuple[int, ...] = ()
     """Of the first trial, its last step included."""
     trials: tuple[TrialRecord, ...] = ()
+    """So far: later generations of `tpe` follow."""
+    expected: int = 0
+    """Trials that there will be, at least those that there are."""
     decisions: tuple[Decision, ...] = ()
     best: tuple[str, ...] = ()
     """Whose adapters are in `best`, the best first; empty until the sweep has ended."""
     samples: SampleCount = SampleCount()
+
+    @property
+    def count(self) -> int:
+        """All trials, those that are yet to be proposed too."""
+        return max(self.expected, len(self.trials))
 
 
 class DamagedSweep(OutputError):

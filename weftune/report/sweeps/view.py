@@ -149,7 +149,7 @@ def _facts(record: SweepRecord) -> str:
     better = "lower" if record.mode == "min" else "higher"
     parts = [
         SEARCHES.get(record.search, record.search),
-        plural(len(record.trials), "trial"),
+        plural(record.count, "trial"),
         f"{METRIC_NAMES[record.metric]} on the same held-out rows, {better} is better",
     ]
     if len(record.rungs) > 1:
@@ -170,7 +170,7 @@ def _tiles(run: Run, record: SweepRecord) -> tuple[SweepTile, ...]:
         ),
         SweepTile(
             label="trials to the end",
-            value=f"{ended.get('finished', 0)} of {len(record.trials)}",
+            value=f"{ended.get('finished', 0)} of {record.count}",
             detail=", ".join(f"{count} {state}" for state, count in ended.items() if state != "finished"),
         ),
     ]

@@ -32,6 +32,7 @@ from weftune.jobs.sweeps.record import (
     write_record,
 )
 from weftune.jobs.sweeps.rungs import LEFT, Decision, LossTrend, Rungs, TrialEnd
+from weftune.jobs.sweeps.saving import trial_count
 from weftune.jobs.sweeps.search import Proposer, proposer
 from weftune.jobs.sweeps.spec import Sweep, Trial
 from weftune.jobs.sweeps.trials import trial_job
@@ -387,6 +388,7 @@ class RunningSweep:
             steps=steps,
             rungs=(*rungs.rungs(first), steps) if steps else (),
             trials=trials,
+            expected=len(trials) if self._exhausted else trial_count(spec),
             decisions=tuple(rungs.decisions),
             best=self.best,
             samples=self._samples(rungs),
