@@ -156,7 +156,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", slow_but(MOMENTS, ["waiting", "evaluation", "paused"]))
+@pytest.mark.parametrize("moment", slow_but(MOMENTS, ["evaluation", "paused"]))
 def test_cancelled_in_any_state_a_job_ends_within_two_steps_and_its_memory_returns(
     base, tmp_path, moment, monkeypatch
 ):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import bench, oracle
+from tests.cases import slow_but
 from tests.families import tiny
 from weftune import JobSpec, Options
 
@@ -46,7 +47,7 @@ def train(output, dtype, others, capacity):
 CASES = {"with one other": (1, 64), "with seven others": (7, 96), "with another capacity": (0, 21)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, ["with seven others", "with another capacity"]))
 def test_other_jobs_and_capacity_change_nothing_in_float64(case, run):
     alone, _ = run(torch.float64, 0, 64)
     others, capacity = CASES[case]

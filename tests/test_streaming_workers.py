@@ -29,7 +29,8 @@ def pretended(memory):
     return "--device", "cpu", "--gpu-memory", memory
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3])
 def test_losses_evaluations_and_adapters_equal_one_process_and_it_says_what_it_chose(place, forks, workers):
     output = place / fresh(place, "out")
     words = ("train", "jobs.yaml", "--output", "out", "--pipeline", str(workers), *pretended(SMALL[workers]))

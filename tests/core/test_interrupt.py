@@ -48,7 +48,7 @@ def wait_for_lines(folder, count):
         assert time.monotonic() < deadline, (folder / "log").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_first_signal_finishes_the_step_saves_and_exits_130_and_resume_completes(place, forks, number):
     shutil.rmtree(place / "out", ignore_errors=True)
     forks.start("train", "jobs.yaml", cwd=place)

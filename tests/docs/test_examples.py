@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,8 @@ def value_of(cell: str) -> Any:
 def default_of(item: Field[Any]) -> Any:
     """None where a key is absent, empty or must be given."""
     return None if item.default in (MISSING, None, ()) else item.default
+
+
+def test_the_script_of_the_quickstart_finds_what_it_imports() -> None:
+    """It trains for minutes, so that `make quickstart` alone runs it."""
+    runpy.run_path(str(ROOT / "examples/quickstart/quickstart.py"), run_name="imported")

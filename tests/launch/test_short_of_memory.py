@@ -16,7 +16,7 @@ def place(tmp_path_factory, trained_deep):
     return copied(trained_deep, tmp_path_factory.mktemp("short"))
 
 
-@pytest.mark.parametrize("mode", modes("one device", "streamed", "streamed workers"))
+@pytest.mark.parametrize("mode", modes("one device", "streamed", "pipeline", "streamed workers"))
 def test_a_pass_that_does_not_fit_one_device_is_dropped_on_all_and_every_job_ends_the_same(
     place, mode, tmp_path
 ):

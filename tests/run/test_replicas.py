@@ -81,7 +81,7 @@ def poisoned_worker(wires, family, dtype, cuts, order, poison, cancelled):
     return as_worker(wires, family, dtype, cuts, order, mine, cancelled)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_nan_in_one_replica_kills_its_job_in_all_at_once_and_reaches_nobody_else(stages):
     found = train(stages, 2, target=poisoned_worker, poison="a")
     (failed,) = (event for event in found[0][0][0] if isinstance(event, Failed))

@@ -163,7 +163,7 @@ BESIDE = (32, 0.1, Order.wide_beside)
     slow_but(
         ((poison, *how) for poison, how in product(POISONS, (IN_PIECES, IN_ONE, BESIDE))),
         [
-            *((poison, *IN_PIECES) for poison in POISONS),
+            *((poison, *IN_PIECES) for poison in ("x", "b", "dy")),
             ("padding", *IN_ONE),
             ("dy", *BESIDE),
         ],

@@ -102,6 +102,7 @@ def test_the_same_holds_for_several_workers():
     assert "Stage j is on device j mod 4." in "\n".join(explain_streams(found, "told here"))
 
 
+@pytest.mark.slow
 def test_nothing_that_it_is_compared_with_is_faster():
     found = foreseen(place(12, bandwidth=3e9), alike(2, length=100, batch=2))
     assert [one.name for one in found.alternatives] == [
