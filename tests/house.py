@@ -63,10 +63,7 @@ def survey() -> House:
     )
     imports = {name: set(imported(tree, modules)) - {name} for name, tree in modules.items()}
     classes = Counter(
-        node.name
-        for tree in modules.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        node.name for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     )
     return House(
         files=len(sources()),

@@ -54,7 +54,7 @@ class OffloadedOptimizer:
         self.device = adapted.base.device
         self.home = torch.device("cpu")
         self.ring = PieceRing(self.device)
-        self._underway: _Steps | None = None
+        self._underway: _OffloadedSteps | None = None
 
     # -- jobs --------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class OffloadedOptimizer:
             return outcome
         return replace(outcome, loss=sums.loss, token_accuracy=sums.correct / due.supervised)
 
-    def _begin(self, due: Sequence[Due], norm_J: Tensor) -> _Steps:
+    def _begin(self, due: Sequence[Due], norm_J: Tensor) -> _OffloadedSteps:
         """Close the open batches and register their Steps, with gradients of these norms."""
         assert self._underway is None, "the outcomes of earlier Steps are not known"
         trainings = [one.training for one in due]
@@ -154,7 +154,7 @@ class OffloadedOptimizer:
         if not by_kernels:
             known = zip(updates, factor_J.tolist(), strict=True)
             updates = tuple(replace(one, factor=factor) for one, factor in known)
-        self._underway = _Steps(
+        self._underway = _OffloadedSteps(
             adapters=self,
             due=tuple(due),
             updates=updates,
@@ -178,7 +178,7 @@ class OffloadedOptimizer:
         if steps.home is not None:
             steps.home.synchronize()
 
-    def outcomes(self, steps: _Steps) -> list[Outcome]:
+    def outcomes(self, steps: _OffloadedSteps) -> list[Outcome]:
         if self._underway is steps:
             with steps.waiting(self.device):
                 self._finish()
@@ -192,7 +192,7 @@ class OffloadedOptimizer:
 
     # -- pieces ------------------------------------------------------------------------------------------
 
-    def _ask(self, steps: _Steps, jobs: Iterable[str]) -> None:
+    def _ask(self, steps: _OffloadedSteps, jobs: Iterable[str]) -> None:
         """Start the updates of these jobs that are left, beside whatever else the device does."""
         for seated in self._seated(steps, jobs):
             if made := [one for one in seated if not steps.refused(one.number)]:
@@ -202,9 +202,9 @@ class OffloadedOptimizer:
                 if not steps.left[one.job]:
                     del steps.left[one.job]
 
-    def _seated(self, steps: _Steps, jobs: Iterable[str]) -> Iterator[list[_Seated]]:
+    def _seated(self, steps: _OffloadedSteps, jobs: Iterable[str]) -> Iterator[list[_SeatedPart]]:
         """The pieces that are left of these jobs, buffer by buffer."""
-        seated: list[_Seated] = []
+        seated: list[_SeatedPart] = []
         for job in jobs:
             # Not the list itself: a piece leaves it when it is made.
             for part in tuple(steps.left.get(job, ())):
@@ -212,11 +212,11 @@ class OffloadedOptimizer:
                 if at + part.size > self.ring.room:
                     yield seated
                     seated, at = [], 0
-                seated.append(_Seated(job, steps.numbers[job], part, at))
+                seated.append(_SeatedPart(job, steps.numbers[job], part, at))
         if seated:
             yield seated
 
-    def _make(self, steps: _Steps, seated: Sequence[_Seated]) -> None:
+    def _make(self, steps: _OffloadedSteps, seated: Sequence[_SeatedPart]) -> None:
         buffer = self.ring.next()
         home = [steps.updates[one.number].state.within(*one.part) for one in seated]
         here = [
@@ -231,7 +231,9 @@ class OffloadedOptimizer:
             _copy(home, here)
         steps.home = buffer.free
 
-    def _update(self, steps: _Steps, seated: Sequence[_Seated], here: Sequence[AdamState]) -> None:
+    def _update(
+        self, steps: _OffloadedSteps, seated: Sequence[_SeatedPart], here: Sequence[AdamState]
+    ) -> None:
         """Update the pieces in the buffer, and the weights that passes read."""
         updates = [
             steps.updates[one.number].on(state, one.part.start)
@@ -249,7 +251,7 @@ class OffloadedOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seated:
+class _SeatedPart:
     """A piece of a job's Step and its place in a buffer."""
 
     job: str
@@ -264,7 +266,7 @@ class _Seated:
 
 
 @dataclass(slots=True, eq=False)
-class _Steps:
+class _OffloadedSteps:
     """Steps that were asked for together."""
 
     adapters: OffloadedOptimizer
