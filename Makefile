@@ -31,8 +31,10 @@ test-slow: $(VENV)/.dev
 GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.dev)
 
+# Files side by side, since most of the time is compilation; then by themselves those that look at a clock.
 test-gpu: $(GPU_SETUP)
-	$(GPU_PYTHON) -m pytest -m gpu
+	$(GPU_PYTHON) -m pytest -m 'gpu and not timed' -n 4 --dist loadfile
+	$(GPU_PYTHON) -m pytest -m 'gpu and timed'
 
 smoke-gpu: $(GPU_SETUP)
 	$(GPU_PYTHON) -m pytest -m smoke tests/smoke -n 4 --dist loadfile

@@ -46,23 +46,23 @@ class Run:
         return self.seconds - sum(self.phases.values())
 
 
-def kept(folder: Path) -> dict[str, str]:
+def kept(caches: Path) -> dict[str, str]:
     """What a user's machine keeps from one run to the next, in a place of its own: Python's compiled modules,
     Triton's kernels, our caches."""
     places = {"WEFTUNE_CACHE": "cache", "TRITON_CACHE_DIR": "triton", "PYTHONPYCACHEPREFIX": "modules"}
-    return {"PYTHONDONTWRITEBYTECODE": "", **{name: str(folder / place) for name, place in places.items()}}
+    return {"PYTHONDONTWRITEBYTECODE": "", **{name: str(caches / place) for name, place in places.items()}}
 
 
-def compile_modules(folder: Path) -> None:
+def compile_modules(caches: Path) -> None:
     """As an installation does."""
     code = "import weftune.trainer.trainer, weftune.cli.main, weftune.report.page, plotly.offline, peft"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | kept(folder), check=True)
+    subprocess.run([sys.executable, "-c", code], env=os.environ | kept(caches), check=True)
 
 
-def timed(commands: Sequence[Sequence[str]], folder: Path) -> tuple[int, float]:
+def timed(commands: Sequence[Sequence[str]], caches: Path) -> tuple[int, float]:
     """Run commands at once: the worst exit code, and the seconds from the first's start to the last's end."""
     began = time.perf_counter()
-    started = [subprocess.Popen(one, env=os.environ | kept(folder)) for one in commands]
+    started = [subprocess.Popen(one, env=os.environ | kept(caches)) for one in commands]
     codes = [one.wait() for one in started]
     return max(map(abs, codes)), time.perf_counter() - began
 
@@ -71,12 +71,14 @@ def output_of(name: str, folder: Path) -> Path:
     return folder / name.replace(" ", "-")
 
 
-def train(name: str, folder: Path, words: Sequence[str], jobs: str = "jobs.yaml") -> Run:
-    """`weftune train` of a jobs file in the folder."""
+def train(
+    name: str, folder: Path, words: Sequence[str], jobs: str = "jobs.yaml", caches: Path | None = None
+) -> Run:
+    """`weftune train` of a jobs file in the folder, which has the caches too unless they are elsewhere."""
     output = output_of(name, folder)
     asked = [sys.executable, "-m", "weftune", "train", str(folder / jobs), "--output", str(output)]
     began = time.perf_counter()
-    ended = subprocess.run([*asked, *words], env=os.environ | kept(folder), check=False)
+    ended = subprocess.run([*asked, *words], env=os.environ | kept(caches or folder), check=False)
     seconds, ended_at = time.perf_counter() - began, time.time()
     walls = read_wall_times(output)
     windows, steps = (_lines(output / file) for file in ("windows.jsonl", "metrics.jsonl"))

@@ -8,11 +8,12 @@ trial after another in one process, and with the trials of each rung dealt to ei
 
     python -m benchmarks.gpu_sweep [--shape tinyllama|8b] [--trials 32] [--steps 300] [--batch 4x64]
         [--lengths real] [--sides weftune,peft,processes] [--peft-steps N] [--processes 8] [--runs 2]
-        [--json FILE]
+        [--caches FOLDER] [--json FILE]
 
 With `--peft-steps N` PEFT times N steps of every rank, and its wall time is extrapolated to the steps that
 halving asked of Weftune's trials. `--lengths real` draws the lengths as `benchmarks.gpu_lengths` does;
-`--runs 1` leaves out Weftune's second run.
+`--runs 1` leaves out Weftune's second run. With `--caches FOLDER` compiled kernels are kept there; where an
+earlier call has kept some, the run with empty caches is left out.
 Python's compiled modules are made before anything is measured, as an installation makes them.
 """
 
@@ -99,6 +100,7 @@ class Work:
     """The folder with everything in it."""
 
     folder: Path
+    caches: Path
     place: BenchPlace
     case: Case
     run: RunSpec
@@ -109,7 +111,7 @@ class Work:
         return self.run.jobs[0]
 
 
-def write_work(folder: Path, case: Case, place: BenchPlace) -> Work:
+def write_work(folder: Path, case: Case, place: BenchPlace, caches: Path | None = None) -> Work:
     write_base(folder / "base", case.size, place)
     fresh(place.device)
     lengths = sample_lengths(case)
@@ -128,7 +130,7 @@ def write_work(folder: Path, case: Case, place: BenchPlace) -> Work:
         batch_size=case.batch_size,
         warmup=WARMUP,
     )
-    return Work(folder, place, case, read_run(folder / "jobs.yaml"))
+    return Work(folder, caches or folder, place, case, read_run(folder / "jobs.yaml"))
 
 
 def sample_lengths(case: Case) -> list[int]:
@@ -193,7 +195,7 @@ class Side:
 
 def with_weftune(name: str, work: Work) -> Side:
     print(f"measuring: {name}", flush=True)
-    run = train(name, work.folder, ["--device", work.place.device.type])
+    run = train(name, work.folder, ["--device", work.place.device.type], caches=work.caches)
     record = record_of(name, work)
     if record is None or not record.best:
         return Side(key="weftune", run=replace(run, exit_code=run.exit_code or 1))
@@ -223,7 +225,7 @@ def with_peft(key: str, name: str, work: Work, processes: int, record: SweepReco
     asked, answer = (work.folder / f"{key}-{kind}.json" for kind in ("task", "result"))
     task.write(asked)
     command = [sys.executable, "-m", "benchmarks.peft_sweep", str(asked), str(answer)]
-    exit_code, seconds = timed([command], work.folder)
+    exit_code, seconds = timed([command], work.caches)
     found = json.loads(answer.read_text()) if answer.exists() else {"phases": {}}
     run = Run(
         name=name,
@@ -361,9 +363,10 @@ def verdict(value: float, bar: float | None) -> str:
 # -- the command ------------------------------------------------------------------------------------------
 
 
-def measure(work: Work, asked: Sequence[str], runs: int) -> list[Side]:
+def measure(work: Work, asked: Sequence[str], names: Sequence[str]) -> list[Side]:
+    """The sides; `names` are those of Weftune's runs."""
     case = work.case
-    sides = [with_weftune(name, work) for name in (COLD, WARM)[:runs]] if "weftune" in asked else []
+    sides = [with_weftune(name, work) for name in names] if "weftune" in asked else []
     record = record_of(sides[-1].run.name, work) if sides and sides[-1].seconds is not None else None
     if case.peft_steps is not None and record is None:
         return sides
@@ -392,11 +395,12 @@ def main() -> None:
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     case = _case(asked)
+    names = [WARM] if asked.caches is not None and asked.caches.exists() else [COLD, WARM][: asked.runs]
     with tempfile.TemporaryDirectory() as name:
-        work = write_work(Path(name), case, place)
+        work = write_work(Path(name), case, place, asked.caches)
         if not asked.toy:
-            compile_modules(work.folder)
-        found = measure(work, sides, asked.runs)
+            compile_modules(work.caches)
+        found = measure(work, sides, names)
     tell(case, found, asked.json)
     sys.exit(max(side.run.exit_code for side in found))
 
@@ -449,6 +453,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sides", default=",".join(ALL), help=f"some of {','.join(ALL)}")
     parser.add_argument("--peft-steps", type=int, metavar="N", help="time N steps of PEFT, and extrapolate")
     parser.add_argument("--runs", type=int, choices=[1, 2], default=2, help="of Weftune")
+    parser.add_argument("--caches", type=Path, metavar="FOLDER", help="where compiled kernels are kept")
     parser.add_argument("--processes", type=int, help="PEFT's at once: 8 unless told")
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser

@@ -35,6 +35,22 @@ def test_train_teaches_both_jobs(plain):
         assert found[-1] < 0.9 * found[0]
 
 
+def test_a_sweep_leaves_its_best_trial_and_those_that_lost_left_early(stories, tmp_path):
+    spec = yaml.safe_load(stories.read_text())
+    over = {"learning_rate": [1e-5, 1e-3, 3e-3], "adapter": [{"rank": 4}, {"rank": 16}]}
+    spec["defaults"] |= {"data": str(stories.parent / "rows.jsonl")}
+    spec["jobs"] = [{"name": "cats", "sweep": {"over": over, "halving": {"at": [0.3], "keep": 0.5}}}]
+    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(spec))
+    output = tmp_path / "output"
+    weftune("train", tmp_path / "jobs.yaml", "--output", output, "--device", "cuda")
+    found = losses(output)
+    assert sorted(map(len, found.values())) == [6, 6, 6, 20, 20, 20]
+    assert not any(len(found[f"cats-r{rank}-lr1e-5"]) == 20 for rank in (4, 16))
+    (best, *_) = sorted((output / "cats" / "best").iterdir())
+    assert "1e-5" not in best.name
+    assert load_file(best / "adapter_model.safetensors")
+
+
 def test_generate_answers_beside_the_base(plain):
     asked = ("There were 7 cats.", "--against-base", "--max-tokens", "12", "--device", "cuda")
     said = weftune("generate", plain / "large", *asked).said

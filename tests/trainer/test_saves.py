@@ -97,7 +97,8 @@ def test_a_bug_while_a_checkpoint_is_written_ends_the_run_and_it_can_be_resumed(
     assert_same_results(tmp_path / "out", tmp_path / "want")
 
 
-def test_a_job_saves_no_training_state_at_its_last_step(model, tmp_path, monkeypatch):
+def steps_written(monkeypatch):
+    """Will have the steps of all checkpoints that are written."""
     written = []
 
     def write(folder, snapshot, real=checkpoint.write):
@@ -105,6 +106,22 @@ def test_a_job_saves_no_training_state_at_its_last_step(model, tmp_path, monkeyp
         return real(folder, snapshot)
 
     monkeypatch.setattr(checkpoint, "write", write)
+    return written
+
+
+def test_a_job_that_does_not_say_how_often_is_not_saved_every_moment(model, tmp_path, monkeypatch):
+    """Of a run of a few seconds there is nothing to lose, however many steps it has."""
+    written = steps_written(monkeypatch)
+    bench.train(model, tmp_path / "short", [job("silent", 60), job("told", 60, save_every=50)])
+    assert written == [25, 50]
+    written.clear()
+    monkeypatch.setattr("weftune.trainer.loop.LEAST_SAVE_SECONDS", 0.0)
+    bench.train(model, tmp_path / "long", [job("silent", 60)])
+    assert written == [12, 25, 37, 50]
+
+
+def test_a_job_saves_no_training_state_at_its_last_step(model, tmp_path, monkeypatch):
+    written = steps_written(monkeypatch)
     bench.train(model, tmp_path / "out", [job("a", 4, save_every=2)])
     assert written == [1, 2, 3]
 

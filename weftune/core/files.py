@@ -92,9 +92,10 @@ class LineFile:
 
     def append(self, line: Mapping[str, Any]) -> None:
         self._unwritten.append((json_text(line) + "\n").encode())
-        self._write()
+        self.flush()
 
-    def _write(self) -> None:
+    def flush(self) -> None:
+        """Hand the lines that wait to the system."""
         content = b"".join(self._unwritten)
         if not content:
             return
@@ -125,7 +126,7 @@ class LineFile:
             replace_file(self.path, kept)
 
     def sync(self) -> None:
-        self._write()
+        """Have all that was flushed on the disk. Lines may be appended meanwhile."""
         if self._handle is not None:
             try:
                 os.fsync(self._handle)

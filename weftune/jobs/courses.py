@@ -19,7 +19,9 @@ from weftune.plan.window.rounds import Course
 
 DEFAULT_SAVE_EVERY = 0.1
 LEAST_SAVE_EVERY = 25
-"""What a kill may cost a job that does not say: a share of its steps, but not fewer than these."""
+LEAST_SAVE_SECONDS = 30.0
+"""What a kill may cost a job that does not say: a share of its steps, but not fewer than these, nor less time
+than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def _placed(samples: Samples, chosen: np.ndarray) -> tuple[PlacedSample, ...]:
 
 
 def save_interval(spec: JobSpec, steps: int) -> int:
-    """Steps: as many as a kill may cost the job at most."""
+    """Steps: as many as a kill may cost the job at most, or LEAST_SAVE_SECONDS where it does not say."""
     if spec.save_every is None:
         return max(in_steps(DEFAULT_SAVE_EVERY, steps), LEAST_SAVE_EVERY)
     return max(1, in_steps(spec.save_every, steps))

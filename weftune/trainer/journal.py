@@ -127,7 +127,7 @@ class Journal:
         seconds = self._seconds_before + time.monotonic() - self._began
         self._peak = max(self._peak, window.outcome.peak_bytes)
         self.store.measure(seconds, seconds + self._saved, self._peak)
-        self._aside(self.store.write_status)
+        self._aside(self.store.write_status_soon)
 
     def promise(self, numbers: Mapping[str, Any]) -> None:
         """Write what this process promises of its first window, before it runs."""

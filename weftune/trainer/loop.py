@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from weftune.core.batch import Microbatch
 from weftune.core.clock import Phase, phase
 from weftune.core.shapes import JobShape
 from weftune.errors import OutputError, UserError
-from weftune.jobs.courses import save_interval
+from weftune.jobs.courses import LEAST_SAVE_SECONDS, save_interval
 from weftune.jobs.spec.spec import JobSpec
 from weftune.jobs.store.scheduler import admit
 from weftune.jobs.store.states import State
@@ -110,6 +111,8 @@ class Loop:
         self.windows = Windows(engine, self.learned, self.jobs)
         self._timed = TimedWindow()
         self._saved_at_every_step: set[str] = set()
+        self._last_saved: dict[str, float] = {}
+        """Of jobs aboard: when a checkpoint was last begun, or when they came aboard."""
         self.sweeps = Sweeping()
         """The sweeps that some of the jobs are trials of."""
         self.add: Callable[[JobSpec], Any] | None = None
@@ -261,6 +264,9 @@ class Loop:
             self.journal.move(spec.name, State.PAUSED, f"{error}; mend that, and go on with --resume")
             return
         self.executor.attach(training)
+        # Where it starts from another's adapter, which may be gone later, it is saved at once.
+        is_safe = progress.step > 0 or spec.adapter.init_from is None
+        self._last_saved[spec.name] = time.monotonic() if is_safe else -math.inf
         self.journal.move(spec.name, State.RUNNING)
         self.deliveries.prepare(job, snapshot_bytes(training, keeps_best=spec.keep == "best"))
 
@@ -304,7 +310,7 @@ class Loop:
             )
             self._forget_ended()
             self.windows.plan_ahead(program)
-            self._watched(program, stop, callback)
+            self._watched(program.without_saves(self._saved_lately()), stop, callback)
             self._retire()
         if stop():
             self._suspend()
@@ -332,6 +338,16 @@ class Loop:
         if self.sweeps.is_awaited(name, progress.step):
             return True
         return progress.step in job.evaluate_at and progress.evaluated < progress.step
+
+    def _saved_lately(self) -> frozenset[str]:
+        """The jobs that are not saved in the next window, since the last time was a moment ago and they do
+        not say how often they want to be."""
+        now = time.monotonic()
+        return frozenset(
+            name
+            for name in self.executor.aboard
+            if self.jobs[name].spec.save_every is None and now - self._last_saved[name] < LEAST_SAVE_SECONDS
+        )
 
     def _promise(self, program: Program, aboard: JobShapes) -> Promise:
         return self.learned.promise(program, aboard, self.engine.price(aboard))
@@ -474,6 +490,7 @@ class Loop:
         self._hear_writes()
         training = self.executor.aboard[name]
         if name not in self._endings:
+            self._last_saved[name] = began
             try:
                 save(name, self.deliveries.checkpoints(name))
             except OSError as error:

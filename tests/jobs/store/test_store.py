@@ -149,6 +149,7 @@ def test_an_output_that_is_not_there_cannot_be_resumed(tmp_path: Path) -> None:
 def test_a_status_is_on_disk_within_two_seconds_though_nobody_asks_again(tmp_path: Path) -> None:
     with open_store(tmp_path, resume=False) as store:
         store.add_job("a")
+        store.write_status()
         for step in range(1, 200):
             store.append_metrics({"job": "a", "step": step})
             store.advance_job("a", step, 1000, step)
@@ -426,25 +427,62 @@ def test_the_state_of_a_job_is_written_even_where_its_lines_cannot_be(tmp_path: 
         assert status_of(tmp_path)["jobs"]["a"]["state"] == "failed"
 
 
-def test_a_late_write_holds_up_nobody_and_does_not_come_after_another_or_the_end(tmp_path: Path) -> None:
-    def late() -> list[threading.Thread]:
-        return [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
+def late_writes() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
 
+
+def test_a_late_write_does_not_come_after_another_or_the_end(tmp_path: Path) -> None:
     with open_store(tmp_path, resume=False) as store:
         store.add_job("a")
+        store.write_status()
         store.write_status_soon()
-        assert late() == [], "the first is written at once"
         store.write_status_soon()
-        store.write_status_soon()
-        (first,) = late()
+        (first,) = late_writes()
         assert first.daemon, "a process may end before it"
         store.write_status()
         first.join(0.5)
-        assert late() == [], "it has been written meanwhile"
+        assert late_writes() == [], "it has been written meanwhile"
         store.write_status_soon()
-        (second,) = late()
+        (second,) = late_writes()
     second.join(0.5)
-    assert late() == []
+    assert late_writes() == []
+
+
+def test_no_step_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    real = os.fsync
+
+    def slow(handle: int) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        real(handle)
+
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        store.append_metrics({"job": "a", "step": 1})
+        monkeypatch.setattr("weftune.core.files.os.fsync", slow)
+        store.write_status_soon()
+        assert begun.wait(30), "the first is begun at once"
+        store.append_metrics({"job": "a", "step": 2})
+        store.advance_job("a", 2, 9, 2)
+        store.write_status_soon()
+        assert not (tmp_path / "status.json").exists()
+        may_end.set()
+        store.write_status()
+    assert status_of(tmp_path)["jobs"]["a"]["step"] == 2
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_the_next_one_tells_what_went_wrong_with_a_late_write(tmp_path: Path) -> None:
+    with open_store(tmp_path, resume=False) as store:
+        store.add_job("a")
+        with largest_file(0):
+            store.write_status_soon()
+            for one in late_writes():
+                one.join(30)
+        with pytest.raises(OutputError, match=r"status\.json"):
+            store.write_status_soon()
+        store.write_status_soon()
 
 
 def test_each_status_says_when_it_was_written_and_when_its_run_began(tmp_path: Path) -> None:

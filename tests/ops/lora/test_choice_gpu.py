@@ -78,6 +78,7 @@ def test_every_order_gets_a_time_and_the_fastest_is_written_down(name):
     assert asked.of(choices_on(DEVICE), allowed) is chosen
 
 
+@pytest.mark.timed
 def test_a_trial_of_compiled_kernels_takes_less_than_a_fifth_of_a_second():
     asked = call("a square site")
     timed(asked)
@@ -86,6 +87,7 @@ def test_a_trial_of_compiled_kernels_takes_less_than_a_fifth_of_a_second():
     assert time.perf_counter() - began < 0.2
 
 
+@pytest.mark.timed
 def test_times_are_the_devices_and_not_those_of_launching():
     """Twice the rows of a large site are about twice the work; the launches are as many."""
     large = dict(features=4096, widths=(4096,), slots=64, device="cuda", dtype=torch.bfloat16)

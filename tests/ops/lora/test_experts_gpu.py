@@ -52,7 +52,7 @@ def test_what_a_young_adapter_adds_is_not_rounded_away():
     y_TD = got(none, GPU)["y"].double()
     assert 0.0 < added.abs().mean() < y_TD.abs().mean() / 256
     seen = got(YOUNG, GPU)["y"].double() - y_TD
-    assert (seen * added).sum() / (added**2).sum() == pytest.approx(1.0, abs=0.2)
+    assert ((seen * added).sum() / (added**2).sum()).item() == pytest.approx(1.0, abs=0.2)
 
 
 def test_so_they_are_where_nothing_is_whole():

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.works import work
 from weftune.plan.program.check import check
-from weftune.plan.program.program import Forward, Load, Step
+from weftune.plan.program.program import Forward, Load, Save, Step
 from weftune.plan.window.orders import one_forward_one_backward
 
 
@@ -32,6 +32,15 @@ def test_without_a_dead_job_a_pipeline_is_still_legal_and_keeps_its_loads():
     assert gone == 4 * (6 + 8) + 2 * 2 * 3
     streamed = type(left)(left.capacity, left.microbatches, left.batches, ((Load(0),), (), ()), (0, 1, 2))
     assert streamed.without("job0").devices[0] == (Load(0),)
+
+
+def test_without_the_saves_of_a_job_all_else_stands_on_every_device():
+    plain = one_forward_one_backward(work(jobs=2, steps=2, microbatches=2), 3)
+    saves = (Save("job0", 2), Save("job1", 2))
+    program = replace(plain, devices=tuple((*actions, *saves) for actions in plain.devices))
+    left = program.without_saves(frozenset({"job0"}))
+    assert left == replace(plain, devices=tuple((*actions, saves[1]) for actions in plain.devices))
+    assert program.without_saves(frozenset()) == program
 
 
 def test_a_batch_is_found_among_thousands_without_looking_at_the_others():

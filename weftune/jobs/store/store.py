@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,10 +131,15 @@ class Store:
         self._metrics = LineFile(records / METRICS)
         self._windows = LineFile(records / WINDOWS)
         self._one_writer = threading.RLock()
+        """Held while lines are appended and while it is settled what is written."""
+        self._disk = threading.RLock()
+        """Held, and taken first, while something is brought to the disk or a file is closed."""
         self._written = float("-inf")
         """When the status was last written, or last could not be."""
         self._late: threading.Timer | None = None
-        """What will write a status that was too early to write at once."""
+        """What will write the status soon."""
+        self._trouble: OutputError | None = None
+        """Why it could not."""
 
     def __enter__(self) -> Store:
         return self
@@ -172,7 +176,8 @@ class Store:
     def restart_job(self, name: str) -> None:
         """Forget all that a job did, its metrics too; its folder is the caller's."""
         self._put(name, JobStatus())
-        self._metrics.keep(lambda line: line.get("job") != name)
+        with self._disk, self._one_writer:
+            self._metrics.keep(lambda line: line.get("job") != name)
 
     def pause_job(self, name: str, reason: str) -> None:
         """Leave a job out of this run, whatever it waited for."""
@@ -226,8 +231,9 @@ class Store:
                 return True
             return step <= (eval_cursors if "eval_loss" in line else cursors)[job]
 
-        self._metrics.keep(is_done)
-        self._windows.keep(lambda line: True)
+        with self._disk, self._one_writer:
+            self._metrics.keep(is_done)
+            self._windows.keep(lambda line: True)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         with self._one_writer:
@@ -241,21 +247,20 @@ class Store:
         """Bring everything to the disk: the lines first, so that no status speaks of lines not there.
 
         Where lines cannot be written the status still is, and the OutputError comes after it: what state a
-        job is in matters more than its curve.
+        job is in matters more than its curve. Nobody who appends lines waits for the disk.
         """
-        with self._one_writer:
-            self._drop_late()
-            self._written = time.monotonic()
-            troubles = []
-            for file in (self._metrics, self._windows):
-                try:
-                    file.sync()
-                except OutputError as error:
-                    troubles.append(error)
-            self._updated = time.time()
-            write_status(self.records, self.status)
-            if troubles:
-                raise troubles[0]
+        files, troubles = (self._metrics, self._windows), []
+        with self._disk:
+            with self._one_writer:
+                self._drop_late()
+                self._written = time.monotonic()
+                troubles += _troubles(file.flush for file in files)
+                self._updated = time.time()
+                status = self.status
+            troubles += _troubles(file.sync for file in files)
+            write_status(self.records, status)
+        if troubles:
+            raise troubles[0]
 
     def is_due(self) -> bool:
         """Whether the last write of the status was so long ago that the next change is written at once."""
@@ -265,21 +270,25 @@ class Store:
         return self._written + STATUS_SECONDS - time.monotonic()
 
     def write_status_soon(self) -> None:
-        """Have the status on disk within a second: at once, or later if it has just been written."""
+        """Have the status on disk within a second, by a thread: the disk holds up no step. What went wrong
+        the last time is raised here."""
         with self._one_writer:
-            wait = self._wait()
-            if wait <= 0:
-                self.write_status()
-            elif self._late is None:
-                self._late = threading.Timer(wait, self._write_late)
+            if self._late is None:
+                self._late = threading.Timer(max(0.0, self._wait()), self._write_late)
                 self._late.daemon = True
                 self._late.start()
+            trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            raise trouble
 
     def _write_late(self) -> None:
-        # Whoever writes next meets the same trouble and can speak of it.
-        with suppress(OutputError), self._one_writer:
+        with self._disk:
+            # Or else it has been written meanwhile, or the store is closed.
             if self._late is threading.current_thread():
-                self.write_status()
+                try:
+                    self.write_status()
+                except OutputError as error:
+                    self._trouble = error
 
     def _drop_late(self) -> None:
         if self._late is not None:
@@ -289,17 +298,29 @@ class Store:
     def gather(self) -> None:
         """Take in what the shares of the jobs have recorded; their stores end with it."""
         # Their files are about to be replaced.
-        self._metrics.close()
-        self._windows.close()
+        with self._disk:
+            self._metrics.close()
+            self._windows.close()
         self.take(gather(self.output, self.status))
         self.write_status()
         dissolve(self.output)
 
     def close(self) -> None:
-        with self._one_writer:
+        with self._disk, self._one_writer:
             self._drop_late()
             self._metrics.close()
             self._windows.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _troubles(writes: Iterable[Callable[[], None]]) -> list[OutputError]:
+    """Attempt each of them: what went wrong."""
+    found = []
+    for write in writes:
+        try:
+            write()
+        except OutputError as error:
+            found.append(error)
+    return found

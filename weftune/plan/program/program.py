@@ -296,6 +296,14 @@ class Program:
             devices=tuple(tuple(action for action in actions if lives(action)) for actions in self.devices),
         )
 
+    def without_saves(self, jobs: frozenset[str]) -> Program:
+        """The same program that leaves these jobs unsaved."""
+
+        def is_kept(action: Action) -> bool:
+            return not (isinstance(action, Save) and action.job in jobs)
+
+        return replace(self, devices=tuple(tuple(filter(is_kept, actions)) for actions in self.devices))
+
 
 class IllegalProgram(AssertionError):
     """A planner broke a rule. Always a bug of ours, never the user's mistake."""
