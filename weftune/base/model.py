@@ -17,6 +17,7 @@ from weftune.base.check import check_packing
 from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.delta_net import separate_samples
 from weftune.base.families import refuse_config, refuse_modules
+from weftune.base.quant.linear import matrix_dtype
 from weftune.base.shape import model_shape, site_modules
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
@@ -66,7 +67,8 @@ class Base:
         own_config(model)
         plain = plain_attention(model.config)
         take_packs(model)
-        base = cls(model, spec, model_shape(model, model.dtype), device, model.dtype)
+        dtype = matrix_dtype(model)
+        base = cls(model, spec, model_shape(model, dtype), device, dtype)
         check_packing(base, plain)
         return base
 

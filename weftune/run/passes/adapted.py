@@ -26,7 +26,7 @@ class AdaptedBase:
             count_compilation()
         with self.on_stream():
             self.layers = Layers(base) if self.route is Route.tiled else None
-            like = next(base.model.parameters())
+            like = torch.empty(0, dtype=base.dtype, device=base.device)
             groups = self.layers.groups if self.layers else ()
             embedding = base.model.get_input_embeddings()
             self.banks = Banks(base.sites(), base.shape.sites, like, groups, base.whole_sites, embedding)
