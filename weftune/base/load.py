@@ -120,7 +120,8 @@ def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -
     dtype = cast(Dtype, str(base_dtype(spec, device)).removeprefix("torch."))
     model = load_plain(replace(spec, quantize=None, dtype=dtype), torch.device("cpu"))
     quantise_linears(model, quantised_forms(model, config.quantised, None))
-    return cast(PreTrainedModel, nn.Module.to(model, device))
+    nn.Module.to(model, device)
+    return model
 
 
 def bare_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:

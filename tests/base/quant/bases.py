@@ -48,7 +48,7 @@ def stood_for(model: PreTrainedModel, quantize: Quantize = "nf4") -> PreTrainedM
 
 def quantised_base(model: PreTrainedModel, quantize: Quantize = "nf4") -> Base:
     dtype = str(model.dtype).removeprefix("torch.")
-    spec = BaseSpec(model=f"tiny/{quantize}", dtype=dtype, quantize=quantize)
+    spec = BaseSpec(model="tiny/quantised", dtype=dtype, quantize=quantize)
     return Base.from_model(quantised_model(model, quantize), spec, CPU)
 
 

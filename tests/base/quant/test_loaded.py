@@ -13,6 +13,7 @@ from tests.base.quant.bases import (
     CONFIG,
     in_layers,
     plain_folder,
+    quantised_base,
     quantised_model,
     stood_for,
     stored_folder,
@@ -25,12 +26,13 @@ from weftune.base.config import read_config
 from weftune.base.host.streamed import load_streamed, weights_in_files
 from weftune.base.load import inspect, load_base, load_plain
 from weftune.base.model import Base
-from weftune.base.quant.linear import QuantLinear, quant_paths
+from weftune.base.quant.linear import QuantLinear, QuantWeight, quant_paths
 from weftune.base.quant.nf4 import Nf4
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.shapes import LayerRange
 from weftune.errors import BaseModelError
+from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.program.layout import Layout, StageLayers
 
 CPU = torch.device("cpu")
@@ -251,3 +253,26 @@ def test_quantised_weights_are_not_read_from_their_files_in_every_step(tmp_path)
     folder = plain_folder(tmp_path, deep("llama", torch.float32))
     with pytest.raises(BaseModelError, match="quantised weights are made when they are loaded"):
         weights_in_files(spec_of(folder, "nf4"), CPU)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_the_memory_model_counts_the_bytes_and_the_largest_matrix_of_a_product(quantize, monkeypatch):
+    base = quantised_base(tiny("llama", torch.float32), quantize)
+    alive, most, write = weakref.WeakSet(), [0], QuantWeight.write
+
+    def watched(self, out_NK):
+        alive.add(out_NK)
+        most[0] = max(most[0], sum(one.nbytes for one in alive))
+        write(self, out_NK)
+
+    monkeypatch.setattr(QuantWeight, "write", watched)
+    x_TK = torch.randn(3, 32, requires_grad=True)
+    for path in quant_paths(base.model):
+        module = base.model.get_submodule(path)
+        x = x_TK[:, :1].expand(3, module.in_features)
+        module(x).sum().backward()
+    held = sum(value.nbytes for value in base.model.parameters())
+    for fused, matrices in ((False, 1), (True, 2)):
+        need = MemoryModel(base.shape, budget=1 << 30, taken=1000, fused=fused).need([], 0)
+        assert need.resident == pytest.approx(1000 + held + matrices * most[0], abs=1)
+    assert most[0] == 48 * 32 * 4

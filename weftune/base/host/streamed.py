@@ -229,7 +229,7 @@ def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
     for index in range(held.start, held.stop):
         prefix = f"{_layers_path(model)}.{index}."
         own = [(name, value) for name, value in model.named_parameters() if name.startswith(prefix)]
-        for name, value in sorted(own, key=lambda pair: _order(*pair, quantised)):
+        for name, value in sorted(own, key=lambda pair: _order(pair[0], pair[1], quantised)):
             found.append(WeightPiece(name, start, value.shape, value.dtype))
             start = -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
     return found

@@ -129,7 +129,7 @@ def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) 
         weight = cast(Tensor, plain.weight).detach()
         made = _empty(plain, form, dtype)
         made.take(form.quantise(weight.T if made.fan_in_fan_out else weight))
-        made.bias = cast(nn.Parameter | None, plain.bias)
+        made.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
         model.set_submodule(path, made)
 
 
@@ -152,7 +152,7 @@ def _plain(module: QuantLinear) -> nn.Module:
     else:
         made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     made.weight = nn.Parameter(matrix_NK, requires_grad=False)
-    made.bias = module.bias
+    made.register_parameter("bias", module.bias)
     return made
 
 
