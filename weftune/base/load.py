@@ -188,6 +188,12 @@ def own_dtype(spec: BaseSpec) -> torch.dtype:
     return found or torch.float32
 
 
+def quantised_as(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
+    """What the weights of a base are held in; `stored_only`: in its files."""
+    found = load_config(spec, place(spec)).quantised
+    return None if found is None or (stored_only and not found.stored) else found
+
+
 def best_device() -> torch.device:
     return _this_gpu() if torch.cuda.is_available() else torch.device("cpu")
 

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
 from weftune.base.quant.format import WeightFormat
 from weftune.base.quant.linear import quant_paths
-from weftune.base.quant.read import QuantReader, chosen_forms, is_stored, parts_beside, stored_matrix
+from weftune.base.quant.read import QuantReader, chosen_forms, is_part, is_stored, parts_beside, stored_matrix
 from weftune.base.quant.stored import Quantised
 from weftune.base.safe_files import weight_map
 from weftune.base.towers import older_name
@@ -257,8 +257,12 @@ def found_file(where: str, name: str, revision: str | None) -> Path | None:
 
 
 def stored_dtype(files: WeightFiles) -> torch.dtype | None:
-    """Of most tensors of the first file; None where that is none which models are trained in."""
+    """Of most tensors of the first file, those of quantised weights apart; None where that is none which
+    models are trained in."""
     first = next(iter(files.files))
     with safe_open(files.path(first), framework="pt") as file:
-        found = Counter(str(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+        plain = [name for name in file.keys() if not is_part(name, files.files)]  # noqa: SIM118
+        found = Counter(str(file.get_slice(name).get_dtype()) for name in plain)
+    if not found:
+        return None
     return STORED.get(found.most_common(1)[0][0])

@@ -60,6 +60,13 @@ def is_stored(name: str, stored: Collection[str]) -> bool:
     return f"{name}.{STATE}" in stored
 
 
+def is_part(name: str, stored: Collection[str]) -> bool:
+    """Whether a tensor of the files belongs to such a matrix."""
+    endings = (f".{STATE}", *(ending for ending in STORED_PARTS.values() if ending))
+    matrix = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), name)
+    return is_stored(matrix, stored)
+
+
 def parts_beside(model: PreTrainedModel) -> dict[str, str]:
     """The tensors of quantised weights other than the largest → the name of that one, which stands for the
     matrix in files."""
