@@ -133,6 +133,13 @@ def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) 
         model.set_submodule(path, made)
 
 
+def dequantise_by(model: PreTrainedModel, write: Dequantise) -> None:
+    """Have all quantised weights of `model` dequantised so."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.dequantise = write
+
+
 def quant_paths(model: PreTrainedModel) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, QuantLinear)]
 
