@@ -48,6 +48,11 @@ def write_merged(
     refuse_links_out(folder)
     with new_folder(target):
         model = merged_model(folder, base, dtype, into)
+        if is_tower(model) and quantised_as(base, stored_only=True):
+            raise BaseModelError(
+                f"{base.model} sees images too and is stored quantised, so it cannot be written as a plain "
+                "model: serve the adapter beside it."
+            )
         if not copy_tokenizer(folder, target):
             load_tokenizer(base).save_pretrained(target)
         if is_tower(model):

@@ -45,3 +45,11 @@ def test_a_matrix_of_many_pieces_is_that_of_one(monkeypatch):
     whole_NK = dequantised(form, parts, (50, 10))
     monkeypatch.setattr("weftune.base.quant.int8.PIECE_VALUES", 70)
     assert torch.equal(dequantised(form, parts, (50, 10)), whole_NK)
+
+
+def test_a_matrix_that_is_quantised_in_pieces_has_the_bits_of_one(monkeypatch):
+    weight_NK, form = matrix((300, 128)), Int8()
+    whole = form.quantise(weight_NK)
+    monkeypatch.setattr("weftune.base.quant.int8.READ_VALUES", 100)
+    pieces = form.quantise(weight_NK)
+    assert all(torch.equal(pieces[part], value) for part, value in whole.items())

@@ -29,6 +29,8 @@ CODE = (
 )  # fmt: skip
 """The values of NF4: quantiles of the normal distribution (Dettmers et al. 2023), as its authors round
 them."""
+READ_VALUES = 1 << 24
+"""Values that are quantised at a time: whole blocks of either kind."""
 LEAST = 1e-38
 """What a maximum is taken for at least when values are divided by it: a block may be all zeros."""
 
@@ -58,7 +60,7 @@ class Nf4:
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
         code = torch.tensor(CODE, device=weight_NK.device)
-        absmax_B, codes = _in_blocks(weight_NK.float().flatten(), code, NF4_BLOCK)
+        absmax_B, codes = _in_blocks(weight_NK.flatten(), code, NF4_BLOCK)
         if len(codes) % 2:
             # Behind the last value lies half a byte of zero.
             codes = pad(codes, (0, 1), value=CODE.index(0.0))
@@ -98,7 +100,14 @@ class Nf4:
 
 
 def _in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The largest absolute value of each block, and for each value the nearest code of it, as a byte."""
+    """The largest absolute value of each block, and for each value the nearest code of it, as a byte; a piece
+    of the values at a time, which may be a matrix that fills much of the memory."""
+    pieces = [_piece_in_blocks(piece, code, block) for piece in values.split(READ_VALUES)]
+    return torch.cat([absmax for absmax, _ in pieces]), torch.cat([codes for _, codes in pieces])
+
+
+def _piece_in_blocks(values: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    values = values.float()
     blocks = -(-len(values) // block)
     whole = pad(values, (0, blocks * block - len(values))).view(blocks, block)
     absmax = whole.abs().amax(dim=1)
