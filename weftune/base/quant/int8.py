@@ -35,9 +35,8 @@ class Int8:
         }
 
     def quantise(self, weight_NK: Tensor) -> dict[str, Tensor]:
-        pieces = [
-            _rows(piece.float()) for piece in weight_NK.split(max(1, READ_VALUES // weight_NK.shape[1]))
-        ]
+        rows = max(1, READ_VALUES // weight_NK.shape[1])
+        pieces = [_rows(piece.float()) for piece in weight_NK.split(rows)]
         return {
             "weight": torch.cat([codes for codes, _ in pieces]),
             "scale": torch.cat([scale for _, scale in pieces]),
