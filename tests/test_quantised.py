@@ -53,7 +53,7 @@ def test_losses_equal_peft_on_linears_of_bitsandbytes_in_float32(tmp_path):
     """QLoRA as its users run it: a folder that bitsandbytes has stored, loaded by transformers."""
     pytest.importorskip("bitsandbytes")
     settings = two_jobs("llama", tmp_path)
-    folder = stored_folder(tmp_path / "model", tiny("llama", torch.float32))
+    folder = stored_folder(tmp_path / "model", tiny("llama", torch.float32), theirs=True)
     base = load_base(BaseSpec(model=str(folder), dtype="float32"), bench.CPU)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert type(theirs.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"

@@ -316,7 +316,6 @@ def test_a_choice_of_weights_that_makes_no_sense_is_a_sentence(project: Path, qu
 
 
 def test_a_base_that_is_stored_quantised_has_no_original(quantised: Path, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     stored = stored_folder(tmp_path / "stored", tiny("llama", torch.bfloat16))
     job = Path(shutil.copytree(quantised / "out" / "b", tmp_path / "b"))
     put_on(job, stored)

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.base.folders import word_tokenizer
 from weftune.base.model import Base
 from weftune.base.quant.linear import FORMATS, dequantise_linears, quantise_linears
+from weftune.base.quant.nf4 import Nf4
+from weftune.base.quant.read import STATE, STORED_PARTS
 from weftune.base.shape import linears
 from weftune.base.spec import BaseSpec, Quantize
 from weftune.core.shapes import layer_of
@@ -58,19 +61,35 @@ def plain_folder(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
-def stored_folder(folder: Path, model: PreTrainedModel, nested: bool = True) -> Path:
-    """The folder that transformers writes of a model which bitsandbytes has quantised."""
-    functional = __import__("bitsandbytes").functional
+def stored_folder(folder: Path, model: PreTrainedModel, nested: bool = True, theirs: bool = False) -> Path:
+    """What transformers writes of a model that bitsandbytes has quantised; `theirs`: by its own hand."""
     plain_folder(folder, model)
     weights = load_file(folder / "model.safetensors")
     for path in in_layers(model):
         name = f"{path}.weight"
-        weight = model.get_submodule(path).weight.detach()
-        packed, state = functional.quantize_4bit(weight.float(), compress_statistics=nested, quant_type="nf4")
-        weights[name] = packed
-        weights |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+        weight = model.get_submodule(path).weight.detach().float()
+        for ending, value in (by_theirs if theirs else by_hand)(weight, nested).items():
+            weights[name + ending] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = CONFIG | {"bnb_4bit_use_double_quant": nested}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def by_theirs(weight_NK: Tensor, nested: bool) -> dict[str, Tensor]:
+    """The tensors of a matrix, by what comes behind its name."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(weight_NK, compress_statistics=nested, quant_type="nf4")
+    return {"": packed, **{f".{key}": value for key, value in state.as_dict(packed=True).items()}}
+
+
+def by_hand(weight_NK: Tensor, nested: bool) -> dict[str, Tensor]:
+    parts = Nf4(nested).quantise(weight_NK)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight_NK.shape)}
+    if nested:
+        offset = parts.pop("offset").item()
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    found = {STORED_PARTS[part]: value for part, value in parts.items()}
+    return {**found, f".{STATE}": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}

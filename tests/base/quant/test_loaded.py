@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.pytorch_utils import Conv1D
 
 from tests.base.packs import packed, random_samples
 from tests.base.quant.bases import (
@@ -113,16 +115,26 @@ def test_files_with_names_that_only_transformers_knows_are_quantised_in_memory(t
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("family", slow_but(FAMILIES, ["llama", "gpt2"]))
-def test_a_folder_that_bitsandbytes_has_stored_is_loaded_bit_by_bit(family, nested, tmp_path):
+def test_a_folder_in_the_form_of_bitsandbytes_is_loaded_bit_by_bit(family, nested, tmp_path):
+    model = with_weights_of_linears(tiny(family, torch.float32))
+    spec = spec_of(stored_folder(tmp_path, model, nested))
+    base = load_base(spec, CPU)
+    assert quant_paths(base.model) == in_layers(model)
+    for path in in_layers(model):
+        parts = Nf4(nested).quantise(model.get_submodule(path).weight.detach())
+        found = base.model.get_submodule(path).parts
+        assert found.keys() == parts.keys()
+        assert all(torch.equal(found[part], value) for part, value in parts.items())
+    assert load_plain(spec_of(tmp_path, "nf4"), CPU) is not None
+    assert inspect(spec, CPU) == base.shape
+    assert abs(spec_shape(spec, read_config(spec), 4).base_bytes - base.shape.base_bytes) <= 1
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_folder_that_bitsandbytes_itself_has_stored_is_loaded_bit_by_bit(nested, tmp_path):
     functional = pytest.importorskip("bitsandbytes.functional")
-    model = tiny(family, torch.float32)
-    transposed = family == "gpt2"
-    if transposed:
-        # It stores a Conv1D the other way round.
-        for path in in_layers(model):
-            module = model.get_submodule(path)
-            module.weight = torch.nn.Parameter(module.weight.T.contiguous(), requires_grad=False)
-    base = load_base(spec_of(stored_folder(tmp_path, model, nested)), CPU)
+    model = tiny("llama", torch.float32)
+    base = load_base(spec_of(stored_folder(tmp_path, model, nested, theirs=True)), CPU)
     for path in in_layers(model):
         module, weight = base.model.get_submodule(path), model.get_submodule(path).weight.detach()
         packed, state = functional.quantize_4bit(weight, compress_statistics=nested, quant_type="nf4")
@@ -130,17 +142,18 @@ def test_a_folder_that_bitsandbytes_has_stored_is_loaded_bit_by_bit(family, nest
         assert torch.equal(module.weight, packed)
         assert torch.equal(module.absmax, state.absmax)
         assert torch.equal(module.frozen_weight().matrix(), functional.dequantize_4bit(packed, state))
-    assert load_plain(spec_of(tmp_path, "nf4"), CPU) is not None
-    if not transposed:
-        spec = spec_of(tmp_path)
-        assert abs(spec_shape(spec, read_config(spec), 4).base_bytes - base.shape.base_bytes) <= 1
-        assert inspect(spec, CPU) == base.shape
+
+
+def with_weights_of_linears(model):
+    """A Conv1D is stored the other way round, as the linear that it stands for."""
+    for path in in_layers(model):
+        module = model.get_submodule(path)
+        if isinstance(module, Conv1D):
+            module.weight = torch.nn.Parameter(module.weight.T.contiguous(), requires_grad=False)
+    return model
 
 
 def test_linears_that_such_a_folder_has_left_alone_stay_plain(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    from safetensors.torch import load_file, save_file
-
     model = tiny("llama", torch.float32)
     file = stored_folder(tmp_path, model) / "model.safetensors"
     skipped = "model.layers.1.mlp.down_proj.weight"
@@ -152,9 +165,6 @@ def test_linears_that_such_a_folder_has_left_alone_stay_plain(tmp_path):
 
 
 def test_a_damaged_state_of_such_a_folder_is_one_sentence(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    from safetensors.torch import load_file, save_file
-
     file = stored_folder(tmp_path, tiny("llama", torch.float32)) / "model.safetensors"
     weights = load_file(file)
     name = "model.layers.1.mlp.down_proj.weight.quant_state.bitsandbytes__nf4"

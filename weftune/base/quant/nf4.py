@@ -67,7 +67,7 @@ class Nf4:
         found = {"weight": (codes[::2] << 4 | codes[1::2])[:, None], "code": code}
         if not self.nested:
             return {**found, "absmax": absmax_B}
-        offset, nested_code = absmax_B.mean(), dynamic_code().to(weight_NK.device)
+        offset, nested_code = absmax_B.mean(), dynamic_code().to(weight_NK.device, copy=True)
         nested_absmax_M, nested_B = _in_blocks(absmax_B - offset, nested_code, NESTED_BLOCK)
         return {
             **found,
