@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.base.quant.test_nf4 import dequantised, matrix
+from weftune.base.quant.format import PIECE_VALUES
 from weftune.base.quant.int8 import Int8
 from weftune.base.quant.sizes import stored_bytes
 
@@ -43,7 +44,7 @@ def test_a_matrix_of_many_pieces_is_that_of_one(monkeypatch):
     form = Int8()
     parts = form.quantise(matrix((50, 10)))
     whole_NK = dequantised(form, parts, (50, 10))
-    monkeypatch.setattr("weftune.base.quant.int8.PIECE_VALUES", 70)
+    monkeypatch.setitem(PIECE_VALUES, "cpu", 70)
     assert torch.equal(dequantised(form, parts, (50, 10)), whole_NK)
 
 

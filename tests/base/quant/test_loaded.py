@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from tests.base.packs import packed, random_samples
+from tests.base.packs import base_of, packed, random_samples
 from tests.base.quant.bases import (
     CONFIG,
     in_layers,
@@ -34,6 +34,7 @@ from weftune.base.spec import BaseSpec
 from weftune.base.stages import load_stage
 from weftune.core.shapes import LayerRange
 from weftune.errors import BaseModelError
+from weftune.plan.cost.estimate import Speed, base_layers, base_line
 from weftune.plan.cost.memory import MemoryModel
 from weftune.plan.program.layout import Layout, StageLayers
 
@@ -286,3 +287,17 @@ def test_the_memory_model_counts_the_bytes_and_the_largest_matrix_of_a_product(q
         need = MemoryModel(base.shape, budget=1 << 30, taken=1000, fused=fused).need([], 0)
         assert need.resident == pytest.approx(1000 + held + matrices * most[0], abs=1)
     assert most[0] == 48 * 32 * 4
+
+
+def test_a_pass_over_quantised_layers_is_priced_with_the_matrices_that_it_writes_and_reads():
+    speed = Speed(flops=1e9, adapter_flops=1e9, bandwidth=1e6, launch=0.0, source="made up")
+    fixed = {}
+    for quantize in (None, "int8"):
+        model = tiny("llama", torch.bfloat16)
+        base = base_of(model) if quantize is None else quantised_base(model, quantize)
+        layers = base_layers(base.shape, 0, apart=False)
+        weights = sum(layer.weight_bytes for layer in layers if layer.kind != "embedding")
+        fixed[quantize] = base_line(layers, speed).fixed - weights / speed.bandwidth
+    values = sum(site.weights for site in base.shape.sites)
+    assert fixed[None] == pytest.approx(0)
+    assert fixed["int8"] == pytest.approx(2 * 2 * values / speed.bandwidth)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weftune.base.quant.format import PIECE_VALUES
 from weftune.base.quant.nf4 import Nf4
 from weftune.base.quant.sizes import stored_bytes
 
@@ -107,7 +108,7 @@ def test_a_matrix_of_many_pieces_is_that_of_one(monkeypatch):
     form, shape = Nf4(), (50, 100)
     parts = form.quantise(matrix(shape))
     whole_NK = dequantised(form, parts, shape)
-    monkeypatch.setattr("weftune.base.quant.nf4.PIECE_VALUES", 128)
+    monkeypatch.setitem(PIECE_VALUES, "cpu", 128)
     assert torch.equal(dequantised(form, parts, shape), whole_NK)
 
 

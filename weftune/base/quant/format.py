@@ -14,9 +14,13 @@ from torch import Tensor
 
 from weftune.base.spec import Quantize
 
-PIECE_VALUES = 1 << 20
+PIECE_VALUES = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Values that are dequantised at a time, where plain torch does it: what lies between a weight's bytes and
-its matrix stays in a CPU's caches, and is little beside the matrix."""
+its matrix stays in a CPU's caches, or keeps a GPU busy, and is little beside the matrix."""
+
+
+def piece_values(device: torch.device) -> int:
+    return PIECE_VALUES.get(device.type, PIECE_VALUES["cpu"])
 
 
 @dataclass(frozen=True, slots=True)

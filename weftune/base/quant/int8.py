@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weftune.base.quant.format import PIECE_VALUES, StoredPart
+from weftune.base.quant.format import StoredPart, piece_values
 from weftune.base.spec import Quantize
 
 LARGEST = 127
@@ -43,7 +43,7 @@ class Int8:
         }
 
     def write(self, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
-        rows = max(1, PIECE_VALUES // out_NK.shape[1])
+        rows = max(1, piece_values(out_NK.device) // out_NK.shape[1])
         pieces = (tensor.split(rows) for tensor in (out_NK, parts["weight"], parts["scale"]))
         for out_RK, codes_RK, scale_R in zip(*pieces, strict=True):
             out_RK.copy_(codes_RK.float().mul_(scale_R[:, None]))

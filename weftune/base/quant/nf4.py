@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weftune.base.quant.format import PIECE_VALUES, StoredPart
+from weftune.base.quant.format import StoredPart, piece_values
 from weftune.base.quant.sizes import NESTED_BLOCK, NESTED_CODES, NF4_BLOCK, NF4_CODES
 from weftune.base.spec import Quantize
 
@@ -85,8 +85,9 @@ class Nf4:
         )
         out = out_NK.view(-1)
         packed = parts["weight"].view(-1)
-        for start in range(0, len(out), PIECE_VALUES):
-            stop = min(start + PIECE_VALUES, len(out))
+        piece = piece_values(out.device)
+        for start in range(0, len(out), piece):
+            stop = min(start + piece, len(out))
             bits = packed[start // 2 : -(-stop // 2)].int()
             values = pair_C2.index_select(0, bits).view(-1)[: stop - start]
             scale_B = absmax_B[start // NF4_BLOCK : -(-stop // NF4_BLOCK)]
