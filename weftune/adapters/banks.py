@@ -419,8 +419,9 @@ class Banks:
         assert not (nobody and kinds), "what is captured for whoever comes has the kernels of one kind"
         pieces = []
         for name, low, high in group.columns():
-            parts = [] if bound is None else [bank.parts(name, bound) for bank in kinds]
-            pieces.append(_site_output(group.frozen.part(low, high), x_TK, parts))
+            frozen = group.frozen.part(low, high)
+            parts = [] if bound is None else [bank.parts(name, frozen, bound) for bank in kinds]
+            pieces.append(_site_output(frozen, x_TK, parts))
         y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 

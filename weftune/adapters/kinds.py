@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from weftune.adapters.dora.spec import DoraSpec
+from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.target import TargetSpec
+from weftune.adapters.vera.spec import VeraSpec
 
-AdapterSpec = LoraSpec
-"""Any adapter's spec; with a second kind this becomes the union of them, told apart by `kind`."""
+AdapterSpec = TargetSpec
+"""Any adapter's spec."""
 
-KINDS: Mapping[str, type[AdapterSpec]] = {"lora": LoraSpec}
+KINDS: dict[str, type[AdapterSpec]] = {
+    "lora": LoraSpec,
+    "dora": DoraSpec,
+    "vera": VeraSpec,
+    "ia3": Ia3Spec,
+}
+
+
+def kind_in(peft_type: object, use_dora: bool = False) -> str | None:
+    """The kind that PEFT's config calls so; None where there is no such."""
+    if peft_type == LoraSpec.peft_type:
+        return "dora" if use_dora else "lora"
+    return next((name for name, spec in KINDS.items() if spec.peft_type == peft_type), None)

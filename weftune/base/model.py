@@ -6,7 +6,9 @@ Shapes: T rows of the pack, D width of the last hidden state.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +19,12 @@ from weftune.base.check import check_packing
 from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.delta_net import separate_samples
 from weftune.base.families import refuse_config, refuse_modules
-from weftune.base.shape import model_shape, site_modules
+from weftune.base.shape import model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.core.head import Head
 from weftune.core.shapes import LayerRange, ModelShape, SiteShape
+from weftune.core.weight import HoldsWeight
 from weftune.errors import BaseModelError
 
 
@@ -39,6 +42,9 @@ class Base:
     are, from the first one's beginning to the last one's end."""
     all_sites: tuple[SiteShape, ...] = ()
     """The sites of all stages, where not all layers are here."""
+    stored: Callable[[str], Tensor | None] | None = None
+    """Where layers are streamed: the parameter of that name from where it is kept; None for one that stays on
+    the device."""
 
     @property
     def first(self) -> bool:
@@ -74,6 +80,22 @@ class Base:
         """Every linear that can carry an adapter, by module path, in the model's own order; then experts, by
         the paths of their parameters."""
         return site_modules(self.model)
+
+    def weight_reader(self) -> Callable[[str], Tensor]:
+        """A function that gives the weight [N, K] of a site by its name, wherever that is kept."""
+        modules: dict[str, nn.Module] = {}
+
+        def read(site: str) -> Tensor:
+            if not modules:
+                modules.update(self.sites())
+            module = modules[site]
+            if isinstance(module, HoldsWeight):
+                return module.frozen_weight().matrix()
+            stored = None if self.stored is None else self.stored(f"{site}.weight")
+            weight = cast(Tensor, module.weight) if stored is None else stored
+            return weight.T if site_shape(site, module).fan_in_fan_out else weight
+
+        return read
 
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None
