@@ -1,4 +1,4 @@
-"""What must hold for every kind: among others as alone, a NaN at home, however the base lies, killed or not."""
+"""What must hold for every kind: among others as alone, NaN at home, however the base lies, even if killed."""
 
 from __future__ import annotations
 
