@@ -95,7 +95,20 @@ def train_with_peft(
     peft_model.to(model.dtype).eval()
     if dropout is not None:
         dropout.install(peft_model, config.lora_dropout)
-    named = [(name, p) for name, p in peft_model.named_parameters() if p.requires_grad]
+    losses = train_model(peft_model, batches, recipe, padded, dropout, b_ratio)
+    return Trained(losses, weights, {k: v.clone() for k, v in get_peft_model_state_dict(peft_model).items()})
+
+
+def train_model(
+    model: torch.nn.Module,
+    batches: Sequence[Sequence[Sample]],
+    recipe: Recipe,
+    padded: bool = True,
+    dropout: HashedDropout | None = None,
+    b_ratio: float = 1.0,
+) -> list[float]:
+    """Train whatever requires a gradient, with torch's own AdamW: the losses."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     trainable = [p for _, p in named]
     groups = [{"params": [p], "lr": recipe.lr * (b_ratio if "lora_B" in name else 1.0)} for name, p in named]
     optimizer = torch.optim.AdamW(
@@ -112,7 +125,7 @@ def train_with_peft(
         for part in [batch] if padded else [[sample] for sample in batch]:
             if dropout is not None:
                 dropout.step, dropout.offset = number, offset
-            loss = _loss_sum(peft_model, part) / supervised
+            loss = _loss_sum(model, part) / supervised
             loss.backward()
             total += loss.item()
             offset += sum(len(tokens) for tokens, _ in part)
@@ -120,7 +133,7 @@ def train_with_peft(
         optimizer.step()
         scheduler.step()
         losses.append(total)
-    return Trained(losses, weights, {k: v.clone() for k, v in get_peft_model_state_dict(peft_model).items()})
+    return losses
 
 
 class HashedDropout:

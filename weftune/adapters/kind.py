@@ -81,12 +81,14 @@ class Pass:
 @dataclass(frozen=True, slots=True)
 class SiteParts:
     """What the jobs of one kind do at one site in one pass, any of it absent:
-    y = residual + g_out ⊙ ((x ⊙ g_in)Wᵀ + what is added) + b, every job to its own rows."""
+    y = residual + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + what is added) + b), every job to its own rows."""
 
     add: Callable[[Tensor, Tensor], Tensor] | None = None
     """(x_TK, y_TN) → y with every job's part added; x is the site's own input, y may be overwritten."""
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
+    after: Callable[[Tensor], Tensor] | None = None
+    """y_TN → what the jobs make of the outputs of the linear, its bias in them."""
 
 
 class SiteBank(Protocol):

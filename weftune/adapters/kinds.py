@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec
@@ -16,11 +21,20 @@ KINDS: dict[str, type[AdapterSpec]] = {
     "dora": DoraSpec,
     "vera": VeraSpec,
     "ia3": Ia3Spec,
+    "bottleneck": BottleneckSpec,
 }
 
 
-def kind_in(peft_type: object, use_dora: bool = False) -> str | None:
-    """The kind that PEFT's config calls so; None where there is no such."""
+for _point in entry_points(group="weftune.kinds"):
+    # Kinds of other packages, each the spec of its jobs; ours keep their names.
+    KINDS.setdefault(_point.name, _point.load())
+
+
+def kind_in(config: Mapping[str, Any]) -> str | None:
+    """The kind of the adapter that has this config; None where there is no such."""
+    if "weftune_kind" in config:
+        return config["weftune_kind"] if config["weftune_kind"] in KINDS else None
+    peft_type = config.get("peft_type")
     if peft_type == LoraSpec.peft_type:
-        return "dora" if use_dora else "lora"
-    return next((name for name, spec in KINDS.items() if spec.peft_type == peft_type), None)
+        return "dora" if config.get("use_dora") else "lora"
+    return next((name for name, spec in KINDS.items() if peft_type and spec.peft_type == peft_type), None)

@@ -72,7 +72,7 @@ class JobAt:
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """What a job does to its rows: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b, any of it absent."""
+    """What a job does to its rows: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b), any of it absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
     """x_LK → what is added, [L, N]."""
@@ -80,6 +80,8 @@ class JobPart:
     g_out_N: Tensor | None = None
     scales_bias: bool = False
     """Whether g_out scales b, too."""
+    after: Callable[[Tensor], Tensor] | None = None
+    """y_LN → what becomes of the outputs."""
 
 
 class PlainBank:
@@ -110,7 +112,7 @@ class PlainBank:
         return any(segment.through in self._aboard for segment in bound.microbatch.segments)
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
-        added, g_in, g_out = [], [], []
+        added, g_in, g_out, behind = [], [], [], []
         for segment in bound.microbatch.segments:
             if segment.through not in self._aboard:
                 continue
@@ -120,15 +122,21 @@ class PlainBank:
             start, stop = segment.start, segment.stop
             if part.add is not None:
                 added.append((segment, part.add))
+            if part.after is not None:
+                behind.append((segment, part.after))
             if part.g_in_K is not None:
                 g_in.append(RowScale(start, stop, part.g_in_K))
             if part.g_out_N is not None:
                 g_out.append(RowScale(start, stop, part.g_out_N, part.scales_bias))
 
         def add(x_TK: Tensor, y_TN: Tensor) -> Tensor:
-            return _with_rows(y_TN, [(segment, one(x_TK[segment.rows])) for segment, one in added])
+            sums = [(segment, y_TN[segment.rows] + one(x_TK[segment.rows])) for segment, one in added]
+            return _with_rows(y_TN, sums)
 
-        return SiteParts(add if added else None, tuple(g_in), tuple(g_out))
+        def after(y_TN: Tensor) -> Tensor:
+            return _with_rows(y_TN, [(segment, one(y_TN[segment.rows])) for segment, one in behind])
+
+        return SiteParts(add if added else None, tuple(g_in), tuple(g_out), after if behind else None)
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         raise AssertionError("a kind in plain torch has no kernels")
@@ -137,10 +145,10 @@ class PlainBank:
         return None
 
 
-def _with_rows(y_TN: Tensor, added: Sequence[tuple[Segment, Tensor]]) -> Tensor:
-    """y with every segment's values added to its rows."""
+def _with_rows(y_TN: Tensor, made: Sequence[tuple[Segment, Tensor]]) -> Tensor:
+    """y with every segment's values in the place of its rows."""
     parts, row = [], 0
-    for segment, value_LN in sorted(added, key=lambda one: one[0].start):
-        parts += [y_TN[row : segment.start], y_TN[segment.rows] + value_LN]
+    for segment, value_LN in sorted(made, key=lambda one: one[0].start):
+        parts += [y_TN[row : segment.start], value_LN]
         row = segment.stop
     return torch.cat([*parts, y_TN[row:]])

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import ExpertBank, Member, Parameters, WeightOf
+from weftune.adapters.kinds import KINDS
+from weftune.adapters.own_config import OwnConfig
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.shapes import SiteShape
@@ -25,7 +27,10 @@ PREFIX = "base_model.model."
 
 
 class PlainKind:
+    """A kind that computes in plain torch; what is named first is what a new one has to say."""
+
     name: str
+    """As jobs call it: `kind` of its spec."""
 
     # -- what a kind says --------------------------------------------------------------------------------
 
@@ -43,26 +48,26 @@ class PlainKind:
         """Fill the parameters of a new adapter."""
         raise NotImplementedError
 
+    def merged(
+        self, spec: Any, site: SiteShape, weight_NK: Tensor, bias_N: Tensor | None, own: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias of a site with the adapter in them; `own` are its parameters and the kind's
+        constants; all in float64."""
+        raise AdapterError(f"a {self.name} adapter cannot be merged into the weights of a base")
+
+    # -- how it is stored: as PEFT does, where that has the kind -----------------------------------------
+
     def stored_name(self, site: str, name: str) -> str:
-        """What a parameter is called in a PEFT adapter file."""
-        raise NotImplementedError
+        """What a parameter is called in an adapter file."""
+        return f"{PREFIX}{site}.{name}"
 
     def config(self, spec: Any, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
-        """PEFT's config of the adapter."""
-        raise NotImplementedError
+        """PEFT's config of the adapter, or one of our own."""
+        return OwnConfig(spec, base)
 
     def read_spec(self, config: Mapping[str, Any]) -> Any:
         """The spec that such a config stands for."""
-        raise NotImplementedError
-
-    def merged(
-        self, spec: Any, site: SiteShape, weight_NK: Tensor, own: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The weight [N, K] of a site with the adapter in it, and by what its bias is multiplied [N], if it
-        is; `own` are its parameters and the kind's constants, all in float64."""
-        raise AdapterError(f"a {self.name} adapter cannot be merged into the weights of a base")
-
-    # -- how it is stored, where PEFT's shapes are not ours ----------------------------------------------
+        return OwnConfig.spec_in(config)
 
     def to_stored(self, spec: Any, site: str, name: str, value: Tensor) -> Tensor:
         return value
@@ -175,10 +180,9 @@ class PlainKind:
         write_folder(folder, {**tensors, **self.beside(spec, sites)}, config)
 
     def portable(self, folder: Path, target: Path) -> int:
-        raise AdapterError(
-            f"{folder} is a {self.name} adapter, which servers do not load; for a model that they load, run "
-            "weftune export --merged"
-        )
+        merged = "for a model that they load, run weftune export --merged"
+        way = merged if KINDS[self.name].merges else "weftune generate answers with it"
+        raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {way}")
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
         spec = self.read_spec(read_config(folder))
@@ -193,9 +197,14 @@ class PlainKind:
         weight, bias = module.weight, module.bias
         assert isinstance(weight, Tensor)
         weight_NK = (weight.T if site.fan_in_fan_out else weight).double()
-        merged_NK, factor_N = self.merged(spec, site, weight_NK, own)
+        bias_N = bias.double() if isinstance(bias, Tensor) else None
+        merged_NK, merged_N = self.merged(spec, site, weight_NK, bias_N, own)
+        if bias_N is None and merged_N is not None:
+            raise AdapterError(
+                f"the base has no bias at {site.name} that a {self.name} adapter can be merged into"
+            )
         merged = merged_NK.T.contiguous() if site.fan_in_fan_out else merged_NK
         # Parameters of their own: written in place, the change would reach whatever is tied to the weight.
         module.weight = nn.Parameter(merged.to(weight.dtype), requires_grad=False)
-        if factor_N is not None and isinstance(bias, Tensor):
-            module.bias = nn.Parameter((bias.double() * factor_N).to(bias.dtype), requires_grad=False)
+        if merged_N is not None:
+            module.bias = nn.Parameter(merged_N.to(weight.dtype), requires_grad=False)

@@ -53,7 +53,7 @@ def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
 def kind_of(folder: Path) -> Kind:
     """The kind of the adapter in a PEFT folder."""
     config = read_config(folder)
-    peft_type = config.get("peft_type")
-    if (name := kind_in(peft_type, bool(config.get("use_dora")))) is not None:
+    if (name := kind_in(config)) is not None:
         return kind_named(name)
-    raise AdapterError(f"{folder} holds a {peft_type} adapter, a kind that Weftune does not know")
+    named = config.get("weftune_kind") or config.get("peft_type")
+    raise AdapterError(f"{folder} holds a {named} adapter, a kind that Weftune does not know")

@@ -13,6 +13,8 @@ from weftune.adapters.start import FromJob
 from weftune.core.shapes import SiteShape, layer_of
 
 ALL_LINEAR = "all-linear"
+FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
+"""The last linear of the feed-forward, as families call it."""
 Layers = str | int | tuple[int, ...]
 """The number of a layer, several, or ranges such as `16-31`."""
 
@@ -27,6 +29,8 @@ class TargetSpec:
     """`package.module:Class` of the Kind, imported when a job of it is trained: it needs torch."""
     peft_type: ClassVar[str | None] = None
     """What PEFT calls the kind; None: it has no such."""
+    merges: ClassVar[bool] = True
+    """Whether it can be merged into the weights of a base."""
 
     kind: str
     targets: str | tuple[str, ...] = ALL_LINEAR

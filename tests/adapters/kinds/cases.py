@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from weftune import JobSpec
 STEPS = 6
 NARROW = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
 WITH_PEFT = ("lora", "dora", "dora-dropped", "vera", "ia3", "layers", "plus")
+WITHOUT_PEFT = ("bottleneck", "pfeiffer")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class Case:
     """PEFT's config, from what all of them share."""
     lr_ratio: float = 1.0
     """Of B."""
-    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def absent(shared: Mapping[str, Any]) -> Any:
+    raise AssertionError("PEFT has no such kind")
 
 
 def targets(family: str) -> list[str]:
@@ -55,6 +59,8 @@ def case(kind: str, family: str) -> Case:
             {"kind": "ia3", "targets": own, "feedforward": feedforward},
             lambda shared: IA3Config(target_modules=own, feedforward_modules=feedforward, **shared),
         ),
+        "bottleneck": Case({"kind": "bottleneck", "size": 5, "activation": "gelu"}, absent),
+        "pfeiffer": Case({"kind": "bottleneck", "size": 3, "placement": "pfeiffer"}, absent),
         "layers": Case(
             {**ours, "layers": "1-1"}, lambda shared: LoraConfig(**lora, layers_to_transform=[1], **shared)
         ),

@@ -1,4 +1,4 @@
-"""What must hold for every kind: among others as alone, NaN at home, however the base lies, even if killed."""
+"""What holds for every kind: among others as alone, a NaN at home, however the base lies, and when killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 
 from tests import bench
-from tests.adapters.kinds.cases import WITH_PEFT, case, job, samples, targets
+from tests.adapters.kinds.cases import WITH_PEFT, WITHOUT_PEFT, case, job, samples, targets
 from tests.families import tiny
 from tests.launches import Launch, deep_folder
 from tests.outputs import assert_same_results, assert_whole, status
@@ -19,7 +19,8 @@ from weftune.base.shape import model_shape, site_modules
 from weftune.run.events import Stepped
 from weftune.trainer.export import finished_kind
 
-KINDS = [kind for kind in WITH_PEFT if kind not in ("layers", "plus")]
+KINDS = [kind for kind in (*WITH_PEFT, *WITHOUT_PEFT) if kind not in ("layers", "plus")]
+MERGED = [kind for kind in KINDS if kind in WITH_PEFT]
 POISONED = 3
 
 
@@ -67,7 +68,7 @@ def test_its_nan_stays_with_it(kind, together, tmp_path):
             equal(tmp_path / "out", together, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MERGED)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged_into_the_base_it_computes_the_same(kind, family, tmp_path):
     bench.train(bench.base(family), tmp_path / "out", [job(kind, family, learning_rate=0.05)])

@@ -81,10 +81,15 @@ class Dora(PlainKind):
         return DoraSpec(**spec_fields(config))
 
     def merged(
-        self, spec: DoraSpec, site: SiteShape, weight_NK: Tensor, own: Mapping[str, Tensor]
-    ) -> tuple[Tensor, None]:
+        self,
+        spec: DoraSpec,
+        site: SiteShape,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        own: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
         whole_NK = weight_NK + spec.scale_at(site.name) * own[B].T @ own[A]
-        return (own[MAGNITUDE] / whole_NK.norm(dim=1))[:, None] * whole_NK, None
+        return (own[MAGNITUDE] / whole_NK.norm(dim=1))[:, None] * whole_NK, bias_N
 
 
 def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:

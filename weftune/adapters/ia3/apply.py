@@ -68,11 +68,16 @@ class Ia3(PlainKind):
         )
 
     def merged(
-        self, spec: Ia3Spec, site: SiteShape, weight_NK: Tensor, own: Mapping[str, Tensor]
+        self,
+        spec: Ia3Spec,
+        site: SiteShape,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        own: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         if spec.is_feedforward(site.name):
-            return weight_NK * own[SCALE], None
-        return weight_NK * own[SCALE][:, None], own[SCALE]
+            return weight_NK * own[SCALE], bias_N
+        return weight_NK * own[SCALE][:, None], None if bias_N is None else bias_N * own[SCALE]
 
 
 def _used(modules: Sequence[str], sites: Sequence[str]) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from weftune.adapters.target import TargetSpec, ends_with
+from weftune.adapters.target import FEEDFORWARD, TargetSpec, ends_with
 from weftune.core.shapes import SiteShape
 
 SCALE = "scale"
 """The only parameter at a site."""
-FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
 KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value")
 
 

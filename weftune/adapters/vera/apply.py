@@ -88,10 +88,15 @@ class Vera(PlainKind):
         )
 
     def merged(
-        self, spec: VeraSpec, site: SiteShape, weight_NK: Tensor, own: Mapping[str, Tensor]
-    ) -> tuple[Tensor, None]:
+        self,
+        spec: VeraSpec,
+        site: SiteShape,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        own: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
         a_rK, b_Nr = own[A][:, : site.in_features], own[B][: site.out_features]
-        return weight_NK + own[E][:, None] * ((b_Nr * own[D]) @ a_rK), None
+        return weight_NK + own[E][:, None] * ((b_Nr * own[D]) @ a_rK), bias_N
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:

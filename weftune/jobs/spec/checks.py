@@ -168,7 +168,9 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
         yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
     aboard = [site for site in shape.sites if adapter.adapts(site)]
     if adapter.kind != "lora":
-        yield (f"vLLM does not load {adapter.kind} adapters; to serve it there, run weftune export --merged")
+        way = "to serve it there, run weftune export --merged"
+        way = way if adapter.merges else "nor can they be merged; weftune generate answers with it"
+        yield f"vLLM does not load {adapter.kind} adapters; {way}"
     if isinstance(adapter, LoraSpec):
         yield from _lora_warnings(adapter, aboard, adapters)
     if job.data.max_length > shape.context:
