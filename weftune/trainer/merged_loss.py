@@ -30,7 +30,7 @@ def merged_losses(folder: Path, base: BaseSpec, dtype: Dtype | None = None) -> d
     samples = evaluation_rows(folder, base)
     if samples is None:
         return {}
-    found = {}
+    found: dict[str, float] = {}
     for into in INTO:
         model, device = merged_model(folder, base, dtype, into), best_device()
         torch.nn.Module.to(model, device)
