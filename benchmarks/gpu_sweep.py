@@ -366,18 +366,18 @@ def verdict(value: float, bar: float | None) -> str:
 def measure(work: Work, asked: Sequence[str], names: Sequence[str]) -> list[Side]:
     """The sides; `names` are those of Weftune's runs."""
     case = work.case
-    sides = [with_weftune(name, work) for name in names] if "weftune" in asked else []
+    sides = [told(with_weftune(name, work)) for name in names] if "weftune" in asked else []
     record = record_of(sides[-1].run.name, work) if sides and sides[-1].seconds is not None else None
     if case.peft_steps is not None and record is None:
         return sides
     one_peak = None
     if "peft" in asked:
-        sides.append(with_peft("peft", PLAIN, work, 1, record))
+        sides.append(told(with_peft("peft", PLAIN, work, 1, record)))
         one_peak = sides[-1].run.peak_bytes
     if "processes" in asked:
         name = f"PEFT, {case.processes} processes at once"
         if fits(work, case.processes, one_peak):
-            sides.append(with_peft("processes", name, work, case.processes, record))
+            sides.append(told(with_peft("processes", name, work, case.processes, record)))
         else:
             sides.append(absent("processes", name, f"{case.processes} bases do not fit"))
     return sides
@@ -403,6 +403,12 @@ def main() -> None:
         found = measure(work, sides, names)
     tell(case, found, asked.json)
     sys.exit(max(side.run.exit_code for side in found))
+
+
+def told(side: Side) -> Side:
+    """At once: what follows may be cut short."""
+    print(f"{side.run.name}: {number(side.seconds)} s", flush=True)
+    return side
 
 
 def tell(case: Case, sides: Sequence[Side], where: Path | None) -> None:

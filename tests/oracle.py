@@ -82,20 +82,37 @@ def train_with_peft(
     recipe: Recipe,
     padded: bool = True,
     dropout: HashedDropout | None = None,
+    b_ratio: float = 1.0,
 ) -> Trained:
     """Each of `batches` is one optimizer step, run as one padded batch or sample by sample.
 
-    With `dropout`, which goes sample by sample, PEFT drops the values that Weftune drops.
+    With `dropout`, which goes sample by sample, PEFT drops the values that Weftune drops. B learns at
+    `b_ratio` times the rate: LoRA+.
     """
     peft_model = get_peft_model(copy.deepcopy(model), copy.deepcopy(config))
-    if dropout is not None:
-        dropout.install(peft_model, config.lora_dropout)
     weights = load_file(start / "adapter_model.safetensors")
     set_peft_model_state_dict(peft_model, weights)
-    peft_model.eval()
-    trainable = [p for p in peft_model.parameters() if p.requires_grad]
+    peft_model.to(model.dtype).eval()
+    if dropout is not None:
+        dropout.install(peft_model, config.lora_dropout)
+    losses = train_model(peft_model, batches, recipe, padded, dropout, b_ratio)
+    return Trained(losses, weights, {k: v.clone() for k, v in get_peft_model_state_dict(peft_model).items()})
+
+
+def train_model(
+    model: torch.nn.Module,
+    batches: Sequence[Sequence[Sample]],
+    recipe: Recipe,
+    padded: bool = True,
+    dropout: HashedDropout | None = None,
+    b_ratio: float = 1.0,
+) -> list[float]:
+    """Train whatever requires a gradient, with torch's own AdamW: the losses."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trainable = [p for _, p in named]
+    groups = [{"params": [p], "lr": recipe.lr * (b_ratio if "lora_B" in name else 1.0)} for name, p in named]
     optimizer = torch.optim.AdamW(
-        trainable, lr=recipe.lr, weight_decay=recipe.weight_decay, betas=recipe.betas, eps=recipe.eps
+        groups, lr=recipe.lr, weight_decay=recipe.weight_decay, betas=recipe.betas, eps=recipe.eps
     )
     schedule = {"constant": "constant_with_warmup"}.get(recipe.schedule, recipe.schedule)
     scheduler = get_scheduler(schedule, optimizer, recipe.warmup, recipe.steps)
@@ -108,7 +125,7 @@ def train_with_peft(
         for part in [batch] if padded else [[sample] for sample in batch]:
             if dropout is not None:
                 dropout.step, dropout.offset = number, offset
-            loss = _loss_sum(peft_model, part) / supervised
+            loss = _loss_sum(model, part) / supervised
             loss.backward()
             total += loss.item()
             offset += sum(len(tokens) for tokens, _ in part)
@@ -116,7 +133,7 @@ def train_with_peft(
         optimizer.step()
         scheduler.step()
         losses.append(total)
-    return Trained(losses, weights, {k: v.clone() for k, v in get_peft_model_state_dict(peft_model).items()})
+    return losses
 
 
 class HashedDropout:
@@ -131,6 +148,8 @@ class HashedDropout:
             if hasattr(module, "lora_dropout"):
                 site = name.removeprefix("base_model.model.")
                 module.lora_dropout["default"] = _Dropped(self, site, probability)
+                # DoRA drops in training mode only.
+                module.training = True
 
 
 class _Dropped(torch.nn.Module):
@@ -160,6 +179,12 @@ def _loss_sum(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
     )
+
+
+def mean_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> float:
+    """Over all supervised tokens."""
+    with torch.no_grad():
+        return float(_loss_sum(model, samples)) / sum(sum(mask[1:]) for _, mask in samples)
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

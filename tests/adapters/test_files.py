@@ -178,8 +178,8 @@ def test_a_config_of_something_else_is_a_sentence(start, llama, keys, sentence):
 
 
 def test_another_kind_is_named(start):
-    change_config(start, peft_type="VERA")
-    with pytest.raises(AdapterError, match="holds a VERA adapter, a kind that Weftune does not know"):
+    change_config(start, peft_type="LOHA")
+    with pytest.raises(AdapterError, match="holds a LOHA adapter, a kind that Weftune does not know"):
         kind_of(start)
 
 

@@ -41,7 +41,7 @@ class ToyKind:
     def adapts(self, spec: Any, site: str) -> bool:
         return site.endswith(spec.targets)
 
-    def initialise(self, member: Member, sites: Any, parameters: Parameters, drawn_on: Any = None) -> None:
+    def initialise(self, member: Member, sites: Any, parameters: Parameters, *_: Any) -> None:
         for value in parameters.values():
             value.normal_(generator=torch.Generator().manual_seed(member.seed))
 

@@ -419,8 +419,9 @@ class Banks:
         assert not (nobody and kinds), "what is captured for whoever comes has the kernels of one kind"
         pieces = []
         for name, low, high in group.columns():
-            parts = [] if bound is None else [bank.parts(name, bound) for bank in kinds]
-            pieces.append(_site_output(group.frozen.part(low, high), x_TK, parts))
+            frozen = group.frozen.part(low, high)
+            parts = [] if bound is None else [bank.parts(name, frozen, bound) for bank in kinds]
+            pieces.append(_site_output(frozen, x_TK, parts))
         y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
 
@@ -443,7 +444,7 @@ def _owners(microbatch: Microbatch, rows: int, device: torch.device) -> Owners:
 
 
 def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Tensor:
-    """g_out ⊙ ((x ⊙ g_in)Wᵀ + what every kind adds) + b; of several kinds in at least float32."""
+    """after(g_out ⊙ ((x ⊙ g_in)Wᵀ + what every kind adds) + b); of several kinds in at least float32."""
     g_in = [scale for part in parts for scale in part.g_in]
     g_out = [scale for part in parts for scale in part.g_out]
     alone = len(parts) <= 1 and not g_in and not g_out
@@ -451,7 +452,11 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
     for part in parts:
         if part.add is not None:
             y_TN = part.add(x_TK, y_TN)
-    return y_TN if alone else scaled_outputs(y_TN, frozen.bias_N, g_out)
+    y_TN = y_TN if alone else scaled_outputs(y_TN, frozen.bias_N, g_out)
+    for part in parts:
+        if part.after is not None:
+            y_TN = part.after(y_TN)
+    return y_TN
 
 
 def _with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:

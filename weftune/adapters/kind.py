@@ -24,6 +24,9 @@ from weftune.ops.site import RowScale, summed_product
 Parameters = Mapping[tuple[str, str], Tensor]
 """(site, name) → tensor, as `VectorLayout.views` gives them; what all sites share has the site SHARED."""
 
+WeightOf = Callable[[str], Tensor]
+"""A site's name → its frozen weight [N, K], wherever that is kept."""
+
 ROWS = "rows"
 """The parameter of adapters that put rows before a sample: [rows, hidden width]."""
 
@@ -78,12 +81,14 @@ class Pass:
 @dataclass(frozen=True, slots=True)
 class SiteParts:
     """What the jobs of one kind do at one site in one pass, any of it absent:
-    y = residual + g_out ⊙ ((x ⊙ g_in)Wᵀ + what is added) + b, every job to its own rows."""
+    y = residual + after(g_out ⊙ ((x ⊙ g_in)Wᵀ + what is added) + b), every job to its own rows."""
 
     add: Callable[[Tensor, Tensor], Tensor] | None = None
     """(x_TK, y_TN) → y with every job's part added; x is the site's own input, y may be overwritten."""
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
+    after: Callable[[Tensor], Tensor] | None = None
+    """y_TN → what the jobs make of the outputs of the linear, its bias in them."""
 
 
 class SiteBank(Protocol):
@@ -112,8 +117,8 @@ class SiteBank(Protocol):
     def present(self, bound: Pass) -> bool:
         """Whether any of its jobs has rows in the pass."""
 
-    def parts(self, site: str, bound: Pass) -> SiteParts:
-        """What its jobs do at one site, over whole tensors."""
+    def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
+        """What its jobs do at one site, over whole tensors; `frozen` is the base's own part there."""
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         """The frozen product of all sites side by side with every job's part, by the tiled route."""
@@ -175,11 +180,13 @@ class Kind(Protocol):
         sites: Sequence[SiteShape],
         parameters: Parameters,
         drawn_on: torch.device | None = None,
+        frozen: WeightOf | None = None,
     ) -> None:
         """Fill parameters of a new adapter, from the member's seed or from its `init_from`.
 
         `sites` are those of the whole base; `parameters` may be those of some of them only, on any device;
-        random numbers are drawn there, or on the device `drawn_on`.
+        random numbers are drawn there, or on the device `drawn_on`. `frozen` gives the weights of the base at
+        those sites, for kinds that start from them.
         """
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> SiteBank: ...

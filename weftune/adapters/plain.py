@@ -16,6 +16,7 @@ from weftune.adapters.vector import SHARED
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
+from weftune.ops.dropout import kept_TK, key
 from weftune.ops.site import RowScale
 
 
@@ -28,6 +29,9 @@ class JobAt:
     segment: Segment
     bound: Pass
     weights: Parameters
+    frozen: Frozen
+    known: dict[tuple[str, str], Tensor]
+    """What was computed at a site once and for all."""
 
     def trained(self, name: str) -> Tensor:
         """A parameter of this site, with its gradient accumulated."""
@@ -41,6 +45,26 @@ class JobAt:
         """One of the kind's constants."""
         return self.weights[SHARED, name]
 
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` computes from the frozen weight: the first time, and kept from then on."""
+        if (self.site.name, name) not in self.known:
+            self.known[self.site.name, name] = make()
+        return self.known[self.site.name, name]
+
+    @property
+    def drops(self) -> bool:
+        return self.bound.training and self.member.spec.dropout > 0.0
+
+    def dropped(self, x_LK: Tensor) -> Tensor:
+        """x behind the job's dropout, which is active in training only."""
+        probability = self.member.spec.dropout
+        if not self.drops:
+            return x_LK
+        index_L = self.bound.microbatch.token_index_T[self.segment.rows]
+        own = key(self.member.seed, self.segment.step, self.site.name)
+        kept = kept_TK(own, index_L, x_LK.shape[1], probability)
+        return torch.where(kept, x_LK, 0.0) / (1.0 - probability)
+
     def _trained(self, site: str, name: str) -> Tensor:
         total = self.bound.totals[self.member.job][site, name]
         return accumulated(self.weights[site, name], total, self.bound.anchor)
@@ -48,7 +72,7 @@ class JobAt:
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """What a job does to its rows: y = g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b, any of it absent."""
+    """What a job does to its rows: y = after(g_out ⊙ ((x ⊙ g_in)Wᵀ + add(x)) + b), any of it absent."""
 
     add: Callable[[Tensor], Tensor] | None = None
     """x_LK → what is added, [L, N]."""
@@ -56,6 +80,8 @@ class JobPart:
     g_out_N: Tensor | None = None
     scales_bias: bool = False
     """Whether g_out scales b, too."""
+    after: Callable[[Tensor], Tensor] | None = None
+    """y_LN → what becomes of the outputs."""
 
 
 class PlainBank:
@@ -65,6 +91,7 @@ class PlainBank:
         self._sites = {site.name: site for site in sites}
         self._part = part
         self._aboard: dict[str, tuple[Member, Parameters]] = {}
+        self._known: dict[tuple[str, str], Tensor] = {}
 
     def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
         self._aboard[member.job] = member, weights
@@ -84,34 +111,44 @@ class PlainBank:
     def present(self, bound: Pass) -> bool:
         return any(segment.through in self._aboard for segment in bound.microbatch.segments)
 
-    def parts(self, site: str, bound: Pass) -> SiteParts:
-        added, g_in, g_out = [], [], []
+    def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
+        added, g_in, g_out, behind = [], [], [], []
         for segment in bound.microbatch.segments:
             if segment.through not in self._aboard:
                 continue
             member, weights = self._aboard[segment.through]
-            part = self._part(JobAt(member, self._sites[site], segment, bound, weights))
+            at = JobAt(member, self._sites[site], segment, bound, weights, frozen, self._known)
+            part = self._part(at)
             start, stop = segment.start, segment.stop
             if part.add is not None:
                 added.append((segment, part.add))
+            if part.after is not None:
+                behind.append((segment, part.after))
             if part.g_in_K is not None:
                 g_in.append(RowScale(start, stop, part.g_in_K))
             if part.g_out_N is not None:
                 g_out.append(RowScale(start, stop, part.g_out_N, part.scales_bias))
 
         def add(x_TK: Tensor, y_TN: Tensor) -> Tensor:
-            return _with_rows(y_TN, [(segment, one(x_TK[segment.rows])) for segment, one in added])
+            sums = [(segment, y_TN[segment.rows] + one(x_TK[segment.rows])) for segment, one in added]
+            return _with_rows(y_TN, sums)
 
-        return SiteParts(add if added else None, tuple(g_in), tuple(g_out))
+        def after(y_TN: Tensor) -> Tensor:
+            return _with_rows(y_TN, [(segment, one(y_TN[segment.rows])) for segment, one in behind])
+
+        return SiteParts(add if added else None, tuple(g_in), tuple(g_out), after if behind else None)
 
     def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
         raise AssertionError("a kind in plain torch has no kernels")
 
+    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> None:
+        return None
 
-def _with_rows(y_TN: Tensor, added: Sequence[tuple[Segment, Tensor]]) -> Tensor:
-    """y with every segment's values added to its rows."""
+
+def _with_rows(y_TN: Tensor, made: Sequence[tuple[Segment, Tensor]]) -> Tensor:
+    """y with every segment's values in the place of its rows."""
     parts, row = [], 0
-    for segment, value_LN in sorted(added, key=lambda one: one[0].start):
-        parts += [y_TN[row : segment.start], y_TN[segment.rows] + value_LN]
+    for segment, value_LN in sorted(made, key=lambda one: one[0].start):
+        parts += [y_TN[row : segment.start], value_LN]
         row = segment.stop
     return torch.cat([*parts, y_TN[row:]])

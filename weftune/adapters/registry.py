@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import Kind
-from weftune.adapters.lora.apply import Lora
+from weftune.adapters.kinds import KINDS, kind_in
 from weftune.adapters.vector import VectorLayout
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, SpecError
 
-BY_NAME: dict[str, Kind] = {"lora": Lora()}
+BY_NAME: dict[str, Kind] = {}
+"""Those that have been asked for."""
 
 
 def kind_named(name: str) -> Kind:
     if name in BY_NAME:
         return BY_NAME[name]
-    raise SpecError(f"adapter.kind: there is no kind {name!r}; known: {', '.join(BY_NAME)}")
+    if name not in KINDS:
+        raise SpecError(f"adapter.kind: there is no kind {name!r}; known: {', '.join(KINDS)}")
+    module, _, kind = KINDS[name].implementation.partition(":")
+    return BY_NAME.setdefault(name, getattr(import_module(module), kind)())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,8 @@ def layout_of(spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
 
 def kind_of(folder: Path) -> Kind:
     """The kind of the adapter in a PEFT folder."""
-    peft_type = read_config(folder).get("peft_type")
-    if peft_type == "LORA":
-        return kind_named("lora")
-    raise AdapterError(f"{folder} holds a {peft_type} adapter, a kind that Weftune does not know")
+    config = read_config(folder)
+    if (name := kind_in(config)) is not None:
+        return kind_named(name)
+    named = config.get("weftune_kind") or config.get("peft_type")
+    raise AdapterError(f"{folder} holds a {named} adapter, a kind that Weftune does not know")

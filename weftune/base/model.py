@@ -6,7 +6,9 @@ Shapes: T rows of the pack, D width of the last hidden state.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +19,13 @@ from weftune.base.check import check_packing
 from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.delta_net import separate_samples
 from weftune.base.families import refuse_config, refuse_modules
-from weftune.base.quant.linear import matrix_dtype
-from weftune.base.shape import model_shape, site_modules
+from weftune.base.quant.linear import QuantLinear, matrix_dtype
+from weftune.base.shape import model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.core.head import Head
 from weftune.core.shapes import LayerRange, ModelShape, SiteShape
+from weftune.core.weight import HoldsWeight
 from weftune.errors import BaseModelError
 
 
@@ -40,6 +43,9 @@ class Base:
     are, from the first one's beginning to the last one's end."""
     all_sites: tuple[SiteShape, ...] = ()
     """The sites of all stages, where not all layers are here."""
+    stored: Callable[[str], Tensor | None] | None = None
+    """Where layers are streamed: the parameter of that name from where it is kept; None for one that stays on
+    the device."""
 
     @property
     def first(self) -> bool:
@@ -76,6 +82,30 @@ class Base:
         """Every linear that can carry an adapter, by module path, in the model's own order; then experts, by
         the paths of their parameters."""
         return site_modules(self.model)
+
+    def weight_reader(self) -> Callable[[str], Tensor]:
+        """A function that gives the weight [N, K] of a site by its name, wherever that is kept."""
+        modules: dict[str, nn.Module] = {}
+
+        def read(site: str) -> Tensor:
+            if not modules:
+                modules.update(self.sites())
+            module = modules[site]
+            if isinstance(module, QuantLinear):
+                return module.matrix_of(
+                    {name: self._kept(site, name, own) for name, own in module.parts.items()}
+                )
+            if isinstance(module, HoldsWeight):
+                return module.frozen_weight().matrix()
+            weight = self._kept(site, "weight", cast(Tensor, module.weight))
+            return weight.T if site_shape(site, module).fan_in_fan_out else weight
+
+        return read
+
+    def _kept(self, site: str, name: str, here: Tensor) -> Tensor:
+        """A parameter of a site from where it is kept, or as it is `here`."""
+        stored = None if self.stored is None else self.stored(f"{site}.{name}")
+        return here if stored is None else stored
 
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None

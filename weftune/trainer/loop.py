@@ -243,6 +243,7 @@ class Loop:
                 self.executor.home,
                 self.base.whole_sites,
                 drawn_on=self.base.device,
+                frozen=self.base.weight_reader(),
             )
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))

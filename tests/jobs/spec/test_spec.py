@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weftune.adapters.kinds import KINDS
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.data.spec import DataSpec, EvalSpec, Source
 from weftune.errors import SpecError
@@ -129,7 +130,7 @@ def test_the_listed_keys_are_the_fields_of_the_records() -> None:
     assert set(JOB_KEYS) == names(JobSpec) | {"sweep"}
     assert set(SECTIONS["sweep"]) == names(SweepSpec)
     assert set(SECTIONS["halving"]) == names(Halving)
-    assert set(ADAPTER_KEYS) == names(LoraSpec)
+    assert set(ADAPTER_KEYS) == set().union(*map(names, KINDS.values()))
     assert set(DATA_KEYS) == names(DataSpec) - {"rows"}
     assert set(BASE_KEYS) == names(BaseSpec) - {"written"}
     assert set(SECTIONS["eval"]) == names(EvalSpec)
@@ -201,8 +202,8 @@ def test_whatever_a_job_does_not_say_is_as_the_guide_says() -> None:
         },
         "adapter": {
             "kind": "lora", "rank": 16, "alpha": 32.0, "dropout": 0.0, "targets": "all-linear",
-            "target_parameters": [], "rslora": False, "rank_pattern": {}, "alpha_pattern": {},
-            "init_from": None,
+            "layers": None, "target_parameters": [], "rslora": False, "loraplus_lr_ratio": 1.0,
+            "rank_pattern": {}, "alpha_pattern": {}, "init_from": None,
         },
         "objective": "sft", "eval": None, "epochs": 1.0, "steps": None, "batch_size": 16,
         "learning_rate": 2e-4, "schedule": "linear", "warmup": 0.0, "weight_decay": 0.0,

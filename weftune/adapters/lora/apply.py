@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteParts
+from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteParts, WeightOf
 from weftune.adapters.lora.experts import LoraExperts, flattened, stacked
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, write_adapter
@@ -127,7 +127,7 @@ class LoraBank:
             segment.through in self._seats for segment in bound.microbatch.segments
         )
 
-    def parts(self, site: str, bound: Pass) -> SiteParts:
+    def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         blocks = tuple(
             self._block(seat, site, segment, bound)
             for segment in bound.microbatch.segments
@@ -204,17 +204,36 @@ def _as_stored(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return flattened(a, b) if a.ndim == 3 else (a, b.T)
 
 
+def draw(seed: int, parameters: Parameters, drawn_on: torch.device | None) -> None:
+    """A uniform within ±1/√K as PEFT draws it, B zero; other parameters are left alone."""
+    if zeros := [value for (_, name), value in parameters.items() if name == B]:
+        torch._foreach_zero_(zeros)
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for (site, name), value in parameters.items():
+        if name == A:
+            alike.setdefault(tuple(value.shape), []).append(site)
+    for shape, names in alike.items():
+        values = [parameters[site, A] for site in names]
+        keys = [parameter_key(seed, site, A) for site in names]
+        fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, drawn_on=drawn_on)
+
+
 class Lora:
     name = "lora"
 
     def layout(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> VectorLayout:
-        shapes: list[ParameterShape] = []
-        for site in sites:
-            if spec.adapts(site):
-                ranks = (*((site.experts,) if site.experts else ()), spec.rank_at(site.name))
-                active = site.active if site.experts else None
-                for name, width in ((A, site.in_features), (B, site.out_features)):
-                    shapes.append(ParameterShape(site.name, name, (*ranks, width), active=active))
+        shapes = [
+            ParameterShape(
+                site.name,
+                name,
+                shape,
+                rate=spec.loraplus_lr_ratio if name == B else 1.0,
+                active=site.active if site.experts else None,
+            )
+            for site in sites
+            if spec.adapts(site)
+            for name, shape in spec.shapes_at(site).items()
+        ]
         return VectorLayout(tuple(shapes))
 
     def adapts(self, spec: LoraSpec, site: str) -> bool:
@@ -239,24 +258,16 @@ class Lora:
         sites: Sequence[SiteShape],
         parameters: Parameters,
         drawn_on: torch.device | None = None,
+        frozen: WeightOf | None = None,
     ) -> None:
-        """A uniform within ±1/√K as PEFT draws it, B zero; or both from the member's `init_from` folder."""
+        """As PEFT draws them, or from the member's `init_from` folder."""
         if member.spec.init_from is not None:
             start = read_start(member.spec, sites)
             for (site, name), value in parameters.items():
                 a_rK, b_rN = _as_held(*start[site], value)
                 value.copy_(a_rK if name == A else b_rN)
             return
-        if zeros := [value for (_, name), value in parameters.items() if name != A]:
-            torch._foreach_zero_(zeros)
-        alike: dict[tuple[int, ...], list[str]] = {}
-        for (site, name), value in parameters.items():
-            if name == A:
-                alike.setdefault(tuple(value.shape), []).append(site)
-        for shape, names in alike.items():
-            values = [parameters[site, A] for site in names]
-            keys = [parameter_key(member.seed, site, A) for site in names]
-            fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, drawn_on=drawn_on)
+        draw(member.seed, parameters, drawn_on)
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> LoraBank:
         return LoraBank(sites, slots)

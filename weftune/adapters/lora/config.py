@@ -54,17 +54,7 @@ def read_spec(folder: Path) -> LoraSpec:
 
 
 def _spec(config: Mapping[str, Any]) -> LoraSpec:
-    targets, parameters = config["target_modules"] or (), config.get("target_parameters") or ()
-    spec = LoraSpec(
-        rank=int(config["r"]),
-        alpha=float(config["lora_alpha"]),
-        dropout=float(config.get("lora_dropout", 0.0)),
-        targets=targets if isinstance(targets, str) else tuple(str(target) for target in targets),
-        target_parameters=tuple(sorted(map(str, parameters))),
-        rslora=bool(config.get("use_rslora")),
-        rank_pattern={key: int(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
-        alpha_pattern={key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()},
-    )
+    spec = LoraSpec(**spec_fields(config))
     if min((spec.rank, *spec.rank_pattern.values())) < 1:
         raise ValueError("a rank is below 1")
     for pattern in (*spec.rank_pattern, *spec.alpha_pattern):
@@ -72,6 +62,23 @@ def _spec(config: Mapping[str, Any]) -> LoraSpec:
             raise ValueError(f"{pattern[:80]!r} {slow}")
         re.compile(pattern)
     return spec
+
+
+def spec_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a spec that PEFT's config stands for."""
+    targets, parameters = config["target_modules"] or (), config.get("target_parameters") or ()
+    layers = config.get("layers_to_transform")
+    return {
+        "rank": int(config["r"]),
+        "alpha": float(config["lora_alpha"]),
+        "dropout": float(config.get("lora_dropout", 0.0)),
+        "targets": targets if isinstance(targets, str) else tuple(str(target) for target in targets),
+        "layers": tuple(sorted(map(int, layers))) if isinstance(layers, list) else layers,
+        "target_parameters": tuple(sorted(map(str, parameters))),
+        "rslora": bool(config.get("use_rslora")),
+        "rank_pattern": {key: int(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
+        "alpha_pattern": {key: float(one) for key, one in (config.get("alpha_pattern") or {}).items()},
+    }
 
 
 def refuse_slow(folder: Path, spec: LoraSpec, names: Sequence[str]) -> None:

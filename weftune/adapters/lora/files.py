@@ -5,19 +5,23 @@ Shapes: r rank, K inputs, N outputs of a site.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weftune.adapters.folder import WEIGHTS, no_weights
+from weftune.adapters.files import (
+    is_transposed,
+    layers_to_transform,
+    peft,
+    read_tensors,
+    target_modules,
+    write_folder,
+)
+from weftune.adapters.folder import WEIGHTS
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import (
-    ALL_LINEAR,
     EXPERTS,
     LoraSpec,
     site_of,
@@ -25,9 +29,8 @@ from weftune.adapters.lora.spec import (
     stored_path,
     weight_names,
 )
-from weftune.core.shapes import SiteShape, in_wrapper
-from weftune.core.tensor_file import write_tensors
-from weftune.errors import AdapterError, MissingPackage
+from weftune.core.shapes import SiteShape
+from weftune.errors import AdapterError
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
 """Site → (A [r, K], B [N, r])."""
@@ -37,44 +40,30 @@ def write_adapter(
     folder: Path, spec: LoraSpec, weights: Weights, sites: Sequence[SiteShape], base: str | None
 ) -> None:
     """Write the folder so that PEFT and vLLM load it as it is."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
         a_name, b_name = weight_names(stored_path(site, weights) if site in mixed else site)
-        tensors[a_name], tensors[b_name] = _plain(a_rK), _plain(b_Nr)
-    partial = folder / f".{WEIGHTS}.partial"
-    write_tensors(partial, tensors, metadata={"format": "pt"})
-    os.replace(partial, folder / WEIGHTS)
-    _peft_config(spec, list(weights), sites, base).save_pretrained(str(folder))
+        tensors[a_name], tensors[b_name] = a_rK, b_Nr
+    write_folder(folder, tensors, peft_config(spec, list(weights), sites, base))
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Contiguous on the host; what is so already is not touched."""
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
-        return tensor
-    return tensor.detach().cpu().contiguous()
-
-
-def _peft_config(
-    spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str | None
+def peft_config(
+    spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str | None, **more: Any
 ) -> Any:
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
-    adapted = set(targeted)
-    transposed = any(site.fan_in_fan_out for site in sites if site.name in adapted)
-    return LoraConfig(
+    modules = target_modules(spec, targeted, sites)
+    return peft().LoraConfig(
         r=spec.rank,
-        lora_alpha=_whole(spec.alpha),  # type: ignore[arg-type]
+        lora_alpha=_whole(spec.alpha),
         lora_dropout=spec.dropout,
-        target_modules=target_modules(spec, targeted, sites),
+        target_modules=modules,
+        layers_to_transform=layers_to_transform(spec, modules),
+        **more,
         target_parameters=list(spec.target_parameters) or None,
         use_rslora=spec.rslora,
         rank_pattern=dict(spec.rank_pattern),
         alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
-        fan_in_fan_out=transposed,
+        fan_in_fan_out=is_transposed(targeted, sites),
         bias="none",
         task_type="CAUSAL_LM",
         inference_mode=True,
@@ -85,25 +74,6 @@ def _peft_config(
 def _whole(alpha: float) -> float:
     """PEFT and vLLM declare alpha an integer, and some readers take no other; a fraction stays one."""
     return int(alpha) if float(alpha).is_integer() else alpha
-
-
-def target_modules(spec: LoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
-    """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same.
-
-    So is any expression where the base has experts: PEFT would look for names of experts and routers in it.
-    In a wrapper every module is named: anything shorter could mean modules of its vision tower too.
-    """
-    if any(in_wrapper(name) for name in targeted):
-        return sorted(targeted)
-    if not isinstance(spec.targets, str):
-        return list(spec.targets)
-    if spec.targets.lower() != ALL_LINEAR and not any(site.experts for site in sites):
-        return spec.targets
-    linears = {site.name for site in sites if not site.experts}
-    own = sorted(linears.intersection(targeted))
-    endings = sorted({name.rsplit(".", 1)[-1] for name in own})
-    short = replace(spec, targets=tuple(endings))
-    return endings if sorted(filter(short.targets_site, linears)) == own else own
 
 
 def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor]]]:
@@ -120,21 +90,11 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
                 f"{folder} is damaged: at {site} A is {list(a_rK.shape)} and B {list(b_Nr.shape)}, "
                 f"but its config says rank {rank}"
             )
-        for name, value in zip(weight_names(site), (a_rK, b_Nr), strict=True):
-            if not value.is_floating_point() or not bool(value.isfinite().all()):
-                raise AdapterError(f"{folder} is damaged: {name} holds values that are no finite numbers")
     return spec, weights
 
 
 def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    path = folder / WEIGHTS
-    if not path.exists():
-        raise AdapterError(no_weights(folder))
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, MemoryError) as error:
-        raise AdapterError(f"{path} is damaged: {error}") from error
+    path, tensors = folder / WEIGHTS, read_tensors(folder)
     sites = list(dict.fromkeys(site for name in tensors if (site := site_of(name)) is not None))
     wanted = {name for site in sites for name in weight_names(site)}
     if odd := sorted(tensors.keys() ^ wanted):

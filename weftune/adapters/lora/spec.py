@@ -6,42 +6,34 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from weftune.adapters.start import FromJob
+from weftune.adapters.target import TargetSpec, ends_with
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 
-ALL_LINEAR = "all-linear"
 A, B = "a_rK", "b_rN"
 """The parameters of an adapter at a site, as a bank holds them; at experts, those of all of them."""
 EXPERTS, WRAPPED = ".experts", ".base_layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSpec:
+class LoraSpec(TargetSpec):
     """y = xWᵀ + scale · drop(x)AᵀBᵀ at every site that `targets` names."""
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    implementation: ClassVar[str] = "weftune.adapters.lora.apply:Lora"
+    peft_type: ClassVar[str | None] = "LORA"
 
     kind: Literal["lora"] = "lora"
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: str | tuple[str, ...] = ALL_LINEAR
-    """`all-linear`, a regular expression that must match a whole module path, or a list of path endings."""
     target_parameters: tuple[str, ...] = ()
     """Endings of the paths of experts' parameters, each of which gets an adapter for every expert."""
     rslora: bool = False
+    loraplus_lr_ratio: float = 1.0
+    """B learns at so many times the job's learning rate: LoRA+."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    init_from: str | FromJob | None = None
-    """A PEFT adapter folder to start from, or the job of the same run whose adapter is waited for."""
-
-    def targets_site(self, name: str) -> bool:
-        """Whether PEFT would put an adapter on the module `name` (the output layer is no site at all)."""
-        if isinstance(self.targets, str):
-            return self.targets.lower() == ALL_LINEAR or re.fullmatch(self.targets, name) is not None
-        return any(name == target or name.endswith(f".{target}") for target in self.targets)
 
     def adapts(self, site: SiteShape) -> bool:
         """Experts have no adapter unless the job asks for one."""
@@ -49,7 +41,7 @@ class LoraSpec:
 
     def targets_parameter(self, name: str) -> bool:
         """Whether PEFT would put an adapter on the experts' parameter `name`."""
-        return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
+        return any(ends_with(name, target) for target in self.target_parameters)
 
     def rank_at(self, name: str) -> int:
         return self.rank_pattern.get(pattern_for(self.rank_pattern, name), self.rank)
@@ -61,8 +53,9 @@ class LoraSpec:
         rank = self.rank_at(name)
         return self.alpha_at(name) / (math.sqrt(rank) if self.rslora else rank)
 
-    def parameters_at(self, site: SiteShape) -> int:
-        return max(1, site.experts) * self.rank_at(site.name) * (site.in_features + site.out_features)
+    def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
+        ranks = (*((site.experts,) if site.experts else ()), self.rank_at(site.name))
+        return {A: (*ranks, site.in_features), B: (*ranks, site.out_features)}
 
 
 def pattern_for(patterns: Iterable[str], name: str) -> str:

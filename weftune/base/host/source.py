@@ -32,6 +32,10 @@ class StageSource(Protocol):
         """Copy all bytes, on the current stream."""
         ...
 
+    def read(self, start: int, stop: int) -> Tensor:
+        """Some of its bytes on the host, to look at."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class HostStage:
@@ -49,6 +53,9 @@ class HostStage:
         for start in range(0, self.size, CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, self.size)
             slot[start:stop].copy_(self.held[start:stop], non_blocking=True)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.held[start:stop]
 
 
 @dataclass(slots=True)
@@ -131,6 +138,11 @@ class MappedStage:
                 fill(here[start:stop])
             else:
                 self.staging.bring(fill, here[start:stop])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        out = torch.zeros(stop - start, dtype=torch.uint8)
+        self._read(start, out)
+        return out
 
     def _read(self, start: int, out: Tensor) -> None:
         """Between two parameters nothing is written."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -169,7 +169,15 @@ def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None
     model.eval().requires_grad_(False)
     own_config(model)
     take_packs(model)
-    return StreamedBase(base, part, sources, arena)
+    kept = {piece.name: (piece, sources[stage]) for stage, found in pieces.items() for piece in found}
+
+    def stored(name: str) -> Tensor | None:
+        if name not in kept:
+            return None
+        piece, source = kept[name]
+        return source.read(piece.start, piece.stop).view(piece.dtype).view(piece.shape)
+
+    return StreamedBase(replace(base, stored=stored), part, sources, arena)
 
 
 def _take_pages(device: torch.device) -> None:
@@ -282,7 +290,7 @@ def stage_view(base: Base, held: LayerRange) -> Base:
         parent = child
     cut(model, held)
     shape = shape_here(model, base.shape, held.stop - held.start)
-    return Base(model, base.spec, shape, base.device, base.dtype, held, base.shape.sites)
+    return Base(model, base.spec, shape, base.device, base.dtype, held, base.shape.sites, base.stored)
 
 
 def _twin(module: nn.Module) -> nn.Module:

@@ -70,6 +70,14 @@ class QuantLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return frozen_product(input, self.frozen_weight(), self.bias)
 
+    @torch.no_grad()
+    def matrix_of(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The matrix that such tensors stand for, on their device."""
+        shape, device = (self.out_features, self.in_features), parts["weight"].device
+        out_NK = torch.empty(shape, dtype=self.matrix_dtype, device=device)
+        self.form.write(parts, out_NK)
+        return out_NK
+
     def take(self, values: Mapping[str, Tensor]) -> None:
         """Take over tensors as the parts of its weight."""
         for name, value in values.items():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from weftune.adapters.lora.config import read_spec, refuse_slow
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
 from weftune.adapters.start import source_of
+from weftune.adapters.target import TargetSpec, layer_numbers
 from weftune.core.patterns import ending, slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import AdapterError, Mistake
@@ -30,8 +31,8 @@ def check_targets(
     names = [site.name for site in shape.sites]
     mistakes: list[Mistake] = []
     for job in jobs:
-        slow = list(_slow_patterns(job, names, place))
-        mistakes += slow or _target_mistakes(job, shape, place)
+        wrong = [*_slow_patterns(job, names, place), *_layer_mistakes(job, shape, place)]
+        mistakes += wrong or _target_mistakes(job, shape, place)
         mistakes += _parameter_mistakes(job, shape, place)
     return mistakes
 
@@ -41,10 +42,19 @@ def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]
     adapter = job.adapter
     if isinstance(adapter.targets, str) and (slow := slow_sentence([adapter.targets], names)):
         yield Mistake(place(job.name, "adapter", "targets"), slow)
+    if not isinstance(adapter, LoraSpec):
+        return
     for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
         for pattern in patterns:
             if slow := slow_sentence([ending(pattern)], names):
                 yield Mistake(place(job.name, "adapter", key, pattern), slow)
+
+
+def _layer_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
+    layers = job.adapter.layers
+    if layers is not None and (last := max(layer_numbers(layers))) >= shape.layers:
+        where = place(job.name, "adapter", "layers")
+        yield Mistake(where, f"there is no layer {last}: the base has layers 0 to {shape.layers - 1}")
 
 
 def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
@@ -53,11 +63,21 @@ def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str])
         if not any(job.adapter.adapts(site) for site in _linears(shape)):
             yield Mistake(place(job.name, "adapter", "targets"), _no_match(targets, shape))
         return
+    if targets == _default_targets(job.adapter):
+        if not any(job.adapter.adapts(site) for site in _linears(shape)):
+            where = place(job.name, "adapter", "targets")
+            yield Mistake(where, f"name modules of the base: its modules end in {', '.join(_endings(shape))}")
+        return
     for index, target in enumerate(targets):
         alone = replace(job.adapter, targets=(target,))
         if not any(alone.adapts(site) for site in _linears(shape)):
             where = place(job.name, "adapter", "targets", index)
             yield Mistake(where, f"{show(target)} matches no module of the base; {_offer(target, shape)}")
+
+
+def _default_targets(adapter: TargetSpec) -> object:
+    """What a job of that kind adapts unless told: names of several families, of which a base has some."""
+    return next(item.default for item in fields(adapter) if item.name == "targets")
 
 
 def _no_match(expression: str, shape: ModelShape) -> str:
@@ -81,8 +101,11 @@ def _endings(shape: ModelShape) -> list[str]:
 
 
 def _parameter_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    for index, target in enumerate(job.adapter.target_parameters):
-        alone = replace(job.adapter, target_parameters=(target,))
+    adapter = job.adapter
+    if not isinstance(adapter, LoraSpec):
+        return
+    for index, target in enumerate(adapter.target_parameters):
+        alone = replace(adapter, target_parameters=(target,))
         where = place(job.name, "adapter", "target_parameters", index)
         if not _experts(shape):
             yield Mistake(where, f"{show(target)} asks for experts, which the base has none of; leave it out")
@@ -134,7 +157,7 @@ def _names(jobs: Sequence[str]) -> str:
     return ", ".join(jobs) if more <= 1 else f"{', '.join(jobs[:NAMED])} and {more} more"
 
 
-def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, LoraSpec]) -> Iterator[str]:
+def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, TargetSpec]) -> Iterator[str]:
     adapter = job.adapter
     if job.learning_rate > HIGH_RATE:
         yield (
@@ -144,6 +167,22 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, LoraSp
     if job.weight_decay > HIGH_DECAY:
         yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
     aboard = [site for site in shape.sites if adapter.adapts(site)]
+    if adapter.kind != "lora":
+        way = "to serve it there, run weftune export --merged"
+        way = way if adapter.merges else "nor can they be merged; weftune generate answers with it"
+        yield f"vLLM does not load {adapter.kind} adapters; {way}"
+    if isinstance(adapter, LoraSpec):
+        yield from _lora_warnings(adapter, aboard, adapters)
+    if job.data.max_length > shape.context:
+        yield (
+            f"max_length {job.data.max_length} is over the base's context of {shape.context} tokens; "
+            f"longer samples are cut there"
+        )
+
+
+def _lora_warnings(
+    adapter: LoraSpec, aboard: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
+) -> Iterator[str]:
     wide = [site for site in aboard if adapter.rank_at(site.name) > _width(site)]
     if wide:
         narrow = min(wide, key=_width)
@@ -155,7 +194,7 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, LoraSp
         for pattern in patterns:
             if not any(pattern_for([pattern], site.name) == pattern for site in aboard):
                 yield f"{key} {show(pattern)} matches none of the job's targets"
-    if adapter.rank_pattern or adapter.alpha_pattern:
+    if adapter.kind == "lora" and (adapter.rank_pattern or adapter.alpha_pattern):
         yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"
     if adapter.target_parameters:
         yield (
@@ -164,19 +203,15 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, LoraSp
         )
     if (before := _started_from(adapter, aboard, adapters)) is not None:
         yield from _start_warnings(adapter, before, aboard)
-    if job.data.max_length > shape.context:
-        yield (
-            f"max_length {job.data.max_length} is over the base's context of {shape.context} tokens; "
-            f"longer samples are cut there"
-        )
 
 
 def _started_from(
-    adapter: LoraSpec, aboard: Sequence[SiteShape], adapters: Mapping[str, LoraSpec]
+    adapter: LoraSpec, aboard: Sequence[SiteShape], adapters: Mapping[str, TargetSpec]
 ) -> LoraSpec | None:
     """The spec of the adapter that a job starts from: of a folder, or of one of the jobs' `adapters`."""
     if not isinstance(adapter.init_from, str):
-        return adapters.get(source_of(adapter))
+        other = adapters.get(source_of(adapter))
+        return other if isinstance(other, LoraSpec) else None
     folder = Path(adapter.init_from)
     try:
         before = read_spec(folder)

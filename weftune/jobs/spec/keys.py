@@ -16,8 +16,9 @@ DATA_KEYS = (
     "path", "format", "columns", "split", "limit", "max_length", "train_on", "chat_template", "skip_bad_rows",
 )  # fmt: skip
 ADAPTER_KEYS = (
-    "kind", "rank", "alpha", "dropout", "targets", "target_parameters", "rslora", "rank_pattern",
-    "alpha_pattern", "init_from",
+    "kind", "rank", "alpha", "dropout", "targets", "layers", "target_parameters", "rslora",
+    "loraplus_lr_ratio", "rank_pattern", "alpha_pattern", "init_from", "feedforward", "d_initial",
+    "projection_prng_key", "placement", "size", "activation",
 )  # fmt: skip
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
@@ -59,6 +60,9 @@ RENAMED: Mapping[str, str] = {
     "lora_dropout": "adapter.dropout",
     "target_modules": "adapter.targets",
     "use_rslora": "adapter.rslora",
+    "layers_to_transform": "adapter.layers",
+    "feedforward_modules": "adapter.feedforward",
+    "vera_dropout": "adapter.dropout",
     "peft_type": "adapter.kind",
     # TRL and transformers
     "lora_r": "adapter.rank",
@@ -214,7 +218,7 @@ ANSWERED: Mapping[str, str] = {
     "task_type": "leave it out, the base is a causal language model",
     "modules_to_save": "leave it out, only the adapter is trained",
     "lora_modules_to_save": "leave it out, only the adapter is trained",
-    "use_dora": "leave it out, the kinds of adapter are: lora",
+    "use_dora": "for true write kind: dora in adapter",
     "trust_remote_code": "leave it out, code from a model's folder is never run",
     "deepspeed": "leave it out, one process trains all jobs",
     "wandb_project": "write report_to: [wandb] at the top of the file",

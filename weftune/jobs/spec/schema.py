@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from weftune.jobs.spec.show import show
 EXPECTED: Mapping[Loc, str] = {
     ("adapter",): "a mapping such as {kind: lora, rank: 16}",
     ("adapter", "targets"): "all-linear, a regular expression, or a list of the endings of module paths",
+    ("adapter", "layers"): "numbers such as [0, 5], or a range such as 16-31",
     ("adapter", "target_parameters"): "a list such as [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
     ("adapter", "init_from"): "an adapter folder, or {job: NAME} for the adapter of another job",
     ("adapter", "rank_pattern"): "a mapping from a module path's ending to a rank",
@@ -137,7 +138,11 @@ def _required(key: str) -> str:
 
 
 def _choice(expected: str, value: Any) -> str:
-    choices = re.findall(r"'([^']*)'", expected)
+    return choice_sentence(re.findall(r"'([^']*)'", expected), value)
+
+
+def choice_sentence(choices: Sequence[str], value: Any) -> str:
+    """The sentence against a value that is none of the choices."""
     listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
     near = nearest(str(value).lower(), choices)
     hint = f"; did you mean {near}?" if near else "; there is no other yet" if len(choices) == 1 else ""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weftune.adapters.lora.spec import ALL_LINEAR
+from weftune.adapters.kinds import KINDS
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.target import ALL_LINEAR, layer_numbers
 from weftune.core.patterns import ending, slow_sentence
 from weftune.jobs.spec.bounds import bound_at, number_faults
-from weftune.jobs.spec.keys import SAME_FOR_ALL
+from weftune.jobs.spec.keys import ADAPTER_KEYS, SAME_FOR_ALL
 from weftune.jobs.spec.layer import Layer
 from weftune.jobs.spec.names import name_fault
 from weftune.jobs.spec.paths import Locate, Located, locate_adapter, locate_rows, locate_template
 from weftune.jobs.spec.places import ROWS, Fault, Loc, Placed, dotted, place_of, step_into
-from weftune.jobs.spec.schema import EXPECTED, build
+from weftune.jobs.spec.schema import EXPECTED, build, choice_sentence
 from weftune.jobs.spec.show import show
 
 Record = TypeVar("Record")
@@ -34,7 +37,9 @@ def settle(record: type[Record], layer: Layer, folder: Path) -> tuple[Record | N
     note(_betas_faults(values))
     values, missing_files = _located(values, folder)
     note(missing_files)
-    made = build(record, values)
+    adapter, wrong = _built_adapter(values.get("adapter", {}))
+    note(wrong)
+    made = build(record, {**values, "adapter": adapter})
     note(made if isinstance(made, list) else [])
     note(_disagreements(values))
     if faults:
@@ -66,6 +71,20 @@ def _completed(values: Mapping[str, Any]) -> dict[str, Any]:
     if whole.get("clip") == 0 and not isinstance(whole["clip"], bool):
         whole["clip"] = None
     return whole
+
+
+def _built_adapter(keys: Any) -> tuple[Any, list[Fault]]:
+    """The record of the adapter's kind, or what is wrong with its keys; what is no mapping stays as it is."""
+    if not isinstance(keys, Mapping):
+        return keys, []
+    kind = keys.get("kind", "lora")
+    if not isinstance(kind, str) or kind not in KINDS:
+        return LoraSpec(), [Fault(("adapter", "kind"), choice_sentence(list(KINDS), kind))]
+    own = {item.name for item in fields(KINDS[kind])}
+    others = [key for key in keys if key not in own and key in ADAPTER_KEYS]
+    faults = [Fault(("adapter", key), f"is not a key of {kind} adapters; leave it out") for key in others]
+    made = build(KINDS[kind], {key: keys[key] for key in keys if key not in others}, "adapter", ("adapter",))
+    return (LoraSpec(), [*faults, *made]) if isinstance(made, list) else (made, faults)
 
 
 LOCATED: tuple[tuple[str, str, Locate], ...] = (
@@ -166,6 +185,7 @@ def _adapter_faults(adapter: Any) -> Iterator[Fault]:
         return
     targets, parameters = adapter.get("targets"), adapter.get("target_parameters")
     yield from _parameter_faults(adapter, parameters)
+    yield from _layer_faults(adapter.get("layers"))
     if isinstance(targets, list | tuple):
         if not targets and not parameters:
             yield Fault(
@@ -190,6 +210,26 @@ def _parameter_faults(adapter: Mapping[str, Any], parameters: Any) -> Iterator[F
             yield Fault(("adapter", "target_parameters", index), "must not be empty")
     if parameters and adapter.get("dropout"):
         yield Fault(("adapter", "dropout"), "must be 0 where target_parameters names experts, as in PEFT")
+    if parameters and adapter.get("kind", "lora") == "dora":
+        yield Fault(("adapter", "target_parameters"), "names experts, which only lora adapts; leave it out")
+    if parameters and adapter.get("layers") is not None:
+        yield Fault(("adapter", "layers"), "chooses linears only; leave it out where experts are adapted")
+
+
+def _layer_faults(layers: Any) -> Iterator[Fault]:
+    loc = ("adapter", "layers")
+    if isinstance(layers, list | tuple):
+        if not layers:
+            yield Fault(loc, "must name at least one layer; for all of them leave it out")
+        elif any(isinstance(one, int) and one < 0 for one in layers):
+            yield Fault(loc, f"layers are counted from 0, got {show(layers)}")
+    elif isinstance(layers, int) and layers < 0:
+        yield Fault(loc, f"layers are counted from 0, got {show(layers)}")
+    elif isinstance(layers, str):
+        try:
+            layer_numbers(layers)
+        except ValueError as error:
+            yield Fault(loc, f"{error}; write {EXPECTED[loc]}")
 
 
 def _expression(text: str, whole: str, loc: Loc) -> Iterator[Fault]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.start import source_of
+from weftune.adapters.target import TargetSpec
 from weftune.core.shapes import ModelShape
 from weftune.errors import Mistake
 from weftune.jobs.spec.near import nearest
@@ -90,8 +90,10 @@ def check_starts(
     ]
 
 
-def _misfit(source: str, before: LoraSpec, own: LoraSpec, shape: ModelShape) -> str:
+def _misfit(source: str, before: TargetSpec, own: TargetSpec, shape: ModelShape) -> str:
     """What a folder of that adapter would be refused for, or nothing."""
+    if before.kind != own.kind:
+        return f"{source} is a {before.kind} adapter; write kind: {before.kind}"
     if differ := [site for site in shape.sites if before.adapts(site) != own.adapts(site)]:
         where = "this job" if own.adapts(differ[0]) else source
         keys = "adapter.targets and adapter.target_parameters" if shape.mixes else "adapter.targets"
@@ -106,4 +108,6 @@ def _misfit(source: str, before: LoraSpec, own: LoraSpec, shape: ModelShape) -> 
                 f"{source} has rank {before.rank_at(site.name)} at {site.name}, the job asks for "
                 f"{own.rank_at(site.name)}; set adapter.rank and adapter.rank_pattern as {source} has them"
             )
+        if own.adapts(site) and before.shapes_at(site) != own.shapes_at(site):
+            return f"{source} has weights of other shapes at {site.name}; write adapter as {source} has it"
     return ""

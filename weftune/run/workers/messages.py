@@ -10,14 +10,14 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weftune.adapters.kind import Member
-from weftune.adapters.kinds import AdapterSpec
+from weftune.adapters.kinds import KINDS
 from weftune.adapters.vector import VectorLayout
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
@@ -241,7 +241,7 @@ class Staff:
         return not isinstance(answer, Ended | PeerLost | Forged)
 
 
-KNOWN = {**records_in(Command), **records_in(Answer), **records_in(AdapterSpec)}
+KNOWN = {**records_in(Command), **records_in(Answer), **records_in(Union[*KINDS.values()])}
 """The records that a message may hold."""
 
 

@@ -101,7 +101,14 @@ class Worker:
         sites = base.shape.sites
         home = self.executor.home
         training = new_training(
-            attach.member, attach.recipe, sites, base.dtype, home, base.whole_sites, drawn_on=base.device
+            attach.member,
+            attach.recipe,
+            sites,
+            base.dtype,
+            home,
+            base.whole_sites,
+            drawn_on=base.device,
+            frozen=base.weight_reader(),
         )
         if attach.resumes:
             found = checkpoint.restore(attach.checkpoints, training)

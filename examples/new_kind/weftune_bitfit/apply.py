@@ -1,0 +1,19 @@
+"""BitFit: at every site a vector is added to the bias. It starts at zero."""
+
+from weftune.adapters.plain import JobPart
+from weftune.adapters.plain_kind import PlainKind
+
+
+class BitFit(PlainKind):
+    name = "bitfit"
+
+    def part(self, at):
+        u_N = at.trained("u")
+        return JobPart(add=lambda x_LK: u_N.expand(len(x_LK), -1))
+
+    def start(self, member, parameters, drawn_on, frozen):
+        for value in parameters.values():
+            value.zero_()
+
+    def merged(self, spec, site, weight_NK, bias_N, own):
+        return weight_NK, own["u"] if bias_N is None else bias_N + own["u"]

@@ -1,0 +1,44 @@
+"""The adapter keys of a bottleneck job. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from weftune.adapters.target import FEEDFORWARD, TargetSpec, ends_with
+from weftune.core.shapes import SiteShape
+
+ATTENTION = ("o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense")
+"""The last linear of the attention, as families call it."""
+DOWN, DOWN_BIAS, UP, UP_BIAS = "down", "down_bias", "up", "up_bias"
+
+Activation = Literal["relu", "gelu", "silu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BottleneckSpec(TargetSpec):
+    """y + act(yDᵀ + d)Uᵀ + u behind the last linears of attention and feed-forward (Houlsby), or of the
+    feed-forward alone (Pfeiffer); `targets` may name other linears instead."""
+
+    implementation: ClassVar[str] = "weftune.adapters.bottleneck.apply:Bottleneck"
+    merges: ClassVar[bool] = False
+
+    kind: Literal["bottleneck"] = "bottleneck"
+    placement: Literal["houlsby", "pfeiffer"] = "houlsby"
+    targets: str | tuple[str, ...] = (*ATTENTION, *FEEDFORWARD)
+    size: int = 64
+    """The width of the bottleneck."""
+    activation: Activation = "relu"
+
+    def targets_site(self, name: str) -> bool:
+        behind_attention = any(ends_with(name, ending) for ending in ATTENTION)
+        if self.placement == "pfeiffer" and behind_attention:
+            return False
+        return TargetSpec.targets_site(self, name)
+
+    def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
+        width = site.out_features
+        return {DOWN: (self.size, width), DOWN_BIAS: (self.size,), UP: (width, self.size), UP_BIAS: (width,)}
+
+    def rank_at(self, name: str) -> int:
+        return self.size

@@ -1,0 +1,105 @@
+"""DoRA: y = g ⊙ (xWᵀ + scale · xAᵀBᵀ) + b with g = m / ‖W + scale · BA‖, row by row.
+
+The length of the rows is a constant to the gradient, as in the paper and in PEFT. With dropout PEFT keeps
+xWᵀ + b and drops in what is added to it: y = xWᵀ + b + (g − 1) ⊙ x̃Wᵀ + g ⊙ scale · x̃AᵀBᵀ.
+
+Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
+from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.lora.apply import draw
+from weftune.adapters.lora.config import spec_fields
+from weftune.adapters.lora.files import peft_config
+from weftune.adapters.lora.spec import A, B, weight_names
+from weftune.adapters.plain import JobAt, JobPart
+from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.core.shapes import SiteShape
+from weftune.core.weight import matrix_of
+
+
+class Dora(PlainKind):
+    name = "dora"
+
+    def part(self, at: JobAt) -> JobPart:
+        spec: DoraSpec = at.member.spec
+        scale = spec.scale_at(at.site.name)
+        a_rK, b_rN = at.trained(A), at.trained(B)
+        length_N = _row_lengths(at, scale, a_rK.detach(), b_rN.detach())
+        g_N = at.trained(MAGNITUDE) / length_N
+        if not at.drops:
+            return JobPart(add=lambda x_LK: scale * (x_LK @ a_rK.T @ b_rN), g_out_N=g_N)
+
+        def add(x_LK: Tensor) -> Tensor:
+            dropped_LK = at.dropped(x_LK)
+            low_rank_LN = scale * (dropped_LK @ a_rK.T @ b_rN)
+            return (g_N - 1.0) * at.frozen.summed(dropped_LK) + g_N * low_rank_LN
+
+        return JobPart(add=add)
+
+    def start(
+        self,
+        member: Member,
+        parameters: Parameters,
+        drawn_on: torch.device | None,
+        frozen: WeightOf | None,
+    ) -> None:
+        """B is zero at first, so the lengths are those of W itself."""
+        assert frozen is not None, "the lengths of the base's rows are not known"
+        draw(member.seed, parameters, drawn_on)
+        for (site, name), value in parameters.items():
+            if name == MAGNITUDE:
+                weight_NK = frozen(site)
+                value.copy_(torch.linalg.vector_norm(weight_NK, dim=1, dtype=value.dtype))
+
+    def rate(self, spec: DoraSpec, name: str) -> float:
+        return spec.loraplus_lr_ratio if name == B else 1.0
+
+    def stored_name(self, site: str, name: str) -> str:
+        if name == MAGNITUDE:
+            return f"{PREFIX}{site}.lora_magnitude_vector"
+        return weight_names(site)[0 if name == A else 1]
+
+    def to_stored(self, spec: DoraSpec, site: str, name: str, value: Tensor) -> Tensor:
+        return value.T if name == B else value
+
+    def from_stored(self, spec: DoraSpec, site: str, name: str, value: Tensor) -> Tensor:
+        return value.T if name == B else value
+
+    def config(self, spec: DoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
+        return peft_config(spec, targeted, sites, base, use_dora=True)
+
+    def read_spec(self, config: Mapping[str, Any]) -> DoraSpec:
+        return DoraSpec(**spec_fields(config))
+
+    def merged(
+        self,
+        spec: DoraSpec,
+        site: SiteShape,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        own: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        whole_NK = weight_NK + spec.scale_at(site.name) * own[B].T @ own[A]
+        return (own[MAGNITUDE] / whole_NK.norm(dim=1))[:, None] * whole_NK, bias_N
+
+
+def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:
+    """‖W + scale · BA‖ of every row, from products of rank r: ‖w‖² + 2 scale w·(BA) + scale² ‖BA‖²."""
+    weight_NK = matrix_of(at.frozen.weight)
+    summed = torch.promote_types(weight_NK.dtype, torch.float32)
+    own_N = at.once("row_lengths", lambda: weight_NK.to(summed).square().sum(dim=1))
+    b_rN = b_rN.to(summed)
+    across_rN = (a_rK @ weight_NK.T).to(summed)
+    gram_rr = (a_rK @ a_rK.T).to(summed)
+    cross_N = (b_rN * across_rN).sum(dim=0)
+    square_N = (b_rN * (gram_rr @ b_rN)).sum(dim=0)
+    return (own_N + 2 * scale * cross_N + scale**2 * square_N).clamp_min(0.0).sqrt()

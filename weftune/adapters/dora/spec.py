@@ -1,0 +1,23 @@
+"""The adapter keys of a DoRA job: those of LoRA. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from weftune.adapters.lora.spec import LoraSpec
+from weftune.core.shapes import SiteShape
+
+MAGNITUDE = "m_N"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoraSpec(LoraSpec):
+    """The rows of W + scale · BA, each brought to a trained length."""
+
+    implementation: ClassVar[str] = "weftune.adapters.dora.apply:Dora"
+
+    kind: Literal["dora"] = "dora"  # type: ignore[assignment]
+
+    def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
+        return {**LoraSpec.shapes_at(self, site), MAGNITUDE: (site.out_features,)}

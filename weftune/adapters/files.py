@@ -1,0 +1,95 @@
+"""PEFT adapter folders of every kind: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weftune.adapters.folder import WEIGHTS, no_weights
+from weftune.adapters.target import ALL_LINEAR, TargetSpec, layer_numbers
+from weftune.core.shapes import SiteShape, in_wrapper, layer_of
+from weftune.core.tensor_file import write_tensors
+from weftune.errors import AdapterError, MissingPackage
+
+
+def peft() -> ModuleType:
+    """The package, whose own classes write the configs."""
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingPackage("Writing an adapter folder needs PEFT: pip install peft") from error
+    return peft
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], config: Any) -> None:
+    """Write tensors under PEFT's names, and PEFT's config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{WEIGHTS}.partial"
+    plain = {name: _plain(value) for name, value in tensors.items()}
+    write_tensors(partial, plain, metadata={"format": "pt"})
+    os.replace(partial, folder / WEIGHTS)
+    config.save_pretrained(str(folder))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Contiguous on the host; what is so already is not touched."""
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().cpu().contiguous()
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of an adapter folder: finite numbers, every one of them."""
+    path = folder / WEIGHTS
+    if not path.exists():
+        raise AdapterError(no_weights(folder))
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, MemoryError) as error:
+        raise AdapterError(f"{path} is damaged: {error}") from error
+    for name, value in tensors.items():
+        if not value.is_floating_point() or not bool(value.isfinite().all()):
+            raise AdapterError(f"{folder} is damaged: {name} holds values that are no finite numbers")
+    return tensors
+
+
+def is_transposed(targeted: Sequence[str], sites: Sequence[SiteShape]) -> bool:
+    """Whether the linears that are adapted hold their weights as [in, out]."""
+    adapted = set(targeted)
+    return any(site.fan_in_fan_out for site in sites if site.name in adapted)
+
+
+def target_modules(spec: TargetSpec, targeted: Sequence[str], sites: Sequence[SiteShape]) -> str | list[str]:
+    """The user's own targets; `all-linear` spelled out as the shortest list of names that means the same.
+
+    So is any expression where the base has experts: PEFT would look for names of experts and routers in it;
+    or where only some layers are adapted: it chooses layers from lists alone.
+    In a wrapper every module is named: anything shorter could mean modules of its vision tower too.
+    """
+    if any(in_wrapper(name) for name in targeted):
+        return sorted(targeted)
+    if not isinstance(spec.targets, str):
+        return list(spec.targets)
+    is_plain = spec.layers is None and not any(site.experts for site in sites)
+    if spec.targets.lower() != ALL_LINEAR and is_plain:
+        return spec.targets
+    linears = {site.name for site in sites if not site.experts}
+    own = sorted(linears.intersection(targeted))
+    endings = sorted({name.rsplit(".", 1)[-1] for name in own})
+    short = replace(spec, targets=tuple(endings))
+    return endings if sorted(filter(short.targets_site, linears)) == own else own
+
+
+def layers_to_transform(spec: TargetSpec, modules: str | Sequence[str]) -> list[int] | None:
+    """The layers that PEFT needs to be told of: none where the modules are named with their layers."""
+    if spec.layers is None or any(layer_of(name) is not None for name in modules):
+        return None
+    return sorted(layer_numbers(spec.layers))

@@ -1,0 +1,85 @@
+"""IA³: y = (x ⊙ l)Wᵀ + b at feed-forward sites, y = l ⊙ (xWᵀ + b) elsewhere; l starts at one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.files import is_transposed, peft, target_modules
+from weftune.adapters.ia3.spec import SCALE, Ia3Spec
+from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.plain import JobAt, JobPart
+from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.target import ends_with
+from weftune.core.shapes import SiteShape
+
+
+class Ia3(PlainKind):
+    name = "ia3"
+
+    def part(self, at: JobAt) -> JobPart:
+        scale = at.trained(SCALE)
+        if at.member.spec.is_feedforward(at.site.name):
+            return JobPart(g_in_K=scale)
+        return JobPart(g_out_N=scale, scales_bias=True)
+
+    def start(
+        self,
+        member: Member,
+        parameters: Parameters,
+        drawn_on: torch.device | None,
+        frozen: WeightOf | None,
+    ) -> None:
+        for value in parameters.values():
+            value.fill_(1.0)
+
+    def stored_name(self, site: str, name: str) -> str:
+        return f"{PREFIX}{site}.ia3_l"
+
+    def to_stored(self, spec: Ia3Spec, site: str, name: str, value: Tensor) -> Tensor:
+        return value[None, :] if spec.is_feedforward(site) else value[:, None]
+
+    def from_stored(self, spec: Ia3Spec, site: str, name: str, value: Tensor) -> Tensor:
+        return value.flatten()
+
+    def config(self, spec: Ia3Spec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
+        modules = target_modules(spec, targeted, sites)
+        if not isinstance(modules, str):
+            # PEFT has no choice of layers for this kind: where there is one, the modules are named.
+            modules = sorted(targeted) if spec.layers is not None else _used(modules, targeted)
+        feedforward = [name for name in targeted if spec.is_feedforward(name)]
+        return peft().IA3Config(
+            target_modules=modules,
+            feedforward_modules=feedforward if isinstance(modules, str) else _used(modules, feedforward),
+            fan_in_fan_out=is_transposed(targeted, sites),
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+            base_model_name_or_path=base,
+        )
+
+    def read_spec(self, config: Mapping[str, Any]) -> Ia3Spec:
+        targets, feedforward = config["target_modules"], config.get("feedforward_modules") or ()
+        return Ia3Spec(
+            targets=targets if isinstance(targets, str) else tuple(targets),
+            feedforward=(feedforward,) if isinstance(feedforward, str) else tuple(feedforward),
+        )
+
+    def merged(
+        self,
+        spec: Ia3Spec,
+        site: SiteShape,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        own: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        if spec.is_feedforward(site.name):
+            return weight_NK * own[SCALE], bias_N
+        return weight_NK * own[SCALE][:, None], None if bias_N is None else bias_N * own[SCALE]
+
+
+def _used(modules: Sequence[str], sites: Sequence[str]) -> list[str]:
+    """Those of `modules` that one of the sites ends in."""
+    return [one for one in modules if any(ends_with(site, one) for site in sites)]

@@ -1,0 +1,32 @@
+"""The adapter keys of an IA³ job. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from weftune.adapters.target import FEEDFORWARD, TargetSpec, ends_with
+from weftune.core.shapes import SiteShape
+
+SCALE = "scale"
+"""The only parameter at a site."""
+KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ia3Spec(TargetSpec):
+    """Outputs of `targets` are scaled column by column, and of those that `feedforward` names the inputs."""
+
+    implementation: ClassVar[str] = "weftune.adapters.ia3.apply:Ia3"
+    peft_type: ClassVar[str | None] = "IA3"
+
+    kind: Literal["ia3"] = "ia3"
+    targets: str | tuple[str, ...] = (*KEYS_AND_VALUES, *FEEDFORWARD)
+    """Unless told: keys, values and the last linear of the feed-forward, as families call them."""
+    feedforward: tuple[str, ...] = FEEDFORWARD
+
+    def is_feedforward(self, name: str) -> bool:
+        return any(ends_with(name, ending) for ending in self.feedforward)
+
+    def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
+        return {SCALE: (site.in_features if self.is_feedforward(site.name) else site.out_features,)}

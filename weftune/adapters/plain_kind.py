@@ -1,0 +1,210 @@
+"""What the kinds written in plain torch have in common: a new kind extends PlainKind.
+
+It says what its parameters start from, what a job does to its rows, and how PEFT stores them. Shapes: T rows,
+K inputs, N outputs of a site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weftune.adapters.files import read_tensors, write_folder
+from weftune.adapters.folder import read_config
+from weftune.adapters.kind import ExpertBank, Member, Parameters, WeightOf
+from weftune.adapters.kinds import KINDS
+from weftune.adapters.own_config import OwnConfig
+from weftune.adapters.plain import JobAt, JobPart, PlainBank
+from weftune.adapters.vector import ParameterShape, VectorLayout
+from weftune.core.shapes import SiteShape
+from weftune.errors import AdapterError
+
+PREFIX = "base_model.model."
+
+
+class PlainKind:
+    """A kind that computes in plain torch; what is named first is what a new one has to say."""
+
+    name: str
+    """As jobs call it: `kind` of its spec."""
+
+    # -- what a kind says --------------------------------------------------------------------------------
+
+    def part(self, at: JobAt) -> JobPart:
+        """What a job does to its rows at a site that it adapts."""
+        raise NotImplementedError
+
+    def start(
+        self,
+        member: Member,
+        parameters: Parameters,
+        drawn_on: torch.device | None,
+        frozen: WeightOf | None,
+    ) -> None:
+        """Fill the parameters of a new adapter."""
+        raise NotImplementedError
+
+    def merged(
+        self, spec: Any, site: SiteShape, weight_NK: Tensor, bias_N: Tensor | None, own: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias of a site with the adapter in them; `own` are its parameters and the kind's
+        constants; all in float64."""
+        raise AdapterError(f"a {self.name} adapter cannot be merged into the weights of a base")
+
+    # -- how it is stored: as PEFT does, where that has the kind -----------------------------------------
+
+    def stored_name(self, site: str, name: str) -> str:
+        """What a parameter is called in an adapter file."""
+        return f"{PREFIX}{site}.{name}"
+
+    def config(self, spec: Any, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
+        """PEFT's config of the adapter, or one of our own."""
+        return OwnConfig(spec, base)
+
+    def read_spec(self, config: Mapping[str, Any]) -> Any:
+        """The spec that such a config stands for."""
+        return OwnConfig.spec_in(config)
+
+    def to_stored(self, spec: Any, site: str, name: str, value: Tensor) -> Tensor:
+        return value
+
+    def from_stored(self, spec: Any, site: str, name: str, value: Tensor) -> Tensor:
+        return value
+
+    def beside(self, spec: Any, sites: Sequence[SiteShape]) -> Mapping[str, Tensor]:
+        """Tensors that its files hold besides its parameters."""
+        return {}
+
+    # -- the same for all --------------------------------------------------------------------------------
+
+    def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
+        return VectorLayout(
+            tuple(
+                ParameterShape(site.name, name, shape, rate=self.rate(spec, name))
+                for site in sites
+                if spec.adapts(site)
+                for name, shape in spec.shapes_at(site).items()
+            )
+        )
+
+    def rate(self, spec: Any, name: str) -> float:
+        """By what a parameter multiplies the job's learning rate."""
+        return 1.0
+
+    def adapts(self, spec: Any, site: str) -> bool:
+        return bool(spec.targets_site(site))
+
+    def rows_before(self, spec: Any) -> int:
+        return 0
+
+    def constants_key(self, spec: Any) -> Hashable | None:
+        return None
+
+    def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+    def bank(self, sites: Sequence[SiteShape], slots: int) -> PlainBank:
+        return PlainBank(sites, self._part)
+
+    def _part(self, at: JobAt) -> JobPart:
+        return self.part(at) if self.adapts(at.member.spec, at.site.name) else JobPart()
+
+    def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
+        raise AssertionError(f"a {self.name} adapter has no parameters at experts")
+
+    def initialise(
+        self,
+        member: Member,
+        sites: Sequence[SiteShape],
+        parameters: Parameters,
+        drawn_on: torch.device | None = None,
+        frozen: WeightOf | None = None,
+    ) -> None:
+        if member.spec.init_from is None:
+            self.start(member, parameters, drawn_on, frozen)
+            return
+        found = self.read_start(member.spec, sites)
+        for place, value in parameters.items():
+            value.copy_(found[place])
+
+    def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
+        if isinstance(spec.init_from, str):
+            self.read_start(spec, sites)
+
+    def read_start(self, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+        """The parameters of the folder that a job starts from: exactly its own."""
+        assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
+        return self.read(Path(spec.init_from), spec, sites)
+
+    def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+        """The parameters of an adapter folder, as a bank has them."""
+        tensors = read_tensors(folder)
+        wanted = {
+            self.stored_name(site.name, name): (site, name, shape)
+            for site in sites
+            if spec.adapts(site)
+            for name, shape in spec.shapes_at(site).items()
+        }
+        own = tensors.keys() - self.beside(spec, sites).keys()
+        if odd := sorted(own ^ wanted.keys()):
+            where = "only in the folder" if odd[0] in tensors else "not in the folder"
+            more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
+            raise AdapterError(
+                f"{folder} and the job's {self.name} adapter do not have the same weights: {odd[0]} is "
+                f"{where}{more}; set adapter.kind, adapter.targets and adapter.layers as the folder has them"
+            )
+        found = {}
+        for stored, (site, name, shape) in wanted.items():
+            value = self.from_stored(spec, site.name, name, tensors[stored])
+            if value.shape != shape:
+                raise AdapterError(
+                    f"{folder} does not fit: {stored} is {list(tensors[stored].shape)}, and the adapter "
+                    f"has {list(shape)} there"
+                )
+            found[site.name, name] = value
+        return found
+
+    def save(
+        self, folder: Path, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str
+    ) -> None:
+        targeted = list(dict.fromkeys(site for site, _ in parameters))
+        tensors = {
+            self.stored_name(site, name): self.to_stored(spec, site, name, value)
+            for (site, name), value in parameters.items()
+        }
+        config = self.config(spec, targeted, sites, base)
+        write_folder(folder, {**tensors, **self.beside(spec, sites)}, config)
+
+    def portable(self, folder: Path, target: Path) -> int:
+        merged = "for a model that they load, run weftune export --merged"
+        way = merged if KINDS[self.name].merges else "weftune generate answers with it"
+        raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {way}")
+
+    def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
+        spec = self.read_spec(read_config(folder))
+        parameters = self.read(folder, spec, sites)
+        constants = self.constants(spec, sites, torch.zeros((), dtype=torch.float64))
+        for site in sites:
+            own = {name: value.double() for (where, name), value in parameters.items() if where == site.name}
+            if own:
+                self._merge_at(spec, site, modules[site.name], {**constants, **own})
+
+    def _merge_at(self, spec: Any, site: SiteShape, module: nn.Module, own: Mapping[str, Tensor]) -> None:
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, Tensor)
+        weight_NK = (weight.T if site.fan_in_fan_out else weight).double()
+        bias_N = bias.double() if isinstance(bias, Tensor) else None
+        merged_NK, merged_N = self.merged(spec, site, weight_NK, bias_N, own)
+        if bias_N is None and merged_N is not None:
+            raise AdapterError(
+                f"the base has no bias at {site.name} that a {self.name} adapter can be merged into"
+            )
+        merged = merged_NK.T.contiguous() if site.fan_in_fan_out else merged_NK
+        # Parameters of their own: written in place, the change would reach whatever is tied to the weight.
+        module.weight = nn.Parameter(merged.to(weight.dtype), requires_grad=False)
+        if merged_N is not None:
+            module.bias = nn.Parameter(merged_N.to(weight.dtype), requires_grad=False)

@@ -1,0 +1,89 @@
+"""Where an adapter attaches: the keys that all kinds on linears of the base share. No torch here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+from weftune.adapters.start import FromJob
+from weftune.core.shapes import SiteShape, layer_of
+
+ALL_LINEAR = "all-linear"
+FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
+"""The last linear of the feed-forward, as families call it."""
+Layers = str | int | tuple[int, ...]
+"""The number of a layer, several, or ranges such as `16-31`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSpec:
+    """The linears that an adapter changes, and what it starts from. The spec of every kind extends it."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    implementation: ClassVar[str]
+    """`package.module:Class` of the Kind, imported when a job of it is trained: it needs torch."""
+    peft_type: ClassVar[str | None] = None
+    """What PEFT calls the kind; None: it has no such."""
+    merges: ClassVar[bool] = True
+    """Whether it can be merged into the weights of a base."""
+
+    kind: str
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    """`all-linear`, a regular expression that must match a whole module path, or a list of path endings."""
+    layers: Layers | None = None
+    """The layers that are adapted, counted from 0; None: all."""
+    init_from: str | FromJob | None = None
+    """A PEFT adapter folder to start from, or the job of the same run whose adapter is waited for."""
+
+    def targets_site(self, name: str) -> bool:
+        """Whether PEFT would put an adapter on the module `name` (the output layer is no site at all)."""
+        if self.layers is not None and layer_of(name) not in layer_numbers(self.layers):
+            return False
+        if isinstance(self.targets, str):
+            return self.targets.lower() == ALL_LINEAR or re.fullmatch(self.targets, name) is not None
+        return any(ends_with(name, target) for target in self.targets)
+
+    def adapts(self, site: SiteShape) -> bool:
+        """Whether the adapter has parameters there; at experts only where a kind says so."""
+        return not site.experts and self.targets_site(site.name)
+
+    def shapes_at(self, site: SiteShape) -> Mapping[str, tuple[int, ...]]:
+        """Its parameters at a site that it adapts, by name."""
+        raise NotImplementedError
+
+    def parameters_at(self, site: SiteShape) -> int:
+        """How many values it trains there."""
+        return sum(map(math.prod, self.shapes_at(site).values()))
+
+    def rank_at(self, name: str) -> int:
+        """The width of its product beside the frozen one, by which its time is estimated; 0: it has none."""
+        return 0
+
+
+def ends_with(name: str, ending: str) -> bool:
+    """Whether a module path ends in these names."""
+    return name == ending or name.endswith(f".{ending}")
+
+
+@cache
+def layer_numbers(layers: Layers) -> frozenset[int]:
+    """The numbers that `layers` stands for; ValueError where it is written otherwise."""
+    if isinstance(layers, int):
+        return frozenset({layers})
+    if not isinstance(layers, str):
+        return frozenset(layers)
+    found: set[int] = set()
+    for part in layers.split(","):
+        bounds = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if bounds is None:
+            raise ValueError(f"{part.strip()!r} is neither a number nor a range")
+        low, high = int(bounds[1]), int(bounds[2] or bounds[1])
+        if high < low:
+            raise ValueError(f"{part.strip()!r} ends before it begins")
+        found |= set(range(low, high + 1))
+    return frozenset(found)

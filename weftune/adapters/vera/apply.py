@@ -1,0 +1,105 @@
+"""VeRA: two vectors are trained at every site, between two matrices that all sites share and nobody trains.
+
+Shapes: K inputs, N outputs of a site, r ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.files import is_transposed, layers_to_transform, peft, target_modules
+from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.plain import JobAt, JobPart
+from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.vera.spec import D, E, VeraSpec
+from weftune.core.shapes import SiteShape
+
+A, B = "vera_A", "vera_B"
+
+
+class Vera(PlainKind):
+    name = "vera"
+
+    def part(self, at: JobAt) -> JobPart:
+        a_rK = at.constant(A)[:, : at.site.in_features]
+        b_Nr = at.constant(B)[: at.site.out_features]
+        d_r, e_N = at.trained(D), at.trained(E)
+        return JobPart(add=lambda x_LK: e_N * ((at.dropped(x_LK) @ a_rK.T * d_r) @ b_Nr.T))
+
+    def start(
+        self,
+        member: Member,
+        parameters: Parameters,
+        drawn_on: torch.device | None,
+        frozen: WeightOf | None,
+    ) -> None:
+        for (_, name), value in parameters.items():
+            value.fill_(member.spec.d_initial if name == D else 0.0)
+
+    def constants_key(self, spec: VeraSpec) -> Hashable:
+        return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
+
+    def constants(self, spec: VeraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
+        return {name: value.to(like) for name, value in self._drawn(spec, sites).items()}
+
+    def _drawn(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
+        """A, then B, in float32 on the CPU: as PEFT draws them, as wide as the widest site."""
+        own = [site for site in sites if spec.adapts(site)]
+        generator = torch.Generator().manual_seed(spec.projection_prng_key)
+        inputs, outputs = max(site.in_features for site in own), max(site.out_features for site in own)
+        return {A: _uniform((spec.rank, inputs), generator), B: _uniform((outputs, spec.rank), generator)}
+
+    def stored_name(self, site: str, name: str) -> str:
+        return f"{PREFIX}{site}.vera_{name}"
+
+    def beside(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
+        return {f"base_model.{name}": value for name, value in self._drawn(spec, sites).items()}
+
+    def config(self, spec: VeraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
+        modules = target_modules(spec, targeted, sites)
+        return peft().VeraConfig(
+            r=spec.rank,
+            projection_prng_key=spec.projection_prng_key,
+            save_projection=True,
+            vera_dropout=spec.dropout,
+            d_initial=spec.d_initial,
+            target_modules=modules,
+            layers_to_transform=layers_to_transform(spec, modules),
+            fan_in_fan_out=is_transposed(targeted, sites),
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+            base_model_name_or_path=base,
+        )
+
+    def read_spec(self, config: Mapping[str, Any]) -> VeraSpec:
+        targets, layers = config["target_modules"], config.get("layers_to_transform")
+        return VeraSpec(
+            rank=int(config["r"]),
+            dropout=float(config.get("vera_dropout", 0.0)),
+            d_initial=float(config.get("d_initial", 0.1)),
+            projection_prng_key=int(config["projection_prng_key"]),
+            targets=targets if isinstance(targets, str) else tuple(targets),
+            layers=tuple(sorted(layers)) if isinstance(layers, list) else layers,
+        )
+
+    def merged(
+        self,
+        spec: VeraSpec,
+        site: SiteShape,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        own: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        a_rK, b_Nr = own[A][:, : site.in_features], own[B][: site.out_features]
+        return weight_NK + own[E][:, None] * ((b_Nr * own[D]) @ a_rK), bias_N
+
+
+def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Within ±√(6 / inputs): Kaiming's, as PEFT draws it."""
+    bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

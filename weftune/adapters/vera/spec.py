@@ -1,0 +1,32 @@
+"""The adapter keys of a VeRA job. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from weftune.adapters.target import TargetSpec
+from weftune.core.shapes import SiteShape
+
+D, E = "lambda_d", "lambda_b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VeraSpec(TargetSpec):
+    """y = xWᵀ + e ⊙ (d ⊙ drop(x)Aᵀ)Bᵀ with d and e trained, A and B drawn once for all sites and jobs."""
+
+    implementation: ClassVar[str] = "weftune.adapters.vera.apply:Vera"
+    peft_type: ClassVar[str | None] = "VERA"
+
+    kind: Literal["vera"] = "vera"
+    rank: int = 256
+    dropout: float = 0.0
+    d_initial: float = 0.1
+    projection_prng_key: int = 0
+    """The seed of A and B: jobs that share it, the rank and the targets share them."""
+
+    def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
+        return {D: (self.rank,), E: (site.out_features,)}
+
+    def rank_at(self, name: str) -> int:
+        return self.rank
