@@ -161,6 +161,7 @@ def test_a_config_that_is_no_config_is_a_sentence(start, llama, text):
         ({"peft_type": "VERA"}, "holds a VERA adapter, not LoRA"),
         ({"use_dora": True}, "is a DoRA adapter"),
         ({"bias": "all"}, "sets bias"),
+        ({"init_lora_weights": "pissa_niter_4"}, "belongs to a base that PEFT has changed"),
         ({"modules_to_save": ["lm_head"]}, "sets modules_to_save"),
         ({"alora_invocation_tokens": [1, 2]}, "sets alora_invocation_tokens"),
         ({"r": 8}, "its config says rank 8"),

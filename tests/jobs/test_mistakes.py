@@ -56,9 +56,10 @@ ONE_KEY = [
     # wrong types
     ("adapter: lora", "adapter", "{kind: lora, rank: 16}"),
     ("adapter:", "adapter", "must be a mapping such as {kind: lora, rank: 16}, got nothing"),
-    ("adapter: {kind: loha}", "adapter.kind", 'must be lora, dora, vera, ia3 or bottleneck, got "loha"'),
+    ("adapter: {kind: loha}", "adapter.kind", "must be lora, dora, pissa, vera, ia3 or bottleneck, got"),
     ("adapter: {kind: ia3, rank: 4}", "adapter.rank", "is not a key of ia3 adapters; leave it out"),
     ("adapter: {use_dora: true}", "adapter.use_dora", "for true write kind: dora in adapter"),
+    ("adapter: {init_lora_weights: pissa}", "adapter.init_lora_weights", "for pissa write kind: pissa"),
     ("adapter: {layers: 3-1}", "adapter.layers", "'3-1' ends before it begins; write numbers"),
     ("adapter: {layers: some}", "adapter.layers", "'some' is neither a number nor a range; write numbers"),
     ("adapter: {layers: []}", "adapter.layers", "must name at least one layer; for all of them leave it out"),

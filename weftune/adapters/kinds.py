@@ -10,6 +10,7 @@ from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.pissa.spec import PissaSpec
 from weftune.adapters.target import TargetSpec
 from weftune.adapters.vera.spec import VeraSpec
 
@@ -19,6 +20,7 @@ AdapterSpec = TargetSpec
 KINDS: dict[str, type[AdapterSpec]] = {
     "lora": LoraSpec,
     "dora": DoraSpec,
+    "pissa": PissaSpec,
     "vera": VeraSpec,
     "ia3": Ia3Spec,
     "bottleneck": BottleneckSpec,

@@ -41,6 +41,10 @@ class JobAt:
         """A parameter that all sites share, likewise."""
         return self._trained(SHARED, name)
 
+    def untrained(self, name: str) -> Tensor:
+        """A parameter of this site that gets no gradient."""
+        return self.weights[self.site.name, name]
+
     def constant(self, name: str) -> Tensor:
         """One of the kind's constants."""
         return self.weights[SHARED, name]

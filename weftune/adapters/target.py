@@ -31,6 +31,8 @@ class TargetSpec:
     """What PEFT calls the kind; None: it has no such."""
     merges: ClassVar[bool] = True
     """Whether it can be merged into the weights of a base."""
+    served: ClassVar[bool] = False
+    """Whether vLLM loads what it is saved as."""
 
     kind: str
     targets: str | tuple[str, ...] = ALL_LINEAR

@@ -20,6 +20,8 @@ STEPS = 6
 NARROW = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
 WITH_PEFT = ("lora", "dora", "dora-dropped", "vera", "ia3", "layers", "plus")
 WITHOUT_PEFT = ("bottleneck", "pfeiffer")
+CONVERTED = ("pissa",)
+"""Kinds that change the base in PEFT, and are saved here as PEFT converts them."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ def case(kind: str, family: str) -> Case:
         "dora-dropped": Case(
             {"kind": "dora", **ours, "dropout": 0.25},
             lambda shared: LoraConfig(**lora, use_dora=True, lora_dropout=0.25, **shared),
+        ),
+        "pissa": Case(
+            {"kind": "pissa", **ours}, lambda shared: LoraConfig(**lora, init_lora_weights="pissa", **shared)
         ),
         "vera": Case(
             {"kind": "vera", "rank": 5, "targets": own, "projection_prng_key": 7},

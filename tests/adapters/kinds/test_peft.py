@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 
 from tests import bench, oracle
-from tests.adapters.kinds.cases import WITH_PEFT, by_peft, job, samples, write_start
+from tests.adapters.kinds.cases import CONVERTED, WITH_PEFT, by_peft, job, samples, write_start
 from tests.cases import slow_but
 from tests.families import tiny
 
@@ -32,11 +32,13 @@ def test_peft_loads_what_was_trained_and_computes_the_same(family, tmp_path):
     """Also where it starts by itself: neutral, or as PEFT draws it."""
     rows = bench.rows(samples("held out"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    jobs = [job(kind, family, eval={"path": str(tmp_path / "rows.jsonl")}) for kind in WITH_PEFT]
+    jobs = [
+        job(kind, family, eval={"path": str(tmp_path / "rows.jsonl")}) for kind in (*WITH_PEFT, *CONVERTED)
+    ]
     bench.train(bench.base(family), tmp_path / "out", jobs)
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     plain = oracle.mean_loss(tiny(family, torch.float64), samples("held out"))
-    for kind in WITH_PEFT:
+    for kind in (*WITH_PEFT, *CONVERTED):
         model = PeftModel.from_pretrained(tiny(family, torch.float64), tmp_path / "out" / kind)
         first, *_, last = [one["eval_loss"] for one in lines if one["job"] == kind and "eval_loss" in one]
         assert first == pytest.approx(plain, rel=1e-9), f"{kind} is neutral at its start"

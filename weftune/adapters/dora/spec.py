@@ -16,6 +16,7 @@ class DoraSpec(LoraSpec):
     """The rows of W + scale · BA, each brought to a trained length."""
 
     implementation: ClassVar[str] = "weftune.adapters.dora.apply:Dora"
+    served: ClassVar[bool] = False
 
     kind: Literal["dora"] = "dora"  # type: ignore[assignment]
 

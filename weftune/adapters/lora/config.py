@@ -25,6 +25,8 @@ BEYOND = (
     "monteclora_config",
 )
 """Keys that make an adapter compute something else than y = xWᵀ + scale · xAᵀBᵀ at the linears it names."""
+CHANGES_BASE = ("pissa", "olora", "corda")
+"""Beginnings of `init_lora_weights` with which PEFT takes what A and B start at out of the base's weights."""
 
 
 def read_spec(folder: Path) -> LoraSpec:
@@ -34,6 +36,11 @@ def read_spec(folder: Path) -> LoraSpec:
         raise AdapterError(f"{folder} holds a {config.get('peft_type')} adapter, not LoRA")
     if config.get("use_dora"):
         raise AdapterError(f"{folder} is a DoRA adapter; only plain LoRA can be used")
+    if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
+        raise AdapterError(
+            f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "
+            "path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter"
+        )
     beyond = [key for key in BEYOND if config.get(key)]
     if config.get("bias", "none") != "none":
         beyond.append("bias")

@@ -22,6 +22,7 @@ class LoraSpec(TargetSpec):
 
     implementation: ClassVar[str] = "weftune.adapters.lora.apply:Lora"
     peft_type: ClassVar[str | None] = "LORA"
+    served: ClassVar[bool] = True
 
     kind: Literal["lora"] = "lora"
     rank: int = 16

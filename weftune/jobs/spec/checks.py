@@ -167,7 +167,7 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
     if job.weight_decay > HIGH_DECAY:
         yield f"weight_decay {job.weight_decay:g} is far above the usual, 0 to 0.1"
     aboard = [site for site in shape.sites if adapter.adapts(site)]
-    if adapter.kind != "lora":
+    if not adapter.served:
         way = "to serve it there, run weftune export --merged"
         way = way if adapter.merges else "nor can they be merged; weftune generate answers with it"
         yield f"vLLM does not load {adapter.kind} adapters; {way}"
@@ -194,7 +194,7 @@ def _lora_warnings(
         for pattern in patterns:
             if not any(pattern_for([pattern], site.name) == pattern for site in aboard):
                 yield f"{key} {show(pattern)} matches none of the job's targets"
-    if adapter.kind == "lora" and (adapter.rank_pattern or adapter.alpha_pattern):
+    if adapter.served and (adapter.rank_pattern or adapter.alpha_pattern):
         yield "vLLM ignores rank_pattern and alpha_pattern; to serve it there, run weftune export --portable"
     if adapter.target_parameters:
         yield (

@@ -219,6 +219,7 @@ ANSWERED: Mapping[str, str] = {
     "modules_to_save": "leave it out, only the adapter is trained",
     "lora_modules_to_save": "leave it out, only the adapter is trained",
     "use_dora": "for true write kind: dora in adapter",
+    "init_lora_weights": "leave it out; for pissa write kind: pissa in adapter",
     "trust_remote_code": "leave it out, code from a model's folder is never run",
     "deepspeed": "leave it out, one process trains all jobs",
     "wandb_project": "write report_to: [wandb] at the top of the file",

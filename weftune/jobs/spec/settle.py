@@ -210,7 +210,7 @@ def _parameter_faults(adapter: Mapping[str, Any], parameters: Any) -> Iterator[F
             yield Fault(("adapter", "target_parameters", index), "must not be empty")
     if parameters and adapter.get("dropout"):
         yield Fault(("adapter", "dropout"), "must be 0 where target_parameters names experts, as in PEFT")
-    if parameters and adapter.get("kind", "lora") == "dora":
+    if parameters and adapter.get("kind", "lora") != "lora":
         yield Fault(("adapter", "target_parameters"), "names experts, which only lora adapts; leave it out")
     if parameters and adapter.get("layers") is not None:
         yield Fault(("adapter", "layers"), "chooses linears only; leave it out where experts are adapted")

@@ -1,0 +1,103 @@
+"""PiSSA: LoRA that starts from the principal singular vectors of W.
+
+PEFT takes scale · B₀A₀ out of the weights of the base. Here the base is shared and stays as it is: what A₀
+and B₀ compute is subtracted from the outputs. They are parameters of the job that learn at the rate 0, so
+that checkpoints, stages and exports have them wherever they have A and B, to the same bits, and the base is
+decomposed once in a job's life.
+
+Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.lora.export import merge, write_portable
+from weftune.adapters.lora.files import read_start, write_adapter
+from weftune.adapters.lora.spec import A, B
+from weftune.adapters.pissa.spec import FIRST_A, FIRST_B, PissaSpec
+from weftune.adapters.plain import JobAt, JobPart
+from weftune.adapters.plain_kind import PlainKind
+from weftune.core.shapes import SiteShape
+from weftune.errors import AdapterError
+
+
+class Pissa(PlainKind):
+    name = "pissa"
+
+    def part(self, at: JobAt) -> JobPart:
+        scale = at.member.spec.scale_at(at.site.name)
+        a_rK, b_rN = at.trained(A), at.trained(B)
+        first_a_rK, first_b_rN = at.untrained(FIRST_A), at.untrained(FIRST_B)
+
+        def add(x_LK: Tensor) -> Tensor:
+            # Not as one product of rank 2r: as long as A is A₀ and B is B₀, the difference is 0 to the bit.
+            return scale * (at.dropped(x_LK) @ a_rK.T @ b_rN - x_LK @ first_a_rK.T @ first_b_rN)
+
+        return JobPart(add=add)
+
+    def start(
+        self,
+        member: Member,
+        parameters: Parameters,
+        drawn_on: torch.device | None,
+        frozen: WeightOf | None,
+    ) -> None:
+        assert frozen is not None, "the weights of the base are not known"
+        for site in dict.fromkeys(site for site, _ in parameters):
+            like_rK = parameters[site, FIRST_A]
+            weight_NK = frozen(site).to(device=drawn_on or like_rK.device, dtype=like_rK.dtype)
+            scale = member.spec.scale_at(site)
+            a_rK, b_rN = principal(site, weight_NK, len(like_rK), scale)
+            for name, value in ((A, a_rK), (FIRST_A, a_rK), (B, b_rN), (FIRST_B, b_rN)):
+                parameters[site, name].copy_(value)
+
+    def rate(self, spec: PissaSpec, name: str) -> float:
+        return {A: 1.0, B: spec.loraplus_lr_ratio}.get(name, 0.0)
+
+    def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+        """From what a PiSSA job was saved as."""
+        found = {}
+        for site, (both_RK, both_NR) in read_start(spec.converted(), sites).items():
+            (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
+            found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
+            found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
+        return found
+
+    def save(
+        self, folder: Path, spec: PissaSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
+    ) -> None:
+        """As a LoRA adapter of rank 2r, for the base as it is."""
+        weights = {
+            site: (
+                torch.cat([value, parameters[site, FIRST_A]]),
+                torch.cat([parameters[site, B], -parameters[site, FIRST_B]]).T,
+            )
+            for (site, name), value in parameters.items()
+            if name == A
+        }
+        write_adapter(folder, replace(spec.converted(), init_from=None), weights, sites, base)
+
+    def portable(self, folder: Path, target: Path) -> int:
+        return write_portable(folder, target)
+
+    def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
+        merge(folder, modules, sites)
+
+
+def principal(site: str, weight_NK: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """A₀ [r, K] and B₀ [r, N]: scale · B₀A₀ is the best approximation of W that has this rank."""
+    if rank > min(weight_NK.shape):
+        raise AdapterError(
+            f"adapter.rank is {rank}, but {site} has only {min(weight_NK.shape)} singular values to start "
+            "from; choose a smaller rank, or other targets"
+        )
+    left_Nr, values_r, right_rK = torch.linalg.svd(weight_NK, full_matrices=False)
+    root_r = (values_r[:rank] / scale).sqrt()
+    return root_r[:, None] * right_rK[:rank], root_r[:, None] * left_Nr[:, :rank].T

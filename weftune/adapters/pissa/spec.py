@@ -1,0 +1,41 @@
+"""The adapter keys of a PiSSA job: those of LoRA. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from weftune.adapters.lora.spec import A, B, LoraSpec
+from weftune.core.shapes import SiteShape
+
+FIRST_A, FIRST_B = "first_a_rK", "first_b_rN"
+"""A₀ and B₀: what A and B started from, never trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PissaSpec(LoraSpec):
+    """y = xWᵀ + scale · (drop(x)AᵀBᵀ − xA₀ᵀB₀ᵀ); A and B start at A₀ and B₀, the principal part of W."""
+
+    implementation: ClassVar[str] = "weftune.adapters.pissa.apply:Pissa"
+
+    kind: Literal["pissa"] = "pissa"  # type: ignore[assignment]
+
+    def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
+        own = LoraSpec.shapes_at(self, site)
+        return {**own, FIRST_A: own[A], FIRST_B: own[B]}
+
+    def converted(self) -> LoraSpec:
+        """The LoRA adapter that computes the same on the unchanged base: [A; A₀] and [B, −B₀], with twice the
+        rank and the same scale."""
+        keys: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        more = 2.0**0.5 if self.rslora else 2.0
+        return LoraSpec(
+            **keys
+            | {
+                "kind": "lora",
+                "rank": 2 * self.rank,
+                "alpha": more * self.alpha,
+                "rank_pattern": {key: 2 * rank for key, rank in self.rank_pattern.items()},
+                "alpha_pattern": {key: more * alpha for key, alpha in self.alpha_pattern.items()},
+            }
+        )
