@@ -24,8 +24,13 @@ test: $(VENV)/.dev
 	$(PYTEST) -n auto --maxprocesses 2 --dist loadfile -m 'timed and $(DEFAULT)'
 
 # What `make test` leaves out: tests that take minutes, cases beyond a few, every example of the random tests.
+# With bitsandbytes as the oracle of quantised bases, which `make test` is spared: PEFT imports it wherever it is, for
+# four seconds in every process.
 test-slow: $(VENV)/.dev
 	WEFTUNE_EVERY_CASE=1 $(BIN)/python -m pytest -m 'slow and not gpu and not smoke'
+	$(INSTALL) --constraint constraints.txt --editable '.[bitsandbytes]'
+	$(BIN)/python -m pytest tests/base/quant tests/test_quantised.py; status=$$?; \
+		$(PIP) uninstall --quiet --yes bitsandbytes; exit $$status
 
 # On a machine with a GPU. `make smoke-gpu GPU_PYTHON=python3` takes an environment that is there already.
 GPU_PYTHON ?= $(BIN)/python

@@ -73,7 +73,7 @@ def _one_with_peft(model: PreTrainedModel, job: Ready) -> float:
     began = time.perf_counter()
     for step in range(1, job.recipe.steps + 1):
         optimizer.param_groups[0]["lr"] = learning_rate(job.recipe, step)
-        ids, present, labels = _padded(job, step)
+        ids, present, labels = padded(job, step)
         peft_model(input_ids=ids, attention_mask=present, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
@@ -83,7 +83,7 @@ def _one_with_peft(model: PreTrainedModel, job: Ready) -> float:
     return seconds
 
 
-def _padded(job: Ready, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def padded(job: Ready, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     samples = job.data.train
     chosen = job.order.batch(step)
     longest = int(samples.lengths[chosen].max())

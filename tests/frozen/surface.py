@@ -53,7 +53,11 @@ def keys(kind: Any, before: str = "") -> set[str]:
 
 
 def parts(hint: Any) -> list[Any]:
-    return [hint, *(deeper for one in get_args(hint) for deeper in parts(one))]
+    """What a value may be; of an adapter any kind."""
+    from weftune.adapters.kinds import KINDS, AdapterSpec
+
+    kinds = KINDS.values() if hint is AdapterSpec else ()
+    return [hint, *kinds, *(deeper for one in get_args(hint) for deeper in parts(one))]
 
 
 if __name__ == "__main__":
