@@ -1,12 +1,13 @@
 """Halving against the full grid and against random search with as many samples: 24 trials on stories15M.
 
     python -m benchmarks.sweep_halving [--seeds 5] [--steps 60] [--model FOLDER] [--data FILE] [--toy]
-                                       [--json FILE]
+                                       [--known FILE ...] [--json FILE]
 
 Every seed has its own held-out rows, order of rows and beginnings of adapters. The grid is trained to its end
 once, then again with halving. Random search draws trials of the same grid and trains each to its end; what it
 finds is not drawn but computed: the mean of the best loss over all choices of as many trials as the samples
-of halving pay for, rounded up.
+of halving pay for, rounded up. A line is printed for every seed; seeds whose lines are in a file of `--known`
+are not measured again.
 """
 
 from __future__ import annotations
@@ -201,16 +202,26 @@ def run(options: Namespace) -> list[Found]:
         if options.toy:
             model, data = Path(name) / "base", None
             write_base(model, TOY, BenchPlace(torch.device("cpu"), torch.float32))
-        found = []
+        found = known_seeds(options.known)
         for seed in range(options.seeds):
-            found.append(measured(seed, model, data, case))
-            print(json.dumps(asdict(found[-1])), flush=True)
-    return found
+            if seed not in found:
+                found[seed] = measured(seed, model, data, case)
+                print(json.dumps(asdict(found[seed])), flush=True)
+    return [found[seed] for seed in range(options.seeds)]
+
+
+def known_seeds(files: Sequence[Path]) -> dict[int, Found]:
+    """The seeds whose lines earlier calls have printed."""
+    lines = [line for path in files for line in path.read_text().splitlines() if line.startswith("{")]
+    return {one.seed: one for one in (Found(**json.loads(line)) for line in lines)}
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument(
+        "--known", type=Path, nargs="*", default=[], metavar="FILE", help="what earlier calls have printed"
+    )
     parser.add_argument("--steps", type=int, default=Case().steps, help="of a trial")
     parser.add_argument("--model", type=Path, default=STORIES, metavar="FOLDER")
     parser.add_argument(

@@ -34,6 +34,13 @@ class Bytes:
     def held_bytes(self):
         return self.codes_NK.nbytes + self.scale_N.nbytes
 
+    @property
+    def like(self):
+        return self.scale_N.new_empty(0, self.codes_NK.shape[1])
+
+    def write(self, out_NK):
+        out_NK.copy_(self.matrix())
+
     def matrix(self):
         made = self.codes_NK.to(self.scale_N.dtype) * self.scale_N[:, None]
         self.alive.add(made)

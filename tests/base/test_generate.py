@@ -10,6 +10,7 @@ import torch
 
 from tests.base.folders import model_folder, word_tokenizer
 from tests.base.packs import CPU
+from tests.base.quant.bases import plain_folder, stood_for
 from tests.families import tiny
 from weftune.base.generate import answers
 from weftune.base.spec import BaseSpec
@@ -56,6 +57,17 @@ def test_the_base_and_each_adapter_answer_for_themselves(tmp_path: Path) -> None
     for name, folder in adapters.items():
         assert said[name] == spoken_by_peft(base, folder, "w10 w20 w30")
     assert len(set(said.values())) == 3
+
+
+def test_on_a_quantised_base_adapters_answer_as_on_the_weights_that_it_stands_for(tmp_path: Path) -> None:
+    adapter = {"job": adapter_folder(tmp_path / "adapter", 1)}
+    plain = stood_for(tiny("llama", torch.float32), "int8")
+    said = []
+    for folder, model, quantize in (("q", tiny("llama", torch.float32), "int8"), ("p", plain, None)):
+        spec = BaseSpec(model=str(plain_folder(tmp_path / folder, model)), quantize=quantize)
+        said.append(answers(spec, adapter, "w10 w20", tokenise=prompt_tokens, max_tokens=8, device=CPU))
+    assert said[0] == said[1]
+    assert said[0]["base"] != said[0]["job"]
 
 
 def test_a_folder_that_is_no_adapter_is_a_sentence(tmp_path: Path) -> None:

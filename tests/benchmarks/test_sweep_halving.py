@@ -68,3 +68,17 @@ def test_at_a_toy_size_trials_end_where_they_end_in_the_grid(
     assert seed["apart"] < 1e-5
     assert seed["share"] < 0.6
     assert "of the grid's samples" in capsys.readouterr().out
+
+
+def test_a_seed_whose_line_was_printed_is_known(tmp_path: Path) -> None:
+    line = {
+        "seed": 1,
+        "grid": 2.0,
+        "halving": 2.01,
+        "random": 2.2,
+        "random_trials": 7,
+        "share": 0.25,
+        "apart": 0,
+    }
+    (tmp_path / "log").write_text(f"Weftune: 24 trials\n{json.dumps(line)}\n")
+    assert sweep_halving.known_seeds([tmp_path / "log"]) == {1: Found(**line)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from tests.base.folders import model_folder
+from tests.base.quant.bases import stood_for, stored_folder
 from tests.cli.test_main import weftune
 from tests.families import tiny
 from weftune import train
 from weftune.cli.export import vllm_advice
 from weftune.cli.main import app
-from weftune.errors import AdapterError, OutputError, UserError
+from weftune.errors import AdapterError, BaseModelError, OutputError, UserError
 from weftune.jobs.store.job_file import read_job_file, write_job_file
 
 TOKENS = torch.arange(6, 30)[None]
@@ -237,3 +239,89 @@ def test_a_target_that_is_a_link_is_refused(job: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="portable is a link"):
         CliRunner().invoke(app, ["export", str(job), "--portable"], catch_exceptions=False)
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job that was trained on the same base in NF4, and evaluated on rows of their own."""
+    folder = tmp_path_factory.mktemp("quantised")
+    model_folder(folder / "base")
+    rows = [
+        f'{{"prompt": "w10 w{number}", "completion": "w30 w40 w5{number % 10}"}}\n' for number in range(20)
+    ]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "jobs.yaml").write_text(
+        "base: {model: base, quantize: nf4}\noutput: out\n"
+        "defaults: {data: rows.jsonl, steps: 3, batch_size: 3, learning_rate: 0.05}\n"
+        "jobs:\n- {name: a, eval: {fraction: 0.3}}\n- {name: b}\n"
+    )
+    train(folder / "jobs.yaml")
+    return folder
+
+
+def test_an_adapter_of_a_quantised_base_is_merged_into_what_its_weights_stand_for(
+    quantised: Path, tmp_path: Path
+) -> None:
+    job = quantised / "out" / "a"
+    said = export(job, "--merged", tmp_path / "merged")
+    assert f"Merging {job} into the dequantised weights of base." in said
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    stands = PeftModel.from_pretrained(stood_for(tiny("llama", torch.float32)), job).eval()
+    torch.testing.assert_close(spoken(merged), spoken(stands), rtol=1e-5, atol=1e-5)
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert json.loads((job / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+
+
+def test_or_into_the_original_ones_and_the_validation_loss_of_both_is_told(
+    quantised: Path, tmp_path: Path
+) -> None:
+    job = quantised / "out" / "a"
+    said = export(job, "--merged", tmp_path / "merged", "--into", "original")
+    assert f"Merging {job} into the original weights of base." in said
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(spoken(merged), with_adapter(job), rtol=1e-5, atol=1e-5)
+    lines = [json.loads(line) for line in (quantised / "out" / "metrics.jsonl").read_text().splitlines()]
+    trained = [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
+    told = re.search(r"Validation loss: ([\d.]+) merged into the dequantised weights, ([\d.]+)", said)
+    assert told is not None
+    assert float(told[1]) == pytest.approx(trained, abs=1e-4)
+    assert 1e-4 < abs(float(told[2]) - trained) < 0.3
+
+
+def test_of_a_job_without_rows_to_evaluate_on_nothing_is_told(quantised: Path, tmp_path: Path) -> None:
+    assert "Validation loss" not in export(quantised / "out" / "b", "--merged", tmp_path / "merged")
+
+
+def test_rows_that_have_changed_since_are_not_evaluated_on(quantised: Path, tmp_path: Path) -> None:
+    rows, job = quantised / "rows.jsonl", quantised / "out" / "a"
+    before = rows.read_text()
+    try:
+        rows.write_text(before.replace("w30", "w31"))
+        assert "Validation loss" not in export(job, "--merged", tmp_path / "merged")
+    finally:
+        rows.write_text(before)
+
+
+def test_a_choice_of_weights_that_makes_no_sense_is_a_sentence(project: Path, quantised: Path) -> None:
+    for words, sentence in (
+        (
+            (project / "out" / "narrow", "--merged", "--into", "original"),
+            "base is not quantised",
+        ),
+        ((quantised / "out" / "a", "--merged", "--into", "half"), "is one of dequantised, original"),
+        ((quantised / "out" / "a", "--portable", "--into", "original"), "--into goes with --merged"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            CliRunner().invoke(app, ["export", *map(str, words)], catch_exceptions=False)
+
+
+def test_a_base_that_is_stored_quantised_has_no_original(quantised: Path, tmp_path: Path) -> None:
+    stored = stored_folder(tmp_path / "stored", tiny("llama", torch.bfloat16))
+    job = Path(shutil.copytree(quantised / "out" / "b", tmp_path / "b"))
+    put_on(job, stored)
+    assert "a whole model in bfloat16" in export(job, "--merged", tmp_path / "merged")
+    with pytest.raises(BaseModelError, match="is stored quantised, and what it was made of is not known"):
+        CliRunner().invoke(
+            app, ["export", str(job), "--merged", str(tmp_path / "x"), "--into", "original"],
+            catch_exceptions=False,
+        )  # fmt: skip

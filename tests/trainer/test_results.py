@@ -36,7 +36,8 @@ def test_a_base_written_another_way_is_the_same_base_and_a_changed_one_is_named(
     job = ready()
     write_job_file(tmp_path, describe(job, BASE))
     refuse_changes(tmp_path, describe(job, replace(BASE, written="models/tiny")))
-    for key, value in (("model", "/models/other"), ("dtype", "bfloat16"), ("revision", None)):
+    changes = {"model": "/models/other", "dtype": "bfloat16", "revision": None, "quantize": "nf4"}
+    for key, value in changes.items():
         with pytest.raises(OutputError, match=rf"base\.{key} changed"):
             refuse_changes(tmp_path, describe(job, replace(BASE, **{key: value})))
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch
 from weftune.core.shapes import SiteShape
-from weftune.core.weight import Weight, part_of
+from weftune.core.weight import Weight, frozen_product, part_of
 from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.choice import Choices, Contest
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group
-from weftune.ops.site import RowScale, frozen_product, summed_product
+from weftune.ops.site import RowScale, summed_product
 
 Parameters = Mapping[tuple[str, str], Tensor]
 """(site, name) → tensor, as `VectorLayout.views` gives them; what all sites share has the site SHARED."""

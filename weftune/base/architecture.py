@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS, extra_values
 from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES, MixtureFacts
+from weftune.base.quant.sizes import site_bytes_per_value
+from weftune.base.quant.stored import quantised
+from weftune.base.spec import BaseSpec
 from weftune.base.towers import is_wrapper, text_values, within
 from weftune.core.shapes import ModelShape, SiteShape
 from weftune.errors import BaseModelError
@@ -110,8 +113,18 @@ LONG_ROPE = ("longrope", "su")
 """The second is what early files call it."""
 
 
+def spec_shape(spec: BaseSpec, config: Config, bytes_per_value: int) -> ModelShape:
+    """The shape of a base with that config.json, quantised as it is to be; BaseModelError where its family is
+    not known here."""
+    shape, found = model_shape(config, spec.model, bytes_per_value), quantised(config, spec)
+    if found is None:
+        return shape
+    stored = site_bytes_per_value(shape.sites, found.quantize, bytes_per_value, found.nested)
+    return replace(shape, site_bytes_per_value=stored)
+
+
 def model_shape(config: Config, name: str, bytes_per_value: int) -> ModelShape:
-    """The shape of the base called `name`; BaseModelError where its family is not known here."""
+    """The shape of the base called `name` in plain weights; BaseModelError where its family is not known."""
     wrapped = is_wrapper(config)
     config = text_values(config) if wrapped else config
     family = str(config.get("model_type"))

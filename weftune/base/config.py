@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from weftune.base.quant.stored import quantised
 from weftune.base.safe_files import refuse_unsafe
 from weftune.base.spec import DEMO, BaseSpec
 from weftune.core.hub import why_absent
@@ -26,10 +27,7 @@ def read_config(spec: BaseSpec) -> dict[str, Any]:
         raise BaseModelError(f"The {CONFIG} of {spec.model} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise BaseModelError(f"The {CONFIG} of {spec.model} holds no mapping.")
-    if values.get("quantization_config") is not None:
-        raise BaseModelError(
-            f"{spec.model} has quantised weights; name the unquantised model as the base instead."
-        )
+    quantised(values, spec)
     return values
 
 

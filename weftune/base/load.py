@@ -4,31 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from weftune.base.families import refuse_config, refuse_quantised
+from weftune.base.families import refuse_config
 from weftune.base.model import Base
 from weftune.base.outline import BaseConfig, base_config, outline
 from weftune.base.place import at_hand, explained, place
+from weftune.base.quant.linear import quantise_linears, replace_linears
+from weftune.base.quant.stored import CONFIG_KEY, Quantised, quantised
 from weftune.base.safe_files import no_safetensors
 from weftune.base.shape import model_shape
-from weftune.base.spec import BaseSpec
+from weftune.base.spec import BaseSpec, Dtype
 from weftune.base.weights import (
     WeightFiles,
     head_stored,
     lacking,
+    quantised_forms,
     read_weights,
     stored_dtype,
     weight_files,
@@ -50,7 +56,7 @@ def inspect(spec: BaseSpec, device: torch.device | None = None) -> ModelShape:
     config = load_config(spec, place(spec))
     dtype = base_dtype(spec, device or best_device())
     with explained(spec):
-        return model_shape(outline(config, dtype), dtype)
+        return model_shape(bare_model(config, dtype, _files_if_stored(spec, config)), dtype)
 
 
 def shape_at_hand(spec: BaseSpec) -> ModelShape | None:
@@ -71,8 +77,8 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
         files = weight_files(where, spec.revision)
         if files is None:
             raise no_safetensors(spec.model)
-        if config.wrapped:
-            return _load_tower(spec, config, files, device)
+        if config.wrapped or config.quantised:
+            return _load_read(spec, config, files, device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where,
             config=config.text,
@@ -89,18 +95,46 @@ def load_plain(spec: BaseSpec, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def _load_tower(
+def _load_read(
     spec: BaseSpec, config: BaseConfig, files: WeightFiles, device: torch.device
 ) -> PreTrainedModel:
-    """The text tower of a wrapper; no other weights are read."""
-    model = outline(config, base_dtype(spec, device))
-    _refuse_lacking(spec, config, lacking(model, files))
+    """Weights that are read tensor by tensor: those of a wrapper's text tower, no others, and those that are
+    quantised."""
+    model = bare_model(config, base_dtype(spec, device), files)
+    missing = lacking(model, files)
+    if missing and config.quantised and not (config.wrapped or config.quantised.stored):
+        return _load_quantising(spec, config, device)
+    _refuse_lacking(spec, config, missing)
     read_weights(model, files, device)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(
             files.where, revision=spec.revision or "main"
         )
     return model.eval()
+
+
+def _load_quantising(spec: BaseSpec, config: BaseConfig, device: torch.device) -> PreTrainedModel:
+    """The files name their weights in another way than the model does; transformers knows how. All of them
+    are in the host's memory before they are quantised."""
+    assert config.quantised is not None
+    dtype = cast(Dtype, str(base_dtype(spec, device)).removeprefix("torch."))
+    model = load_plain(replace(spec, quantize=None, dtype=dtype), torch.device("cpu"))
+    quantise_linears(model, quantised_forms(model, config.quantised, None))
+    nn.Module.to(model, device)
+    return model
+
+
+def bare_model(config: BaseConfig, dtype: torch.dtype, files: WeightFiles | None) -> PreTrainedModel:
+    """The model on the meta device; its quantised linears as the files have them, if those do."""
+    model = outline(config, dtype)
+    if config.quantised is not None:
+        replace_linears(model, quantised_forms(model, config.quantised, files))
+    return model
+
+
+def _files_if_stored(spec: BaseSpec, config: BaseConfig) -> WeightFiles | None:
+    stored = config.quantised is not None and config.quantised.stored
+    return weight_files(place(spec), spec.revision) if stored else None
 
 
 def _refuse_lacking(spec: BaseSpec, config: BaseConfig, names: Collection[str]) -> None:
@@ -116,11 +150,20 @@ def load_config(spec: BaseSpec, where: str) -> BaseConfig:
     with explained(spec):
         config = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False)
         found = base_config(config, lambda: _head_stored(spec, where))
-    # Quantised weights are the wrapper's own word.
-    refuse_quantised(config, spec.model)
+    found = replace(found, quantised=_quantised(config, found.text, spec))
     refuse_config(found.text, spec.model)
     if type(found.text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BaseModelError(f"{spec.model} ({found.text.model_type}) is no causal language model.")
+    return found
+
+
+def _quantised(config: PretrainedConfig, text: PretrainedConfig, spec: BaseSpec) -> Quantised | None:
+    """By the config of the wrapper, if there is one; transformers, which would want packages for it, is not
+    told."""
+    found = quantised({CONFIG_KEY: getattr(config, CONFIG_KEY, None), "model_type": text.model_type}, spec)
+    for one in (config, text):
+        if hasattr(one, CONFIG_KEY):
+            delattr(one, CONFIG_KEY)
     return found
 
 
@@ -143,6 +186,12 @@ def own_dtype(spec: BaseSpec) -> torch.dtype:
         files = weight_files(where, spec.revision)
         found = None if files is None else stored_dtype(files)
     return found or torch.float32
+
+
+def quantised_as(spec: BaseSpec, stored_only: bool = False) -> Quantised | None:
+    """What the weights of a base are held in; `stored_only`: in its files."""
+    found = load_config(spec, place(spec)).quantised
+    return None if found is None or (stored_only and not found.stored) else found
 
 
 def best_device() -> torch.device:

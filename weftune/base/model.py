@@ -19,6 +19,7 @@ from weftune.base.check import check_packing
 from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.delta_net import separate_samples
 from weftune.base.families import refuse_config, refuse_modules
+from weftune.base.quant.linear import QuantLinear, matrix_dtype
 from weftune.base.shape import model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
@@ -72,7 +73,8 @@ class Base:
         own_config(model)
         plain = plain_attention(model.config)
         take_packs(model)
-        base = cls(model, spec, model_shape(model, model.dtype), device, model.dtype)
+        dtype = matrix_dtype(model)
+        base = cls(model, spec, model_shape(model, dtype), device, dtype)
         check_packing(base, plain)
         return base
 
@@ -89,13 +91,21 @@ class Base:
             if not modules:
                 modules.update(self.sites())
             module = modules[site]
+            if isinstance(module, QuantLinear):
+                return module.matrix_of(
+                    {name: self._kept(site, name, own) for name, own in module.parts.items()}
+                )
             if isinstance(module, HoldsWeight):
                 return module.frozen_weight().matrix()
-            stored = None if self.stored is None else self.stored(f"{site}.weight")
-            weight = cast(Tensor, module.weight) if stored is None else stored
+            weight = self._kept(site, "weight", cast(Tensor, module.weight))
             return weight.T if site_shape(site, module).fan_in_fan_out else weight
 
         return read
+
+    def _kept(self, site: str, name: str, here: Tensor) -> Tensor:
+        """A parameter of a site from where it is kept, or as it is `here`."""
+        stored = None if self.stored is None else self.stored(f"{site}.{name}")
+        return here if stored is None else stored
 
     def hidden(
         self, microbatch: Microbatch, pack: attention.Pack | None = None, given_TD: Tensor | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from weftune.base.quant.stored import Quantised
 from weftune.base.towers import ROTATES_IMAGES, SAME_ON_TEXT, WRAPPERS, within
 
 
@@ -20,6 +21,8 @@ class BaseConfig:
     """Of the causal language model that is trained."""
     wrapped: bool = False
     """Whether that is the text tower of a wrapper."""
+    quantised: Quantised | None = None
+    """What the weights of its layers are held in, if they are no matrices."""
 
 
 class Tower(nn.Module):

@@ -63,7 +63,8 @@ def site_shape(name: str, module: nn.Module) -> SiteShape:
         inputs, outputs = module.weight.shape
         return SiteShape(name, inputs, outputs, fan_in_fan_out=True)
     assert isinstance(module, nn.Linear)
-    return SiteShape(name, module.in_features, module.out_features)
+    turned = bool(getattr(module, "fan_in_fan_out", False))
+    return SiteShape(name, module.in_features, module.out_features, fan_in_fan_out=turned)
 
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Quantize = Literal["nf4", "int8"]
 
 DEMO = "demo"
 DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -21,6 +22,8 @@ class BaseSpec:
     dtype: Dtype | None = None
     """None: bfloat16 on a GPU, float32 on a CPU."""
     revision: str | None = None
+    quantize: Quantize | None = None
+    """What the weights of the layers are stored in. None: as the base's files have them."""
     written: str | None = None
     """What the user wrote, where `model` is the absolute path made of it; never a key of jobs.yaml."""
 

@@ -17,10 +17,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weftune.base.decoders.known import DECODERS
 from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.families import refuse_modules
-from weftune.base.load import base_dtype, load_base, load_config, load_plain
+from weftune.base.load import bare_model, base_dtype, load_base, load_config, load_plain
 from weftune.base.model import Base, own_config, take_packs
-from weftune.base.outline import Tower, outline
+from weftune.base.outline import Tower
 from weftune.base.place import explained, place
+from weftune.base.quant.linear import matrix_dtype
 from weftune.base.shape import model_shape, model_sites, values
 from weftune.base.spec import BaseSpec
 from weftune.base.weights import WeightFiles, read_weights, weight_files
@@ -70,7 +71,7 @@ def load_stage(spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
     if held.first and held.last:
         return load_base(spec, device)
     model, files = outlined(spec, device)
-    whole = model_shape(model, model.dtype)
+    whole = model_shape(model, matrix_dtype(model))
     with explained(spec):
         cut(model, held)
         if files is None or not read_weights(model, files, device):
@@ -86,13 +87,14 @@ def outlined(spec: BaseSpec, device: torch.device) -> tuple[PreTrainedModel, Wei
     config = load_config(spec, where)
     refuse_uncut(config.text, spec.model)
     with explained(spec):
-        return outline(config, base_dtype(spec, device)), weight_files(where, spec.revision)
+        files = weight_files(where, spec.revision)
+        return bare_model(config, base_dtype(spec, device), files), files
 
 
 def cut_base(model: PreTrainedModel, spec: BaseSpec, device: torch.device, held: LayerRange) -> Base:
     """One stage of a model that is in memory; the model is taken over."""
     refuse_uncut(model.config, spec.model)
-    whole = model_shape(model, model.dtype)
+    whole = model_shape(model, matrix_dtype(model))
     cut(model, held)
     return stage_of(model, spec, device, held, whole)
 
@@ -115,7 +117,7 @@ def stage_of(
     own_config(model)
     take_packs(model)
     shape = shape_here(model, whole, held.stop - held.start)
-    return Base(model, spec, shape, device, model.dtype, held, whole.sites)
+    return Base(model, spec, shape, device, matrix_dtype(model), held, whole.sites)
 
 
 def shape_here(model: PreTrainedModel, whole: ModelShape, layers: int) -> ModelShape:

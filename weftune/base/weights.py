@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,10 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from weftune.base.decoders.mixtures import DOWN, EXPERTS, GATE_UP, MIXTURES
+from weftune.base.quant.format import WeightFormat
+from weftune.base.quant.linear import quant_paths
+from weftune.base.quant.read import QuantReader, chosen_forms, is_part, is_stored, parts_beside, stored_matrix
+from weftune.base.quant.stored import Quantised
 from weftune.base.safe_files import weight_map
 from weftune.base.towers import older_name
 
@@ -54,13 +58,39 @@ def weight_files(where: str, revision: str | None) -> WeightFiles | None:
         return WeightFiles(where, revision, dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME))
 
 
-def file_reader(model: PreTrainedModel, files: WeightFiles) -> Callable[[str, Tensor], None] | None:
-    """Writes a parameter of `model`, by its name, into a tensor; None if the files do not know them all."""
+def file_reader(
+    model: PreTrainedModel, files: WeightFiles, device: torch.device
+) -> Callable[[str, Tensor], None] | None:
+    """Writes a parameter of `model`, by its name, into a tensor; None if the files do not know them all.
+    Weights are quantised on `device`."""
     known = stored_names(model, files)
-    return None if known is None else partial(_read, files, known)
+    if known is None:
+        return None
+    quantised = {path: known[f"{path}.weight"][0] for path in quant_paths(model)}
+    reader = QuantReader(model, quantised, files.files, partial(_tensor, files), device)
+
+    def read(name: str, out: Tensor) -> None:
+        if reader.knows(name):
+            reader(name, out)
+        else:
+            _read(files, known, name, out)
+
+    return read
+
+
+def _tensor(files: WeightFiles, name: str) -> Tensor:
+    if name not in files.files:
+        raise OSError(f"{name} is missing from its files")
+    with safe_open(files.path(name), framework="pt") as file:
+        return file.get_tensor(name)
 
 
 def _read(files: WeightFiles, known: StoredNames, name: str, out: Tensor) -> None:
+    if is_stored(known[name][0], files.files):
+        value = stored_matrix(known[name][0], partial(_tensor, files), files.files)
+        refuse_other_shape(name, value.shape, out.shape)
+        out.copy_(value)
+        return
     for path, parts in _by_file(files, known[name]).items():
         with safe_open(path, framework="pt") as file:
             for part in parts:
@@ -86,7 +116,10 @@ def part_of(parameter: Tensor, parts: Sequence[str], part: str) -> Tensor:
 def stored_names(model: PreTrainedModel, files: WeightFiles) -> StoredNames | None:
     """Those of all parameters of `model`; None if the files do not know them all."""
     found: dict[str, tuple[str, ...]] = {}
+    beside = parts_beside(model)
     for name, _ in model.named_parameters(remove_duplicate=False):
+        if name in beside:
+            continue
         parts = [_name_in(files, model, part) for part in _parts(model, name)]
         found[name] = tuple(part for part in parts if part is not None)
         if len(found[name]) < len(parts):
@@ -109,12 +142,24 @@ def _parts(model: PreTrainedModel, name: str) -> list[str]:
     return [f"{path}.{number}.{linear}.weight" for number in range(experts) for linear in own]
 
 
+def quantised_forms(
+    model: PreTrainedModel, chosen: Quantised, files: WeightFiles | None
+) -> dict[str, WeightFormat]:
+    """The linears of `model` to be quantised, by path, and to what; without files, as if they were plain."""
+    if files is None:
+        return chosen_forms(model, replace(chosen, stored=False), lambda name: name, ())
+    return chosen_forms(model, chosen, partial(_name_in, files, model), files.files)
+
+
 def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> bool:
     """Bring the parameters of `model`, which is on the meta device, to `device`; False, and nothing is done,
     if the files do not know one of them by its name."""
     wanted = stored_names(model, files)
     if wanted is None:
         return False
+    if quant_paths(model):
+        _read_each(model, files, device)
+        return True
     shared = shared_names(model)
     by_file: dict[Path, list[str]] = {}
     for name in shared:
@@ -132,12 +177,24 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, device: torch.devic
     return True
 
 
+def _read_each(model: PreTrainedModel, files: WeightFiles, device: torch.device) -> None:
+    """One parameter after another, so that of plain weights one at a time is in memory."""
+    read = file_reader(model, files, device)
+    assert read is not None
+    for name, names in shared_names(model).items():
+        value = torch.empty_like(model.get_parameter(name), device=device)
+        read(name, value)
+        _put(model, names, value, device)
+    make_buffers(model, device)
+
+
 def lacking(model: PreTrainedModel, files: WeightFiles) -> list[str]:
     """The parameters of `model` that the files do not know."""
+    beside = parts_beside(model)
     return sorted(
         name
         for name in shared_names(model)
-        if not all(_name_in(files, model, part) for part in _parts(model, name))
+        if name not in beside and not all(_name_in(files, model, part) for part in _parts(model, name))
     )
 
 
@@ -200,8 +257,12 @@ def found_file(where: str, name: str, revision: str | None) -> Path | None:
 
 
 def stored_dtype(files: WeightFiles) -> torch.dtype | None:
-    """Of most tensors of the first file; None where that is none which models are trained in."""
+    """Of most tensors of the first file, those of quantised weights apart; None where that is none which
+    models are trained in."""
     first = next(iter(files.files))
     with safe_open(files.path(first), framework="pt") as file:
-        found = Counter(str(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+        plain = [name for name in file.keys() if not is_part(name, files.files)]  # noqa: SIM118
+        found = Counter(str(file.get_slice(name).get_dtype()) for name in plain)
+    if not found:
+        return None
     return STORED.get(found.most_common(1)[0][0])

@@ -31,14 +31,14 @@ def read_early(jobs: Path) -> RunSpec:
 
 def shape_of_folder(base: BaseSpec) -> ModelShape | None:
     """Of a folder that is here and of a family that we know; None where only the model itself can tell."""
-    from weftune.base.architecture import model_shape
+    from weftune.base.architecture import spec_shape
     from weftune.base.config import bytes_per_value, read_config
 
     if not Path(base.model).is_dir():
         return None
     config = read_config(base)
     try:
-        return model_shape(config, base.model, bytes_per_value(base, gpu=False))
+        return spec_shape(base, config, bytes_per_value(base, gpu=False))
     except BaseModelError:
         return None
 

@@ -14,6 +14,8 @@ from weftune.cli.generate import base_of
 from weftune.core.files import refuse_full_folder
 from weftune.errors import UserError
 
+INTO = ("dequantised", "original")
+"""The weights of a quantised base that an adapter can be merged into."""
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """What vLLM's --max-lora-rank can be; the first is its default."""
 
@@ -36,12 +38,21 @@ def export(
         str | None,
         typer.Option(help="With --merged: another dtype than the base's own.", show_default=False),
     ] = None,
+    into: Annotated[
+        str | None,
+        typer.Option(
+            help="With --merged, where the base is quantised: dequantised weights (the default) or original.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a finished adapter as a portable adapter, or merged into its base."""
     if portable == merged:
         raise UserError("Say what to export: either --portable or --merged.")
     if dtype is not None and (portable or dtype not in get_args(Dtype)):
         raise UserError(f"--dtype goes with --merged and is one of {', '.join(get_args(Dtype))}.")
+    if into is not None and (portable or into not in INTO):
+        raise UserError(f"--into goes with --merged and is one of {', '.join(INTO)}.")
     target = target or folder / ("portable" if portable else "merged")
     base = base_of(folder) if merged else None
     refuse_no_adapter(folder)
@@ -50,7 +61,7 @@ def export(
         _export_portable(folder, target)
     else:
         refuse_base(base)
-        _export_merged(folder, base, target, dtype)
+        _export_merged(folder, base, target, cast(Dtype | None, dtype), into)
 
 
 def _export_portable(folder: Path, target: Path) -> None:
@@ -69,9 +80,25 @@ def vllm_advice(rank: int) -> str:
     return f"vLLM takes ranks up to {VLLM_RANKS[0]} unless told: start it with --max-lora-rank {allowed}."
 
 
-def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: str | None) -> None:
-    from weftune.trainer.export import write_merged
+def _export_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None, into: str | None) -> None:
+    from weftune.base.load import quantised_as
+    from weftune.trainer.export import Into, write_merged
 
-    typer.echo(f"Merging {folder} into {base.published_name}.")
-    kept = write_merged(folder, base, target, cast(Dtype | None, dtype))
+    quantised = quantised_as(base)
+    if quantised is None and into is not None:
+        raise UserError(f"--into: {base.published_name} is not quantised, and there is nothing to choose.")
+    chosen = cast(Into, into or INTO[0])
+    where = f"the {chosen} weights of " if quantised else ""
+    typer.echo(f"Merging {folder} into {where}{base.published_name}.")
+    kept = write_merged(folder, base, target, dtype, chosen)
     typer.echo(f"Wrote {target}: a whole model in {str(kept).removeprefix('torch.')}, with its tokenizer.")
+    if quantised is not None and not quantised.stored:
+        _tell_losses(folder, base, dtype)
+
+
+def _tell_losses(folder: Path, base: BaseSpec, dtype: Dtype | None) -> None:
+    from weftune.trainer.merged_loss import merged_losses
+
+    if losses := merged_losses(folder, base, dtype):
+        told = ", ".join(f"{loss:.4f} merged into the {into} weights" for into, loss in losses.items())
+        typer.echo(f"Validation loss: {told}.")

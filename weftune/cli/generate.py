@@ -66,6 +66,7 @@ def base_of(folder: Path) -> BaseSpec:
             model=str(base["model"]),
             dtype=base.get("dtype"),
             revision=base.get("revision"),
+            quantize=base.get("quantize"),
             written=base.get("written"),
         )
     except DamagedJobFile as error:

@@ -366,10 +366,10 @@ def speeds_of(cluster: Cluster) -> list[Speed]:
 
 def described(base: BaseSpec, gpu: bool) -> ModelShape:
     """The base's sizes, from its config.json."""
-    from weftune.base.architecture import model_shape
+    from weftune.base.architecture import spec_shape
     from weftune.base.config import bytes_per_value, read_config
 
-    return model_shape(read_config(base), base.model, bytes_per_value(base, gpu))
+    return spec_shape(base, read_config(base), bytes_per_value(base, gpu))
 
 
 def read_cluster(text: str, limit: int | None = None, on_cpu: bool = False) -> Cluster:

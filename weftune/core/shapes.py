@@ -107,6 +107,13 @@ class ModelShape:
         inside = sum(site.weights for site in self.sites)
         return round((self.parameters - inside) * self.bytes_per_value + inside * self.weight_bytes_per_value)
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the largest matrix that is computed for a product; 0 where weights are matrices as they are."""
+        if self.site_bytes_per_value is None:
+            return 0
+        return self.bytes_per_value * max(site.in_features * site.out_features for site in self.sites)
+
     def site(self, name: str) -> SiteShape:
         return next(site for site in self.sites if site.name == name)
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from weftune.core.weight import Weight, matrix_of
+from weftune.core.weight import Weight, frozen_product, frozen_product_by
 from weftune.ops.lora.wide import in_float32
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -66,36 +64,12 @@ def _by_rows(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def frozen_product(x_TK: Tensor, weight: Weight, bias_N: Tensor | None) -> Tensor:
-    """xWᵀ + b."""
-    if isinstance(weight, Tensor):
-        return linear(x_TK, weight, bias_N)
-    return _Product.apply(x_TK, weight, bias_N, linear)
-
-
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
     """xWᵀ as it is summed up: of 16-bit numbers in float32, so that what is added to it is not rounded."""
     if x_TK.dtype in HALVES:
-        return _Product.apply(x_TK, weight, None, _in_float32)
+        return frozen_product_by(_in_float32, x_TK, weight, None)
     return frozen_product(x_TK, weight, None)
 
 
 def _in_float32(x_TK: Tensor, weight_NK: Tensor, _: None) -> Tensor:
     return in_float32(x_TK, weight_NK.T)
-
-
-class _Product(torch.autograd.Function):
-    """The frozen weight gets no gradient; a matrix that was computed from it is recomputed in the
-    backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, weight: Weight, bias_N: Tensor | None, make: Callable[..., Tensor]
-    ) -> Tensor:
-        ctx.weight = weight
-        return make(x_TK, matrix_of(weight), bias_N)
-
-    @staticmethod
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, None, None, None]:
-        weight_NK = matrix_of(ctx.weight)
-        return dy_TN.to(weight_NK.dtype) @ weight_NK, None, None, None

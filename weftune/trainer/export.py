@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -15,13 +15,18 @@ from transformers import PreTrainedModel
 from weftune.adapters.folder import CONFIG, JOB_FILE, WEIGHTS, refuse_no_adapter
 from weftune.adapters.kind import Kind
 from weftune.adapters.registry import kind_of
-from weftune.base.load import load_plain, load_tokenizer, own_dtype
+from weftune.base.load import load_plain, load_tokenizer, own_dtype, quantised_as
+from weftune.base.quant.linear import dequantise_linears
 from weftune.base.rewrite import is_tower, write_wrapper
 from weftune.base.shape import model_shape, site_modules
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.core.disk import disk_errors, ordinary_modes
 from weftune.core.files import refuse_full_folder
-from weftune.errors import AdapterError, OutputError
+from weftune.errors import AdapterError, BaseModelError, OutputError
+
+Into = Literal["dequantised", "original"]
+INTO: tuple[Into, ...] = get_args(Into)
+"""The weights of a quantised base that an adapter can be merged into."""
 
 
 def write_portable(folder: Path, target: Path) -> int:
@@ -34,15 +39,20 @@ def write_portable(folder: Path, target: Path) -> int:
     return rank
 
 
-def write_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None = None) -> torch.dtype:
+def write_merged(
+    folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None = None, into: Into = "dequantised"
+) -> torch.dtype:
     """The base with the adapter of `folder` in its weights, as a plain model folder; returns its dtype, which
     is that of the base's files unless another is asked for. Of a text tower the whole wrapper is written."""
-    kind = finished_kind(folder)
+    finished_kind(folder)
     refuse_links_out(folder)
     with new_folder(target):
-        kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
-        model = load_plain(replace(base, dtype=kept), torch.device("cpu"))
-        kind.merge(folder, site_modules(model), model_shape(model, model.dtype).sites)
+        model = merged_model(folder, base, dtype, into)
+        if is_tower(model) and quantised_as(base, stored_only=True):
+            raise BaseModelError(
+                f"{base.model} sees images too and is stored quantised, so it cannot be written as a plain "
+                "model: serve the adapter beside it."
+            )
         if not copy_tokenizer(folder, target):
             load_tokenizer(base).save_pretrained(target)
         if is_tower(model):
@@ -51,6 +61,23 @@ def write_merged(folder: Path, base: BaseSpec, target: Path, dtype: Dtype | None
             mend_generation(model)
             model.save_pretrained(target)
     return model.dtype
+
+
+def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) -> PreTrainedModel:
+    """Of a quantised base the weights that it stands for, or those it was made of; in plain matrices."""
+    kept = dtype or cast(Dtype, str(own_dtype(base)).removeprefix("torch."))
+    original = into == "original"
+    if original and quantised_as(base, stored_only=True):
+        raise BaseModelError(
+            f"{base.model} is stored quantised, and what it was made of is not known: merge into the "
+            "dequantised weights."
+        )
+    source = replace(base, dtype=kept, quantize=None if original else base.quantize)
+    model = load_plain(source, torch.device("cpu"))
+    dequantise_linears(model)
+    kind = finished_kind(folder)
+    kind.merge(folder, site_modules(model), model_shape(model, model.dtype).sites)
+    return model
 
 
 def finished_kind(folder: Path) -> Kind:

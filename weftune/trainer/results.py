@@ -43,7 +43,7 @@ __all__ = [
 
 PARTIAL = ".adapter.partial"
 """Inside a job's folder: an adapter that is being written."""
-BASE_KEYS = ("model", "dtype", "revision")
+BASE_KEYS = ("model", "dtype", "revision", "quantize")
 """The keys that identify a base; how the user wrote its path does not."""
 NAMED_PACKAGES = ("weftune", "torch", "transformers", "peft", "safetensors", "datasets")
 

@@ -27,7 +27,7 @@ from weftune.jobs.spec.keys import unknown_key
         ("run", "rank", "is not a key of the file; write adapter.rank in each job, or under defaults"),
         ("run", "seed", "is not a key of the file; write seed in each job, or under defaults"),
         ("base", "rank", "is not a key of base; write adapter.rank in each job, or under defaults"),
-        ("base", "zzz", "is not a key of base; its keys are model, dtype, revision"),
+        ("base", "zzz", "is not a key of base; its keys are model, dtype, revision, quantize"),
         ("source", "wieght", "is not a key of a source of data; did you mean weight?"),
         ("job", "tf32", "leave it out"),
     ],

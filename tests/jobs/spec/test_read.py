@@ -209,6 +209,11 @@ def told(mapping: object, folder: Path, **keys: Path) -> list[str]:
         ({"model": "no.gguf"}, 'base.model: there is no file or folder "no.gguf"'),
         ({"model": "owner/x", "revision": "../x"}, "base.revision: must be a branch, tag or commit, got"),
         ({"model": "owner/x", "branch": "x"}, "base.branch: is not a key of base"),
+        ({"model": "owner/x", "quantize": "q4"}, "base.quantize: must be nf4 or int8, got"),
+        ({"model": "owner/x", "load_in_4bit": True}, "base.load_in_4bit: write quantize (nf4)"),
+        ({"model": "owner/x", "load_in_8bit": True}, "base.load_in_8bit: write quantize (int8)"),
+        ({"model": "owner/x", "quantization_config": {}}, "base.quantization_config: write quantize (nf4 or"),
+        ({"model": "owner/x", "llm_int8_threshold": 6}, "base.llm_int8_threshold: leave it out"),
         (None, "base: must be a Hub id"),
         (["demo"], "base: must be a Hub id"),
     ],
@@ -225,6 +230,14 @@ def test_a_base_is_a_folder_before_it_is_an_id_and_demo_is_neither(tmp_path: Pat
         assert parse_run({"base": model, "jobs": [ONE]}, tmp_path).base.model == found
     run = parse_run({"base": {"model": "owner/x", "revision": "v1"}, "jobs": [ONE]}, tmp_path)
     assert run.base == BaseSpec(model="owner/x", revision="v1")
+    run = parse_run({"base": {"model": "owner/x", "quantize": "int8"}, "jobs": [ONE]}, tmp_path)
+    assert run.base == BaseSpec(model="owner/x", quantize="int8")
+
+
+def test_foreign_keys_of_quantisation_in_a_job_lead_to_the_base(tmp_path: Path) -> None:
+    for key, value in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8"), ("bnb_4bit_quant_type", "nf4")):
+        (found,) = told({"base": "owner/x", "jobs": [{**ONE, key: True}]}, tmp_path)
+        assert found == f"jobs[0].{key}: write base.quantize at the top of the file, beside jobs ({value})"
 
 
 def test_an_output_is_a_folder_that_is_there_or_will_be(tmp_path: Path) -> None:

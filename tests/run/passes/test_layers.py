@@ -1,12 +1,14 @@
 """Fused decoder layers and the tiled route, in Triton's interpreter, against the plain path."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 
 from tests import bench
 from tests.base.packs import packed, random_samples
+from tests.base.quant.bases import quantised_base
 from tests.cases import slow_but
 from tests.families import VOCABULARY, config, randomised, tiny
 from tests.interpreter import interpret
@@ -16,6 +18,7 @@ from weftune.base.attention import pack
 from weftune.base.host.streamed import stream_model
 from weftune.base.model import Base
 from weftune.base.outline import as_tower
+from weftune.base.quant.linear import QuantWeight
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import IGNORED, Microbatch
 from weftune.ops.lora.routes import Route
@@ -54,15 +57,19 @@ def _interpreter(monkeypatch):
     monkeypatch.setattr(banks, "SLOTS", len(JOBS))
 
 
-def one_layer(family):
+def shallow(family):
     shape = config(family)
     shape.num_hidden_layers = 1
     if family == "mistral":
         shape.sliding_window = WINDOW
     if getattr(shape, "layer_types", None):
         shape.layer_types = shape.layer_types[:1]
+    return randomised(shape, torch.float32)
+
+
+def one_layer(family):
     spec = BaseSpec(model=f"tiny/{family}", dtype="float32")
-    return Base.from_model(randomised(shape, torch.float32), spec, bench.CPU)
+    return Base.from_model(shallow(family), spec, bench.CPU)
 
 
 def jobs_for(base):
@@ -118,6 +125,24 @@ def test_fused_layers_train_as_the_plain_ones_do(family, monkeypatch):
     assert losses == pytest.approx(plain_losses, abs=1e-5)
     for name in JOBS:
         assert (weights[name] - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
+
+
+def test_on_a_quantised_base_too_and_each_matrix_is_computed_once_a_pass_for_all_jobs(monkeypatch):
+    base = quantised_base(shallow("qwen2"), "nf4")
+    plain_losses, plain = trained(base, Route.segmented, monkeypatch)
+    written, write = [], QuantWeight.write
+
+    def counted(self, out_NK):
+        written.append(id(self.module))
+        write(self, out_NK)
+
+    monkeypatch.setattr(QuantWeight, "write", counted)
+    losses, weights = trained(base, Route.tiled, monkeypatch)
+    assert losses == pytest.approx(plain_losses, abs=1e-5)
+    for name in JOBS:
+        assert (weights[name] - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
+    # Two jobs share each of the passes, forward and backward.
+    assert set(Counter(written).values()) == {2 * STEPS}
 
 
 def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):

@@ -63,7 +63,7 @@ class Pissa(PlainKind):
 
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """From what a PiSSA job was saved as."""
-        found = {}
+        found: dict[tuple[str, str], Tensor] = {}
         for site, (both_RK, both_NR) in read_start(spec.converted(), sites).items():
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
             found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}

@@ -25,6 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weftune.base.quant.linear import quant_paths
 from weftune.base.weights import WeightFiles, part_of, refuse_other_shape, stored_names
 from weftune.errors import BaseModelError
 
@@ -156,6 +157,8 @@ class MappedWeights:
 def map_weights(model: PreTrainedModel, files: WeightFiles | None, base: str) -> MappedWeights:
     """Where the parameters of `model`, the base of that name, lie; BaseModelError if they cannot be taken as
     they lie there."""
+    if quant_paths(model):
+        raise _not_as_they_are(base, "quantised weights are made when they are loaded, and kept in memory")
     names = None if files is None else stored_names(model, files)
     if files is None or names is None:
         raise _not_as_they_are(base, "they are in no safetensors files that name them as the model does")

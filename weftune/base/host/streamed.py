@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -24,6 +24,8 @@ from weftune.base.host.source import HostStage, MappedStage, SourcePart, StageSo
 from weftune.base.load import load_plain
 from weftune.base.model import Base, own_config, take_packs
 from weftune.base.place import explained
+from weftune.base.quant.linear import matrix_dtype
+from weftune.base.quant.read import parts_beside
 from weftune.base.shape import model_shape
 from weftune.base.spec import BaseSpec
 from weftune.base.stages import ENDS, cut, decoder_of, keep, outlined, refuse_uncut, shape_here
@@ -93,7 +95,7 @@ def load_streamed(
     with explained(spec):
         whole = _keep_own(model, layout.on(worker))
         weights = map_weights(model, files, spec.model) if mapped else None
-        fill = None if files is None else file_reader(model, files)
+        fill = None if files is None else file_reader(model, files, device)
         if fill is None:
             # The files name their weights in another way than the model does; transformers knows how.
             return stream_model(load_plain(spec, torch.device("cpu")), spec, device, layout, worker)
@@ -124,7 +126,7 @@ def stream_model(
 
 def _keep_own(model: PreTrainedModel, part: OnWorker) -> ModelShape:
     """Leave nothing but the worker's own stages in a model; the shape that it had before is returned."""
-    whole = model_shape(model, model.dtype)
+    whole = model_shape(model, matrix_dtype(model))
     keep(model, [part.held(stage) for stage in part.own])
     return whole
 
@@ -146,7 +148,9 @@ def streamed_base(
     own = [part.held(stage) for stage in part.own]
     shape = shape_here(model, whole, sum(one.stop - one.start for one in own))
     held = LayerRange(own[0].start, own[-1].stop, layers)
-    return _placed(Base(model, spec, shape, device, model.dtype, held, whole.sites), part, fill, mapped)
+    return _placed(
+        Base(model, spec, shape, device, matrix_dtype(model), held, whole.sites), part, fill, mapped
+    )
 
 
 def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None) -> StreamedBase:
@@ -155,9 +159,8 @@ def _placed(base: Base, part: OnWorker, fill: Fill, mapped: MappedWeights | None
     _take_pages(device)
     pieces = {stage: _pieces(model, part.held(stage)) for stage in part.streamed}
     sizes = {stage: found[-1].stop for stage, found in pieces.items()}
-    arena = torch.zeros(
-        part.slots if sizes else 0, max(sizes.values(), default=0), dtype=torch.uint8, device=device
-    )
+    width = -(-max(sizes.values(), default=0) // ALIGNMENT) * ALIGNMENT
+    arena = torch.zeros(part.slots if sizes else 0, width, dtype=torch.uint8, device=device)
     for stage, found in pieces.items():
         for piece in found:
             _set(model, piece.name, piece.view(arena[part.slot(stage)]))
@@ -224,17 +227,26 @@ def _source_parts(piece: WeightPiece, mapped: MappedWeights) -> Iterator[SourceP
 
 
 def _pieces(model: PreTrainedModel, held: LayerRange) -> list[WeightPiece]:
-    """The parameters of a stage's layers; in each layer matrices come first, so that those which share their
-    input are neighbours, then biases, then what norms have."""
+    """The parameters of a stage's layers; in each layer quantised weights come first, the tensors of each
+    together, then matrices, so that those which share their input are neighbours, then biases, then what
+    norms have."""
     found: list[WeightPiece] = []
     start = 0
+    beside = parts_beside(model)
+    quantised = {*beside, *beside.values()}
     for index in range(held.start, held.stop):
         prefix = f"{_layers_path(model)}.{index}."
         own = [(name, value) for name, value in model.named_parameters() if name.startswith(prefix)]
-        for name, value in sorted(own, key=lambda pair: (-pair[1].ndim, not pair[0].endswith("bias"))):
+        for name, value in sorted(own, key=lambda pair: _order(pair[0], pair[1], quantised)):
             found.append(WeightPiece(name, start, value.shape, value.dtype))
             start = -(-found[-1].stop // ALIGNMENT) * ALIGNMENT
     return found
+
+
+def _order(name: str, value: Tensor, quantised: Collection[str]) -> tuple[bool, int, bool]:
+    if name in quantised:
+        return False, 0, False
+    return True, -value.ndim, not name.endswith("bias")
 
 
 def _layers_path(model: PreTrainedModel) -> str:

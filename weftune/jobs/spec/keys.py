@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from weftune.jobs.spec.near import nearest
 
 RUN_KEYS = ("base", "output", "report_to", "deterministic", "defaults", "jobs")
-BASE_KEYS = ("model", "dtype", "revision")
+BASE_KEYS = ("model", "dtype", "revision", "quantize")
 DATA_KEYS = (
     "path", "format", "columns", "split", "limit", "max_length", "train_on", "chat_template", "skip_bad_rows",
 )  # fmt: skip
@@ -96,6 +96,13 @@ RENAMED: Mapping[str, str] = {
     "model_name": "run.base",
     "torch_dtype": "base.dtype",
     "model_revision": "base.revision",
+    "quantization": "base.quantize",
+    "quantization_config": "base.quantize",
+    "quantization_bit": "base.quantize",
+    "quantization_method": "base.quantize",
+    "bnb_4bit_quant_type": "base.quantize",
+    "load_in_4bit": "base.quantize",
+    "load_in_8bit": "base.quantize",
     "output_dir": "run.output",
     "dataset_name": "data.path",
     "train_file": "data.path",
@@ -155,6 +162,13 @@ ADVICE: Mapping[str, str] = {
     "lora_target": "for all write all-linear",
     "per_device_train_batch_size": "the whole global batch, gradient accumulation multiplied in",
     "micro_batch_size": "the whole global batch, gradient accumulation multiplied in",
+    "quantization": "nf4 or int8",
+    "quantization_config": "nf4 or int8",
+    "quantization_bit": "nf4 for 4, int8 for 8",
+    "quantization_method": "nf4 or int8",
+    "bnb_4bit_quant_type": "nf4",
+    "load_in_4bit": "nf4",
+    "load_in_8bit": "int8",
     "adam_beta1": "both of them, such as [0.9, 0.999]",
     "adam_beta2": "both of them, such as [0.9, 0.999]",
     "warmup_ratio": "below 1 it is a share of the run",
@@ -183,8 +197,10 @@ ANSWERED: Mapping[str, str] = {
     "bf16": "write base: {model: ..., dtype: bfloat16} at the top of the file",
     "fp16": "write base: {model: ..., dtype: float16} at the top of the file",
     "tf32": "leave it out",
-    "load_in_4bit": "leave it out, the base is not quantised; choose base.dtype",
-    "load_in_8bit": "leave it out, the base is not quantised; choose base.dtype",
+    "bnb_4bit_use_double_quant": "leave it out, nf4 always quantises twice",
+    "bnb_4bit_compute_dtype": "write base: {model: ..., dtype: ...}, which all products are computed in",
+    "bnb_4bit_quant_storage": "leave it out, nf4 is stored in bytes",
+    "llm_int8_threshold": "leave it out, int8 has a scale a row and no outlier columns",
     "gradient_checkpointing": "leave it out, the microbatch capacity is chosen from memory",
     "flash_attention": "leave it out, attention is chosen for the device",
     "attn_implementation": "leave it out, attention is chosen for the device",

@@ -71,6 +71,8 @@ class BaseLayer:
     handed_bytes: int
     """For each token, to the next layer or back."""
     sites: tuple[SiteShape, ...]
+    matrix_bytes: int = 0
+    """What its weights are dequantised into for every pass, where they are quantised."""
 
 
 def sheet_speed(device: Device) -> Speed:
@@ -125,7 +127,9 @@ def _layer(shape: ModelShape, sites: tuple[SiteShape, ...], kept: int, handed: i
     flops = 2 * sum(site.active_weights for site in sites)
     held = round(sum(site.weights for site in sites) * shape.weight_bytes_per_value)
     # Two products of the width of all heads, half of each masked; that width is close to the hidden one.
-    return BaseLayer("layer", flops, 2 * shape.hidden, held, kept, handed, sites)
+    quantised = shape.site_bytes_per_value is not None
+    matrices = sum(site.weights for site in sites) * shape.bytes_per_value if quantised else 0
+    return BaseLayer("layer", flops, 2 * shape.hidden, held, kept, handed, sites, matrices)
 
 
 def adapter_flops(layer: BaseLayer, job: JobOutline) -> int:
@@ -154,7 +158,9 @@ class RowCounts:
 def base_line(layers: Sequence[BaseLayer], speed: Speed) -> Line:
     """One pass, forward or backward, over these layers without attention and adapters."""
     worked = [layer for layer in layers if layer.flops]
-    fixed = sum(speed.launch + layer.weight_bytes / speed.bandwidth for layer in worked)
+    # A matrix that was dequantised has been written, and is read again.
+    moved = sum(layer.weight_bytes + 2 * layer.matrix_bytes for layer in worked)
+    fixed = len(worked) * speed.launch + moved / speed.bandwidth
     return Line(fixed, sum(layer.flops for layer in worked) / speed.flops)
 
 

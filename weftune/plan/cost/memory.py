@@ -168,7 +168,7 @@ class MemoryModel:
         parts = zip(self._held, self._parts, activations, strict=True)
         return [
             Need(
-                resident=self._process(worker) + part.base_bytes,
+                resident=self._process(worker) + part.base_bytes + matrix_bytes(self.shape, self.fused),
                 state=self._kept_state(jobs, held),
                 activations=kept,
                 slack=self._slack,
@@ -200,7 +200,10 @@ class MemoryModel:
         inputs = on.held_inputs.rounds + (self.layout.workers > 1)
         passing = max(sizes) * math.ceil(int(tokens) * self._whole_bytes(NOTHING) / self.shape.layers)
         return Need(
-            resident=self._process(on.worker) + self._ends_bytes(on, layer) + present_layers(on) * layer,
+            resident=self._process(on.worker)
+            + self._ends_bytes(on, layer)
+            + present_layers(on) * layer
+            + matrix_bytes(self.shape, self.fused),
             state=self._turning_state(on, jobs, sum(sizes)),
             activations=(inputs * rows + self._moving(on) * int(tokens)) * self._row_bytes + passing,
             slack=self._slack,
@@ -352,6 +355,12 @@ def present_layers(on: OnWorker) -> int:
     return sum(size for size, stays in sizes if stays) + min(on.slots, len(streamed)) * max(
         streamed, default=0
     )
+
+
+def matrix_bytes(shape: ModelShape, fused: bool) -> int:
+    """What quantised weights are dequantised into, for one product at a time; in fused layers that is one
+    product for two sites that share their input."""
+    return shape.matrix_bytes * (2 if fused else 1)
 
 
 def longest(jobs: Iterable[JobShape]) -> int:

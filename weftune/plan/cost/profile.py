@@ -94,7 +94,8 @@ def digest(shape: ModelShape) -> str:
         (site.in_features, site.out_features, *((site.experts, site.active) if site.experts else ()))
         for site in shape.sites
     )
-    sizes = (shape.layers, shape.hidden, shape.vocabulary, shape.parameters, widths)
+    stored = () if shape.site_bytes_per_value is None else (shape.site_bytes_per_value,)
+    sizes = (shape.layers, shape.hidden, shape.vocabulary, shape.parameters, widths, *stored)
     return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
 
 

@@ -16,7 +16,7 @@ from operator import ge
 
 from weftune.core.shapes import JobShape, ModelShape
 from weftune.plan.cost.estimate import GPU_LAUNCH, layer_bytes, layer_flops
-from weftune.plan.cost.memory import ON_THE_WAY, MemoryModel
+from weftune.plan.cost.memory import ON_THE_WAY, MemoryModel, matrix_bytes
 from weftune.plan.cost.ring import TRAVEL_ROUNDS, back_bytes, ring_bytes, stage_parts, step_bytes
 from weftune.plan.layout.recurrence import Hops, StageRound, compute_seconds, round_seconds, slotted_seconds
 from weftune.plan.program.layout import (
@@ -190,14 +190,19 @@ class StreamCase:
         if self.offloads:
             held = held_inputs(self.shape.layers, offloads=True)
             rows += held.rounds * self.round_rows + held.microbatches * self.capacity
-        return self.device.taken + self.device.slack + self.ends_bytes + state + rows * self._row_bytes
+        return self._device_bytes + self.ends_bytes + state + rows * self._row_bytes
 
     def _fixed_on(self, worker: int, stages: int, layers: int) -> int:
         """The same for one of several workers, which has so many of the layers; `stages` are those of all."""
         state = math.ceil(self.state_bytes * layers / self.shape.layers)
         # Beside what its stages keep, as much as one of them makes may still be on its way onwards.
         moving = self.input_bytes + ON_THE_WAY * self.capacity * self._row_bytes
-        return self.device.taken + self.device.slack + self._ends_on(worker, stages) + state + moving
+        return self._device_bytes + self._ends_on(worker, stages) + state + moving
+
+    @cached_property
+    def _device_bytes(self) -> int:
+        """Whatever is trained."""
+        return self.device.taken + self.device.slack + matrix_bytes(self.shape, self.device.fused)
 
     def _ends_on(self, worker: int, stages: int) -> int:
         """Embedding and head, where they are; norms and biases, which may be anywhere."""

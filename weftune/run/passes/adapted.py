@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from weftune.adapters.banks import Banks
 from weftune.base.model import Base
+from weftune.base.quant.format import WeightFormat
+from weftune.base.quant.linear import dequantise_by, plainly
+from weftune.ops.dequantise import KERNELS
 from weftune.ops.lora.routes import Route
-from weftune.ops.triton.at_hand import kernels_run
+from weftune.ops.triton.at_hand import kernels_at_hand, kernels_run
 from weftune.ops.triton.compilation import count_compilation
 from weftune.run.passes.layers import Layers
 
@@ -24,9 +28,10 @@ class AdaptedBase:
         self.stream = torch.cuda.Stream(base.device) if base.device.type == "cuda" else None
         if self.route is Route.tiled:
             count_compilation()
+            dequantise_by(base.model, _by_kernel)
         with self.on_stream():
             self.layers = Layers(base) if self.route is Route.tiled else None
-            like = next(base.model.parameters())
+            like = torch.empty(0, dtype=base.dtype, device=base.device)
             groups = self.layers.groups if self.layers else ()
             embedding = base.model.get_input_embeddings()
             self.banks = Banks(base.sites(), base.shape.sites, like, groups, base.whole_sites, embedding)
@@ -47,6 +52,7 @@ class AdaptedBase:
         """Leave the base as it was found."""
         if self.layers is not None:
             self.layers.unfuse()
+            dequantise_by(self.base.model, plainly)
         self.banks.unweave()
 
     @contextmanager
@@ -63,6 +69,14 @@ class AdaptedBase:
                 yield
         finally:
             before.wait_stream(self.stream)
+
+
+def _by_kernel(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+    write = KERNELS.get(form.name)
+    if write is None or not kernels_at_hand(out_NK):
+        form.write(parts, out_NK)
+    else:
+        write(parts, out_NK)
 
 
 def best_route(device: torch.device, dtype: torch.dtype) -> Route:

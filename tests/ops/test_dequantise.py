@@ -1,0 +1,66 @@
+"""The matrix of a quantised weight by one kernel: the bits of plain torch, in float32 here, in half precision
+on a GPU."""
+
+import pytest
+import torch
+
+from tests.base.packs import packed, random_samples
+from tests.base.quant.bases import quantised_base
+from tests.families import tiny
+from weftune.base.quant.int8 import Int8
+from weftune.base.quant.linear import QuantLinear, plainly
+from weftune.base.quant.nf4 import Nf4
+from weftune.ops.dequantise import KERNELS
+from weftune.ops.lora.routes import Route
+from weftune.run.passes.adapted import AdaptedBase
+
+SHAPES = [(1, 64), (7, 9), (33, 130), (300, 72)]
+FORMS = [Nf4(), Nf4(nested=False), Int8()]
+
+
+def check(form, shape, dtype, device):
+    weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(device)
+    parts = form.quantise(weight_NK)
+    want_NK, got_NK = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
+    form.write(parts, want_NK)
+    KERNELS[form.name](parts, got_NK)
+    assert torch.equal(got_NK, want_NK)
+    assert (got_NK.float() - weight_NK).abs().max() < 0.16 * weight_NK.abs().max()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_matrix_has_the_bits_of_plain_torch(shape, form, device):
+    check(form, shape, torch.float32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (1024, 4096), (14336, 4096), (4096, 14336)])
+def test_on_a_gpu_too(shape, form, dtype):
+    check(form, shape, dtype, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_on_the_tiled_route_weights_are_dequantised_by_kernels_and_plainly_afterwards(
+    quantize, device, monkeypatch
+):
+    if device.type == "cuda":
+        pytest.skip("the base is on the CPU")
+    base = quantised_base(tiny("llama", torch.float32), quantize)
+    linears = [module for module in base.model.modules() if isinstance(module, QuantLinear)]
+    with torch.no_grad():
+        want = base.hidden(packed(random_samples()))
+    asked = []
+    write = KERNELS[quantize]
+    monkeypatch.setattr(
+        "weftune.run.passes.adapted.KERNELS", {quantize: lambda *given: asked.append(write(*given))}
+    )
+    adapted = AdaptedBase(base, Route.tiled)
+    with torch.no_grad():
+        got = base.hidden(packed(random_samples()))
+    assert len(asked) == len(linears)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    adapted.unweave()
+    assert all(module.dequantise is plainly for module in linears)

@@ -1,0 +1,177 @@
+"""Linears of the base whose weight is quantised.
+
+Shapes: T rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from weftune.base.quant.format import WeightFormat
+from weftune.base.quant.int8 import Int8
+from weftune.base.quant.nf4 import Nf4
+from weftune.base.spec import Quantize
+from weftune.core.weight import FrozenWeight, frozen_product
+
+FORMATS: Mapping[Quantize, WeightFormat] = {"nf4": Nf4(), "int8": Int8()}
+
+Dequantise = Callable[[WeightFormat, Mapping[str, Tensor], Tensor], None]
+"""(format, its tensors, out_NK): writes the matrix."""
+
+
+def plainly(form: WeightFormat, parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+    form.write(parts, out_NK)
+
+
+class QuantLinear(nn.Linear):
+    """A linear of the base; it computes its matrix for every product, and again for its backward."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        form: WeightFormat,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        fan_in_fan_out: bool = False,
+    ) -> None:
+        """Without values. `shape` is (outputs, inputs), `dtype` that of the matrix; `fan_in_fan_out`: what it
+        replaces was stored [K, N]."""
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = shape
+        self.form, self.matrix_dtype, self.fan_in_fan_out = form, dtype, fan_in_fan_out
+        self.dequantise: Dequantise = plainly
+        """Whoever has kernels for the device puts them here."""
+        stored = form.parts(*shape)
+        self._parts = tuple(stored)
+        for name, part in stored.items():
+            value = torch.empty(part.shape, dtype=part.dtype, device=device)
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        made = torch.empty(self.out_features, dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if made is None else nn.Parameter(made, requires_grad=False))
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors of its weight."""
+        return {
+            name: value for name, value in self._parameters.items() if name != "bias" and value is not None
+        }
+
+    def frozen_weight(self) -> FrozenWeight:
+        return QuantWeight(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return frozen_product(input, self.frozen_weight(), self.bias)
+
+    @torch.no_grad()
+    def matrix_of(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The matrix that such tensors stand for, on their device."""
+        shape, device = (self.out_features, self.in_features), parts["weight"].device
+        out_NK = torch.empty(shape, dtype=self.matrix_dtype, device=device)
+        self.form.write(parts, out_NK)
+        return out_NK
+
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """Take over tensors as the parts of its weight."""
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(value, requires_grad=False))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.form.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantWeight:
+    """The weight of such a linear, wherever its tensors are by the time that it is read."""
+
+    module: QuantLinear
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(value.nbytes for value in self.module.parts.values())
+
+    @property
+    def like(self) -> Tensor:
+        weight = self.module.weight
+        return torch.empty(0, self.module.in_features, dtype=self.module.matrix_dtype, device=weight.device)
+
+    def matrix(self) -> Tensor:
+        out_NK = self.like.new_empty(self.module.out_features, self.module.in_features)
+        self.write(out_NK)
+        return out_NK
+
+    @torch.no_grad()
+    def write(self, out_NK: Tensor) -> None:
+        self.module.dequantise(self.module.form, self.module.parts, out_NK)
+
+    def part(self, low: int, high: int) -> FrozenWeight:
+        assert (low, high) == (0, self.module.out_features), "blocks do not end with rows"
+        return self
+
+
+def replace_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
+    """Put linears without values in the place of those that have these paths."""
+    dtype = model.dtype
+    for path, form in forms.items():
+        model.set_submodule(path, _empty(model.get_submodule(path), form, dtype))
+
+
+def _empty(plain: nn.Module, form: WeightFormat, dtype: torch.dtype) -> QuantLinear:
+    weight, bias, turned = cast(Tensor, plain.weight), plain.bias is not None, isinstance(plain, Conv1D)
+    outputs, inputs = reversed(weight.shape) if turned else weight.shape
+    return QuantLinear((outputs, inputs), form, bias, dtype, weight.device, turned)
+
+
+def quantise_linears(model: PreTrainedModel, forms: Mapping[str, WeightFormat]) -> None:
+    """Quantise the weights of a model that is in memory, one after another."""
+    dtype = model.dtype
+    for path, form in forms.items():
+        plain = model.get_submodule(path)
+        weight = cast(Tensor, plain.weight).detach()
+        made = _empty(plain, form, dtype)
+        made.take(form.quantise(weight.T if made.fan_in_fan_out else weight))
+        made.register_parameter("bias", cast(nn.Parameter | None, plain.bias))
+        model.set_submodule(path, made)
+
+
+def dequantise_by(model: PreTrainedModel, write: Dequantise) -> None:
+    """Have all quantised weights of `model` dequantised so."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.dequantise = write
+
+
+def quant_paths(model: PreTrainedModel) -> list[str]:
+    return [path for path, module in model.named_modules() if isinstance(module, QuantLinear)]
+
+
+def dequantise_linears(model: PreTrainedModel) -> None:
+    """Put plain linears in the place of quantised ones, one after another."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, QuantLinear):
+            model.set_submodule(path, _plain(module))
+
+
+def _plain(module: QuantLinear) -> nn.Module:
+    matrix_NK, made = module.frozen_weight().matrix(), nn.Module()
+    if module.fan_in_fan_out:
+        made, matrix_NK = Conv1D(0, 0), matrix_NK.T.contiguous()
+        made.nf, made.nx = module.out_features, module.in_features
+    else:
+        made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    made.weight = nn.Parameter(matrix_NK, requires_grad=False)
+    made.register_parameter("bias", module.bias)
+    return made
+
+
+def matrix_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What passes compute in: some tensors of quantised weights are float32 whatever that is."""
+    quantised = (module for module in model.modules() if isinstance(module, QuantLinear))
+    return next((module.matrix_dtype for module in quantised), None) or model.dtype

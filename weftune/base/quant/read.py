@@ -1,0 +1,170 @@
+"""Quantised weights out of a base's files: quantised while they are read, one matrix at a time, or taken as
+bitsandbytes has stored them.
+
+Shapes: K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weftune.base.quant.format import WeightFormat
+from weftune.base.quant.linear import FORMATS, QuantLinear
+from weftune.base.quant.nf4 import Nf4
+from weftune.base.quant.sizes import NESTED_BLOCK, NF4_BLOCK
+from weftune.base.quant.stored import Quantised
+from weftune.base.shape import linears
+from weftune.core.shapes import layer_of
+
+STATE = "quant_state.bitsandbytes__nf4"
+STORED_PARTS = {
+    "weight": "",
+    "absmax": ".absmax",
+    "code": ".quant_map",
+    "nested_absmax": ".nested_absmax",
+    "nested_code": ".nested_quant_map",
+}
+"""Our name of a tensor → what bitsandbytes puts behind the name of the matrix."""
+
+ReadTensor = Callable[[str], Tensor]
+"""A tensor of the files, by its name there."""
+
+
+def chosen_forms(
+    model: PreTrainedModel,
+    chosen: Quantised,
+    stored_name: Callable[[str], str | None],
+    stored: Collection[str],
+) -> dict[str, WeightFormat]:
+    """The linears of `model` whose weights are quantised, by path, and to what: all in layers, or those that
+    the files hold so. `stored_name` says what the files, whose tensors are `stored`, call a parameter."""
+    found = [path for path in linears(model) if layer_of(path) is not None]
+    if not chosen.stored:
+        return dict.fromkeys(found, FORMATS[chosen.quantize])
+    forms: dict[str, WeightFormat] = {}
+    for path in found:
+        name = stored_name(f"{path}.weight")
+        if name is not None and is_stored(name, stored):
+            forms[path] = Nf4(nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
+    return forms
+
+
+def is_stored(name: str, stored: Collection[str]) -> bool:
+    """Whether the files hold the matrix of that name in the form of bitsandbytes."""
+    return f"{name}.{STATE}" in stored
+
+
+def is_part(name: str, stored: Collection[str]) -> bool:
+    """Whether a tensor of the files belongs to such a matrix."""
+    endings = (f".{STATE}", *(ending for ending in STORED_PARTS.values() if ending))
+    matrix = next((name.removesuffix(ending) for ending in endings if name.endswith(ending)), name)
+    return is_stored(matrix, stored)
+
+
+def parts_beside(model: PreTrainedModel) -> dict[str, str]:
+    """The tensors of quantised weights other than the largest → the name of that one, which stands for the
+    matrix in files."""
+    return {
+        f"{path}.{part}": f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, QuantLinear)
+        for part in module.parts
+        if part != "weight"
+    }
+
+
+class QuantReader:
+    """Writes a parameter of a model, by its name, into a tensor. The tensors of a weight are expected one
+    after another: only the last matrix's are kept."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        names: Mapping[str, str],
+        stored: Collection[str],
+        read: ReadTensor,
+        device: torch.device,
+    ) -> None:
+        """`names`: path of a quantised linear → what the files call its matrix. It is quantised on `device`
+        wherever it stays, so that its bits are the same."""
+        self._linears = {path: module for path, module in model.named_modules() if path in names}
+        self._names, self._stored, self._read, self._device = names, stored, read, device
+        self._path, self._parts = "", dict[str, Tensor]()
+
+    def knows(self, name: str) -> bool:
+        path, _, part = name.rpartition(".")
+        return path in self._names and part != "bias"
+
+    def __call__(self, name: str, out: Tensor) -> None:
+        path, _, part = name.rpartition(".")
+        if path != self._path:
+            self._path, self._parts = "", {}
+            self._parts, self._path = self._made(path), path
+        out.copy_(self._parts[part])
+
+    def _made(self, path: str) -> dict[str, Tensor]:
+        linear, name = self._linears[path], self._names[path]
+        assert isinstance(linear, QuantLinear)
+        shape = (linear.out_features, linear.in_features)
+        if is_stored(name, self._stored):
+            return stored_parts(name, self._read, linear.form, shape)
+        weight = self._read(name).to(self._device)
+        weight_NK = weight.T if linear.fan_in_fan_out else weight
+        if weight_NK.shape != shape:
+            raise ValueError(
+                f"{name} is {list(weight.shape)} in its file, and not the {list(shape)} of its linear"
+            )
+        return linear.form.quantise(weight_NK)
+
+
+def stored_parts(
+    name: str, read: ReadTensor, form: WeightFormat, shape: tuple[int, int]
+) -> dict[str, Tensor]:
+    """The tensors of a matrix as bitsandbytes has stored them."""
+    state = _state(name, read(f"{name}.{STATE}"))
+    announced = form.parts(*shape)
+    nested = "nested_absmax" in announced
+    wanted = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "shape": list(shape)}
+    wanted |= {"nested_blocksize": NESTED_BLOCK} if nested else {}
+    for key, value in wanted.items():
+        if state.get(key) != value:
+            raise ValueError(f"{name} is stored with {key} {state.get(key)}, and not {value}")
+    found = {part: read(name + ending) for part, ending in STORED_PARTS.items() if part in announced}
+    # It may be stored as numbers of another type, for the sake of sharding.
+    found["weight"] = found["weight"].contiguous().view(torch.uint8).view(-1, 1)
+    if nested:
+        found["offset"] = torch.tensor(float(state["nested_offset"]), dtype=torch.float32)
+    for part, value in found.items():
+        if (tuple(value.shape), value.dtype) != (announced[part].shape, announced[part].dtype):
+            raise ValueError(
+                f"{name}: its {part} is {value.dtype} {list(value.shape)}, which fits no such matrix"
+            )
+    return found
+
+
+def stored_matrix(name: str, read: ReadTensor, stored: Collection[str]) -> Tensor:
+    """The matrix that the files hold in the form of bitsandbytes, in float32."""
+    shape: Any = _state(name, read(f"{name}.{STATE}")).get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
+        raise ValueError(f"{name} is stored with the shape {shape}")
+    form = Nf4(nested=f"{name}{STORED_PARTS['nested_absmax']}" in stored)
+    parts = stored_parts(name, read, form, (shape[0], shape[1]))
+    matrix_NK = torch.empty(shape)
+    form.write(parts, matrix_NK)
+    return matrix_NK
+
+
+def _state(name: str, blob: Tensor) -> dict[str, Any]:
+    try:
+        state = json.loads(bytes(blob.tolist()))
+    except (ValueError, TypeError, RecursionError):
+        state = None
+    if not isinstance(state, dict):
+        raise ValueError(f"{name} is stored with a damaged quant_state")
+    return state

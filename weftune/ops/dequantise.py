@@ -1,0 +1,62 @@
+"""The matrix of a quantised weight, written by one kernel: to the bits that plain torch gives it.
+
+Shapes: K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+NF4_BLOCKS = 64
+"""Blocks of a program: 4096 values, 2 KiB of weights."""
+INT8_BLOCK = 4096
+WARPS = 4
+
+Write = Callable[[Mapping[str, Tensor], Tensor], None]
+"""(the tensors of a weight by name, out_NK): writes the matrix, which lies in memory row by row."""
+
+
+def write_nf4(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+    from weftune.ops.triton.dequantise import write_nf4
+
+    assert out_NK.is_contiguous()
+    absmax, code, values = parts["absmax"], parts["code"], out_NK.numel()
+    with torch.cuda.device_of(out_NK):
+        write_nf4[(-(-values // (64 * NF4_BLOCKS)),)](
+            parts["weight"],
+            absmax,
+            parts.get("nested_absmax", code),
+            parts.get("nested_code", code),
+            code,
+            parts.get("offset", code),
+            out_NK,
+            values,
+            NESTED="nested_absmax" in parts,
+            BLOCKS=NF4_BLOCKS,
+            num_warps=WARPS,
+            # Plain torch rounds the product before it adds the offset.
+            enable_fp_fusion=False,
+        )
+
+
+def write_int8(parts: Mapping[str, Tensor], out_NK: Tensor) -> None:
+    from weftune.ops.triton.dequantise import write_int8
+
+    assert out_NK.is_contiguous()
+    outputs, inputs = out_NK.shape
+    with torch.cuda.device_of(out_NK):
+        write_int8[(outputs * -(-inputs // INT8_BLOCK),)](
+            parts["weight"],
+            parts["scale"],
+            out_NK,
+            WIDTH=inputs,
+            BLOCK=INT8_BLOCK,
+            num_warps=WARPS,
+        )
+
+
+KERNELS: Mapping[str, Write] = {"nf4": write_nf4, "int8": write_int8}
+"""By the name of the format."""
