@@ -45,6 +45,8 @@ class ToyKind:
         for value in parameters.values():
             value.normal_(generator=torch.Generator().manual_seed(member.seed))
 
+    def before_step(self, *_: Any) -> None: ...
+
     def save(self, *_: Any) -> None: ...
 
     def portable(self, *_: Any) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -45,8 +46,9 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of an adapter folder: finite numbers, every one of them."""
+def read_tensors(folder: Path, whole: str | None = None) -> dict[str, Tensor]:
+    """All tensors of an adapter folder: finite numbers, every one of them; whole ones (int64) in those whose
+    names end in `whole`."""
     path = folder / WEIGHTS
     if not path.exists():
         raise AdapterError(no_weights(folder))
@@ -56,7 +58,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, MemoryError) as error:
         raise AdapterError(f"{path} is damaged: {error}") from error
     for name, value in tensors.items():
-        if not value.is_floating_point() or not bool(value.isfinite().all()):
+        counts = whole is not None and name.endswith(whole)
+        fits = value.dtype is torch.int64 if counts else value.is_floating_point()
+        if not fits or not bool(value.isfinite().all()):
             raise AdapterError(f"{folder} is damaged: {name} holds values that are no finite numbers")
     return tensors
 

@@ -38,6 +38,8 @@ class Member:
     job: str
     spec: Any
     seed: int
+    steps: int = 0
+    """Of the whole run, for kinds that have phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,10 @@ class Kind(Protocol):
         random numbers are drawn there, or on the device `drawn_on`. `frozen` gives the weights of the base at
         those sites, for kinds that start from them.
         """
+
+    def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
+        """Change the master weights, if need be, before a step of the job is made with the gradients that are
+        there: for kinds with phases."""
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> SiteBank: ...
 

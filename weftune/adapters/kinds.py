@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from weftune.adapters.bottleneck.spec import BottleneckSpec
+from weftune.adapters.diff.spec import DiffSpec
 from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec
@@ -24,6 +25,7 @@ KINDS: dict[str, type[AdapterSpec]] = {
     "vera": VeraSpec,
     "ia3": Ia3Spec,
     "bottleneck": BottleneckSpec,
+    "diff": DiffSpec,
 }
 
 

@@ -6,7 +6,7 @@ K inputs, N outputs of a site.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,9 @@ class PlainKind:
 
     def constants(self, spec: Any, sites: Sequence[SiteShape], like: Tensor) -> Mapping[str, Tensor]:
         return {}
+
+    def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
+        """Nothing changes but by the step itself."""
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> PlainBank:
         return PlainBank(sites, self._part)

@@ -31,6 +31,8 @@ class TargetSpec:
     """What PEFT calls the kind; None: it has no such."""
     merges: ClassVar[bool] = True
     """Whether it can be merged into the weights of a base."""
+    dense: ClassVar[bool] = False
+    """Whether it has as many parameters as its targets have weights, or more."""
     served: ClassVar[bool] = False
     """Whether vLLM loads what it is saved as."""
 

@@ -20,7 +20,13 @@ Piece = bytes | memoryview
 PIECE_BYTES = 8 << 20
 LARGE_BYTES = 1 << 20
 """Pieces of so many bytes are written from where they lie."""
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
 """The names that the format has for them."""
 
 

@@ -233,7 +233,7 @@ class Loop:
         spec = job.spec
         found = checkpoint.survey(self.deliveries.checkpoints(spec.name))
         has_begun = found.progress is not None
-        member = Member(spec.name, self._adapter_to_start(spec, has_begun), spec.seed)
+        member = Member(spec.name, self._adapter_to_start(spec, has_begun), spec.seed, job.recipe.steps)
         try:
             training = new_training(
                 member,

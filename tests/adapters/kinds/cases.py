@@ -17,11 +17,13 @@ from tests.families import tiny
 from weftune import JobSpec
 
 STEPS = 6
+GATES = {"l0_weight": 1e-4, "mask_lr_ratio": 400.0, "relaxed": 0.5}
 NARROW = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
 WITH_PEFT = ("lora", "dora", "dora-dropped", "vera", "ia3", "layers", "plus")
 WITHOUT_PEFT = ("bottleneck", "pfeiffer")
 CONVERTED = ("pissa",)
 """Kinds that change the base in PEFT, and are saved here as PEFT converts them."""
+PRUNED = ("diff", "diff-flat")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ def case(kind: str, family: str) -> Case:
         ),
         "bottleneck": Case({"kind": "bottleneck", "size": 5, "activation": "gelu"}, absent),
         "pfeiffer": Case({"kind": "bottleneck", "size": 3, "placement": "pfeiffer"}, absent),
+        "diff": Case({"kind": "diff", "targets": own, "sparsity": 0.05, **GATES}, absent),
+        "diff-flat": Case(
+            {"kind": "diff", "targets": own, "sparsity": 0.02, "structured": False, **GATES}, absent
+        ),
         "layers": Case(
             {**ours, "layers": "1-1"}, lambda shared: LoraConfig(**lora, layers_to_transform=[1], **shared)
         ),

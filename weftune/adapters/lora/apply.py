@@ -6,7 +6,7 @@ matrix belong to one rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -268,6 +268,9 @@ class Lora:
                 value.copy_(a_rK if name == A else b_rN)
             return
         draw(member.seed, parameters, drawn_on)
+
+    def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
+        """Nothing changes but by the step itself."""
 
     def bank(self, sites: Sequence[SiteShape], slots: int) -> LoraBank:
         return LoraBank(sites, slots)

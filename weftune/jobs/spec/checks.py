@@ -17,6 +17,7 @@ from weftune.errors import AdapterError, Mistake
 from weftune.jobs.spec.near import nearest
 from weftune.jobs.spec.show import show
 from weftune.jobs.spec.spec import JobSpec, in_steps, place_in_job
+from weftune.plan.cost.memory import gib
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
 """Above these somebody has probably missed a decimal point: Adam moves every weight by about its rate."""
@@ -171,6 +172,13 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
         way = "to serve it there, run weftune export --merged"
         way = way if adapter.merges else "nor can they be merged; weftune generate answers with it"
         yield f"vLLM does not load {adapter.kind} adapters; {way}"
+    if adapter.dense:
+        values = sum(map(adapter.parameters_at, aboard))
+        size = gib(values * (shape.bytes_per_value + 4 * max(4, shape.bytes_per_value)))
+        yield (
+            f"a {adapter.kind} adapter on {len(aboard)} targets has {values:,} parameters, which take {size} "
+            "with their optimizer state; name fewer targets or layers to take less"
+        )
     if isinstance(adapter, LoraSpec):
         yield from _lora_warnings(adapter, aboard, adapters)
     if job.data.max_length > shape.context:

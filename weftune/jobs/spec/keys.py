@@ -18,7 +18,8 @@ DATA_KEYS = (
 ADAPTER_KEYS = (
     "kind", "rank", "alpha", "dropout", "targets", "layers", "target_parameters", "rslora",
     "loraplus_lr_ratio", "rank_pattern", "alpha_pattern", "init_from", "feedforward", "d_initial",
-    "projection_prng_key", "placement", "size", "activation",
+    "projection_prng_key", "placement", "size", "activation", "sparsity", "l0_weight", "structured",
+    "relaxed", "mask_lr_ratio",
 )  # fmt: skip
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",

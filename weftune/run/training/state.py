@@ -87,6 +87,8 @@ class Training:
             torch.cuda.current_stream(self.master.device).wait_event(self.copied)
             self.copied = None
         step = self.progress.step + 1
+        kind = kind_named(self.member.spec.kind)
+        kind.before_step(self.member, step, lambda: self.layout.views(self.master))
         clip = self.recipe.clip
         return Update(
             state=self.state,

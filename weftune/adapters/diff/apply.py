@@ -1,0 +1,146 @@
+"""Diff-Pruning: a difference to W whose elements hard-concrete gates let through, then a fixed mask.
+
+In the step that ends the first phase, the largest elements of every target are chosen: their gates stay open
+from then on, all others shut. That is written into the gates' own parameters, so that a checkpoint holds it.
+Each target is pruned by itself, since no worker of a pipeline knows the elements of the others.
+
+The penalty has no rows. Its gradient is added once for a global batch: in the pass that has the row which
+comes first in it, wherever that was packed.
+
+Evaluation and export have the gates' means and the largest elements in both phases: what is evaluated is
+what would be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.diff.spec import ALPHA, GROUP, DiffSpec, W
+from weftune.adapters.files import read_tensors, write_folder
+from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.plain import JobAt, JobPart
+from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.core.shapes import SiteShape
+from weftune.errors import AdapterError
+from weftune.ops.dropout import key
+from weftune.ops.hard_concrete import Drawn, Gated, difference_product, fix, settled
+
+ALPHA_START = 5.0
+"""As its authors have it: gates are open at first but for few draws."""
+INDICES, VALUES = "diff_indices", "diff_values"
+DELTA = "delta_NK"
+
+
+class Diff(PlainKind):
+    name = "diff"
+
+    def part(self, at: JobAt) -> JobPart:
+        spec: DiffSpec = at.member.spec
+        values = _gated(at.weights, at.site.name)
+        if not at.bound.training:
+            delta_NK = settled(values, spec.kept_at(values.w_NK.numel())).to(values.w_NK.dtype)
+            return JobPart(add=lambda x_LK: x_LK @ delta_NK.T)
+        totals = _gated(at.bound.totals[at.member.job], at.site.name)
+        drawn = self._drawn(at) if at.segment.step <= spec.relaxed_steps(at.member.steps) else None
+        return JobPart(add=lambda x_LK: difference_product(x_LK, values, totals, drawn, at.bound.anchor))
+
+    def _drawn(self, at: JobAt) -> Drawn:
+        def own(what: str) -> int:
+            return key(at.member.seed, at.segment.step, f"{at.site.name}.{what}")
+
+        index_L = at.bound.microbatch.token_index_T[at.segment.rows]
+        return Drawn(own(ALPHA), own(GROUP), at.member.spec.l0_weight, (index_L == 0).any())
+
+    def start(
+        self,
+        member: Member,
+        parameters: Parameters,
+        drawn_on: torch.device | None,
+        frozen: WeightOf | None,
+    ) -> None:
+        for (_, name), value in parameters.items():
+            value.fill_(0.0 if name == W else ALPHA_START)
+
+    def rate(self, spec: DiffSpec, name: str) -> float:
+        return 1.0 if name == W else spec.mask_lr_ratio
+
+    def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
+        spec: DiffSpec = member.spec
+        if step != spec.relaxed_steps(member.steps):
+            return
+        if torch.cuda.is_available():
+            # What lies in host memory may still be on its way there.
+            torch.cuda.synchronize()
+        parameters = masters()
+        for site in dict.fromkeys(site for site, _ in parameters):
+            values = _gated(parameters, site)
+            fix(values, spec.kept_at(values.w_NK.numel()))
+
+    # -- files -------------------------------------------------------------------------------------------
+
+    def save(
+        self, folder: Path, spec: DiffSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
+    ) -> None:
+        """Of every target the indices (row by row) of the elements that differ, and by how much."""
+        tensors = {}
+        targeted = list(dict.fromkeys(site for site, _ in parameters))
+        for site in targeted:
+            values = _gated(parameters, site)
+            flat = settled(values, spec.kept_at(values.w_NK.numel())).flatten()
+            indices = flat.nonzero().flatten()
+            tensors[f"{PREFIX}{site}.{INDICES}"], tensors[f"{PREFIX}{site}.{VALUES}"] = indices, flat[indices]
+        write_folder(folder, tensors, self.config(spec, targeted, sites, base))
+
+    def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+        """The whole differences of a folder, by site."""
+        tensors = read_tensors(folder, whole=INDICES)
+        adapted = {site.name: site for site in sites if spec.adapts(site)}
+        wanted = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}
+        if odd := sorted(tensors.keys() ^ wanted):
+            where = "only in the folder" if odd[0] in tensors else "not in the folder"
+            raise AdapterError(
+                f"{folder} and the job's diff adapter do not have the same weights: {odd[0]} is {where}; set "
+                "adapter.targets and adapter.layers as the folder has them"
+            )
+        return {
+            (name, DELTA): _dense(folder, site, tensors[f"{PREFIX}{name}.{INDICES}"], tensors[stored])
+            for name, site in adapted.items()
+            if (stored := f"{PREFIX}{name}.{VALUES}")
+        }
+
+    def read_start(self, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+        """A job goes on from a difference with all gates open."""
+        found = {}
+        for (site, _), delta_NK in PlainKind.read_start(self, spec, sites).items():
+            found[site, W] = delta_NK
+            found[site, ALPHA] = torch.full_like(delta_NK, ALPHA_START)
+            found[site, GROUP] = delta_NK.new_full((1,), ALPHA_START)
+        return found
+
+    def merged(
+        self,
+        spec: DiffSpec,
+        site: SiteShape,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        own: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        return weight_NK + own[DELTA], bias_N
+
+
+def _gated(parameters: Parameters, site: str) -> Gated:
+    return Gated(parameters[site, W], parameters[site, ALPHA], parameters.get((site, GROUP)))
+
+
+def _dense(folder: Path, site: SiteShape, indices: Tensor, values: Tensor) -> Tensor:
+    flat = torch.zeros(site.out_features * site.in_features, dtype=values.dtype)
+    fits = indices.shape == values.shape and indices.ndim == 1
+    if not fits or bool(((indices < 0) | (indices >= len(flat))).any()):
+        raise AdapterError(f"{folder} is for another base: its indices at {site.name} are not those of one")
+    flat[indices] = values
+    return flat.view(site.out_features, site.in_features)

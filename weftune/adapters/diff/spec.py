@@ -1,0 +1,49 @@
+"""The adapter keys of a Diff-Pruning job. No torch here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+from weftune.adapters.target import TargetSpec
+from weftune.core.shapes import SiteShape
+
+W, ALPHA, GROUP = "w_NK", "alpha_NK", "group_alpha"
+"""The values, the parameters of their gates, and that of the gate of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffSpec(TargetSpec):
+    """y = x(W + z ⊙ w)ᵀ with w and the distribution of the gates z trained; then, for the rest of the run,
+    with a fixed share of the elements open."""
+
+    implementation: ClassVar[str] = "weftune.adapters.diff.apply:Diff"
+    dense: ClassVar[bool] = True
+
+    kind: Literal["diff"] = "diff"
+    sparsity: float = 0.005
+    """The share of a target's elements that differ from the base in the end."""
+    l0_weight: float = 1.25e-7
+    """What is added to the loss for every element that is expected to differ."""
+    structured: bool = True
+    """Whether each target has a gate of its own besides those of its elements."""
+    relaxed: float = 0.5
+    """For how long gates are drawn: below 1 a share of the run, otherwise steps."""
+    mask_lr_ratio: float = 100.0
+    """Gates learn at so many times the job's learning rate: they have a long way to go."""
+
+    def shapes_at(self, site: SiteShape) -> dict[str, tuple[int, ...]]:
+        matrix = (site.out_features, site.in_features)
+        return {W: matrix, ALPHA: matrix, **({GROUP: (1,)} if self.structured else {})}
+
+    def kept_at(self, elements: int) -> int:
+        """How many elements of a target differ in the end."""
+        return max(1, round(self.sparsity * elements))
+
+    def relaxed_steps(self, total: int) -> int:
+        """The last step with drawn gates, of a run of so many."""
+        if self.relaxed >= 1:
+            return int(self.relaxed)
+        return max(1, math.ceil(Fraction(repr(self.relaxed)) * total))

@@ -1,0 +1,170 @@
+"""A difference to a frozen weight behind hard-concrete gates, the relaxation of an L0 penalty.
+
+A gate is z = clip(σ(α + logit u) · (UPPER − LOWER) + LOWER, 0, 1) with u uniform in (0, 1). The noise u is a
+pure function of (job seed, step, site, element): it does not depend on other jobs, packing, splitting or
+recomputation. The product with the difference keeps nothing but its input for the backward, which makes the
+gates again: of what has the size of the weight, only one site's is held at a time.
+
+Shapes: L rows of one job, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.ops.dropout import STRIDE, mixed, odd, signed
+
+LOWER, UPPER = -1.5, 1.5
+OPEN, SHUT = 1e4, -1e4
+"""An α whose gate is 1 or 0 whatever is drawn, and stays so whatever a step adds to it."""
+BITS = 23
+"""Of a uniform number: as many as make (n + ½) / 2²³ exact in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    z: Tensor
+    slope: Tensor
+    """dz/dα."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """The values of a difference and the parameters of its gates, or the accumulators of their gradients."""
+
+    w_NK: Tensor
+    alpha_NK: Tensor
+    group: Tensor | None
+    """The parameter of the gate of the whole tensor, [1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How the gates of a pass are drawn, and what each open one costs."""
+
+    key: int
+    """Of the elements' noise."""
+    group_key: int
+    l0_weight: float
+    bears: Tensor
+    """1 where the gradient of the penalty is added in this pass, else 0; a scalar."""
+
+
+def uniform(key: int, rows: int, columns: int, like: Tensor) -> Tensor:
+    """Numbers in (0, 1) in the dtype and on the device of `like`: [rows, columns], each a function of the key
+    and its place."""
+    row = odd(_numbers(rows, like) ^ signed(key))
+    column = odd(_numbers(columns, like) * signed(STRIDE) ^ signed(key))
+    bits = mixed(row[:, None] * column) & (1 << BITS) - 1
+    return (bits.to(like.dtype) + 0.5) / (1 << BITS)
+
+
+def _numbers(count: int, like: Tensor) -> Tensor:
+    return torch.arange(1, count + 1, dtype=torch.int32, device=like.device)
+
+
+def gate(alpha: Tensor, u: Tensor | None = None) -> Gate:
+    """The gate for a noise; without one, as evaluation has it."""
+    s = torch.sigmoid(alpha if u is None else alpha + torch.logit(u))
+    stretched = s * (UPPER - LOWER) + LOWER
+    inside = (stretched > 0) & (stretched < 1)
+    return Gate(stretched.clamp(0.0, 1.0), torch.where(inside, (UPPER - LOWER) * s * (1 - s), 0.0))
+
+
+def open_share(alpha: Tensor) -> Tensor:
+    """The probability that a gate is not 0: UPPER = −LOWER leaves α as it is."""
+    return torch.sigmoid(alpha)
+
+
+def settled(values: Gated, kept: int) -> Tensor:
+    """The difference with the gates as evaluation has them, and 0 but for the `kept` largest elements."""
+    wide = _wide(values.w_NK)
+    whole = values.w_NK.to(wide) * gate(values.alpha_NK.to(wide)).z
+    if values.group is not None:
+        whole = whole * gate(values.group.to(wide)).z
+    largest = whole.abs().flatten().topk(min(kept, whole.numel())).indices
+    found = torch.zeros_like(whole)
+    found.view(-1)[largest] = whole.view(-1)[largest]
+    return found
+
+
+def fix(values: Gated, kept: int) -> None:
+    """Let the difference be what it is in evaluation, and its gates stay open or shut from here on."""
+    whole = settled(values, kept)
+    values.w_NK.copy_(whole)
+    values.alpha_NK.copy_(torch.where(whole != 0, OPEN, SHUT))
+    if values.group is not None:
+        values.group.fill_(OPEN)
+
+
+def difference_product(
+    x_LK: Tensor, values: Gated, totals: Gated, drawn: Drawn | None, anchor: Tensor
+) -> Tensor:
+    """x(z ⊙ w)ᵀ, with the gradients of w and of the gates added to `totals`. Where nothing is drawn, gates
+    are fixed, and w alone has a gradient. `anchor` is as in `ops.accumulate`."""
+    return _DifferenceProduct.apply(x_LK, anchor, values, totals, drawn)
+
+
+class _DifferenceProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_LK: Tensor, anchor: Tensor, values: Gated, totals: Gated, drawn: Drawn | None
+    ) -> Tensor:
+        ctx.save_for_backward(x_LK)
+        ctx.values, ctx.totals, ctx.drawn = values, totals, drawn
+        element, group = _gates(values, drawn)
+        delta_NK = (values.w_NK * element.z * group.z).to(x_LK.dtype)
+        return x_LK @ delta_NK.T
+
+    @staticmethod
+    def backward(ctx: Any, dy_LN: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        (x_LK,) = ctx.saved_tensors
+        values, totals, drawn = ctx.values, ctx.totals, ctx.drawn
+        element, group = _gates(values, drawn)
+        z_NK = element.z * group.z
+        dx_LK = None
+        if ctx.needs_input_grad[0]:
+            dx_LK = dy_LN @ (values.w_NK * z_NK).to(dy_LN.dtype)
+        change_NK = (dy_LN.T @ x_LK).to(totals.w_NK.dtype)
+        totals.w_NK.add_(change_NK * z_NK)
+        if drawn is not None:
+            change_NK *= values.w_NK
+            totals.alpha_NK.add_(change_NK * element.slope * group.z)
+            if totals.group is not None:
+                totals.group.add_((change_NK * element.z).sum() * group.slope)
+            _add_penalty(values, totals, drawn)
+        return dx_LK, None, None, None, None
+
+
+def _gates(values: Gated, drawn: Drawn | None) -> tuple[Gate, Gate]:
+    """Those of the elements, and that of all of them."""
+    alpha_NK = values.alpha_NK.to(_wide(values.alpha_NK))
+    one = alpha_NK.new_ones(1)
+    if drawn is None:
+        return gate(alpha_NK), Gate(one, torch.zeros_like(one))
+    element = gate(alpha_NK, uniform(drawn.key, *alpha_NK.shape, alpha_NK))
+    if values.group is None:
+        return element, Gate(one, torch.zeros_like(one))
+    group = values.group.to(alpha_NK.dtype)
+    return element, gate(group, uniform(drawn.group_key, 1, 1, group)[0])
+
+
+def _add_penalty(values: Gated, totals: Gated, drawn: Drawn) -> None:
+    """The gradient of l0_weight times the expected number of elements whose gates are not 0."""
+    p_NK = open_share(values.alpha_NK.to(totals.alpha_NK.dtype))
+    cost = drawn.l0_weight * drawn.bears.to(p_NK.dtype)
+    if values.group is None or totals.group is None:
+        totals.alpha_NK.add_(cost * p_NK * (1 - p_NK))
+        return
+    p = open_share(values.group.to(p_NK.dtype))
+    totals.group.add_(cost * p * (1 - p) * p_NK.sum())
+    totals.alpha_NK.add_(cost * p * p_NK * (1 - p_NK))
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    """At least float32."""
+    return torch.promote_types(value.dtype, torch.float32)
