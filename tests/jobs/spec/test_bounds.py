@@ -17,6 +17,7 @@ RANGES = [
     (("adapter", "loraplus_lr_ratio"), [1e-9, 16], [(0, "above 0")]),
     (("adapter", "d_initial"), [-1, 0, 0.1], [(math.inf, "finite")]),
     (("adapter", "size"), [1, 65536], [(0, "at least 1"), (65537, "at most 65536"), (1.5, WHOLE)]),
+    (("adapter", "num_virtual_tokens"), [1, 65536], [(0, "at least 1"), (65537, "at most"), (1.5, WHOLE)]),
     (("adapter", "projection_prng_key"), [0, 2**63 - 1], [(-1, "at least 0"), (2**63, "most"), (1.5, WHOLE)]),
     (("adapter", "rank_pattern", ANY), [1, 65536], [(0, "at least 1"), (65537, "at most"), (2.5, WHOLE)]),
     (("adapter", "alpha_pattern", ANY), [1e-9], [(0, "above 0")]),

@@ -77,6 +77,7 @@ BOUNDS: Mapping[Loc, Bound] = {
     ("adapter", "loraplus_lr_ratio"): Bound(above=0),
     ("adapter", "d_initial"): Bound(),
     ("adapter", "size"): Bound(whole=True, least=1, most=65536),
+    ("adapter", "num_virtual_tokens"): Bound(whole=True, least=1, most=65536),
     ("adapter", "projection_prng_key"): Bound(whole=True, least=0, most=2**63 - 1),
     ("adapter", "rank_pattern", ANY): Bound(whole=True, least=1, most=65536),
     ("adapter", "alpha_pattern", ANY): Bound(above=0),
