@@ -119,7 +119,7 @@ def train_model(
     losses = []
     for number, batch in enumerate(batches[: recipe.steps], start=1):
         offset = 0
-        supervised = sum(sum(mask[1:]) for _, mask in batch)
+        supervised = _supervised(model, batch)
         optimizer.zero_grad()
         total = 0.0
         for part in [batch] if padded else [[sample] for sample in batch]:
@@ -176,6 +176,7 @@ def _loss_sum(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:
         ]
     )
     logits = model(input_ids=ids, attention_mask=present, use_cache=False).logits
+    labels = torch.nn.functional.pad(labels, (_virtual_tokens(model), 0), value=-100)
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
     )
@@ -184,7 +185,19 @@ def _loss_sum(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:
 def mean_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> float:
     """Over all supervised tokens."""
     with torch.no_grad():
-        return float(_loss_sum(model, samples)) / sum(sum(mask[1:]) for _, mask in samples)
+        return float(_loss_sum(model, samples)) / _supervised(model, samples)
+
+
+def _supervised(model: torch.nn.Module, samples: Sequence[Sample]) -> int:
+    """Tokens that something stands before and that are to be predicted from it."""
+    first = 0 if _virtual_tokens(model) else 1
+    return sum(sum(mask[first:]) for _, mask in samples)
+
+
+def _virtual_tokens(model: torch.nn.Module) -> int:
+    """Rows that PEFT puts before every sample."""
+    config = getattr(model, "active_peft_config", None)
+    return config.num_virtual_tokens if config is not None and config.peft_type == "PROMPT_TUNING" else 0
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from tests.families import tiny
 from weftune.adapters import registry
-from weftune.adapters.kind import ROWS, Member, Parameters
+from weftune.adapters.kind import Member, Parameters
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
+from weftune.adapters.target import ROWS
 from weftune.adapters.vector import SHARED, ParameterShape, VectorLayout
 from weftune.base.shape import linears, site_shape
 from weftune.core.shapes import SiteShape

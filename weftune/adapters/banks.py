@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.kind import (
-    ROWS,
     ExpertBank,
     Frozen,
     Kind,
@@ -33,6 +32,7 @@ from weftune.adapters.kind import (
     SiteParts,
 )
 from weftune.adapters.registry import kind_named
+from weftune.adapters.target import ROWS
 from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.core.batch import Microbatch, Segment, to_device
 from weftune.core.shapes import SiteShape
@@ -201,7 +201,8 @@ class Banks:
         groups = (*self._linear_groups(kind, spec), *self._expert_groups(kind, layout))
         totals = totals or layout.views(gradient)
         views = {**(read or layout.views(weights)), **self._constants_for(spec)}
-        before = views[SHARED, ROWS] if kind.rows_before(spec) else None
+        # Only where the first layer is: they are no business of later stages.
+        before = views.get((SHARED, ROWS)) if kind.rows_before(spec) else None
         assert before is None or self._embedding is not None, "rows before a sample go in at the embedding"
         if self._free:
             heappop(self._free)
@@ -238,8 +239,9 @@ class Banks:
 
     def _refuse_shared(self, member: Member, layout: VectorLayout, travels: bool) -> None:
         """Refuse parameters shared by all sites where not all sites are here: their gradient is a sum over
-        all of them."""
-        if not any(parameter.site == SHARED for parameter in layout.parameters):
+        all of them. Rows before a sample get theirs at the embedding alone."""
+        shared = (parameter.name for parameter in layout.parameters if parameter.site == SHARED)
+        if all(name == ROWS for name in shared):
             return
         where = None
         if self._divided:

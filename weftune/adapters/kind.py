@@ -27,9 +27,6 @@ Parameters = Mapping[tuple[str, str], Tensor]
 WeightOf = Callable[[str], Tensor]
 """A site's name → its frozen weight [N, K], wherever that is kept."""
 
-ROWS = "rows"
-"""The parameter of adapters that put rows before a sample: [rows, hidden width]."""
-
 
 @dataclass(frozen=True, slots=True)
 class Member:

@@ -19,7 +19,7 @@ from weftune.adapters.kind import ExpertBank, Member, Parameters, WeightOf
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.own_config import OwnConfig
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
-from weftune.adapters.vector import ParameterShape, VectorLayout
+from weftune.adapters.vector import SHARED, ParameterShape, VectorLayout
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 
@@ -53,7 +53,7 @@ class PlainKind:
     ) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of a site with the adapter in them; `own` are its parameters and the kind's
         constants; all in float64."""
-        raise AdapterError(f"a {self.name} adapter cannot be merged into the weights of a base")
+        raise self._not_merged()
 
     # -- how it is stored: as PEFT does, where that has the kind -----------------------------------------
 
@@ -82,12 +82,12 @@ class PlainKind:
     # -- the same for all --------------------------------------------------------------------------------
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
+        own = [(site.name, spec.shapes_at(site)) for site in sites if spec.adapts(site)]
         return VectorLayout(
             tuple(
-                ParameterShape(site.name, name, shape, rate=self.rate(spec, name))
-                for site in sites
-                if spec.adapts(site)
-                for name, shape in spec.shapes_at(site).items()
+                ParameterShape(site, name, shape, rate=self.rate(spec, name))
+                for site, shapes in [(SHARED, spec.shapes_outside(sites)), *own]
+                for name, shape in shapes.items()
             )
         )
 
@@ -99,7 +99,7 @@ class PlainKind:
         return bool(spec.targets_site(site))
 
     def rows_before(self, spec: Any) -> int:
-        return 0
+        return int(spec.rows_before)
 
     def constants_key(self, spec: Any) -> Hashable | None:
         return None
@@ -146,12 +146,7 @@ class PlainKind:
     def read(self, folder: Path, spec: Any, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """The parameters of an adapter folder, as a bank has them."""
         tensors = read_tensors(folder)
-        wanted = {
-            self.stored_name(site.name, name): (site, name, shape)
-            for site in sites
-            if spec.adapts(site)
-            for name, shape in spec.shapes_at(site).items()
-        }
+        wanted = {self.stored_name(one.site, one.name): one for one in self.layout(spec, sites).parameters}
         own = tensors.keys() - self.beside(spec, sites).keys()
         if odd := sorted(own ^ wanted.keys()):
             where = "only in the folder" if odd[0] in tensors else "not in the folder"
@@ -161,14 +156,14 @@ class PlainKind:
                 f"{where}{more}; set adapter.kind, adapter.targets and adapter.layers as the folder has them"
             )
         found = {}
-        for stored, (site, name, shape) in wanted.items():
-            value = self.from_stored(spec, site.name, name, tensors[stored])
-            if value.shape != shape:
+        for stored, one in wanted.items():
+            value = self.from_stored(spec, one.site, one.name, tensors[stored])
+            if value.shape != one.shape:
                 raise AdapterError(
                     f"{folder} does not fit: {stored} is {list(tensors[stored].shape)}, and the adapter "
-                    f"has {list(shape)} there"
+                    f"has {list(one.shape)} there"
                 )
-            found[site.name, name] = value
+            found[one.site, one.name] = value
         return found
 
     def save(
@@ -188,6 +183,8 @@ class PlainKind:
         raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {way}")
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
+        if not KINDS[self.name].merges:
+            raise self._not_merged()
         spec = self.read_spec(read_config(folder))
         parameters = self.read(folder, spec, sites)
         constants = self.constants(spec, sites, torch.zeros((), dtype=torch.float64))
@@ -195,6 +192,9 @@ class PlainKind:
             own = {name: value.double() for (where, name), value in parameters.items() if where == site.name}
             if own:
                 self._merge_at(spec, site, modules[site.name], {**constants, **own})
+
+    def _not_merged(self) -> AdapterError:
+        return AdapterError(f"a {self.name} adapter cannot be merged into the weights of a base")
 
     def _merge_at(self, spec: Any, site: SiteShape, module: nn.Module, own: Mapping[str, Tensor]) -> None:
         weight, bias = module.weight, module.bias

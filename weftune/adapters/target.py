@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -17,6 +17,8 @@ FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
 """The last linear of the feed-forward, as families call it."""
 Layers = str | int | tuple[int, ...]
 """The number of a layer, several, or ranges such as `16-31`."""
+ROWS = "rows"
+"""The parameter of adapters that put rows before a sample: [rows, hidden width]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class TargetSpec:
     """Whether it has as many parameters as its targets have weights, or more."""
     served: ClassVar[bool] = False
     """Whether vLLM loads what it is saved as."""
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Of the keys here, those that mean nothing to the kind."""
 
     kind: str
     targets: str | tuple[str, ...] = ALL_LINEAR
@@ -63,6 +67,20 @@ class TargetSpec:
     def parameters_at(self, site: SiteShape) -> int:
         """How many values it trains there."""
         return sum(map(math.prod, self.shapes_at(site).values()))
+
+    @property
+    def rows_before(self) -> int:
+        """How many rows of its own it puts before every sample, in the place of embeddings."""
+        return 0
+
+    def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
+        """Its parameters that belong to no site of a base, or of the stage of a base, with these sites."""
+        return {}
+
+    def counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
+        """How many values it trains at each site that it adapts, and under no name outside of them."""
+        yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
+        yield from ((site.name, self.parameters_at(site)) for site in sites if self.adapts(site))
 
     def rank_at(self, name: str) -> int:
         """The width of its product beside the frozen one, by which its time is estimated; 0: it has none."""

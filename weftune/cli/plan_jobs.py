@@ -15,7 +15,7 @@ from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData, data_identity
 from weftune.data.spec import DataSpec, EvalSpec
 from weftune.errors import DataError, Mistake
-from weftune.jobs.courses import Curriculum, curriculum, longest_sample
+from weftune.jobs.courses import Curriculum, curriculum, cut_data, longest_sample
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.cost.estimate import JobOutline
 from weftune.plan.cost.memory import MemoryModel
@@ -58,7 +58,7 @@ def outline_jobs(
     mistakes: list[Mistake] = []
     rounds = OUTLOOK_ROUNDS if len(jobs) <= MANY_JOBS else FEW_ROUNDS
     rows = min(SAMPLED_ROWS, max(FEWEST_ROWS, ALL_ROWS // len(jobs)))
-    reader = _JobReader(SharedData(tokenizer, cache_folder() / "tokens", shape.context), rows)
+    reader = _JobReader(SharedData(tokenizer, cache_folder() / "tokens", shape.context), rows, shape.context)
     for place, job in enumerate(jobs):
         try:
             read = reader.read(job)
@@ -78,16 +78,17 @@ def outline_jobs(
 def _outline(job: JobSpec, place: int, planned: Curriculum, shape: ModelShape, most: int) -> JobOutline:
     train, adapter = planned.data.train, job.adapter
     sites = [site for site in shape.sites if adapter.adapts(site)]
+    counts = list(adapter.counts(shape.sites))
     rounds = range(1, min(most, planned.steps) + 1)
     return JobOutline(
         shape=JobShape(
             name=job.name,
             priority=job.priority,
             order=place,
-            trainable=sum(adapter.parameters_at(site) for site in sites),
+            trainable=sum(count for _, count in counts),
             longest=longest_sample(planned.data),
             batch_tokens=train.largest_batch(job.batch_size),
-            by_layer=layer_sums(((site.name, adapter.parameters_at(site)) for site in sites), shape.layers),
+            by_layer=layer_sums(counts, shape.layers),
             resting=sum(site.resting(adapter.parameters_at(site)) for site in sites),
             starts_from=source_of(job.adapter),
         ),
@@ -132,15 +133,17 @@ class _JobRead:
 class _JobReader:
     """Jobs' samples, from the token cache if all is there, else from the first `rows`; equal data once."""
 
-    def __init__(self, shared: SharedData, rows: int) -> None:
-        self._shared, self._rows = shared, rows
+    def __init__(self, shared: SharedData, rows: int, context: int) -> None:
+        self._shared, self._rows, self._context = shared, rows, context
         self._known: dict[Hashable, _JobRead] = {}
 
     def read(self, job: JobSpec) -> _JobRead:
-        key = data_identity(job.data, job.eval)
+        data = cut_data(job, self._context)
+        key = data_identity(data, job.eval)
         if key not in self._known:
-            self._known[key] = self._prepare(job.data, job.eval)
-        return self._known[key]
+            self._known[key] = self._prepare(data, job.eval)
+        read = self._known[key]
+        return replace(read, samples=read.samples.behind(job.adapter.rows_before))
 
     def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> _JobRead:
         sampled = not self._shared.is_prepared(data, evaluation)

@@ -90,13 +90,14 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
     from weftune.core.paths import cache_folder
     from weftune.data.prepare import SharedData
     from weftune.errors import DataError, Mistake
+    from weftune.jobs.courses import cut_data
 
     shared = SharedData(tokenizer, cache_folder() / "tokens", context)
     found: dict[tuple[str, str], Shown] = {}
     mistakes: dict[Mistake, None] = {}
     for job in jobs:
         try:
-            prepared = shared.prepare(job.data, job.eval)
+            prepared = shared.prepare(cut_data(job, context), job.eval)
         except DataError as problem:
             mistakes.update(dict.fromkeys(problem.mistakes))
             continue

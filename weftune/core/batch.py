@@ -29,11 +29,18 @@ class Segment:
     adapter: str | None = OWN
     """The job whose adapter the rows pass through, where they are scored by another than their own; None: the
     base alone."""
+    before: int = 0
+    """Of the rows, those that the adapter puts before samples: they are no tokens of the job's data."""
 
     @property
     def through(self) -> str | None:
         """The job whose adapter the rows pass through, or None."""
         return self.job if self.adapter == OWN else self.adapter
+
+    @property
+    def tokens(self) -> int:
+        """Those of the job's data."""
+        return self.stop - self.start - self.before
 
     @property
     def rows(self) -> slice:

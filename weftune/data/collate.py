@@ -73,8 +73,9 @@ def _segments(parts: Sequence[Part], lengths: Sequence[int]) -> tuple[Segment, .
     for (job, step), run in groupby(
         zip(parts, lengths, strict=True), key=lambda one: (one[0].job, one[0].step)
     ):
-        start, row = row, row + sum(length for _, length in run)
-        segments.append(Segment(job, step, start, row))
+        own = list(run)
+        start, row = row, row + sum(length for _, length in own)
+        segments.append(Segment(job, step, start, row, before=sum(part.before for part, _ in own)))
     jobs = [segment.job for segment in segments]
     assert len(set(jobs)) == len(jobs), f"the samples of a job must stand together and be of one step: {jobs}"
     return tuple(segments)

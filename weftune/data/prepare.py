@@ -35,6 +35,11 @@ class Prepared:
     notes: tuple[str, ...]
     """Plain sentences for the report."""
 
+    def behind(self, rows: int) -> Prepared:
+        """The same samples, each behind so many rows of an adapter."""
+        held_out = None if self.evaluation is None else self.evaluation.behind(rows)
+        return Prepared(self.train.behind(rows), held_out, self.notes)
+
 
 @dataclass(frozen=True, slots=True)
 class _TablePart:

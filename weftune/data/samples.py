@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class Samples:
 
     def __init__(self, shares: Sequence[Share], fingerprint: str) -> None:
         self.fingerprint = fingerprint
+        self.before = 0
+        """Rows of an adapter before every sample, which are counted in the lengths and have no tokens."""
         self.lengths = np.concatenate([share.store.lengths[share.chosen] for share in shares])
         self.supervised = np.concatenate([share.store.supervised[share.chosen] for share in shares])
         self.weights: NDArray[np.float64] | None = None
@@ -42,6 +45,17 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def behind(self, rows: int) -> Samples:
+        """The same samples behind so many rows. The last of those predicts the first token, which is
+        supervised with the others."""
+        if rows == 0:
+            return self
+        made = copy.copy(self)
+        firsts = [mask[begins] for (_, mask), begins in zip(self._arrays, self._begins, strict=True)]
+        made.before, made.lengths = rows, self.lengths + rows
+        made.supervised = self.supervised + np.concatenate(firsts)
+        return made
 
     def largest_batch(self, size: int) -> int:
         """Tokens of a batch in which the longest samples met, each as often as it can."""
@@ -66,4 +80,4 @@ class Samples:
             raise IndexError(f"sample {i} of {len(self)}")
         share = bisect_right(self._firsts, i) - 1
         begin = int(self._begins[share][i - self._firsts[share]])
-        return share, slice(begin, begin + int(self.lengths[i]))
+        return share, slice(begin, begin + int(self.lengths[i]) - self.before)

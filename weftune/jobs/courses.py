@@ -5,7 +5,7 @@ Without torch, so that `weftune plan` makes the same courses as a run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared
 from weftune.data.samples import Samples
+from weftune.data.spec import DataSpec
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.program.program import GlobalBatch, PlacedSample
 from weftune.plan.window.rounds import Course
@@ -50,7 +51,8 @@ class Curriculum:
 
     def _batch(self, step: int) -> GlobalBatch:
         placed = _placed(self.data.train, self.order.batch(step))
-        return GlobalBatch(self.job, step, placed, sum(one.supervised for one in placed))
+        supervised, before = sum(one.supervised for one in placed), len(placed) * self.data.train.before
+        return GlobalBatch(self.job, step, placed, supervised, before)
 
     def _held_out(self) -> tuple[PlacedSample, ...]:
         held_out = self.data.evaluation
@@ -63,6 +65,14 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
     steps = steps if max_steps is None else min(steps, max_steps)
     evaluations = _evaluations(spec.eval.every if spec.eval else None, steps)
     return Curriculum(spec.name, data, order, steps, evaluations, _saves(spec, steps))
+
+
+def cut_data(spec: JobSpec, context: int) -> DataSpec:
+    """The job's data with samples so short that they fit into the base's context behind its adapter's
+    rows."""
+    if not (rows := spec.adapter.rows_before):
+        return spec.data
+    return replace(spec.data, max_length=min(spec.data.max_length, context - rows))
 
 
 def longest_sample(data: Prepared) -> int:

@@ -59,6 +59,13 @@ def fill_uniform_alike(
         torch._foreach_copy_([value.view(-1) for value in some], list(drawn_PN.to(some[0])))
 
 
+def fill_normal(value: Tensor, key: int) -> None:
+    """Standard normal numbers, for small parameters: drawn by torch on the host, whatever device keeps
+    them."""
+    generator = torch.Generator().manual_seed(key)
+    value.copy_(torch.randn(value.shape, generator=generator, dtype=torch.float64))
+
+
 def _chunk(device: torch.device) -> int:
     return CPU_CHUNK if device.type == "cpu" else CHUNK
 

@@ -15,7 +15,7 @@ from weftune.data.collate import Part, collate
 from weftune.data.order import SampleOrder
 from weftune.data.prepare import Prepared, SharedData
 from weftune.errors import AdapterError, DataError, Mistake
-from weftune.jobs.courses import Curriculum, curriculum, longest_sample
+from weftune.jobs.courses import Curriculum, curriculum, cut_data, longest_sample
 from weftune.jobs.spec.spec import JobSpec, in_steps
 from weftune.plan.program.program import MicrobatchPlan
 from weftune.plan.window.rounds import Course
@@ -79,9 +79,10 @@ def make_ready(
     except AdapterError as error:
         raise AdapterError(_named(spec.name, Mistake("adapter.init_from", str(error)))) from None
     try:
-        data = shared.prepare(spec.data, spec.eval, progress)
+        prepared = shared.prepare(cut_data(spec, shape.context), spec.eval, progress)
     except DataError as error:
         raise DataError(_named(spec.name, mistake) for mistake in error.mistakes) from None
+    data = prepared.behind(spec.adapter.rows_before)
     layout = layout_of(spec.adapter, shape.sites)
     planned = curriculum(spec, data, max_steps)
     steps = planned.steps
@@ -124,7 +125,7 @@ def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> 
         samples = data.evaluation if held_out else data.train
         assert samples is not None
         parts += [
-            Part(segment.job, segment.step, samples, placed.sample, placed.offset)
+            Part(segment.job, segment.step, samples, placed.sample, placed.offset, samples.before)
             for placed in segment.samples
         ]
     return collate(parts)

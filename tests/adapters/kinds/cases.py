@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -19,7 +19,10 @@ from weftune import JobSpec
 STEPS = 6
 GATES = {"l0_weight": 1e-4, "mask_lr_ratio": 400.0, "relaxed": 0.5}
 NARROW = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
-WITH_PEFT = ("lora", "dora", "dora-dropped", "vera", "ia3", "layers", "plus")
+WITH_PEFT = ("lora", "dora", "dora-dropped", "vera", "ia3", "prompt", "layers", "plus")
+NOT_NEUTRAL = ("prompt",)
+"""Kinds whose new adapters change what the base computes."""
+NOT_MERGED = ("prompt",)
 WITHOUT_PEFT = ("bottleneck", "pfeiffer")
 CONVERTED = ("pissa",)
 """Kinds that change the base in PEFT, and are saved here as PEFT converts them."""
@@ -66,6 +69,10 @@ def case(kind: str, family: str) -> Case:
             {"kind": "ia3", "targets": own, "feedforward": feedforward},
             lambda shared: IA3Config(target_modules=own, feedforward_modules=feedforward, **shared),
         ),
+        "prompt": Case(
+            {"kind": "prompt", "num_virtual_tokens": 4},
+            lambda shared: PromptTuningConfig(num_virtual_tokens=4, task_type=shared["task_type"]),
+        ),
         "bottleneck": Case({"kind": "bottleneck", "size": 5, "activation": "gelu"}, absent),
         "pfeiffer": Case({"kind": "bottleneck", "size": 3, "placement": "pfeiffer"}, absent),
         "diff": Case({"kind": "diff", "targets": own, "sparsity": 0.05, **GATES}, absent),
@@ -99,7 +106,9 @@ def write_start(folder: Path, model: PreTrainedModel, kind: str, family: str) ->
 
 
 def samples(kind: str) -> list[oracle.Sample]:
-    return bench.samples(11, seed=len(kind))
+    made = bench.samples(11, seed=len(kind))
+    # Behind virtual tokens the first token is predicted, too, where it is supervised.
+    return [(tokens, [True, *mask[1:]]) for tokens, mask in made[:6]] + made[6:] if kind == "prompt" else made
 
 
 def job(kind: str, family: str, start: Path | None = None, **more: Any) -> JobSpec:

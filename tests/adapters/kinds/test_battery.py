@@ -10,7 +10,17 @@ import torch
 from peft import PeftModel
 
 from tests import bench
-from tests.adapters.kinds.cases import CONVERTED, PRUNED, WITH_PEFT, WITHOUT_PEFT, case, job, samples, targets
+from tests.adapters.kinds.cases import (
+    CONVERTED,
+    NOT_MERGED,
+    PRUNED,
+    WITH_PEFT,
+    WITHOUT_PEFT,
+    case,
+    job,
+    samples,
+    targets,
+)
 from tests.families import tiny
 from tests.launches import Launch, deep_folder
 from tests.outputs import assert_same_results, assert_whole, status
@@ -20,7 +30,7 @@ from weftune.run.events import Stepped
 from weftune.trainer.export import finished_kind
 
 KINDS = [kind for kind in (*WITH_PEFT, *CONVERTED, *WITHOUT_PEFT, *PRUNED) if kind not in ("layers", "plus")]
-MERGED = [kind for kind in KINDS if kind not in (*WITHOUT_PEFT, *PRUNED)]
+MERGED = [kind for kind in KINDS if kind not in (*WITHOUT_PEFT, *PRUNED, *NOT_MERGED)]
 POISONED = 3
 
 

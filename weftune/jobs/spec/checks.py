@@ -34,6 +34,7 @@ def check_targets(
     for job in jobs:
         wrong = [*_slow_patterns(job, names, place), *_layer_mistakes(job, shape, place)]
         mistakes += wrong or _target_mistakes(job, shape, place)
+        mistakes += _room_mistakes(job, shape, place)
         mistakes += _parameter_mistakes(job, shape, place)
     return mistakes
 
@@ -60,6 +61,8 @@ def _layer_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) 
 
 def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
     targets = job.adapter.targets
+    if "targets" in job.adapter.unused:
+        return
     if isinstance(targets, str):
         if not any(job.adapter.adapts(site) for site in _linears(shape)):
             yield Mistake(place(job.name, "adapter", "targets"), _no_match(targets, shape))
@@ -74,6 +77,14 @@ def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str])
         if not any(alone.adapts(site) for site in _linears(shape)):
             where = place(job.name, "adapter", "targets", index)
             yield Mistake(where, f"{show(target)} matches no module of the base; {_offer(target, shape)}")
+
+
+def _room_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
+    """A sample has two tokens at least: one of them is predicted from the other."""
+    if (rows := job.adapter.rows_before) > shape.context - 2:
+        where = place(job.name, "adapter", "num_virtual_tokens")
+        sentence = f"{rows} leave no room for a sample in the base's context of {shape.context} tokens"
+        yield Mistake(where, f"{sentence}; write fewer")
 
 
 def _default_targets(adapter: TargetSpec) -> object:
@@ -181,11 +192,10 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
         )
     if isinstance(adapter, LoraSpec):
         yield from _lora_warnings(adapter, aboard, adapters)
-    if job.data.max_length > shape.context:
-        yield (
-            f"max_length {job.data.max_length} is over the base's context of {shape.context} tokens; "
-            f"longer samples are cut there"
-        )
+    if job.data.max_length > (room := shape.context - adapter.rows_before):
+        context = f"the base's context of {shape.context} tokens"
+        less = f"the {room} that virtual tokens leave of {context}" if adapter.rows_before else context
+        yield f"max_length {job.data.max_length} is over {less}; longer samples are cut there"
 
 
 def _lora_warnings(

@@ -19,7 +19,7 @@ ADAPTER_KEYS = (
     "kind", "rank", "alpha", "dropout", "targets", "layers", "target_parameters", "rslora",
     "loraplus_lr_ratio", "rank_pattern", "alpha_pattern", "init_from", "feedforward", "d_initial",
     "projection_prng_key", "placement", "size", "activation", "sparsity", "l0_weight", "structured",
-    "relaxed", "mask_lr_ratio",
+    "relaxed", "mask_lr_ratio", "num_virtual_tokens",
 )  # fmt: skip
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
@@ -219,6 +219,9 @@ ANSWERED: Mapping[str, str] = {
     "task_type": "leave it out, the base is a causal language model",
     "modules_to_save": "leave it out, only the adapter is trained",
     "lora_modules_to_save": "leave it out, only the adapter is trained",
+    "prompt_tuning_init": "leave it out, virtual tokens start at random or from init_from",
+    "prompt_tuning_init_text": "leave it out, virtual tokens start at random or from init_from",
+    "token_dim": "leave it out, it is the base's",
     "use_dora": "for true write kind: dora in adapter",
     "init_lora_weights": "leave it out; for pissa write kind: pissa in adapter",
     "trust_remote_code": "leave it out, code from a model's folder is never run",

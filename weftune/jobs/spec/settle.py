@@ -80,8 +80,14 @@ def _built_adapter(keys: Any) -> tuple[Any, list[Fault]]:
     kind = keys.get("kind", "lora")
     if not isinstance(kind, str) or kind not in KINDS:
         return LoraSpec(), [Fault(("adapter", "kind"), choice_sentence(list(KINDS), kind))]
-    own = {item.name for item in fields(KINDS[kind])}
-    others = [key for key in keys if key not in own and key in ADAPTER_KEYS]
+    own = {item.name: item.default for item in fields(KINDS[kind])}
+    others = [
+        key
+        for key in keys
+        if key in ADAPTER_KEYS
+        # A record that is made again brings all of its keys.
+        and (key not in own or (key in KINDS[kind].unused and keys[key] != own[key]))
+    ]
     faults = [Fault(("adapter", key), f"is not a key of {kind} adapters; leave it out") for key in others]
     made = build(KINDS[kind], {key: keys[key] for key in keys if key not in others}, "adapter", ("adapter",))
     return (LoraSpec(), [*faults, *made]) if isinstance(made, list) else (made, faults)

@@ -102,6 +102,8 @@ def _misfit(source: str, before: TargetSpec, own: TargetSpec, shape: ModelShape)
             f"{source} and this job do not adapt the same sites: only {where} does {differ[0].name}{more}; "
             f"set {keys} as {source} has it"
         )
+    if before.shapes_outside(shape.sites) != own.shapes_outside(shape.sites):
+        return f"{source} has weights of other shapes; write adapter as {source} has it"
     for site in shape.sites:
         if own.adapts(site) and before.rank_at(site.name) != own.rank_at(site.name):
             return (

@@ -64,9 +64,12 @@ class GlobalBatch:
     samples: tuple[PlacedSample, ...]
     supervised: int
     """Supervised tokens in the whole batch: what the job's loss is divided by."""
+    before: int = 0
+    """Of its rows, those that the job's adapter puts before samples."""
 
     @property
     def tokens(self) -> int:
+        """All rows of its samples, which is what passes compute."""
         return sum(placed.length for placed in self.samples)
 
 

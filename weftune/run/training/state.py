@@ -103,7 +103,7 @@ class Training:
 
     def collect(self, segment: Segment, loss: Tensor, correct: Tensor) -> None:
         """Add a microbatch's loss and correct predictions to the open global batch."""
-        tokens, before = segment.stop - segment.start, self.open
+        tokens, before = segment.tokens, self.open
         if before is None:
             # Most batches are one microbatch: with a thousand jobs every launch that is left out counts.
             self.open = OpenBatch(loss.detach(), correct, tokens)

@@ -201,7 +201,8 @@ class Agreed:
         total_N = self._transport.exchange.sum((job, step), self._worker)
         self._timer.start()
         if job not in self._roster.dead:
-            tokens = self._batches[job, step][1].tokens
+            batch = self._batches[job, step][1]
+            tokens = batch.tokens - batch.before
             self._roster.trainings[job].take_batch(total_N[:-BEHIND], total_N[-2], total_N[-1], tokens)
 
     def _add_up(self, job: str, step: int) -> None:

@@ -1,0 +1,35 @@
+"""The adapter keys of a prompt tuning job. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from weftune.adapters.target import ROWS, TargetSpec
+from weftune.core.shapes import SiteShape, layer_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpec(TargetSpec):
+    """Trained rows stand before every sample in the place of embeddings; the base itself is unchanged."""
+
+    implementation: ClassVar[str] = "weftune.adapters.prompt.apply:Prompt"
+    peft_type: ClassVar[str | None] = "PROMPT_TUNING"
+    merges: ClassVar[bool] = False
+    unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
+
+    kind: Literal["prompt"] = "prompt"
+    num_virtual_tokens: int = 16
+
+    def targets_site(self, name: str) -> bool:
+        return False
+
+    @property
+    def rows_before(self) -> int:
+        return self.num_virtual_tokens
+
+    def shapes_outside(self, sites: Sequence[SiteShape]) -> dict[str, tuple[int, ...]]:
+        """The rows, as wide as what the first layer reads: they are on its stage only."""
+        width = next((site.in_features for site in sites if layer_of(site.name) == 0), None)
+        return {} if width is None else {ROWS: (self.num_virtual_tokens, width)}
