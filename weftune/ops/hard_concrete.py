@@ -146,7 +146,7 @@ def _gates(values: Gated, drawn: Drawn | None) -> tuple[Gate, Gate]:
     one = alpha_NK.new_ones(1)
     if drawn is None:
         return gate(alpha_NK), Gate(one, torch.zeros_like(one))
-    element = gate(alpha_NK, uniform(drawn.key, *alpha_NK.shape, alpha_NK))
+    element = gate(alpha_NK, uniform(drawn.key, len(alpha_NK), alpha_NK.shape[1], alpha_NK))
     if values.group is None:
         return element, Gate(one, torch.zeros_like(one))
     group = values.group.to(alpha_NK.dtype)
