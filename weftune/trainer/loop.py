@@ -235,20 +235,13 @@ class Loop:
         has_begun = found.progress is not None
         member = Member(spec.name, self._adapter_to_start(spec, has_begun), spec.seed, job.recipe.steps)
         try:
-            training = new_training(
-                member,
-                job.recipe,
-                self.base.shape.sites,
-                self.base.dtype,
-                self.executor.home,
-                self.base.whole_sites,
-                drawn_on=self.base.device,
-                frozen=self.base.weight_reader(),
-            )
+            training = self._new_training(job, member, is_restored=has_begun)
+            restored = checkpoint.restore(self.deliveries.checkpoints(spec.name), training)
+            if has_begun and not restored:
+                training = self._new_training(job, member)
         except UserError as error:
             self.journal.move(spec.name, State.FAILED, str(error))
             return
-        restored = checkpoint.restore(self.deliveries.checkpoints(spec.name), training)
         if not restored and (found.damaged or (has_begun and source_of(spec.adapter))):
             self.journal.move(spec.name, State.PAUSED, lost_sentence(spec.name, found))
             return
@@ -270,6 +263,19 @@ class Loop:
         self._last_saved[spec.name] = time.monotonic() if is_safe else -math.inf
         self.journal.move(spec.name, State.RUNNING)
         self.deliveries.prepare(job, snapshot_bytes(training, keeps_best=spec.keep == "best"))
+
+    def _new_training(self, job: Ready, member: Member, is_restored: bool = False) -> Training:
+        return new_training(
+            member,
+            job.recipe,
+            self.base.shape.sites,
+            self.base.dtype,
+            self.executor.home,
+            self.base.whole_sites,
+            drawn_on=self.base.device,
+            frozen=self.base.weight_reader(),
+            is_restored=is_restored,
+        )
 
     def _adapter_to_start(self, spec: JobSpec, has_begun: bool) -> AdapterSpec:
         """The job's adapter with the folder of the job that it starts from; one that has begun goes on from

@@ -61,6 +61,13 @@ def test_alone_it_learns_what_it_learns_among_the_others(kind, together, tmp_pat
     equal(tmp_path / "out", together, kind)
 
 
+def test_in_bfloat16_every_kind_learns_beside_the_others(together, tmp_path):
+    jobs = [job(kind, "llama") for kind in KINDS]
+    bench.train(bench.base("llama", torch.bfloat16), tmp_path / "out", jobs, capacity=512)
+    for kind in KINDS:
+        assert bench.losses(tmp_path / "out", kind) == pytest.approx(bench.losses(together, kind), rel=0.02)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_nan_stays_with_it(kind, together, tmp_path):
     jobs = [job(kind, "llama") for kind in KINDS]

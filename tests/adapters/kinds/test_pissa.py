@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tests import bench, oracle
 from tests.adapters.kinds.cases import STEPS, job, peft_config, samples
 from tests.families import tiny
+from tests.outputs import assert_same_results
+from weftune import Options
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B
 from weftune.errors import AdapterError
+from weftune.run.events import Stepped
 from weftune.run.training import checkpoint
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
@@ -23,6 +27,10 @@ from weftune.trainer.export import write_portable
 
 KINDS = ("pissa", "pissa-dropped", "pissa-plus")
 MORE = {"pissa-dropped": {"dropout": 0.25}, "pissa-plus": {"loraplus_lr_ratio": 4.0, "rslora": True}}
+
+
+class Crash(Exception):
+    pass
 
 
 def one(kind, family, **more):
@@ -154,6 +162,23 @@ def test_what_it_started_from_comes_back_from_a_checkpoint_to_the_same_bits(tmp_
     assert not torch.equal(resumed.master, training.master)
     assert checkpoint.restore(tmp_path, resumed)
     assert torch.equal(resumed.master, training.master)
+
+
+def test_a_job_that_goes_on_does_not_decompose_the_base_again(tmp_path, monkeypatch):
+    jobs = [one("pissa", "llama", save_every=2)]
+    bench.train(bench.base("llama"), tmp_path / "whole", jobs)
+
+    def crash(event):
+        if isinstance(event, Stepped) and event.step == 4:
+            while not list((tmp_path / "out" / "pissa" / "checkpoints").glob("step-*")):
+                time.sleep(0.01)
+            raise Crash
+
+    with pytest.raises(Crash):
+        bench.trainer(bench.base("llama"), tmp_path / "out", jobs).run(crash)
+    monkeypatch.setattr(torch.linalg, "svd", None)
+    bench.trainer(bench.base("llama"), tmp_path / "out", jobs, options=Options(resume=True)).run()
+    assert_same_results(tmp_path / "out", tmp_path / "whole")
 
 
 def test_a_rank_above_the_number_of_singular_values_is_refused():

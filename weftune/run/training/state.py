@@ -147,17 +147,20 @@ def new_training(
     whole_sites: tuple[SiteShape, ...] | None = None,
     drawn_on: torch.device | None = None,
     frozen: WeightOf | None = None,
+    is_restored: bool = False,
 ) -> Training:
     """A job at step 0, its weights drawn from its own seed or read from its `init_from`.
 
     Where `sites` are those of one stage, `whole_sites` are those of the base, which an `init_from` must fit.
     Numbers are drawn on the device `drawn_on`, which may differ from the device that keeps them: a GPU draws
     much faster than the host. `frozen` gives the weights of the base at `sites`, from which some kinds start.
+    One that `is_restored` from its checkpoint next is not drawn at all: a start may take long.
     """
     kind = kind_named(member.spec.kind)
     layout = layout_of(member.spec, sites)
-    master = torch.empty(layout.size, dtype=master_dtype(dtype), device=device)
-    kind.initialise(member, whole_sites or sites, layout.views(master), drawn_on, frozen)
+    master = torch.zeros(layout.size, dtype=master_dtype(dtype), device=device)
+    if not is_restored:
+        kind.initialise(member, whole_sites or sites, layout.views(master), drawn_on, frozen)
     state = AdamState(
         master=master,
         exp_avg=torch.zeros_like(master),

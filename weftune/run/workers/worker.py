@@ -109,6 +109,7 @@ class Worker:
             base.whole_sites,
             drawn_on=base.device,
             frozen=base.weight_reader(),
+            is_restored=attach.resumes,
         )
         if attach.resumes:
             found = checkpoint.restore(attach.checkpoints, training)
