@@ -10,6 +10,7 @@ from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.prefix.spec import PrefixSpec
 from weftune.adapters.prompt.spec import PromptSpec
 from weftune.adapters.target import TargetSpec
 from weftune.adapters.vera.spec import VeraSpec
@@ -24,6 +25,7 @@ KINDS: dict[str, type[AdapterSpec]] = {
     "ia3": Ia3Spec,
     "bottleneck": BottleneckSpec,
     "prompt": PromptSpec,
+    "prefix": PrefixSpec,
 }
 
 
