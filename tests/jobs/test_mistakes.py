@@ -56,7 +56,7 @@ ONE_KEY = [
     # wrong types
     ("adapter: lora", "adapter", "{kind: lora, rank: 16}"),
     ("adapter:", "adapter", "must be a mapping such as {kind: lora, rank: 16}, got nothing"),
-    ("adapter: {kind: loha}", "adapter.kind", "must be lora, dora, pissa, vera, ia3, bottleneck, diff or "),
+    ("adapter: {kind: loha}", "adapter.kind", 'prompt or prefix, got "loha"'),
     ("adapter: {kind: ia3, rank: 4}", "adapter.rank", "is not a key of ia3 adapters; leave it out"),
     ("adapter: {use_dora: true}", "adapter.use_dora", "for true write kind: dora in adapter"),
     ("adapter: {init_lora_weights: pissa}", "adapter.init_lora_weights", "for pissa write kind: pissa"),

@@ -32,10 +32,10 @@ from weftune.adapters.kind import (
     SiteParts,
 )
 from weftune.adapters.registry import kind_named
-from weftune.adapters.target import ROWS
+from weftune.adapters.target import KEYS, ROWS, VALUES
 from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.core.batch import Microbatch, Segment, to_device
-from weftune.core.shapes import SiteShape
+from weftune.core.shapes import SiteShape, layer_of
 from weftune.core.weight import FrozenWeight, HoldsWeight, StackedWeight, Weight
 from weftune.errors import AdapterError
 from weftune.ops.accumulate import accumulated
@@ -69,6 +69,17 @@ class Aboard:
     """Whether its kind has kernels on the tiled route."""
     rows_before: Tensor | None
     """Rows that it puts before every sample, [rows, D]."""
+    prefixes: Mapping[int, Prefix]
+    """By layer, the keys and values that it puts before every sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Keys and values before every sample in one layer, [rows, width of all heads]."""
+
+    site: str
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(slots=True)
@@ -204,6 +215,7 @@ class Banks:
         # Only where the first layer is: they are no business of later stages.
         before = views.get((SHARED, ROWS)) if kind.rows_before(spec) else None
         assert before is None or self._embedding is not None, "rows before a sample go in at the embedding"
+        prefixes = _prefixes(layout, views)
         if self._free:
             heappop(self._free)
         self.aboard[member.job] = Aboard(
@@ -214,8 +226,9 @@ class Banks:
             gradient=gradient,
             totals=totals,
             groups=groups,
-            tiled=before is None and all(group.banks[kind.name].tiled for group in groups),
+            tiled=before is None and not prefixes and all(group.banks[kind.name].tiled for group in groups),
             rows_before=before,
+            prefixes=prefixes,
         )
         for group in groups:
             group.banks[kind.name].attach(member, slot, views, totals)
@@ -412,6 +425,29 @@ class Banks:
                 h = _with_rows_before(h, rows_ID, bound.microbatch, segment)
         return h
 
+    def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
+        """The segments whose jobs put keys and values before their samples, and how many."""
+        found = [(segment, self._through(segment)) for segment in microbatch.segments]
+        return [
+            (segment, len(next(iter(aboard.prefixes.values())).keys))
+            for segment, aboard in found
+            if aboard is not None and aboard.prefixes
+        ]
+
+    def read_keys(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of each of these segments in one layer, in the pass that is bound."""
+        bound = self._pass
+        assert bound is not None, "outside a pass nobody has keys before samples"
+        found = []
+        for segment, _ in self.keys_before(bound.microbatch):
+            aboard = self._through(segment)
+            assert aboard is not None
+            prefix, totals = aboard.prefixes[layer], bound.totals[aboard.member.job]
+            keys = accumulated(prefix.keys, totals[prefix.site, KEYS], bound.anchor)
+            values = accumulated(prefix.values, totals[prefix.site, VALUES], bound.anchor)
+            found.append((keys, values))
+        return found
+
     def _linear(self, group: SiteGroup, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
         bound = self._pass
         kinds = [] if bound is None else [bank for bank in group.banks.values() if bank.present(bound)]
@@ -469,6 +505,15 @@ def _with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segmen
     places = (torch.tensor(own)[:, None] + torch.arange(len(rows_ID))).flatten().to(h.device)
     flat_TD = h.flatten(0, -2).index_copy(0, places, rows_ID.repeat(len(own), 1).to(h.dtype))
     return flat_TD.view(h.shape)
+
+
+def _prefixes(layout: VectorLayout, views: Parameters) -> dict[int, Prefix]:
+    found = {}
+    for parameter in layout.parameters:
+        layer, site = layer_of(parameter.site), parameter.site
+        if parameter.name == KEYS and layer is not None:
+            found[layer] = Prefix(site, views[site, KEYS], views[site, VALUES])
+    return found
 
 
 def _constants_of(spec: Any) -> tuple[str, Hashable] | None:

@@ -12,6 +12,7 @@ from weftune.adapters.dora.spec import DoraSpec
 from weftune.adapters.ia3.spec import Ia3Spec
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.pissa.spec import PissaSpec
+from weftune.adapters.prefix.spec import PrefixSpec
 from weftune.adapters.prompt.spec import PromptSpec
 from weftune.adapters.target import TargetSpec
 from weftune.adapters.vera.spec import VeraSpec
@@ -28,6 +29,7 @@ KINDS: dict[str, type[AdapterSpec]] = {
     "bottleneck": BottleneckSpec,
     "diff": DiffSpec,
     "prompt": PromptSpec,
+    "prefix": PrefixSpec,
 }
 
 

@@ -19,6 +19,8 @@ Layers = str | int | tuple[int, ...]
 """The number of a layer, several, or ranges such as `16-31`."""
 ROWS = "rows"
 """The parameter of adapters that put rows before a sample: [rows, hidden width]."""
+KEYS, VALUES = "prefix_keys", "prefix_values"
+"""The parameters of adapters that put keys and values before a sample: [rows, width of all heads]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,16 @@ class TargetSpec:
     def rows_before(self) -> int:
         """How many rows of its own it puts before every sample, in the place of embeddings."""
         return 0
+
+    @property
+    def keys_before(self) -> int:
+        """How many keys and values of its own every layer sees before a sample."""
+        return 0
+
+    @property
+    def positions_before(self) -> int:
+        """How many positions of the base's context it takes before every sample."""
+        return self.rows_before + self.keys_before
 
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
         """Its parameters that belong to no site of a base, or of the stage of a base, with these sites."""

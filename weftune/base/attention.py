@@ -7,8 +7,8 @@ Shapes: T rows of the pack, L rows of one sample, H query heads, G key and value
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -36,6 +36,22 @@ class Pack:
     longest: int
     even: bool = False
     """Whether all samples are equally long: then they are a plain batch, which has faster kernels."""
+    prefixes: Prefixes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Keys and values that stand before samples of a pack, in the same number before all of one job."""
+
+    pack: Pack
+    """The samples with them."""
+    rows_T: Tensor
+    """Where the rows of the samples themselves lie in it."""
+    places: tuple[Tensor, ...]
+    """For every job that has any, where they lie in it."""
+    read: Callable[[int], Sequence[tuple[Tensor, Tensor]]]
+    """The number of a layer → for each of `places` the keys and the values, [P, G · D], P before every
+    sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +67,34 @@ class Rule:
 def pack(lengths: Sequence[int], device: torch.device) -> Pack:
     boundaries = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
     return Pack(tuple(lengths), boundaries, max(lengths), len(set(lengths)) == 1)
+
+
+def with_prefixes(
+    packed: Pack,
+    counts: Sequence[int],
+    jobs: Sequence[slice],
+    read: Callable[[int], Sequence[tuple[Tensor, Tensor]]],
+) -> Pack:
+    """The pack, with so many keys before each of its samples; `jobs` are the samples of those that have
+    any."""
+    lengths = [length + count for length, count in zip(packed.lengths, counts, strict=True)]
+    begins = [stop - length for stop, length in zip(accumulate(lengths), lengths, strict=True)]
+    device = packed.boundaries.device
+    inside = [
+        torch.arange(begin + count, begin + length)
+        for begin, count, length in zip(begins, counts, lengths, strict=True)
+    ]
+    places = [
+        torch.cat([torch.arange(begin, begin + count) for begin, count in own])
+        for own in (zip(begins[job], counts[job], strict=True) for job in jobs)
+    ]
+    prefixes = Prefixes(
+        pack(lengths, device),
+        to_device(torch.cat(inside), device),
+        tuple(to_device(place, device) for place in places),
+        read,
+    )
+    return replace(packed, prefixes=prefixes)
 
 
 def register() -> None:
@@ -91,7 +135,36 @@ def attend(
 
     rule = Rule(scaling, sliding_window, softcap)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTD))
-    return attend_packed(q_THD, k_TGD, v_TGD, weftune_pack, rule)[None], None
+    layer = getattr(module, "layer_idx", None)
+    return attend_behind(q_THD, k_TGD, v_TGD, weftune_pack, rule, layer)[None], None
+
+
+def attend_behind(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, layer: int | None
+) -> Tensor:
+    """`attend_packed`, with the keys and values that adapters put before samples.
+
+    These get queries of zeros beside them: so every sample stays square, as all kernels want it, and what the
+    zeros see is dropped.
+    """
+    prefixes = pack.prefixes
+    if prefixes is None:
+        return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
+    assert layer is not None, "whoever puts keys before samples must know the layer"
+    own = prefixes.read(layer)
+    keys, values = [keys for keys, _ in own], [values for _, values in own]
+    whole = (_spread(x, prefixes, before) for x, before in ((q_THD, ()), (k_TGD, keys), (v_TGD, values)))
+    return attend_packed(*whole, prefixes.pack, rule)[prefixes.rows_T]
+
+
+def _spread(x_TGD: Tensor, prefixes: Prefixes, before: Sequence[Tensor]) -> Tensor:
+    """Rows where they lie among what stands before samples; zeros where nothing is given for those."""
+    rows = sum(prefixes.pack.lengths)
+    whole = x_TGD.new_zeros(rows, *x_TGD.shape[1:]).index_copy(0, prefixes.rows_T, x_TGD)
+    for place, value_PN in zip(prefixes.places, before, strict=False):
+        value_PGD = value_PN.view(-1, *x_TGD.shape[1:]).to(x_TGD.dtype)
+        whole = whole.index_copy(0, place, value_PGD.repeat(len(place) // len(value_PGD), 1, 1))
+    return whole
 
 
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:

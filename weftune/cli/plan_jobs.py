@@ -143,7 +143,8 @@ class _JobReader:
         if key not in self._known:
             self._known[key] = self._prepare(data, job.eval)
         read = self._known[key]
-        return replace(read, samples=read.samples.behind(job.adapter.rows_before))
+        before = job.adapter.rows_before, job.adapter.keys_before
+        return replace(read, samples=read.samples.behind(*before))
 
     def _prepare(self, data: DataSpec, evaluation: EvalSpec | None) -> _JobRead:
         sampled = not self._shared.is_prepared(data, evaluation)

@@ -51,7 +51,7 @@ class Segment:
 class Microbatch:
     tokens_T: Tensor
     positions_T: Tensor
-    """Restart at 0 with every sample."""
+    """Restart with every sample: at 0, or behind the keys that its adapter puts before it."""
     targets_T: Tensor
     """What each row must predict: the next token of its sample where that is supervised, else IGNORED."""
     token_index_T: Tensor

@@ -30,6 +30,7 @@ class Part:
     """Tokens of the job's global batch that stand before this sample before packing."""
     before: int = 0
     """Rows that its adapter puts before it; they have no tokens, and the last predicts the first token."""
+    first_position: int = 0
 
 
 def collate(parts: Sequence[Part]) -> Microbatch:
@@ -41,12 +42,12 @@ def collate(parts: Sequence[Part]) -> Microbatch:
     lengths = tuple(len(row) for row in tokens)
     stops = np.cumsum(lengths)
     tokens_T = np.concatenate(tokens).astype(np.int64)
-    positions_T = np.arange(len(tokens_T)) - np.repeat(stops - lengths, lengths)
+    row_T = np.arange(len(tokens_T)) - np.repeat(stops - lengths, lengths)
     return Microbatch(
         tokens_T=torch.from_numpy(tokens_T),
-        positions_T=torch.from_numpy(positions_T),
+        positions_T=torch.from_numpy(row_T + np.repeat([part.first_position for part in parts], lengths)),
         targets_T=torch.from_numpy(_targets(tokens_T, np.concatenate(masks), stops)),
-        token_index_T=torch.from_numpy(np.repeat([part.offset for part in parts], lengths) + positions_T),
+        token_index_T=torch.from_numpy(np.repeat([part.offset for part in parts], lengths) + row_T),
         sample_lengths=lengths,
         segments=_segments(parts, lengths),
     )

@@ -35,10 +35,10 @@ class Prepared:
     notes: tuple[str, ...]
     """Plain sentences for the report."""
 
-    def behind(self, rows: int) -> Prepared:
-        """The same samples, each behind so many rows of an adapter."""
-        held_out = None if self.evaluation is None else self.evaluation.behind(rows)
-        return Prepared(self.train.behind(rows), held_out, self.notes)
+    def behind(self, rows: int, keys: int) -> Prepared:
+        """The same samples, each behind so many rows, or keys, of an adapter."""
+        held_out = None if self.evaluation is None else self.evaluation.behind(rows, keys)
+        return Prepared(self.train.behind(rows, keys), held_out, self.notes)
 
 
 @dataclass(frozen=True, slots=True)

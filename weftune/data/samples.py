@@ -30,6 +30,8 @@ class Samples:
         self.fingerprint = fingerprint
         self.before = 0
         """Rows of an adapter before every sample, which are counted in the lengths and have no tokens."""
+        self.first_position = 0
+        """Of every sample; those before it are taken by keys and values of an adapter."""
         self.lengths = np.concatenate([share.store.lengths[share.chosen] for share in shares])
         self.supervised = np.concatenate([share.store.supervised[share.chosen] for share in shares])
         self.weights: NDArray[np.float64] | None = None
@@ -46,12 +48,15 @@ class Samples:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def behind(self, rows: int) -> Samples:
-        """The same samples behind so many rows. The last of those predicts the first token, which is
-        supervised with the others."""
-        if rows == 0:
+    def behind(self, rows: int, keys: int = 0) -> Samples:
+        """The same samples behind so many rows, or keys, of an adapter. The last of such rows predicts the
+        first token, which is supervised with the others."""
+        if rows == keys == 0:
             return self
         made = copy.copy(self)
+        made.first_position = keys
+        if rows == 0:
+            return made
         firsts = [mask[begins] for (_, mask), begins in zip(self._arrays, self._begins, strict=True)]
         made.before, made.lengths = rows, self.lengths + rows
         made.supervised = self.supervised + np.concatenate(firsts)

@@ -69,10 +69,10 @@ def curriculum(spec: JobSpec, data: Prepared, max_steps: int | None = None) -> C
 
 def cut_data(spec: JobSpec, context: int) -> DataSpec:
     """The job's data with samples so short that they fit into the base's context behind its adapter's
-    rows."""
-    if not (rows := spec.adapter.rows_before):
+    virtual tokens."""
+    if not (before := spec.adapter.positions_before):
         return spec.data
-    return replace(spec.data, max_length=min(spec.data.max_length, context - rows))
+    return replace(spec.data, max_length=min(spec.data.max_length, context - before))
 
 
 def longest_sample(data: Prepared) -> int:

@@ -82,7 +82,7 @@ def make_ready(
         prepared = shared.prepare(cut_data(spec, shape.context), spec.eval, progress)
     except DataError as error:
         raise DataError(_named(spec.name, mistake) for mistake in error.mistakes) from None
-    data = prepared.behind(spec.adapter.rows_before)
+    data = prepared.behind(spec.adapter.rows_before, spec.adapter.keys_before)
     layout = layout_of(spec.adapter, shape.sites)
     planned = curriculum(spec, data, max_steps)
     steps = planned.steps
@@ -124,8 +124,9 @@ def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> 
         data = jobs[segment.job].data
         samples = data.evaluation if held_out else data.train
         assert samples is not None
+        before = samples.before, samples.first_position
         parts += [
-            Part(segment.job, segment.step, samples, placed.sample, placed.offset, samples.before)
+            Part(segment.job, segment.step, samples, placed.sample, placed.offset, *before)
             for placed in segment.samples
         ]
     return collate(parts)

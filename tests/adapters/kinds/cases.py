@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -19,10 +19,10 @@ from weftune import JobSpec
 STEPS = 6
 GATES = {"l0_weight": 1e-4, "mask_lr_ratio": 400.0, "relaxed": 0.5}
 NARROW = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
-WITH_PEFT = ("lora", "dora", "dora-dropped", "vera", "ia3", "prompt", "layers", "plus")
-NOT_NEUTRAL = ("prompt",)
+WITH_PEFT = ("lora", "dora", "dora-dropped", "vera", "ia3", "prompt", "prefix", "layers", "plus")
+NOT_NEUTRAL = ("prompt", "prefix")
 """Kinds whose new adapters change what the base computes."""
-NOT_MERGED = ("prompt",)
+NOT_MERGED = ("prompt", "prefix")
 WITHOUT_PEFT = ("bottleneck", "pfeiffer")
 CONVERTED = ("pissa",)
 """Kinds that change the base in PEFT, and are saved here as PEFT converts them."""
@@ -72,6 +72,10 @@ def case(kind: str, family: str) -> Case:
         "prompt": Case(
             {"kind": "prompt", "num_virtual_tokens": 4},
             lambda shared: PromptTuningConfig(num_virtual_tokens=4, task_type=shared["task_type"]),
+        ),
+        "prefix": Case(
+            {"kind": "prefix", "num_virtual_tokens": 3},
+            lambda shared: PrefixTuningConfig(num_virtual_tokens=3, task_type=shared["task_type"]),
         ),
         "bottleneck": Case({"kind": "bottleneck", "size": 5, "activation": "gelu"}, absent),
         "pfeiffer": Case({"kind": "bottleneck", "size": 3, "placement": "pfeiffer"}, absent),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import bench
-from tests.adapters.kinds.cases import job, samples
+from tests.adapters.kinds.cases import case, job, samples
 from tests.run.aboard import ready
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import take_aboard, windows
@@ -31,9 +31,11 @@ from weftune.run.assemble import resident_executor, streamed_executor
 from weftune.trainer.export import write_portable
 from weftune.trainer.job import lay_out
 
-PROMPT = {"kind": "prompt", "num_virtual_tokens": 4}
-PROMPTED = 4
-HIDDEN = 32
+KINDS = ("prompt", "prefix")
+PROMPTED, PREFIXED = 4, 3
+"""Virtual tokens of the cases."""
+TRAINABLE = {"prompt": 4 * 32, "prefix": 3 * 2 * 2 * 16}
+"""Rows as wide as the base; in two layers keys and values as wide as two heads of eight."""
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +43,17 @@ def base():
     return bench.base("llama")
 
 
-def prompted(base, **keys):
-    return ready(base, "prompted", adapter=PROMPT, data=bench.rows(samples("prompt")), **keys)
+def virtual(base, kind="prompt", **keys):
+    adapter = case(kind, "llama").adapter
+    return ready(base, kind, adapter=adapter, data=bench.rows(samples(kind)), **keys)
 
 
 def test_samples_are_longer_by_the_rows_and_only_their_own_tokens_are_supervised(base):
-    made, plain = prompted(base), ready(base, "plain", data=bench.rows(samples("prompt")))
+    made, plain = virtual(base), ready(base, "plain", data=bench.rows(samples("prompt")))
     assert (made.data.train.lengths - plain.data.train.lengths == PROMPTED).all()
     batch = made.course(0, 1, True).batches[0]
-    plan = MicrobatchPlan((SegmentPlan("prompted", 1, batch.samples),))
-    laid = lay_out(plan, False, {"prompted": made})
+    plan = MicrobatchPlan((SegmentPlan("prompt", 1, batch.samples),))
+    laid = lay_out(plan, False, {"prompt": made})
     assert laid.sample_lengths == tuple(one.length for one in batch.samples)
     assert int((laid.targets_T != IGNORED).sum()) == batch.supervised
     chosen = [samples("prompt")[one.sample] for one in batch.samples]
@@ -62,34 +65,59 @@ def test_samples_are_longer_by_the_rows_and_only_their_own_tokens_are_supervised
         begin += length
 
 
-def test_the_plan_knows_its_parameters_and_rows_as_the_run_has_them(base):
-    spec = job("prompt", "llama")
+def test_behind_keys_samples_have_later_positions_and_nothing_else_is_other(base):
+    data = bench.rows(samples("prefix"))
+    jobs = {"prefix": virtual(base, "prefix"), "plain": ready(base, "plain", data=data)}
+    laid = []
+    for name, made in jobs.items():
+        batch = made.course(0, 1, True).batches[0]
+        laid.append(lay_out(MicrobatchPlan((SegmentPlan(name, 1, batch.samples),)), False, jobs))
+    behind, plain = laid
+    assert torch.equal(behind.positions_T, plain.positions_T + PREFIXED)
+    assert torch.equal(behind.token_index_T, plain.token_index_T)
+    assert torch.equal(behind.targets_T, plain.targets_T)
+    assert behind.sample_lengths == plain.sample_lengths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_knows_its_parameters_and_rows_as_the_run_has_them(kind, base):
+    spec = job(kind, "llama")
     (outlined,) = outline_jobs([spec], bench.tokenizer(), base.shape)
-    made = prompted(base, seed=spec.seed)
-    assert outlined.shape == replace(made.shape, name="prompt")
-    assert outlined.shape.trainable == PROMPTED * HIDDEN
-    longest = max(len(tokens) for tokens, _ in samples("prompt"))
-    assert outlined.shape.longest == longest + PROMPTED
+    made = virtual(base, kind, seed=spec.seed)
+    assert outlined.shape == made.shape
+    assert outlined.shape.trainable == TRAINABLE[kind]
+    assert sum(outlined.shape.by_layer) == (TRAINABLE[kind] if kind == "prefix" else 0)
+    longest = max(len(tokens) for tokens, _ in samples(kind))
+    assert outlined.shape.longest == longest + (PROMPTED if kind == "prompt" else 0)
     assert outlined.job.batches[0] == tuple(one.length for one in made.course(0, 1, True).batches[0].samples)
-    # Master weights, two moments and a gradient in float32 or wider, and the weights that passes read.
-    state = MemoryModel(base.shape, 0).state_bytes([outlined.shape])
-    assert state >= PROMPTED * HIDDEN * 4 * 4
+    # Master weights, two moments and a gradient, besides the weights that passes read.
+    assert MemoryModel(base.shape, 0).state_bytes([outlined.shape]) >= TRAINABLE[kind] * 4 * 4
 
 
-def test_a_sample_is_cut_where_the_context_ends_behind_the_rows(base):
+@pytest.mark.parametrize(("kind", "count"), [("prompt", PROMPTED), ("prefix", PREFIXED)])
+def test_a_sample_is_cut_where_the_context_ends_behind_the_virtual_tokens(kind, count, base):
     long = bench.rows(bench.samples(3, shortest=70, longest=90))
-    made = ready(base, "long", adapter=PROMPT, data=long)
-    assert made.shape.longest == base.shape.context
-    assert {len(made.data.train.tokens(n)) for n in range(3)} == {base.shape.context - PROMPTED}
+    made = ready(base, "long", adapter=case(kind, "llama").adapter, data=long)
+    assert {len(made.data.train.tokens(n)) for n in range(3)} == {base.shape.context - count}
+    (told,) = warnings([replace(made.spec, data=replace(made.spec.data, max_length=99))], base.shape)[1:]
+    assert f"over the {base.shape.context - count} that virtual tokens leave" in told
 
 
-def test_more_rows_than_the_context_has_room_for_are_refused(base):
-    rows = bench.rows(samples("prompt"))
-    spec = JobSpec(name="wide", data=rows, adapter={"kind": "prompt", "num_virtual_tokens": 63})
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_virtual_tokens_than_the_context_has_room_for_are_refused(kind, base):
+    rows = bench.rows(samples(kind))
+    spec = JobSpec(name="wide", data=rows, adapter={"kind": kind, "num_virtual_tokens": 63})
     (mistake,) = check_targets([spec], base.shape)
     assert mistake.place.endswith("adapter.num_virtual_tokens")
     assert "63 leave no room for a sample in the base's context of 64 tokens" in mistake.sentence
-    assert check_targets([job("prompt", "llama")], base.shape) == []
+    assert check_targets([job(kind, "llama")], base.shape) == []
+
+
+def test_a_base_without_keys_in_every_layer_has_no_prefix(base):
+    less = replace(base.shape, sites=tuple(site for site in base.shape.sites if ".1." not in site.name))
+    (mistake,) = check_targets([job("prefix", "llama")], less)
+    assert mistake.place.endswith("adapter.kind")
+    assert "prefix needs the keys and values of every layer, and the base has them in 1 of 2" in str(mistake)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +129,8 @@ def test_more_rows_than_the_context_has_room_for_are_refused(base):
         ({"num_virtual_tokens": 4}, "adapter.num_virtual_tokens: is not a key of lora adapters"),
         ({"kind": "prompt", "prompt_tuning_init": "TEXT"}, "start at random or from init_from"),
         ({"kind": "prompt", "num_virtual_tokens": 0}, "must be at least 1"),
+        ({"kind": "prefix", "targets": ["q_proj"]}, "adapter.targets: is not a key of prefix adapters"),
+        ({"kind": "prefix", "prefix_projection": True}, "keys and values are trained themselves"),
     ],
 )
 def test_a_key_that_it_has_not_is_answered_with_one_sentence(adapter, sentence):
@@ -110,44 +140,49 @@ def test_a_key_that_it_has_not_is_answered_with_one_sentence(adapter, sentence):
     assert sentence in str(mistake)
 
 
-def test_another_number_of_rows_is_no_start(base, tmp_path):
-    first = job("prompt", "llama")
-    second = JobSpec(
-        name="second",
-        data=first.data,
-        adapter={"kind": "prompt", "num_virtual_tokens": 3, "init_from": {"job": "prompt"}},
-    )
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("prompt", r"prompt_embeddings is \[4, 32\], and the adapter has \[5, 32\]"),
+        ("prefix", r"it has prompt_embeddings \[3, 64\], and the adapter is prompt_embeddings \[5, 64\]"),
+    ],
+)
+def test_another_number_of_virtual_tokens_is_no_start(kind, sentence, base, tmp_path):
+    first = job(kind, "llama", steps=1)
+    adapter = {"kind": kind, "num_virtual_tokens": 5, "init_from": {"job": kind}}
+    second = JobSpec(name="second", data=first.data, adapter=adapter)
     (mistake,) = check_starts([first, second], base.shape)
-    assert "prompt has weights of other shapes" in mistake.sentence
-    bench.train(base, tmp_path / "out", [replace(first, steps=1)])
-    spec = replace(second.adapter, init_from=str(tmp_path / "out" / "prompt"))
-    with pytest.raises(AdapterError, match=r"prompt_embeddings is \[4, 32\], and the adapter has \[3, 32\]"):
-        kind_named("prompt").check_start(spec, base.shape.sites)
+    assert f"{kind} has weights of other shapes" in mistake.sentence
+    bench.train(base, tmp_path / "out", [first])
+    spec = replace(second.adapter, init_from=str(tmp_path / "out" / kind))
+    with pytest.raises(AdapterError, match=sentence):
+        kind_named(kind).check_start(spec, base.shape.sites)
 
 
-def test_it_can_neither_be_merged_nor_served_and_says_so(tmp_path):
-    base, spec = bench.base("llama"), replace(job("prompt", "llama"), steps=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_can_neither_be_merged_nor_served_and_says_so(kind, base, tmp_path):
+    spec = job(kind, "llama", steps=1)
     (warning,) = [one for one in warnings([spec], base.shape) if "vLLM" in one]
-    assert "vLLM does not load prompt adapters; nor can they be merged" in warning
+    assert f"vLLM does not load {kind} adapters; nor can they be merged" in warning
     bench.train(base, tmp_path / "out", [spec])
-    folder = tmp_path / "out" / "prompt"
-    with pytest.raises(AdapterError, match="a prompt adapter cannot be merged"):
-        kind_named("prompt").merge(folder, base.sites(), base.shape.sites)
-    with pytest.raises(AdapterError, match="is a prompt adapter, which servers do not load"):
+    folder = tmp_path / "out" / kind
+    with pytest.raises(AdapterError, match=f"a {kind} adapter cannot be merged"):
+        kind_named(kind).merge(folder, base.sites(), base.shape.sites)
+    with pytest.raises(AdapterError, match=f"is a {kind} adapter, which servers do not load"):
         write_portable(folder, tmp_path / "portable")
 
 
-def test_metrics_count_the_tokens_of_the_data_alone(base, tmp_path):
-    spec = job("prompt", "llama", steps=2)
-    bench.train(base, tmp_path / "out", [spec])
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_count_the_tokens_of_the_data_alone(kind, base, tmp_path):
+    bench.train(base, tmp_path / "out", [job(kind, "llama", steps=2)])
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    found = [line["tokens"] for line in lines if line.get("job") == "prompt" and "loss" in line]
-    batches = bench.batches(samples("prompt"), 3, 2, 2)
+    found = [line["tokens"] for line in lines if line.get("job") == kind and "loss" in line]
+    batches = bench.batches(samples(kind), 3, 2, 2)
     assert found == [sum(len(tokens) for tokens, _ in batch) for batch in batches]
 
 
 @pytest.mark.parametrize("travels", [False, True])
-def test_it_learns_the_same_where_stages_take_turns_and_adapters_travel(travels):
+def test_they_learn_the_same_where_stages_take_turns_and_adapters_travel(travels):
     stages = tuple(StageLayers(n, n + 1, resident=n == 1) for n in range(LAYERS))
     cut = Layout(stages, (2,), travels=travels)
     streamed = streamed_executor(
@@ -156,7 +191,7 @@ def test_it_learns_the_same_where_stages_take_turns_and_adapters_travel(travels)
     resident = resident_executor(whole_base("llama", torch.float64))
     found = []
     for executor, layout in ((streamed, cut), (resident, one_device())):
-        jobs = [prompted(executor.base), ready(executor.base, "lora")]
+        jobs = [*(virtual(executor.base, kind) for kind in KINDS), ready(executor.base, "lora")]
         take_aboard(executor, jobs)
         _, masters = windows(executor, jobs, lambda courses, at=layout: plan_window(courses, at, CAPACITY))
         found.append(masters)

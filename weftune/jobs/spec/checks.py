@@ -81,10 +81,19 @@ def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str])
 
 def _room_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
     """A sample has two tokens at least: one of them is predicted from the other."""
-    if (rows := job.adapter.rows_before) > shape.context - 2:
+    if (before := job.adapter.positions_before) > shape.context - 2:
         where = place(job.name, "adapter", "num_virtual_tokens")
-        sentence = f"{rows} leave no room for a sample in the base's context of {shape.context} tokens"
+        sentence = f"{before} leave no room for a sample in the base's context of {shape.context} tokens"
         yield Mistake(where, f"{sentence}; write fewer")
+    seen = sum(job.adapter.adapts(site) for site in shape.sites)
+    if job.adapter.keys_before and seen != shape.layers:
+        where = place(job.name, "adapter", "kind")
+        kind = job.adapter.kind
+        yield Mistake(
+            where,
+            f"{kind} needs the keys and values of every layer, and the base has them in {seen} of "
+            f"{shape.layers}; choose another kind",
+        )
 
 
 def _default_targets(adapter: TargetSpec) -> object:
@@ -192,9 +201,9 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
         )
     if isinstance(adapter, LoraSpec):
         yield from _lora_warnings(adapter, aboard, adapters)
-    if job.data.max_length > (room := shape.context - adapter.rows_before):
+    if job.data.max_length > (room := shape.context - adapter.positions_before):
         context = f"the base's context of {shape.context} tokens"
-        less = f"the {room} that virtual tokens leave of {context}" if adapter.rows_before else context
+        less = f"the {room} that virtual tokens leave of {context}" if adapter.positions_before else context
         yield f"max_length {job.data.max_length} is over {less}; longer samples are cut there"
 
 

@@ -221,6 +221,8 @@ ANSWERED: Mapping[str, str] = {
     "lora_modules_to_save": "leave it out, only the adapter is trained",
     "prompt_tuning_init": "leave it out, virtual tokens start at random or from init_from",
     "prompt_tuning_init_text": "leave it out, virtual tokens start at random or from init_from",
+    "prefix_projection": "leave it out, keys and values are trained themselves",
+    "encoder_hidden_size": "leave it out, keys and values are trained themselves",
     "token_dim": "leave it out, it is the base's",
     "use_dora": "for true write kind: dora in adapter",
     "init_lora_weights": "leave it out; for pissa write kind: pissa in adapter",

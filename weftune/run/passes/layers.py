@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from weftune.adapters.banks import Banks
-from weftune.base.attention import Pack, Rule, attend_packed, kernel_serves
+from weftune.base.attention import Pack, Rule, attend_behind, kernel_serves
 from weftune.base.decoders.facts import DecoderFacts
 from weftune.base.decoders.known import DECODERS
 from weftune.base.decoders.mixtures import MIXTURES
@@ -98,6 +98,7 @@ class FusedLayer:
         self._layers, self._index = layers, index
         module, path = layers.modules[index], layers.paths[index]
         attention = module.self_attn
+        self._layer = int(path.rpartition(".")[2])
         self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         self._rule = Rule(attention.scaling, window, None)
@@ -144,7 +145,7 @@ class FusedLayer:
         h_TD, qkv_TN = self._normed(h_TD, self._before_attention, self._qkv)
         norms = head_norms(*self._head_norms) if self._head_norms else None
         q_THD, k_TGD, v_TGD = rotary_split(qkv_TN, cos_TE, sin_TE, self._heads, self._groups, norms)
-        seen_THD = attend_packed(q_THD, k_TGD, v_TGD, pack, self._rule)
+        seen_THD = attend_behind(q_THD, k_TGD, v_TGD, pack, self._rule, self._layer)
         return _onto(h_TD, self._o, seen_THD.flatten(1), self._after_attention)
 
     def _mlp(self, h_TD: Tensor) -> Tensor:

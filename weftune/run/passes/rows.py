@@ -5,7 +5,10 @@ Shapes: T rows, S supervised rows.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from weftune.adapters.banks import Banks
-from weftune.base.attention import Pack, pack
+from weftune.base.attention import Pack, pack, with_prefixes
 from weftune.base.model import Base
-from weftune.core.batch import IGNORED, Microbatch, to_device
+from weftune.core.batch import IGNORED, Microbatch, Segment, to_device
 from weftune.core.deterministic import are_kernels_deterministic
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
@@ -90,7 +93,20 @@ def membership_of(base: Base, banks: Banks, laid: LaidMicrobatch, route: Route) 
     packed = pack(laid.microbatch.sample_lengths, base.device)
     if are_kernels_deterministic():
         packed = as_captured(packed, base.shape.context)
+    if jobs := banks.keys_before(laid.microbatch):
+        packed = with_prefixes(packed, *_prefixed(laid.microbatch, jobs), banks.read_keys)
     return Membership(rows, packed)
+
+
+def _prefixed(microbatch: Microbatch, jobs: Sequence[tuple[Segment, int]]) -> tuple[list[int], list[slice]]:
+    """The number of keys before each sample, and the samples of each of the jobs."""
+    begins = [0, *accumulate(microbatch.sample_lengths)][:-1]
+    counts, samples = [0] * len(begins), []
+    for segment, keys in jobs:
+        own = slice(bisect_left(begins, segment.start), bisect_left(begins, segment.stop))
+        counts[own] = [keys] * (own.stop - own.start)
+        samples.append(own)
+    return counts, samples
 
 
 def as_captured(packed: Pack, context: int) -> Pack:

@@ -1,0 +1,70 @@
+"""Prefix tuning: keys and values before every sample in every layer, as PEFT has them without a projection.
+
+What lets samples see them is `Banks.read_keys` and `base.attention`. Shapes: P virtual tokens, N width of all
+heads of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.adapters.files import peft, read_tensors, write_folder
+from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.prefix.spec import PrefixSpec
+from weftune.core.shapes import SiteShape
+from weftune.errors import AdapterError
+from weftune.ops.draw import fill_normal, parameter_key
+
+STORED = "prompt_embeddings"
+"""All of them side by side: the keys of the first layer, its values, those of the next."""
+
+
+class Prefix(PlainKind):
+    name = "prefix"
+
+    def start(
+        self,
+        member: Member,
+        parameters: Parameters,
+        drawn_on: torch.device | None,
+        frozen: WeightOf | None,
+    ) -> None:
+        for (site, name), value in parameters.items():
+            fill_normal(value, parameter_key(member.seed, site, name))
+
+    def config(self, spec: PrefixSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
+        """PEFT takes the number of layers and the width of heads from the base."""
+        return peft().PrefixTuningConfig(
+            num_virtual_tokens=spec.num_virtual_tokens,
+            num_transformer_submodules=1,
+            task_type="CAUSAL_LM",
+            inference_mode=True,
+            base_model_name_or_path=base,
+        )
+
+    def read_spec(self, config: Mapping[str, Any]) -> PrefixSpec:
+        return PrefixSpec(num_virtual_tokens=int(config["num_virtual_tokens"]))
+
+    def save(
+        self, folder: Path, spec: PrefixSpec, parameters: Parameters, sites: Sequence[SiteShape], base: str
+    ) -> None:
+        ordered = [parameters[one.site, one.name] for one in self.layout(spec, sites).parameters]
+        write_folder(folder, {STORED: torch.cat(ordered, dim=1)}, self.config(spec, (), sites, base))
+
+    def read(
+        self, folder: Path, spec: PrefixSpec, sites: Sequence[SiteShape]
+    ) -> dict[tuple[str, str], Tensor]:
+        wanted = self.layout(spec, sites).parameters
+        widths = [one.shape[1] for one in wanted]
+        found, shape = read_tensors(folder), [spec.num_virtual_tokens, sum(widths)]
+        if found.keys() != {STORED} or list(found[STORED].shape) != shape:
+            named = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
+            raise AdapterError(f"{folder} does not fit: it has {named}, and the adapter is {STORED} {shape}")
+        parts = found[STORED].split(widths, dim=1)
+        return {(one.site, one.name): part for one, part in zip(wanted, parts, strict=True)}
