@@ -87,3 +87,13 @@ def test_an_adapter_of_another_base_is_a_sentence(tmp_path: Path) -> None:
             max_tokens=2,
             device=CPU,
         )
+
+
+def test_an_adapter_of_a_kind_that_peft_lacks_is_a_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "diff"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"weftune_kind": "diff"}')
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    base = BaseSpec(model=str(model_folder(tmp_path / "base")))
+    with pytest.raises(AdapterError, match=r"holds a diff adapter, a kind that PEFT does not have.*--merged"):
+        answers(base, {"diff": folder}, "w5", tokenise=prompt_tokens, with_base=False, device=CPU)

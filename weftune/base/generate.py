@@ -64,7 +64,7 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
     """
     from peft import PeftModel
 
-    refuse_slow_patterns(model, folder)
+    refuse_config(model, folder)
     try:
         if not isinstance(model, PeftModel):
             model = PeftModel.from_pretrained(model, folder, adapter_name=name)
@@ -77,8 +77,9 @@ def with_adapter(model: Any, name: str, folder: Path) -> Any:
     return model.eval()
 
 
-def refuse_slow_patterns(model: Any, folder: Path) -> None:
-    """PEFT matches what an adapter's config says against the name of every module."""
+def refuse_config(model: Any, folder: Path) -> None:
+    """Refuse kinds that PEFT does not have, and slow patterns: PEFT matches what an adapter's config says
+    against the name of every module."""
     file = folder / "adapter_config.json"
     try:
         config: Any = json.loads(file.read_bytes())
@@ -88,6 +89,11 @@ def refuse_slow_patterns(model: Any, folder: Path) -> None:
             expressions += [ending(pattern) for pattern in config.get(key) or {}]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise AdapterError(f"{file} cannot be read: {error}") from None
+    if "weftune_kind" in config:
+        raise AdapterError(
+            f"{folder} holds a {config['weftune_kind']} adapter, a kind that PEFT does not have, and PEFT "
+            "gives the answers; if it can be merged, weftune export --merged makes a model to ask"
+        )
     if slow := slow_sentence(expressions, [name for name, _ in model.named_modules()]):
         raise AdapterError(f"{file}: one of its patterns {slow}.")
 
