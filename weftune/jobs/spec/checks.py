@@ -92,8 +92,8 @@ def _room_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -
     if adapter.rows_before and outside:
         sentence = f"{kind} needs embeddings that go into the first layer as they are, and the base has"
         yield Mistake(where, f"{sentence} {outside} around its layers; choose another kind")
-    seen = sum(adapter.adapts(site) for site in shape.sites)
-    if adapter.keys_before and seen != shape.layers:
+    # Not asked of kinds with targets: an expression of theirs may take for ever, and has been refused.
+    if adapter.keys_before and (seen := sum(map(adapter.adapts, shape.sites))) != shape.layers:
         sentence = f"{kind} needs the keys and values of every layer, and the base has them in"
         yield Mistake(where, f"{sentence} {seen} of {shape.layers}; choose another kind")
 
