@@ -152,9 +152,10 @@ def attend_behind(
         return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     assert layer is not None, "whoever puts keys before samples must know the layer"
     own = prefixes.read(layer)
-    keys, values = [keys for keys, _ in own], [values for _, values in own]
-    whole = (_spread(x, prefixes, before) for x, before in ((q_THD, ()), (k_TGD, keys), (v_TGD, values)))
-    return attend_packed(*whole, prefixes.pack, rule)[prefixes.rows_T]
+    q_THD = _spread(q_THD, prefixes, ())
+    k_TGD = _spread(k_TGD, prefixes, [keys for keys, _ in own])
+    v_TGD = _spread(v_TGD, prefixes, [values for _, values in own])
+    return attend_packed(q_THD, k_TGD, v_TGD, prefixes.pack, rule)[prefixes.rows_T]
 
 
 def _spread(x_TGD: Tensor, prefixes: Prefixes, before: Sequence[Tensor]) -> Tensor:

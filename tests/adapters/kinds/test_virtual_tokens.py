@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import bench
-from tests.adapters.kinds.cases import case, job, samples
+from tests import bench, oracle
+from tests.adapters.kinds.cases import by_peft, case, job, samples, write_start
+from tests.cases import slow_but
+from tests.families import tiny
 from tests.run.aboard import ready
 from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import take_aboard, windows
@@ -34,6 +36,8 @@ from weftune.trainer.job import lay_out
 KINDS = ("prompt", "prefix")
 PROMPTED, PREFIXED = 4, 3
 """Virtual tokens of the cases."""
+FAMILIES = ["mistral", "gemma3", "phi3", "opt", "qwen2", "qwen3"]
+"""With sliding windows, norms of heads, keys made with the queries, and positions in a table."""
 TRAINABLE = {"prompt": 4 * 32, "prefix": 3 * 2 * 2 * 16}
 """Rows as wide as the base; in two layers keys and values as wide as two heads of eight."""
 
@@ -113,6 +117,12 @@ def test_more_virtual_tokens_than_the_context_has_room_for_are_refused(kind, bas
     assert check_targets([job(kind, "llama")], base.shape) == []
 
 
+def test_rows_that_would_not_go_into_the_first_layer_are_refused():
+    (mistake,) = check_targets([job("prompt", "opt")], bench.base("opt").shape)
+    assert mistake.place.endswith("adapter.kind")
+    assert "the base has model.decoder.project_" in mistake.sentence
+
+
 def test_a_base_without_keys_in_every_layer_has_no_prefix(base):
     less = replace(base.shape, sites=tuple(site for site in base.shape.sites if ".1." not in site.name))
     (mistake,) = check_targets([job("prefix", "llama")], less)
@@ -179,6 +189,19 @@ def test_metrics_count_the_tokens_of_the_data_alone(kind, base, tmp_path):
     found = [line["tokens"] for line in lines if line.get("job") == kind and "loss" in line]
     batches = bench.batches(samples(kind), 3, 2, 2)
     assert found == [sum(len(tokens) for tokens, _ in batch) for batch in batches]
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, ["mistral", "phi3"]))
+def test_in_other_families_they_learn_what_peft_teaches_them(family, tmp_path):
+    model = tiny(family, torch.float64)
+    # The embeddings of this OPT are narrower than its layers, which PEFT's rows do not fit.
+    kinds = KINDS if family != "opt" else ("prefix",)
+    starts = {kind: write_start(tmp_path / f"start-{kind}", model, kind, family) for kind in kinds}
+    jobs = [job(kind, family, starts[kind]) for kind in kinds]
+    bench.train(bench.base(family), tmp_path / "out", jobs, capacity=256)
+    for kind in kinds:
+        got = bench.trained(tmp_path / "out", kind, bench.adapter(starts[kind]))
+        oracle.assert_equal_float64(got, by_peft(kind, family, starts[kind]))
 
 
 @pytest.mark.parametrize("travels", [False, True])

@@ -145,6 +145,36 @@ def test_on_a_quantised_base_too_and_each_matrix_is_computed_once_a_pass_for_all
     assert set(Counter(written).values()) == {2 * STEPS}
 
 
+@pytest.mark.parametrize("recompute", [NOTHING, Recompute(outputs=True, layers=1)])
+def test_virtual_tokens_train_in_fused_layers_as_in_the_plain_ones(recompute, monkeypatch):
+    """Rows before samples, and keys and values before them, beside a job that has neither."""
+    base, found = one_layer("llama"), []
+    adapters = {
+        "lora": {"rank": 7, "targets": ["v_proj"]},
+        "prompt": {"kind": "prompt", "num_virtual_tokens": 2},
+        "prefix": {"kind": "prefix", "num_virtual_tokens": 3},
+    }
+    data = bench.rows(bench.samples(4, 1, shortest=4, longest=LENGTH))
+    for route in (Route.segmented, Route.tiled):
+        jobs = [
+            aboard.ready(base, name, steps=1, batch_size=2, data=data, adapter=adapter)
+            for name, adapter in adapters.items()
+        ]
+        executor = woven(base, jobs, route, monkeypatch)
+        courses = [job.course(0, 1, False) for job in jobs]
+        made = NOTHING if route is Route.segmented else recompute
+        program = plan_window(courses, one_device(), 64, ladder=True, recompute=made)
+        assert {len(plan.jobs) for plan in program.microbatches} == {len(jobs)}
+        events = list(aboard.events(executor, program, jobs))
+        assert sum(isinstance(event, Stepped) for event in events) == len(jobs)
+        executor.unweave()
+        found.append({job.name: executor.aboard[job.name] for job in jobs})
+    for name in adapters:
+        plain, fused = (one[name].state.exp_avg for one in found)
+        assert plain.norm() > 0
+        assert (fused - plain).norm() <= 1e-4 * plain.norm(), name
+
+
 def test_what_is_made_again_in_the_backward_has_the_bits_it_had(monkeypatch):
     base = one_layer("llama")
     kept = trained(base, Route.tiled, monkeypatch, steps=1)

@@ -12,7 +12,7 @@ from weftune.adapters.lora.spec import LoraSpec, pattern_for
 from weftune.adapters.start import source_of
 from weftune.adapters.target import TargetSpec, layer_numbers
 from weftune.core.patterns import ending, slow_sentence
-from weftune.core.shapes import ModelShape, SiteShape
+from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.errors import AdapterError, Mistake
 from weftune.jobs.spec.near import nearest
 from weftune.jobs.spec.show import show
@@ -21,6 +21,8 @@ from weftune.plan.cost.memory import gib
 
 HIGH_RATE, HIGH_DECAY = 0.1, 1.0
 """Above these somebody has probably missed a decimal point: Adam moves every weight by about its rate."""
+LEAST_TOKENS = 2
+"""Of a sample: one of them is predicted from the other."""
 NAMED = 4
 """Jobs that a sentence names before it counts."""
 
@@ -80,20 +82,21 @@ def _target_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str])
 
 
 def _room_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
-    """A sample has two tokens at least: one of them is predicted from the other."""
-    if (before := job.adapter.positions_before) > shape.context - 2:
+    """What stands in the way of virtual tokens."""
+    adapter = job.adapter
+    if (before := adapter.positions_before) > shape.context - LEAST_TOKENS:
         where = place(job.name, "adapter", "num_virtual_tokens")
         sentence = f"{before} leave no room for a sample in the base's context of {shape.context} tokens"
         yield Mistake(where, f"{sentence}; write fewer")
-    seen = sum(job.adapter.adapts(site) for site in shape.sites)
-    if job.adapter.keys_before and seen != shape.layers:
-        where = place(job.name, "adapter", "kind")
-        kind = job.adapter.kind
-        yield Mistake(
-            where,
-            f"{kind} needs the keys and values of every layer, and the base has them in {seen} of "
-            f"{shape.layers}; choose another kind",
-        )
+    where, kind = place(job.name, "adapter", "kind"), adapter.kind
+    outside = next((site.name for site in shape.sites if layer_of(site.name) is None), None)
+    if adapter.rows_before and outside:
+        sentence = f"{kind} needs embeddings that go into the first layer as they are, and the base has"
+        yield Mistake(where, f"{sentence} {outside} around its layers; choose another kind")
+    # Not asked of kinds with targets: an expression of theirs may take for ever, and has been refused.
+    if adapter.keys_before and (seen := sum(map(adapter.adapts, shape.sites))) != shape.layers:
+        sentence = f"{kind} needs the keys and values of every layer, and the base has them in"
+        yield Mistake(where, f"{sentence} {seen} of {shape.layers}; choose another kind")
 
 
 def _default_targets(adapter: TargetSpec) -> object:
