@@ -179,7 +179,7 @@ class PlainKind:
 
     def portable(self, folder: Path, target: Path) -> int:
         merged = "for a model that they load, run weftune export --merged"
-        way = merged if KINDS[self.name].merges else "weftune generate answers with it"
+        way = merged if KINDS[self.name].merges else "nor can it be merged into a model that they load"
         raise AdapterError(f"{folder} is a {self.name} adapter, which servers do not load; {way}")
 
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:

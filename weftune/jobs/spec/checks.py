@@ -193,7 +193,7 @@ def _job_warnings(job: JobSpec, shape: ModelShape, adapters: Mapping[str, Target
     aboard = [site for site in shape.sites if adapter.adapts(site)]
     if not adapter.served:
         way = "to serve it there, run weftune export --merged"
-        way = way if adapter.merges else "nor can they be merged; weftune generate answers with it"
+        way = way if adapter.merges else "nor can they be merged into a model that it loads"
         yield f"vLLM does not load {adapter.kind} adapters; {way}"
     if adapter.dense:
         values = sum(map(adapter.parameters_at, aboard))
