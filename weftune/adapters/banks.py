@@ -69,12 +69,12 @@ class Aboard:
     """Whether its kind has kernels on the tiled route."""
     rows_before: Tensor | None
     """Rows that it puts before every sample, [rows, D]."""
-    prefixes: Mapping[int, Prefix]
+    prefixes: Mapping[int, LayerPrefix]
     """By layer, the keys and values that it puts before every sample."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class LayerPrefix:
     """Keys and values before every sample in one layer, [rows, width of all heads]."""
 
     site: str
@@ -507,12 +507,12 @@ def _with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segmen
     return flat_TD.view(h.shape)
 
 
-def _prefixes(layout: VectorLayout, views: Parameters) -> dict[int, Prefix]:
+def _prefixes(layout: VectorLayout, views: Parameters) -> dict[int, LayerPrefix]:
     found = {}
     for parameter in layout.parameters:
         layer, site = layer_of(parameter.site), parameter.site
         if parameter.name == KEYS and layer is not None:
-            found[layer] = Prefix(site, views[site, KEYS], views[site, VALUES])
+            found[layer] = LayerPrefix(site, views[site, KEYS], views[site, VALUES])
     return found
 
 

@@ -43,7 +43,7 @@ class Gated:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnGates:
     """How the gates of a pass are drawn, and what each open one costs."""
 
     key: int
@@ -102,7 +102,7 @@ def fix(values: Gated, kept: int) -> None:
 
 
 def difference_product(
-    x_LK: Tensor, values: Gated, totals: Gated, drawn: Drawn | None, anchor: Tensor
+    x_LK: Tensor, values: Gated, totals: Gated, drawn: DrawnGates | None, anchor: Tensor
 ) -> Tensor:
     """x(z ⊙ w)ᵀ, with the gradients of w and of the gates added to `totals`. Where nothing is drawn, gates
     are fixed, and w alone has a gradient. `anchor` is as in `ops.accumulate`."""
@@ -112,7 +112,7 @@ def difference_product(
 class _DifferenceProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_LK: Tensor, anchor: Tensor, values: Gated, totals: Gated, drawn: Drawn | None
+        ctx: Any, x_LK: Tensor, anchor: Tensor, values: Gated, totals: Gated, drawn: DrawnGates | None
     ) -> Tensor:
         ctx.save_for_backward(x_LK)
         ctx.values, ctx.totals, ctx.drawn = values, totals, drawn
@@ -140,7 +140,7 @@ class _DifferenceProduct(torch.autograd.Function):
         return dx_LK, None, None, None, None
 
 
-def _gates(values: Gated, drawn: Drawn | None) -> tuple[Gate, Gate]:
+def _gates(values: Gated, drawn: DrawnGates | None) -> tuple[Gate, Gate]:
     """Those of the elements, and that of all of them."""
     alpha_NK = values.alpha_NK.to(_wide(values.alpha_NK))
     one = alpha_NK.new_ones(1)
@@ -154,7 +154,7 @@ def _gates(values: Gated, drawn: Drawn | None) -> tuple[Gate, Gate]:
     return element, gate(group, uniform(drawn.group_key, 1, 1, group)[0])
 
 
-def _add_penalty(values: Gated, totals: Gated, drawn: Drawn) -> None:
+def _add_penalty(values: Gated, totals: Gated, drawn: DrawnGates) -> None:
     """The gradient of l0_weight times the expected number of elements whose gates are not 0."""
     p_NK = open_share(values.alpha_NK.to(totals.alpha_NK.dtype))
     cost = drawn.l0_weight * drawn.bears.to(p_NK.dtype)

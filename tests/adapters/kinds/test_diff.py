@@ -20,7 +20,7 @@ from weftune.base.shape import model_shape, site_modules
 from weftune.errors import AdapterError
 from weftune.jobs.spec.checks import warnings
 from weftune.ops.dropout import key
-from weftune.ops.hard_concrete import Drawn, difference_product, uniform
+from weftune.ops.hard_concrete import DrawnGates, difference_product, uniform
 from weftune.ops.hard_concrete import Gated as Values
 from weftune.trainer.export import finished_kind, write_portable
 
@@ -149,7 +149,7 @@ def test_the_penalty_shuts_gates():
     totals = Values(torch.zeros(4, 5), torch.zeros(4, 5), torch.zeros(1))
     anchor = torch.zeros((), requires_grad=True)
     for bears, falls in ((0.0, False), (1.0, True)):
-        drawn = Drawn(7, 8, 100.0, torch.tensor(bears))
+        drawn = DrawnGates(7, 8, 100.0, torch.tensor(bears))
         difference_product(torch.zeros(3, 5), values, totals, drawn, anchor).sum().backward()
         assert bool((totals.alpha_NK > 0).all()) is falls
 

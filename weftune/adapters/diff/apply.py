@@ -28,7 +28,7 @@ from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.dropout import key
-from weftune.ops.hard_concrete import Drawn, Gated, difference_product, fix, settled
+from weftune.ops.hard_concrete import DrawnGates, Gated, difference_product, fix, settled
 
 ALPHA_START = 5.0
 """As its authors have it: gates are open at first but for few draws."""
@@ -49,12 +49,12 @@ class Diff(PlainKind):
         drawn = self._drawn(at) if at.segment.step <= spec.relaxed_steps(at.member.steps) else None
         return JobPart(add=lambda x_LK: difference_product(x_LK, values, totals, drawn, at.bound.anchor))
 
-    def _drawn(self, at: JobAt) -> Drawn:
+    def _drawn(self, at: JobAt) -> DrawnGates:
         def own(what: str) -> int:
             return key(at.member.seed, at.segment.step, f"{at.site.name}.{what}")
 
         index_L = at.bound.microbatch.token_index_T[at.segment.rows]
-        return Drawn(own(ALPHA), own(GROUP), at.member.spec.l0_weight, (index_L == 0).any())
+        return DrawnGates(own(ALPHA), own(GROUP), at.member.spec.l0_weight, (index_L == 0).any())
 
     def start(
         self,

@@ -25,7 +25,7 @@ STORED = "prompt_embeddings"
 """All of them side by side: the keys of the first layer, its values, those of the next."""
 
 
-class Prefix(PlainKind):
+class PrefixTuning(PlainKind):
     name = "prefix"
 
     def start(

@@ -17,7 +17,7 @@ TOGETHER = ("qkv_proj", "attn.c_attn", "query_key_value")
 class PrefixSpec(TargetSpec):
     """In every layer, trained keys and values that all rows of a sample see before their own."""
 
-    implementation: ClassVar[str] = "weftune.adapters.prefix.apply:Prefix"
+    implementation: ClassVar[str] = "weftune.adapters.prefix.apply:PrefixTuning"
     peft_type: ClassVar[str | None] = "PREFIX_TUNING"
     merges: ClassVar[bool] = False
     unused: ClassVar[frozenset[str]] = frozenset({"targets", "layers"})
