@@ -411,6 +411,9 @@ class Loop:
                 shapes=aboard,
             )
         )
+        if timed.saves:
+            # So that a run that finds no checkpoint knows that there was one.
+            self.journal.settle()
 
     def _fetch(self, plan: MicrobatchPlan, held_out: bool) -> Microbatch:
         return lay_out(plan, held_out, self.jobs)
