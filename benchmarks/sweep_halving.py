@@ -1,6 +1,6 @@
 """Halving against the full grid and against random search with as many samples: 24 trials on stories15M.
 
-    python -m benchmarks.sweep_halving [--seeds 5] [--steps 60] [--model FOLDER] [--data FILE] [--toy]
+    python -m benchmarks.sweep_halving [--seeds 5] [--steps 120] [--model FOLDER] [--data FILE] [--toy]
                                        [--known FILE ...] [--json FILE]
 
 Every seed has its own held-out rows, order of rows and beginnings of adapters. The grid is trained to its end
@@ -54,8 +54,10 @@ class Case:
 
     rates: tuple[float, ...] = (3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 4e-3, 1e-2, 3e-2)
     ranks: tuple[int, ...] = (4, 16, 64)
-    steps: int = 60
-    batch_size: int = 8
+    steps: int = 120
+    batch_size: int = 4
+    warmup: float = 0.03
+    """Of the steps, and short of the first rung: trials that still warm up are all alike."""
     held_out: int = 64
 
     @property
@@ -140,7 +142,7 @@ def jobs(
                 "eval": {"path": str(folder / "held_out.jsonl"), "every": 0.5},
                 "steps": case.steps,
                 "batch_size": case.batch_size,
-                "warmup": 0.1,
+                "warmup": case.warmup,
                 "seed": seed,
                 "sweep": sweep | ({"halving": dict(halving)} if halving else {}),
             }
