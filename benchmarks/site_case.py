@@ -68,7 +68,7 @@ class SiteCase:
         return self.x[turn] @ self.weight_NK.T, self.dy[turn] @ self.weight_NK
 
     def tiled(self, weave: Weave, turn: int) -> Tensor | None:
-        _, s = forward(self.x[turn], self.weight_NK, None, None, weave)
+        _, s, _ = forward(self.x[turn], self.weight_NK, None, None, weave)
         return backward(self.dy[turn], self.x[turn], self.weight_NK, s, weave, wants_dx=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from tests.base.packs import packed, random_samples
 from tests.bench import base as tiny_base
 from tests.families import FAMILIES, tiny
 from weftune.adapters.banks import Banks
+from weftune.adapters.form import Scratch, SiteTensors
 from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
+from weftune.adapters.woven import WovenBank
+from weftune.core.shapes import SiteShape
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.table import SlotTable
 
@@ -290,20 +294,23 @@ def raising(error):
     return fail
 
 
+def seat(bank: WovenBank, sites: Sequence[SiteShape], slot: int, rank: int) -> None:
+    spec = LoraSpec(rank=rank)
+    layout = LORA.layout(spec, sites)
+    views = layout.views(torch.zeros(layout.size))
+    member, scratch = Member(f"job{slot}", spec, 0), Scratch(torch.zeros(()))
+    parts = [LORA.woven(member, SiteTensors(site, views, views, scratch)) for site in sites]
+    bank.attach(member.job, slot, parts)
+
+
 def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    bank, specs = LORA.bank(llama.shape.sites[:1], 64), LoraSpec(rank=1)
-    layout = LORA.layout(specs, llama.shape.sites[:1])
-    sent: list[int] = []
-
-    def seat(slot: int) -> None:
-        views = layout.views(torch.zeros(layout.size))
-        bank.attach(Member(f"job{slot}", specs, 0), slot, views, views)
-
-    seat(0)
-    bank._make_table(torch.zeros(()))
+    sites = llama.shape.sites[:1]
+    bank, sent = WovenBank(sites, 64), list[int]()
+    seat(bank, sites, 0, rank=1)
+    bank._group(torch.zeros(()))
     monkeypatch.setattr(SlotTable, "send", lambda table: sent.append(int((table.host_views()[2] > 0).sum())))
     for slot in range(1, 40):
-        seat(slot)
+        seat(bank, sites, slot, rank=1)
     for slot in range(10, 20):
         bank.detach(f"job{slot}")
     assert sent == []
@@ -315,38 +322,28 @@ def test_tables_are_sent_once_however_many_jobs_come_and_go(llama, monkeypatch: 
 def test_a_large_job_leaves_the_limits_of_a_bank_as_it_found_them(llama) -> None:
     """Else every site would stay slow when it has gone; captured passes of both limits find their graph."""
     sites = llama.shape.sites[:1]
-    bank = LORA.bank(sites, 8)
-
-    def seat(slot: int, rank: int) -> None:
-        spec = LoraSpec(rank=rank)
-        layout = LORA.layout(spec, sites)
-        views = layout.views(torch.zeros(layout.size))
-        bank.attach(Member(f"job{slot}", spec, 0), slot, views, views)
-
-    seat(0, 3)
+    bank = WovenBank(sites, 8)
+    seat(bank, sites, 0, rank=3)
     group = bank._group(torch.zeros(()))
     small = bank.limits()
     assert (group.rank, group.bands) == (16, 1)
-    seat(1, 100)
+    seat(bank, sites, 1, rank=100)
     bank.settle()
     large = bank.limits()
     assert bank._group(torch.zeros(())).rank == 128
     assert bank._group(torch.zeros(())).table is group.table
     bank.detach("job1")
     assert bank.limits() == small
-    seat(1, 70)
+    seat(bank, sites, 1, rank=70)
     assert bank.limits() == large
 
 
 def test_a_rank_of_several_bands_has_another_table_and_keeps_it(llama) -> None:
     """A captured pass has the table's address: none that was made for the old one may be found again."""
     sites = llama.shape.sites[:1]
-    bank, seen = LORA.bank(sites, 8), []
+    bank, seen = WovenBank(sites, 8), []
     for slot, rank in enumerate((3, 300, 4)):
-        spec = LoraSpec(rank=rank)
-        layout = LORA.layout(spec, sites)
-        views = layout.views(torch.zeros(layout.size))
-        bank.attach(Member(f"job{slot}", spec, 0), slot, views, views)
+        seat(bank, sites, slot, rank)
         bank.settle()
         group = bank._group(torch.zeros(()))
         seen.append((bank.limits(), group.rank, group.bands, group.table.rank_PS[:, :3].tolist()))

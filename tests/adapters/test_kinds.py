@@ -12,9 +12,9 @@ from tests.bench import base as tiny_base
 from tests.interpreter import interpret
 from weftune.adapters.banks import Banks
 from weftune.adapters.kind import Member
-from weftune.adapters.lora.apply import LoraBank
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
+from weftune.adapters.woven import WovenBank
 from weftune.errors import AdapterError
 from weftune.ops.lora.routes import Route
 
@@ -83,8 +83,8 @@ def test_where_lora_is_alone_in_a_microbatch_its_kernels_run_though_others_are_a
         spec = all_kinds("llama")[job]
         attach(banks, base, job, spec, drawn(base, spec, 0))
     kernels = []
-    linear = LoraBank.linear
-    monkeypatch.setattr(LoraBank, "linear", lambda *given: kernels.append(given) or linear(*given))
+    linear = WovenBank.linear
+    monkeypatch.setattr(WovenBank, "linear", lambda *given: kernels.append(given) or linear(*given))
     x_TK, samples = torch.randn(7, 32), random_samples((4, 3))
     for jobs, expected in ((("lora", "nobody"), 1), (("lora", "gate"), 1), (("nobody", "gate"), 1)):
         with banks.bound(together(jobs, samples), Route.tiled, training=False), torch.no_grad():

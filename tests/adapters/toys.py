@@ -55,6 +55,11 @@ class ToyKind:
 
     def merge(self, *_: Any) -> None: ...
 
+    def weaves(self, spec: Any) -> bool:
+        return False
+
+    def woven(self, *_: Any) -> None: ...
+
 
 @dataclass(frozen=True)
 class GateSpec:
@@ -79,7 +84,7 @@ class Gate(ToyKind):
                 shapes.append(ParameterShape(site.name, "u", (site.out_features,), spec.u_rate))
         return VectorLayout(tuple(shapes))
 
-    def bank(self, sites: Sequence[SiteShape], slots: int) -> PlainBank:
+    def bank(self, sites: Sequence[SiteShape]) -> PlainBank:
         return PlainBank(sites, self._part)
 
     def _part(self, at: JobAt) -> JobPart:
@@ -124,7 +129,7 @@ class Tied(ToyKind):
         a, b = (torch.randn(spec.rank, size, generator=generator) for size in (inputs, outputs))
         return {"a": a.to(like) / inputs**0.5, "b": b.to(like)}
 
-    def bank(self, sites: Sequence[SiteShape], slots: int) -> PlainBank:
+    def bank(self, sites: Sequence[SiteShape]) -> PlainBank:
         return PlainBank(sites, self._part)
 
     def _part(self, at: JobAt) -> JobPart:
@@ -156,7 +161,7 @@ class Prompt(ToyKind):
     def layout(self, spec: PromptSpec, sites: Sequence[SiteShape]) -> VectorLayout:
         return VectorLayout((ParameterShape(SHARED, ROWS, (spec.rows, sites[0].in_features)),))
 
-    def bank(self, sites: Sequence[SiteShape], slots: int) -> PlainBank:
+    def bank(self, sites: Sequence[SiteShape]) -> PlainBank:
         raise AssertionError("it is at no site")
 
 

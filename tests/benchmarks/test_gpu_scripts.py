@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_experts, gpu_stream, pipeline_gpu
+from benchmarks import gpu_experts, gpu_kinds, gpu_stream, pipeline_gpu
 from tests.interpreter import interpret
 from weftune.bench import gpu_churn, gpu_lengths, gpu_quality, gpu_step
 from weftune.bench.timing import MeasuredStep
@@ -211,3 +211,11 @@ def test_streamed_losses_are_held_to_those_of_as_many_resident_jobs() -> None:
 def test_a_pipeline_on_one_device_has_the_losses_of_one_process(run: Any) -> None:
     found = run(pipeline_gpu)
     assert found["gap"] <= pipeline_gpu.NOISE * max(found["noise"], 1e-6)
+
+
+def test_companies_of_kinds_are_measured_beside_eight_lora_jobs_and_peft(run: Any) -> None:
+    found = run(gpu_kinds, "--profile")
+    rows = {row["name"]: row["measured"]["seconds"] for row in found["rows"]}
+    assert [*rows] == [*gpu_kinds.COMPANIES, *(f"PEFT, {name}" for name in gpu_kinds.COMPANIES)]
+    assert all(seconds > 0 for seconds in rows.values())
+    assert found["captures"].keys() == {"lora", *gpu_kinds.JOINING}

@@ -1,9 +1,9 @@
 """All banks of a base: attached to its sites, bound to one microbatch around each pass.
 
 Each site's linear gets a forward of ours: it multiplies all rows by the frozen weight once, and the kinds
-with rows there change input and output. On the tiled route, if one kind is alone at a site, its kernels do
-all of it at once. Outside a bound pass it is the base's own forward. Sites that share their input may form a
-group, whose weights are stacked.
+with rows there change input and output. On the tiled route kernels do all of it at once, for all kinds that
+have the form of LoRA with scales. Outside a bound pass it is the base's own forward. Sites that share their
+input may form a group, whose weights are stacked.
 
 Shapes: T rows, K inputs, N outputs of a site or a group.
 """
@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from weftune.adapters.form import Scratch, SiteTensors, WovenPart
 from weftune.adapters.kind import (
     ExpertBank,
     Frozen,
@@ -34,6 +35,7 @@ from weftune.adapters.kind import (
 from weftune.adapters.registry import kind_named
 from weftune.adapters.target import KEYS, ROWS, VALUES
 from weftune.adapters.vector import SHARED, VectorLayout
+from weftune.adapters.woven import WovenBank
 from weftune.core.batch import Microbatch, Segment, to_device
 from weftune.core.shapes import SiteShape, layer_of
 from weftune.core.weight import FrozenWeight, HoldsWeight, StackedWeight, Weight
@@ -66,7 +68,9 @@ class Aboard:
     groups: tuple[SiteGroup | ExpertGroup, ...]
     """The groups of sites with its adapter."""
     tiled: bool
-    """Whether its kind has kernels on the tiled route."""
+    """Whether the tiled route's kernels do all that its adapter does."""
+    woven: bool
+    """Whether they do what it does at linears."""
     rows_before: Tensor | None
     """Rows that it puts before every sample, [rows, D]."""
     prefixes: Mapping[int, LayerPrefix]
@@ -89,6 +93,9 @@ class SiteGroup:
     sites: tuple[SiteShape, ...]
     frozen: Frozen
     banks: dict[str, SiteBank] = field(default_factory=dict)
+    """By kind."""
+    woven: WovenBank | None = None
+    """The adapters of all kinds whose form the tiled kernels take; None before the first of them."""
     adds_residual: bool = False
     """Whether its linear is handed a residual to add its outputs to."""
 
@@ -99,11 +106,8 @@ class SiteGroup:
             low += site.out_features
 
     def contest(self, bound: Pass) -> Contest | None:
-        """What its linear will have to choose from in a pass, where one kind's kernels make all of it."""
-        kernels = next(iter(self.banks.values())) if len(self.banks) == 1 else None
-        if kernels is None or not kernels.tiled:
-            return None
-        return kernels.contest(self.frozen, self.adds_residual, bound)
+        """What its linear will have to choose from in a pass, where kernels make all of it."""
+        return None if self.woven is None else self.woven.contest(self.frozen, self.adds_residual, bound)
 
 
 @dataclass(slots=True)
@@ -152,6 +156,7 @@ class Banks:
         self._choices = choices_on(like.device)
         self._compiled: set[Hashable] = set()
         self._pass: Pass | None = None
+        self._beside: Pass | None = None
         self._owners: Owners | None = None
         """Of the rows of the pass, once a layer of experts has asked."""
         self._whole_sites = tuple(whole_sites or sites)
@@ -216,6 +221,8 @@ class Banks:
         before = views.get((SHARED, ROWS)) if kind.rows_before(spec) else None
         assert before is None or self._embedding is not None, "rows before a sample go in at the embedding"
         prefixes = _prefixes(layout, views)
+        woven = self._woven_parts(kind, member, groups, views, totals)
+        at_experts = [group for group in groups if isinstance(group, ExpertGroup)]
         if self._free:
             heappop(self._free)
         self.aboard[member.job] = Aboard(
@@ -226,12 +233,43 @@ class Banks:
             gradient=gradient,
             totals=totals,
             groups=groups,
-            tiled=before is None and not prefixes and all(group.banks[kind.name].tiled for group in groups),
+            tiled=before is None
+            and not prefixes
+            and woven is not None
+            and all(group.banks[kind.name].tiled for group in at_experts),
+            woven=woven is not None,
             rows_before=before,
             prefixes=prefixes,
         )
         for group in groups:
-            group.banks[kind.name].attach(member, slot, views, totals)
+            if isinstance(group, ExpertGroup):
+                group.banks[kind.name].attach(member, views, totals)
+            else:
+                group.banks[kind.name].attach(member, views)
+        for linears, parts in woven or ():
+            linears.woven = linears.woven or WovenBank(linears.sites, self.slots)
+            linears.woven.attach(member.job, slot, parts)
+
+    def _woven_parts(
+        self,
+        kind: Kind,
+        member: Member,
+        groups: Sequence[SiteGroup | ExpertGroup],
+        views: Parameters,
+        totals: Parameters,
+    ) -> list[tuple[SiteGroup, list[WovenPart | None]]] | None:
+        """The job's adapter at each group of linears as the tiled kernels take it; None where they do not."""
+        if not kind.weaves(member.spec):
+            return None
+        scratch = Scratch(self._like)
+        found = [
+            (group, [kind.woven(member, SiteTensors(site, views, totals, scratch)) for site in group.sites])
+            for group in groups
+            if isinstance(group, SiteGroup)
+        ]
+        # Sites that share their input have one scale of it, or none.
+        shared = any(part and part.g_in for group, parts in found for part in parts if len(group.sites) > 1)
+        return None if shared else found
 
     def _linear_groups(self, kind: Kind, spec: Any) -> list[SiteGroup]:
         """Those where an adapter attaches, with a bank of its kind."""
@@ -239,7 +277,7 @@ class Banks:
         groups = list({id(group): group for group in places}.values())
         for group in groups:
             if kind.name not in group.banks:
-                group.banks[kind.name] = kind.bank(group.sites, self.slots)
+                group.banks[kind.name] = kind.bank(group.sites)
         return groups
 
     def _expert_groups(self, kind: Kind, layout: VectorLayout) -> list[ExpertGroup]:
@@ -272,6 +310,8 @@ class Banks:
         heappush(self._free, aboard.slot)
         for group in aboard.groups:
             group.banks[aboard.member.spec.kind].detach(job)
+            if aboard.woven and isinstance(group, SiteGroup) and group.woven is not None:
+                group.woven.detach(job)
         if self._constants:
             read = {_constants_of(one.member.spec) for one in self.aboard.values()}
             self._constants = {key: found for key, found in self._constants.items() if key in read}
@@ -298,23 +338,23 @@ class Banks:
         slot = self._free[0] if self._free else len(self.aboard)
         if slot >= self.slots:
             self.slots *= 2
-            for bank in self._banks():
+            for bank in self._woven_banks():
                 bank.resize(self.slots)
         return slot
 
-    def _banks(self) -> Iterator[SiteBank]:
-        return (bank for group in self._distinct() for bank in group.banks.values())
+    def _woven_banks(self) -> Iterator[WovenBank]:
+        return (group.woven for group in self._distinct() if group.woven is not None)
 
     def _distinct(self) -> list[SiteGroup]:
         return list({id(group): group for group in self._groups.values()}.values())
 
     def limits(self) -> tuple[object, ...]:
         """What a captured pass depends on besides its rows: slots, ranks, and who may use dropout."""
-        return self.slots, tuple(bank.limits() for bank in self._banks() if bank.tiled)
+        return self.slots, tuple(bank.limits() for bank in self._woven_banks())
 
     def capturable(self, microbatch: Microbatch) -> bool:
         """Whether a captured pass can serve the microbatch. It is captured without knowing whose rows come,
-        so kinds without kernels that read this from tensors would be missing from it."""
+        so kinds whose form the kernels do not take would be missing from it."""
         return all(aboard.tiled for aboard in map(self._through, microbatch.segments) if aboard is not None)
 
     def _through(self, segment: Segment) -> Aboard | None:
@@ -334,7 +374,7 @@ class Banks:
         Every pass asks for them before it begins, so the kernels' tables are brought up to date here, in one
         copy however many jobs came and went.
         """
-        for bank in self._banks():
+        for bank in self._woven_banks():
             bank.settle()
         seats: list[Seat] = []
         for segment in microbatch.segments:
@@ -360,12 +400,22 @@ class Banks:
         assert own or not training, "rows are trained through their own adapter only, or through none"
         totals = self._totals(microbatch)
         self._pass = Pass(microbatch, route, training, self._anchor, totals, rows, self._choices)
+        self._beside = self._beside_kernels(self._pass)
         try:
             if rows is not None and training:
                 self._compile_ahead(self._pass, (microbatch.rows, self.limits()))
             yield
         finally:
-            self._pass = self._owners = None
+            self._pass = self._beside = self._owners = None
+
+    def _beside_kernels(self, bound: Pass) -> Pass:
+        """The pass with the rows only of those jobs whose adapters at linears no kernels weave in."""
+        plain = [
+            segment
+            for segment in bound.microbatch.segments
+            if (aboard := self._through(segment)) is not None and not aboard.woven
+        ]
+        return replace(bound, microbatch=replace(bound.microbatch, segments=tuple(plain)))
 
     def force_order(self, order: Order) -> None:
         """Have the tiled route take one order at all sites, for measurements."""
@@ -450,11 +500,11 @@ class Banks:
 
     def _linear(self, group: SiteGroup, x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
         bound = self._pass
-        kinds = [] if bound is None else [bank for bank in group.banks.values() if bank.present(bound)]
-        if bound is not None and bound.route is Route.tiled and len(kinds) == 1 and kinds[0].tiled:
-            return kinds[0].linear(x_TK, group.frozen, residual_TN, bound)
-        nobody = bound is not None and not bound.microbatch.segments
-        assert not (nobody and kinds), "what is captured for whoever comes has the kernels of one kind"
+        if bound is not None and bound.route is Route.tiled and group.woven is not None:
+            found = self._by_kernels(group, group.woven, x_TK, residual_TN, bound)
+            if found is not None:
+                return found
+        kinds = [] if bound is None else [bank for bank in group.banks.values() if bank.segments(bound)]
         pieces = []
         for name, low, high in group.columns():
             frozen = group.frozen.part(low, high)
@@ -462,6 +512,50 @@ class Banks:
             pieces.append(_site_output(frozen, x_TK, parts))
         y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         return (y_TN if residual_TN is None else residual_TN + y_TN).to(x_TK.dtype)
+
+    def _by_kernels(
+        self, group: SiteGroup, woven: WovenBank, x_TK: Tensor, residual_TN: Tensor | None, bound: Pass
+    ) -> Tensor | None:
+        """What kernels compute, and behind it what other jobs make of their own rows of it; None where one of
+        those has a part in the product itself."""
+        beside = self._beside
+        assert beside is not None
+        banks = [bank for bank in group.banks.values() if bank.segments(beside)]
+        if not banks:
+            return woven.linear(x_TK, group.frozen, residual_TN, bound)
+        columns = list(group.columns())
+        parts = [
+            [bank.parts(name, group.frozen.part(low, high), beside) for bank in banks]
+            for name, low, high in columns
+        ]
+        if any(part.add or part.g_in or part.g_out for own in parts for part in own):
+            return None
+        rows = [segment.rows for bank in banks for segment in bank.segments(beside)]
+        y_TN = woven.linear(x_TK, group.frozen, _with_zeros(residual_TN, rows), bound)
+        pieces = [y_TN[:, low:high] for _, low, high in columns]
+        for at, own in enumerate(parts):
+            for part in own:
+                pieces[at] = pieces[at] if part.after is None else part.after(pieces[at])
+        y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        return y_TN if residual_TN is None else _with_added(y_TN, residual_TN, rows)
+
+
+def _with_zeros(x_TN: Tensor | None, rows: Sequence[slice]) -> Tensor | None:
+    """x with zeros in these rows."""
+    if x_TN is None:
+        return None
+    x_TN = x_TN.clone()
+    for own in rows:
+        x_TN[own] = 0.0
+    return x_TN
+
+
+def _with_added(y_TN: Tensor, x_TN: Tensor, rows: Sequence[slice]) -> Tensor:
+    """y with these rows of x added."""
+    y_TN = y_TN.clone()
+    for own in rows:
+        y_TN[own] += x_TN[own]
+    return y_TN
 
 
 def _by_module(

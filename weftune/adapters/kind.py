@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.vector import VectorLayout
-from weftune.core.batch import Microbatch
+from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import Weight, frozen_product, part_of
 from weftune.ops.experts import ExpertPart
-from weftune.ops.lora.choice import Choices, Contest
+from weftune.ops.lora.choice import Choices
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows
 from weftune.ops.lora.table import Group
@@ -93,37 +94,16 @@ class SiteParts:
 class SiteBank(Protocol):
     """At a group of sites that share their input, the parameters of all adapters of one kind aboard."""
 
-    tiled: bool
-    """Whether `linear` is available: kernels that read the owner of each row from `Pass.rows`, so that a
-    captured pass serves any jobs. A bank without it is asked for its `parts` on every route."""
-
-    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
-        """Attach a job; `weights` is what passes read (trained parameters and the kind's constants), `totals`
-        are the accumulators of its gradients."""
+    def attach(self, member: Member, weights: Parameters) -> None:
+        """Attach a job; `weights` is what passes read: trained parameters and the kind's constants."""
 
     def detach(self, job: str) -> None: ...
 
-    def resize(self, slots: int) -> None:
-        """From now on slots may be numbered up to `slots`."""
-
-    def settle(self) -> None:
-        """Bring to the device who came and who went since the last pass, as its kernels read it."""
-
-    def limits(self) -> object:
-        """What kernels are compiled and launched for, besides the jobs aboard: equal limits, equal
-        launches."""
-
-    def present(self, bound: Pass) -> bool:
-        """Whether any of its jobs has rows in the pass."""
+    def segments(self, bound: Pass) -> list[Segment]:
+        """The rows of its jobs in the pass."""
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         """What its jobs do at one site, over whole tensors; `frozen` is the base's own part there."""
-
-    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
-        """The frozen product of all sites side by side with every job's part, by the tiled route."""
-
-    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Contest | None:
-        """What `linear` will have to choose from, so that kernels can be compiled ahead; None if nothing."""
 
 
 class ExpertBank(Protocol):
@@ -131,7 +111,8 @@ class ExpertBank(Protocol):
 
     tiled: bool
 
-    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None: ...
+    def attach(self, member: Member, weights: Parameters, totals: Parameters) -> None:
+        """The same; `totals` are the accumulators of its gradients."""
 
     def detach(self, job: str) -> None: ...
 
@@ -192,7 +173,14 @@ class Kind(Protocol):
         """Change the master weights, if need be, before a step of the job is made with the gradients that are
         there: for kinds with phases."""
 
-    def bank(self, sites: Sequence[SiteShape], slots: int) -> SiteBank: ...
+    def bank(self, sites: Sequence[SiteShape]) -> SiteBank: ...
+
+    def weaves(self, spec: Any) -> bool:
+        """Whether adapters of this spec have the form that the tiled kernels take; others compute by the
+        parts of their bank on every route, and passes with them are not captured."""
+
+    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+        """The adapter in that form at one site; None where it has none. Asked only of kinds that weave."""
 
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
         """Only asked for where an adapter's layout has parameters at experts."""

@@ -89,38 +89,25 @@ class JobPart:
 
 
 class PlainBank:
-    tiled = False
-
     def __init__(self, sites: Sequence[SiteShape], part: Callable[[JobAt], JobPart]) -> None:
         self._sites = {site.name: site for site in sites}
         self._part = part
         self._aboard: dict[str, tuple[Member, Parameters]] = {}
         self._known: dict[tuple[str, str], Tensor] = {}
 
-    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
+    def attach(self, member: Member, weights: Parameters) -> None:
         self._aboard[member.job] = member, weights
 
     def detach(self, job: str) -> None:
         del self._aboard[job]
 
-    def resize(self, slots: int) -> None:
-        """Nothing depends on the number of slots."""
-
-    def settle(self) -> None:
-        """There is nothing but what the host reads."""
-
-    def limits(self) -> None:
-        return None
-
-    def present(self, bound: Pass) -> bool:
-        return any(segment.through in self._aboard for segment in bound.microbatch.segments)
+    def segments(self, bound: Pass) -> list[Segment]:
+        return [segment for segment in bound.microbatch.segments if segment.through in self._aboard]
 
     def parts(self, site: str, frozen: Frozen, bound: Pass) -> SiteParts:
         added, g_in, g_out, behind = [], [], [], []
-        for segment in bound.microbatch.segments:
-            if segment.through not in self._aboard:
-                continue
-            member, weights = self._aboard[segment.through]
+        for segment in self.segments(bound):
+            member, weights = self._aboard[segment.through or ""]
             at = JobAt(member, self._sites[site], segment, bound, weights, frozen, self._known)
             part = self._part(at)
             start, stop = segment.start, segment.stop
@@ -141,12 +128,6 @@ class PlainBank:
             return _with_rows(y_TN, [(segment, one(y_TN[segment.rows])) for segment, one in behind])
 
         return SiteParts(add if added else None, tuple(g_in), tuple(g_out), after if behind else None)
-
-    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
-        raise AssertionError("a kind in plain torch has no kernels")
-
-    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> None:
-        return None
 
 
 def _with_rows(y_TN: Tensor, made: Sequence[tuple[Segment, Tensor]]) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.folder import read_config
+from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.kind import ExpertBank, Member, Parameters, WeightOf
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.own_config import OwnConfig
@@ -110,8 +111,14 @@ class PlainKind:
     def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
         """Nothing changes but by the step itself."""
 
-    def bank(self, sites: Sequence[SiteShape], slots: int) -> PlainBank:
+    def bank(self, sites: Sequence[SiteShape]) -> PlainBank:
         return PlainBank(sites, self._part)
+
+    def weaves(self, spec: Any) -> bool:
+        return False
+
+    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+        raise AssertionError(f"a {self.name} adapter is not woven in")
 
     def _part(self, at: JobAt) -> JobPart:
         return self.part(at) if self.adapts(at.member.spec, at.site.name) else JobPart()

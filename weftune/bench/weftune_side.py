@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from weftune.adapters.kind import Member
-from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.kinds import AdapterSpec
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
@@ -62,18 +62,23 @@ class JobsAboard:
         self.losses: dict[str, list[float]] = {}
         self.recompute = NOTHING
 
-    def join(self, job: str, adapter: LoraSpec, batches: Lengths, seed: int) -> None:
+    def join(self, job: str, adapter: AdapterSpec, batches: Lengths, seed: int) -> None:
         lengths = [length for batch in batches for length in batch]
         firsts = np.cumsum([0, *(len(batch) for batch in batches)]).tolist()
         samples = random_samples(lengths, self.base.shape.vocabulary, seed)
         self.stocks[job] = Stock(samples, tuple(firsts))
         self.losses[job] = []
-        member = Member(job, adapter, seed)
-        sites = self.base.shape.sites
-        home, here = self.executor.home, self.base.device
-        self.executor.attach(
-            new_training(member, RECIPE, sites, self.base.dtype, home, drawn_on=here),
+        base, home = self.base, self.executor.home
+        training = new_training(
+            Member(job, adapter, seed),
+            RECIPE,
+            base.shape.sites,
+            base.dtype,
+            home,
+            drawn_on=base.device,
+            frozen=base.weight_reader(),
         )
+        self.executor.attach(training)
 
     def leave(self, job: str) -> None:
         self.executor.detach(job)

@@ -496,7 +496,7 @@ def test_a_made_up_site_has_the_shape_that_is_asked_for():
 
 def test_a_step_of_a_trial_is_a_forward_and_a_backward_of_training(monkeypatch):
     site, seen = made_up_site(Call(rows=100, features=640, residual=True).shape, CPU), []
-    monkeypatch.setattr(choice_trial, "forward", lambda *given: seen.append(given) or ("y", "s"))
+    monkeypatch.setattr(choice_trial, "forward", lambda *given: seen.append(given) or ("y", "s", None))
     monkeypatch.setattr(choice_trial, "backward", lambda *given, **named: seen.append((*given, named)))
     site.step(Order.wide_beside)
     forward, backward = seen

@@ -44,7 +44,7 @@ def product(monkeypatch, case, backward, residual=False, **changes):
         target = fused.fused_dx(made.dy, made.weight, made.x, weave)
         assert target.shape == made.x.shape
     else:
-        target = fused.fused_y(made.x, made.weight, None, made.dy if residual else None, made.x, weave)
+        target = fused.fused_y(made.x, made.weight, None, made.dy if residual else None, made.x, None, weave)
         assert target.shape == made.dy.shape
     (launch,) = launches
     return launch
@@ -59,8 +59,8 @@ def test_a_fused_product_reads_its_operands_in_blocks_and_writes_half_a_block_at
     forward, backward = (product(monkeypatch, ONE, backward) for backward in (False, True))
     assert blocks_of(forward) == [[128, 32], [128, 32], None, [128, 64]]
     assert blocks_of(backward) == [[128, 32], [32, 128], None, [128, 64]]
-    assert forward.given[14:] == (300, 264, 200)
-    assert backward.given[14:] == (300, 200, 264)
+    assert forward.given[17:] == (300, 264, 200)
+    assert backward.given[17:] == (300, 200, 264)
     added = product(monkeypatch, ONE, backward=False, residual=True)
     assert blocks_of(added) == [[128, 32], [128, 32], [128, 64], [128, 64]]
     for one in (forward, backward):
@@ -122,7 +122,8 @@ def taken(monkeypatch):
 def test_a_forward_makes_s_and_then_the_product_of_its_order(order, residual, taken):
     _, weave = weave_of(ONE, order)
     product = "fused_y" if order in (Order.fused, Order.fused_beside) else "wide_y"
-    assert tiled.forward(torch.zeros(3, 2), torch.zeros(2, 2), None, residual, weave) == (product, "down")
+    made = tiled.forward(torch.zeros(3, 2), torch.zeros(2, 2), None, residual, weave)
+    assert made == (product, "down", None)
     assert taken == ["down", product]
 
 
@@ -161,7 +162,7 @@ def test_a_linear_takes_the_first_order_or_the_one_that_is_chosen(monkeypatch):
 
     def forward(x, weight, bias, residual, use):
         seen.append(use)
-        return made.dy.clone(), made.x
+        return made.dy.clone(), made.x, None
 
     monkeypatch.setattr(tiled, "forward", forward)
     anchor, rule = torch.zeros((), requires_grad=True), Chosen()
@@ -192,12 +193,12 @@ def test_gradients_go_to_those_who_want_them(wants_dx, wants_residual, monkeypat
     made, weave = weave_of(ONE)
     asked = []
 
-    def backward(dy, x, weight, s, use, wants_dx):
+    def backward(dy, x, weight, s, use, wants_dx, *_):
         asked.append(wants_dx)
         assert dy.is_contiguous()
         return torch.full_like(x, 7.0) if wants_dx else None
 
-    monkeypatch.setattr(tiled, "forward", lambda *given: (made.dy.clone(), made.x.clone()))
+    monkeypatch.setattr(tiled, "forward", lambda *given: (made.dy.clone(), made.x.clone(), None))
     monkeypatch.setattr(tiled, "backward", backward)
     x, residual = made.x.requires_grad_(wants_dx), made.dy.clone().requires_grad_(wants_residual)
     anchor = torch.zeros((), requires_grad=True)
@@ -233,7 +234,7 @@ def test_wide_products_are_made_of_the_columns_of_each_span(monkeypatch):
     monkeypatch.setattr(wide, "up", lambda s, product, span, *others: seen.append((product, span)))
     monkeypatch.setattr(wide, "add_dx", lambda ds, product, span, *others: seen.append((product, span)))
     monkeypatch.setattr(wide, "SPAN_BYTES", 4 * 300 * weave.tiling.up.columns * 3)
-    assert wide.wide_y(made.x, made.weight, None, None, made.x, weave).shape == (300, 192)
+    assert wide.wide_y(made.x, made.weight, None, None, made.x, None, weave).shape == (300, 192)
     whole = torch.cat([product for product, _ in seen], dim=1)
     torch.testing.assert_close(whole, made.x @ made.weight.T)
     assert [(span.low, span.high) for _, span in seen] == [(0, 96), (96, 192)]

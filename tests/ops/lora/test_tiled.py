@@ -103,12 +103,12 @@ def test_beside_a_residual_or_a_bias_what_a_young_adapter_adds_is_not_rounded_aw
     # Adapters are held until the end: the table has their addresses only.
     adapters, group, rows = woven(case, made)
     weave = Weave(group, rows, True, tiling(rows, group, case.features, case.dtype), Order.wide)
-    plain, _ = forward(made.x, made.weight, None, None, weave)
+    plain, *_ = forward(made.x, made.weight, None, None, weave)
     added = plain.double() - made.x.double() @ made.weight.double().T
     assert added.abs().max() < 0.5
     beside = torch.full_like(plain, 2.0**23)
     given = (None, beside) if large == "residual" else (beside[0], None)
-    y, _ = forward(made.x, made.weight, *given, weave)
+    y, *_ = forward(made.x, made.weight, *given, weave)
     seen = y.double() - beside - (plain.double() - added)
     assert (seen * added).sum() / (added * added).sum() == pytest.approx(1.0, abs=0.25)
     del adapters

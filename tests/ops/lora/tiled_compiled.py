@@ -88,7 +88,7 @@ def main(every):
     chosen = tiling(rows, group, case.features, case.dtype)
     for one_read in (True, False):
         weave = Weave(group, rows, True, replace(chosen, one_read=one_read))
-        _, s = forward(made.x, made.weight, None, None, weave)
+        _, s, _ = forward(made.x, made.weight, None, None, weave)
         backward(made.dy, made.x, made.weight, s, weave, wants_dx=one_read)
     for rank, drops in ((128, False), (256, True)) if every else ():
         laden(Order.wide, rank, drops)
@@ -113,7 +113,7 @@ def laden(order, rank, drops, columns=128):
     blocks = product_blocks(columns, case.dtype, programs=132)
     chosen = replace(tiling(rows, group, case.features, case.dtype), y=blocks, dx=blocks)
     weave = Weave(group, rows, True, chosen, order)
-    _, s = forward(made.x, made.weight, made.bias, made.residual, weave)
+    _, s, _ = forward(made.x, made.weight, made.bias, made.residual, weave)
     backward(made.dy, made.x, made.weight, s, weave, wants_dx=True)
 
 

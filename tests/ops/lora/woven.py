@@ -238,7 +238,7 @@ def run(
                 blocks = product_blocks(columns, case.dtype, chosen.y.programs)
                 chosen = replace(chosen, y=blocks, dx=blocks)
             weave = Weave(group, rows, training, chosen, order or Order.wide)
-            y, s = forward(made.x, made.weight, made.bias, made.residual, weave)
+            y, s, _ = forward(made.x, made.weight, made.bias, made.residual, weave)
             dx = backward(made.dy, made.x, made.weight, s, weave, wants_dx)
             found = {"y": y, "dx": dx}  # type: ignore[dict-item]
             if made.residual is not None:
@@ -287,7 +287,7 @@ def kept_of_a_young_adapter(case: Case, order: Order) -> dict[str, float]:
     assert entry is not None
 
     def both() -> tuple[Tensor, Tensor, Tensor]:
-        y, s = forward(made.x, made.weight, None, made.residual, weave)
+        y, s, _ = forward(made.x, made.weight, None, made.residual, weave)
         dx = backward(made.dy, made.x, made.weight, s, weave, wants_dx=True)
         assert dx is not None
         return y, dx, s

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
+from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.kind import Member, Parameters, WeightOf
-from weftune.adapters.lora.apply import draw
+from weftune.adapters.lora.apply import draw, low_rank
 from weftune.adapters.lora.config import spec_fields
 from weftune.adapters.lora.files import peft_config
 from weftune.adapters.lora.spec import A, B, weight_names
@@ -24,6 +25,8 @@ from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import matrix_of
+from weftune.ops.lora.scales import Scale
+from weftune.ops.lora.weave import DIRECT_RANKS
 
 
 class Dora(PlainKind):
@@ -44,6 +47,19 @@ class Dora(PlainKind):
             return (g_N - 1.0) * at.frozen.summed(dropped_LK) + g_N * low_rank_LN
 
         return JobPart(add=add)
+
+    def weaves(self, spec: DoraSpec) -> bool:
+        """Not with dropout, which PEFT lets change xWᵀ too, nor where ranks fill more than one band."""
+        ranks = (spec.rank, *spec.rank_pattern.values())
+        return spec.dropout == 0.0 and max(ranks) <= DIRECT_RANKS
+
+    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+        if (at.site.name, MAGNITUDE) not in at.weights:
+            return None
+        value_N = at.weight(MAGNITUDE)
+        inverse_N = torch.zeros(len(value_N), dtype=torch.float32, device=value_N.device)
+        g_out = Scale(value_N, at.total(MAGNITUDE), inverse_N)
+        return WovenPart(low_rank=low_rank(member.spec, at), g_out=g_out)
 
     def start(
         self,

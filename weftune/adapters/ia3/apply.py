@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.files import is_transposed, peft, target_modules
+from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
 from weftune.adapters.kind import Member, Parameters, WeightOf
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.adapters.target import ends_with
 from weftune.core.shapes import SiteShape
+from weftune.ops.lora.scales import Scale
 
 
 class Ia3(PlainKind):
@@ -25,6 +27,16 @@ class Ia3(PlainKind):
         if at.member.spec.is_feedforward(at.site.name):
             return JobPart(g_in_K=scale)
         return JobPart(g_out_N=scale, scales_bias=True)
+
+    def weaves(self, spec: Ia3Spec) -> bool:
+        return True
+
+    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+        if (at.site.name, SCALE) not in at.weights:
+            return None
+        scale = Scale(at.weight(SCALE), at.total(SCALE), scales_bias=True)
+        feedforward = member.spec.is_feedforward(at.site.name)
+        return WovenPart(g_in=scale) if feedforward else WovenPart(g_out=scale)
 
     def start(
         self,

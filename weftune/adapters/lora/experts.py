@@ -68,8 +68,8 @@ class LoraExperts:
         """By site, until somebody comes or goes."""
         self._numbers: dict[tuple[str | None, ...], Tensor] = {}
 
-    def attach(self, member: Member, slot: int, weights: Parameters, totals: Parameters) -> None:
-        """The slot is one of all jobs aboard; those with adapters here are counted by themselves."""
+    def attach(self, member: Member, weights: Parameters, totals: Parameters) -> None:
+        """Jobs with adapters here are counted by themselves."""
         taken = {seat.number for seat in self._seats.values()}
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         self._seats[member.job] = _ExpertSeat(member, number, weights, totals)

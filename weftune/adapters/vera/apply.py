@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.files import is_transposed, layers_to_transform, peft, target_modules
+from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.kind import Member, Parameters, WeightOf
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.vector import SHARED
 from weftune.adapters.vera.spec import D, E, VeraSpec
 from weftune.core.shapes import SiteShape
+from weftune.ops.lora.factors import Factored
+from weftune.ops.lora.table import Entry
 
 A, B = "vera_A", "vera_B"
 
@@ -27,9 +31,29 @@ class Vera(PlainKind):
 
     def part(self, at: JobAt) -> JobPart:
         a_rK = at.constant(A)[:, : at.site.in_features]
-        b_Nr = at.constant(B)[: at.site.out_features]
+        b_rN = at.constant(B)[:, : at.site.out_features]
         d_r, e_N = at.trained(D), at.trained(E)
-        return JobPart(add=lambda x_LK: e_N * ((at.dropped(x_LK) @ a_rK.T * d_r) @ b_Nr.T))
+        return JobPart(add=lambda x_LK: e_N * ((at.dropped(x_LK) @ a_rK.T * d_r) @ b_rN))
+
+    def weaves(self, spec: VeraSpec) -> bool:
+        return True
+
+    def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
+        """LoRA with A = d ⊙ the one constant and B = e ⊙ the other, which are computed anew at every site."""
+        if (at.site.name, D) not in at.weights:
+            return None
+        d_r, e_N, spec = at.weight(D), at.weight(E), member.spec
+        name, dtype = at.site.name.rpartition(".")[2], d_r.dtype
+        shapes = {A: (spec.rank, at.site.in_features), B: (spec.rank, at.site.out_features)}
+        a_rK, b_rN = (at.scratch.zeros((name, one), shape, dtype) for one, shape in shapes.items())
+        da_rK, db_rN = (
+            at.scratch.zeros((name, one, "gradient"), shape, torch.float32) for one, shape in shapes.items()
+        )
+        constants = at.weights[SHARED, A], at.weights[SHARED, B]
+        return WovenPart(
+            low_rank=Entry(a_rK, b_rN, da_rK, db_rN, scale=1.0, dropout=spec.dropout),
+            factors=Factored(d_r, e_N, at.total(D), at.total(E), *constants),
+        )
 
     def start(
         self,
@@ -45,7 +69,9 @@ class Vera(PlainKind):
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
 
     def constants(self, spec: VeraSpec, sites: Sequence[SiteShape], like: Tensor) -> dict[str, Tensor]:
-        return {name: value.to(like) for name, value in self._drawn(spec, sites).items()}
+        """B by ranks, as ours are held."""
+        drawn = self._drawn(spec, sites)
+        return {A: drawn[A].to(like), B: drawn[B].T.contiguous().to(like)}
 
     def _drawn(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
         """A, then B, in float32 on the CPU: as PEFT draws them, as wide as the widest site."""
@@ -95,8 +121,8 @@ class Vera(PlainKind):
         bias_N: Tensor | None,
         own: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        a_rK, b_Nr = own[A][:, : site.in_features], own[B][: site.out_features]
-        return weight_NK + own[E][:, None] * ((b_Nr * own[D]) @ a_rK), bias_N
+        a_rK, b_rN = own[A][:, : site.in_features], own[B][:, : site.out_features]
+        return weight_NK + own[E][:, None] * ((b_rN.T * own[D]) @ a_rK), bias_N
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:

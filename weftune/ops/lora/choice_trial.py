@@ -86,7 +86,7 @@ class Site:
     def step(self, order: Order) -> None:
         chosen = tiling(self.rows, self.group, self.x_TK.shape[1], self.x_TK.dtype)
         weave = Weave(self.group, self.rows, True, chosen, order)
-        _, s_TPR = forward(self.x_TK, self.weight_NK, None, self.residual_TN, weave)
+        _, s_TPR, _ = forward(self.x_TK, self.weight_NK, None, self.residual_TN, weave)
         backward(self.dy_TN, self.x_TK, self.weight_NK, s_TPR, weave, wants_dx=True)
 
 

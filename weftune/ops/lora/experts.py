@@ -184,7 +184,7 @@ class WovenLinear:
             return self._product(x_SK, s_SR, backward=False), s_SR
         y_SN = grouped_product(x_SK, self.weight_ENK.transpose(1, 2), self.dealt.stops_E)
         if self.weave is not None and s_SR is not None:
-            up(s_SR, y_SN, _whole(y_SN, self.weave), None, None, y_SN, self.weave)
+            up(s_SR, y_SN, _whole(y_SN, self.weave), None, None, y_SN, None, self.weave)
         return y_SN, s_SR
 
     def ds(self, dy_SN: Tensor, s_SR: Tensor | None) -> Tensor | None:

@@ -24,13 +24,14 @@ def fused_y(
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     s_TPR: Tensor,
+    u_TN: Tensor | None,
     weave: Weave,
 ) -> Tensor:
-    """residual + bias + xWᵀ + sB."""
+    """residual + bias + g ⊙ (xWᵀ + sB); where outputs are scaled, u takes them before they are."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
     if weave.has_large:
         large_y(s_TPR, y_TN, weave)
-    _launch(x_TK, weight_NK, bias_N, residual_TN, s_TPR, y_TN, weave, weave.tiling.y, backward=False)
+    _launch(x_TK, weight_NK, bias_N, residual_TN, s_TPR, y_TN, u_TN, weave, weave.tiling.y, backward=False)
     return y_TN
 
 
@@ -39,7 +40,7 @@ def fused_dx(dy_TN: Tensor, weight_NK: Tensor, ds_TPR: Tensor, weave: Weave) -> 
     dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
     if weave.has_large:
         large_dx(ds_TPR, dx_TK, weave)
-    _launch(dy_TN, weight_NK, None, None, ds_TPR, dx_TK, weave, weave.tiling.dx, backward=True)
+    _launch(dy_TN, weight_NK, None, None, ds_TPR, dx_TK, None, weave, weave.tiling.dx, backward=True)
     return dx_TK
 
 
@@ -50,6 +51,7 @@ def _launch(
     residual: Tensor | None,
     s_TPR: Tensor,
     target: Tensor,
+    unscaled: Tensor | None,
     weave: Weave,
     blocks: ProductBlocks,
     backward: bool,
@@ -61,12 +63,14 @@ def _launch(
     half = [BLOCK, blocks.columns // 2]
     right = [blocks.inner, blocks.columns] if backward else [blocks.columns, blocks.inner]
     table, (rows, outputs) = weave.group.table, target.shape
+    g_out = None if unscaled is None else weave.group.g_out
     tiles = -(-rows // BLOCK) * -(-outputs // blocks.columns)
     product.product[(min(tiles, blocks.programs),)](
         TensorDescriptor.from_tensor(left, [BLOCK, blocks.inner]),
         TensorDescriptor.from_tensor(weight_NK, right),
         None if residual is None else TensorDescriptor.from_tensor(residual, half),
         TensorDescriptor.from_tensor(target, half),
+        None if unscaled is None else TensorDescriptor.from_tensor(unscaled, half),
         bias_N,
         s_TPR,
         weave.rows.runs_U3,
@@ -77,6 +81,8 @@ def _launch(
         table.rank_PS,
         table.threshold_PS,
         table.crc_P,
+        None if g_out is None else g_out.address_PSA,
+        None if g_out is None else g_out.number_PSn,
         rows,
         outputs,
         left.shape[1],

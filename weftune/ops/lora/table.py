@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from weftune.ops.dropout import signed, threshold
+from weftune.ops.lora.addresses import AddressTable
 from weftune.ops.lora.rows import views, words
 
 ALIGNMENT = 16
@@ -176,6 +177,14 @@ class Group:
     """No job's rank is above this."""
     drops: bool
     """Whether any job drops values here."""
+    g_out: AddressTable | None = None
+    """The scales of outputs (`ops.lora.scales`); None where no job has had any."""
+    g_in: AddressTable | None = None
+    """The scales of inputs, where the group is one site."""
+    lengths: bool = False
+    """Whether scales of outputs may have to be divided by the lengths of rows."""
+    factors: AddressTable | None = None
+    """What matrices are computed from (`ops.lora.factors`); None where no job has had such."""
 
     @property
     def bands(self) -> int:

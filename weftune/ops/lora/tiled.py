@@ -1,9 +1,12 @@
-"""The tiled route of a LoRA site: the frozen linears of a group and all jobs' adapters as one autograd node.
+"""The tiled route of a site: the frozen linears of a group and all jobs' adapters as one autograd node.
 
 What is rank-sized goes through Triton kernels that find each job by its slot. The frozen products are the
 library's, in float32, to which the adapters' part is added before it is rounded, or, where the device allows
 it, kernels that add the adapters' part themselves. No shape, no address and no launch depends on who is
 aboard, so all of it can be captured.
+
+Adapters are LoRA, and what can be brought to its form: vectors that scale outputs or inputs beside it (DoRA,
+IA³), and matrices that are computed from vectors (VeRA).
 
 Shapes: T rows, K inputs, N outputs of all parts, P parts, R ranks of one part up to a power of two, Q pieces
 of slots that have several.
@@ -21,8 +24,21 @@ from weftune.ops.lora.aside import Aside
 from weftune.ops.lora.choice import Choices, Contest, shape_of
 from weftune.ops.lora.fused import fused_dx, fused_y
 from weftune.ops.lora.rows import Rows
+from weftune.ops.lora.scales import scaled, unscaled
 from weftune.ops.lora.table import Group
-from weftune.ops.lora.tiled_kernels import add_gradients, da, db, down, ds, ds_db, room_for_da, room_for_db
+from weftune.ops.lora.tiled_kernels import (
+    add_gradients,
+    compute_factors,
+    da,
+    db,
+    down,
+    ds,
+    ds_db,
+    room_for_da,
+    room_for_db,
+    row_lengths,
+    take_factor_gradients,
+)
 from weftune.ops.lora.weave import Weave, contestants, tiling
 from weftune.ops.lora.wide import wide_dx, wide_y
 
@@ -44,7 +60,7 @@ def woven_linear(
     training: bool,
     choices: Choices | None = None,
 ) -> Tensor:
-    """y = residual + bias + xWᵀ + every job's factor · drop(x)AᵀB.
+    """y = residual + bias + g_out ⊙ ((x ⊙ g_in)Wᵀ + every job's factor · drop(x)AᵀB).
 
     The backward adds dA and dB to the jobs' own accumulators. `anchor` is a scalar that requires a gradient
     and gets none: with it the backward is called even where x needs no gradient.
@@ -73,44 +89,77 @@ class _Woven(torch.autograd.Function):
     ) -> Tensor:
         """`made`: what the matrix is computed from; the backward recomputes it."""
         x_TK = x_TK.contiguous()
-        y_TN, s_TPR = forward(x_TK, weight_NK, bias_N, residual_TN, weave)
+        y_TN, s_TPR, u_TN = forward(x_TK, weight_NK, bias_N, residual_TN, weave)
         ctx.weave, ctx.made = weave, made
-        ctx.save_for_backward(x_TK, weight_NK if made is None else None, s_TPR)
+        ctx.save_for_backward(x_TK, weight_NK if made is None else None, s_TPR, u_TN, bias_N)
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, weight_NK, s_TPR = ctx.saved_tensors
+        x_TK, weight_NK, s_TPR, u_TN, bias_N = ctx.saved_tensors
         weight_NK = weight_NK if ctx.made is None else ctx.made.matrix()
-        dx_TK = backward(
-            dy_TN.contiguous(), x_TK, weight_NK, s_TPR, ctx.weave, wants_dx=ctx.needs_input_grad[0]
-        )
+        wants_dx = ctx.needs_input_grad[0]
+        own_TN = dy_TN.contiguous()
+        dx_TK = backward(own_TN, x_TK, weight_NK, s_TPR, ctx.weave, wants_dx, u_TN, bias_N)
         return dx_TK, None, None, dy_TN if ctx.needs_input_grad[3] else None, None, None, None
 
 
 def forward(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, residual_TN: Tensor | None, weave: Weave
-) -> tuple[Tensor, Tensor]:
-    """y, and the s that its backward needs."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, and what its backward needs: s, and u, the outputs before they are scaled, where they are."""
+    group = weave.group
     with torch.cuda.device_of(x_TK):
+        if group.factors is not None:
+            compute_factors(x_TK, weave)
+        if group.g_in is not None:
+            x_TK = scaled(x_TK, group.g_in, ((0, x_TK.shape[1]),), weave.rows)
         s_TPR = down(x_TK, weave)
+        if group.lengths:
+            row_lengths(weight_NK, weave)
         residual_TN = None if residual_TN is None else residual_TN.contiguous()
+        u_TN = None if group.g_out is None else x_TK.new_empty(len(x_TK), len(weight_NK))
         whole = fused_y if weave.order.fuses else wide_y
-        return whole(x_TK, weight_NK, bias_N, residual_TN, s_TPR, weave), s_TPR
+        return whole(x_TK, weight_NK, bias_N, residual_TN, s_TPR, u_TN, weave), s_TPR, u_TN
 
 
 def backward(
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    s_TPR: Tensor,
+    weave: Weave,
+    wants_dx: bool,
+    u_TN: Tensor | None = None,
+    bias_N: Tensor | None = None,
+) -> Tensor | None:
+    """dx, if wanted; gradients of the adapters are added to the jobs' accumulators."""
+    group = weave.group
+    with torch.cuda.device_of(x_TK):
+        if group.factors is not None:
+            compute_factors(x_TK, weave)
+        if group.g_out is not None:
+            assert u_TN is not None
+            dy_TN = unscaled(dy_TN, u_TN, bias_N, group.g_out, group.columns, weave.rows)
+        dx_TK = _low_rank_backward(dy_TN, x_TK, weight_NK, s_TPR, weave, wants_dx or group.g_in is not None)
+        if group.g_in is not None:
+            assert dx_TK is not None
+            dx_TK = unscaled(dx_TK, x_TK, None, group.g_in, ((0, x_TK.shape[1]),), weave.rows)
+        if group.factors is not None:
+            take_factor_gradients(x_TK, weave)
+        return dx_TK if wants_dx else None
+
+
+def _low_rank_backward(
     dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave, wants_dx: bool
 ) -> Tensor | None:
-    """dx, if wanted; dA and dB are added to the jobs' accumulators."""
-    with torch.cuda.device_of(x_TK):
-        if wants_dx and weave.order.beside:
-            return _gradients_beside(dy_TN, x_TK, weight_NK, s_TPR, weave)
-        ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, weave)
-        partial_da_QPRK = room_for_da(x_TK, weave)
-        da(x_TK, ds_TPR, partial_da_QPRK, weave)
-        add_gradients(partial_da_QPRK, partial_db_QLN, weave)
-        return _dx(dy_TN, weight_NK, ds_TPR, weave) if wants_dx else None
+    if wants_dx and weave.order.beside:
+        return _gradients_beside(dy_TN, x_TK, weight_NK, s_TPR, weave)
+    ds_TPR, partial_db_QLN = ds_db(dy_TN, s_TPR, weave)
+    partial_da_QPRK = room_for_da(x_TK, weave)
+    da(x_TK, ds_TPR, partial_da_QPRK, weave)
+    add_gradients(partial_da_QPRK, partial_db_QLN, weave)
+    return _dx(dy_TN, weight_NK, ds_TPR, weave) if wants_dx else None
 
 
 def _gradients_beside(dy_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, s_TPR: Tensor, weave: Weave) -> Tensor:

@@ -11,10 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weftune.ops.lora.factors import add_factors, write_factors
 from weftune.ops.lora.rows import BLOCK
 from weftune.ops.lora.table import ALIGNMENT
-from weftune.ops.lora.weave import RowSpan, Weave
+from weftune.ops.lora.weave import DIRECT_RANKS, RowSpan, Weave
 
+LENGTH_ROWS, LENGTH_COLUMNS, LENGTH_RANKS = 128, 64, 64
+"""The block of W that a program takes at a time to find the lengths of its rows, and the ranks of all slots
+that it finds them for."""
 LARGE_SPAN = 1024
 """Columns of a program that writes what large slots add: most programs find none, so they are to be few."""
 
@@ -90,21 +94,25 @@ def up(
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     y_TN: Tensor,
+    u_TN: Tensor | None,
     weave: Weave,
 ) -> None:
-    """y = frozen + sB + bias + residual in the columns of the span, which are all that `frozen` has."""
+    """y = g ⊙ (frozen + sB) + bias + residual in the columns of the span, which are all that `frozen` has."""
     from weftune.ops.triton import site
 
-    launch, table = weave.tiling.up, weave.group.table
+    launch, table, g_out = weave.tiling.up, weave.group.table, weave.group.g_out
     site.up[(span.blocks, len(weave.rows.tiles_G3))](
         s_TPR,
         frozen_TW,
         bias_N,
         residual_TN,
         y_TN,
+        u_TN,
         weave.rows.tiles_G3,
         table.address_PS4,
         table.rank_PS,
+        None if g_out is None else g_out.address_PSA,
+        None if g_out is None else g_out.number_PSn,
         span.first,
         span.low,
         y_TN.shape[1],
@@ -373,6 +381,51 @@ def add_gradients(partial_da_QPRK: Tensor, partial_db_QLN: Tensor, weave: Weave)
         ALIGNMENT=alignment(partial_da_QPRK, weave),
         num_warps=4,
     )
+
+
+def row_lengths(weight_NK: Tensor, weave: Weave) -> None:
+    """What outputs are scaled by besides a trained vector, where that is 1 / ‖W + scale · BA‖."""
+    from weftune.ops.triton import scales
+
+    table, g_out = weave.group.table, weave.group.g_out
+    assert g_out is not None
+    ranks = min(weave.ranks, DIRECT_RANKS)
+    slots, half = LENGTH_RANKS // ranks, weight_NK.dtype.itemsize == 2
+    scales.row_lengths[(-(-weave.slots // slots), sum(weave.blocks(LENGTH_ROWS)))](
+        weight_NK,
+        table.address_PS4,
+        table.factor_PS2,
+        table.rank_PS,
+        g_out.address_PSA,
+        weight_NK.shape[1],
+        weight_NK.stride(0),
+        weight_NK.stride(1),
+        COLUMNS=weave.columns,
+        S=weave.slots,
+        P=weave.sites,
+        G=slots,
+        R=ranks,
+        M=LENGTH_ROWS,
+        C=LENGTH_COLUMNS if half else LENGTH_COLUMNS // 2,
+        ALIGNMENT=alignment(weight_NK, weave),
+        PRECISION=precision(weight_NK),
+        num_warps=8,
+        num_stages=3 if half else 1,
+    )
+
+
+def compute_factors(like_TK: Tensor, weave: Weave) -> None:
+    """A and B of the slots that have them computed."""
+    group = weave.group
+    assert group.factors is not None
+    write_factors(like_TK, group.factors, group.table.address_PS4, group.columns)
+
+
+def take_factor_gradients(like_TK: Tensor, weave: Weave) -> None:
+    """From dA and dB of these slots to what A and B were computed from."""
+    group = weave.group
+    assert group.factors is not None
+    add_factors(like_TK, group.factors, group.table.address_PS4, group.columns)
 
 
 def alignment(x: Tensor, weave: Weave) -> int:

@@ -27,9 +27,10 @@ def wide_y(
     bias_N: Tensor | None,
     residual_TN: Tensor | None,
     s_TPR: Tensor,
+    u_TN: Tensor | None,
     weave: Weave,
 ) -> Tensor:
-    """residual + bias + xWᵀ + sB."""
+    """residual + bias + g ⊙ (xWᵀ + sB); where outputs are scaled, u takes them before they are."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
     for span in spans(weave.group.columns, weave.tiling.up.columns, len(y_TN)):
         # Without a name, which would keep it while the next one is made.
@@ -40,6 +41,7 @@ def wide_y(
             bias_N,
             residual_TN,
             y_TN,
+            u_TN,
             weave,
         )
     return y_TN

@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weftune.ops.triton.scales import is_scaled, scale_at
 from weftune.ops.triton.slots import (
     DIRECT,
     NEVER,
@@ -162,12 +163,46 @@ def added(
     return added_MH
 
 
+@triton.jit
+def onto(y_MH, residual, bias, n_H, row, column, N):
+    """y with the residual and the bias added."""
+    if residual is not None:
+        y_MH += residual.load([row, column]).to(tl.float32)
+    if bias is not None:
+        y_MH += tl.load(bias + n_H, mask=n_H < N, other=0.0).to(tl.float32)[None, :]
+    return y_MH
+
+
+@triton.jit
+def scaled_by_runs(
+    y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S: tl.constexpr, s
+):
+    """y with the rows of every run scaled by its slot's g; of a slot that scales the bias, too, with what
+    that is changed by."""
+    turn = first
+    while turn < end:
+        run = runs + turn * 3
+        mine_M = (row_M >= tl.load(run)) & (row_M < tl.load(run + 1))
+        entry = part * S + tl.load(run + 2)
+        if is_scaled(scales, entry):
+            g_H = scale_at(scales, entry, n_H - low, n_H < high, s.dtype.element_ty)
+            scaled_MH = y_MH * g_H[None, :]
+            if bias is not None:
+                changes_H = (n_H < high) & (tl.load(with_bias + entry) != 0)
+                bias_H = tl.load(bias + n_H, mask=changes_H, other=0.0).to(tl.float32)
+                scaled_MH += (bias_H * (g_H - 1.0))[None, :]
+            y_MH = tl.where(mine_M[:, None], scaled_MH, y_MH)
+        turn += 1
+    return y_MH
+
+
 @triton.jit(do_not_specialize=["T"])
 def product(
     left,
     right,
     residual,
     target,
+    unscaled,
     bias,
     s,
     runs,
@@ -178,6 +213,8 @@ def product(
     rank,
     threshold,
     crc,
+    scales,
+    with_bias,
     T,
     N,
     K,
@@ -197,6 +234,8 @@ def product(
     PRECISION: tl.constexpr,
 ):
     """target [T, N] = left [T, K] · right + residual + bias + the adapters' products.
+
+    Where jobs scale their outputs, what they scale is written to `unscaled`, before residual and bias.
 
     Forward: right is W [N, K], the adapters add sB of the site that the columns belong to. Backward: right is
     W as [K, N], and the adapters add the dropped ds · A of all sites. What large slots add is in `target`.
@@ -224,10 +263,8 @@ def product(
             column = column_block * C + half * H
             n_H = column + tl.arange(0, H)
             y_MH = sums[half]
-            if residual is not None:
-                y_MH += residual.load([row_block * M, column]).to(tl.float32)
-            if bias is not None:
-                y_MH += tl.load(bias + n_H, mask=n_H < N, other=0.0).to(tl.float32)[None, :]
+            if unscaled is None:
+                y_MH = onto(y_MH, residual, bias, n_H, row_block * M, column, N)
             part, low, high = part_of(column, N, COLUMNS, PARTED)
             turn = first
             large_M = row_M < 0
@@ -257,4 +294,10 @@ def product(
             if LARGE and some:
                 written_MH = target.load([row_block * M, column]).to(tl.float32)
                 y_MH += tl.where(large_M[:, None], written_MH, 0.0)
+            if unscaled is not None:
+                unscaled.store([row_block * M, column], y_MH.to(target.dtype))
+                y_MH = scaled_by_runs(
+                    y_MH, runs, first, end, bias, scales, with_bias, part, row_M, n_H, low, high, S, s
+                )
+                y_MH = onto(y_MH, residual, bias, n_H, row_block * M, column, N)
             target.store([row_block * M, column], y_MH.to(target.dtype))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weftune.ops.triton.scales import is_scaled, scale_at
 from weftune.ops.triton.slots import (
     bands_of,
     column_block,
@@ -263,9 +264,12 @@ def up(
     bias,
     residual,
     y,
+    u,
     tiles,
     address,
     rank,
+    scales,
+    with_bias,
     first,
     begin,
     N,
@@ -280,7 +284,7 @@ def up(
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y = frozen + sB + bias + residual in the columns of one site, rounded once.
+    """y = g ⊙ (frozen + sB) + bias + residual in the columns of one site, rounded once; u is what is scaled.
 
     `frozen` has W columns, those of y from `begin` on, where its `first` block begins; it should be float32,
     and may be y itself. What is small is added first: the last digit of a residual can be larger than all
@@ -313,9 +317,20 @@ def up(
             b_at_RC = r_R[:, None] * (high - origin) + (n_C - origin)[None, :]
             b_RC = tl.load(b + b_at_RC, mask=(r_R < ranks)[:, None] & inside_C[None, :], other=0.0)
             y_MC = tl.dot(s_MR, b_RC, y_MC, input_precision=PRECISION)
-    if bias is not None:
-        y_MC += tl.load(bias + n_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
     at_MC = row_M[:, None] * N + n_C[None, :]
+    bias_C = tl.full((C,), 0.0, tl.float32)
+    if bias is not None:
+        bias_C = tl.load(bias + n_C, mask=inside_C, other=0.0).to(tl.float32)
+    if u is not None:
+        tl.store(u + at_MC, y_MC.to(u.dtype.element_ty), mask=inside_MC)
+        if slot >= 0:
+            entry = site * S + slot
+            if is_scaled(scales, entry):
+                g_C = scale_at(scales, entry, n_C - origin, inside_C, s.dtype.element_ty)
+                bias_C = tl.where(tl.load(with_bias + entry) != 0, bias_C * g_C, bias_C)
+                y_MC = y_MC * g_C[None, :]
+    if bias is not None:
+        y_MC += bias_C[None, :]
     if residual is not None:
         y_MC += tl.load(residual + at_MC, mask=inside_MC, other=0.0).to(tl.float32)
     tl.store(y + at_MC, y_MC.to(y.dtype.element_ty), mask=inside_MC)

@@ -1,0 +1,130 @@
+"""Jobs that scale the outputs or the inputs of a site, in Triton's interpreter, against plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.lora.woven import Case, Job, Values, scale, values, woven
+from weftune.ops.lora.rows import Rows
+from weftune.ops.lora.scales import Scale, put_scales, scale_table
+from weftune.ops.lora.table import Entry, Group
+from weftune.ops.lora.tiled import woven_linear
+from weftune.ops.lora.weave import Order
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("device")
+
+CASES = {
+    "one job": Case([Job(37, rank=3)]),
+    "jobs that cross blocks of rows": Case([Job(140, rank=7), Job(3, rank=16), Job(155, rank=24)]),
+    "several pieces": Case([Job(100, rank=4), Job(31, rank=5), Job(70, rank=16)], piece=32),
+    "bias and residual": Case([Job(112, rank=4), Job(47, rank=3), Job(9, rank=2)], bias=True, residual=True),
+    "parts": Case(
+        [Job(120, rank=4), Job(49, rank=8, sites=(1,)), Job(20, rank=3)], widths=(256, 128, 40), bias=True
+    ),
+}
+
+
+class Forced:
+    """Takes one order whatever the device."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    def order(self, *_: object) -> Order:
+        return self._order
+
+
+def drawn(seed: int, size: int) -> Tensor:
+    return 1.0 + 0.3 * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def made(
+    case: Case,
+) -> tuple[dict[int, list[Entry | None]], Group, Rows, dict[tuple[int, int], Scale], Values]:
+    """As `woven`, with a scale of outputs for all slots but the second: the first divided by the lengths of
+    rows, the third with its bias."""
+    found = values(case)
+    aboard, group, rows = woven(case, found)
+    device = torch.device(case.device)
+    table = scale_table(len(case.widths), rows.key_S.shape[0], device)
+    scales: dict[tuple[int, int], Scale] = {}
+    for slot in aboard:
+        if slot == 1:
+            continue
+        for site, width in enumerate(case.widths):
+            value = drawn(10 * slot + site, width).to(device)
+            inverse = torch.full((width,), torch.nan, device=device) if slot == 0 else None
+            scales[slot, site] = Scale(value, torch.zeros_like(value), inverse, scales_bias=slot == 2)
+        put_scales(table, slot, [scales[slot, site] for site in range(len(case.widths))])
+    table.send()
+    return aboard, replace(group, g_out=table, lengths=True), rows, scales, found
+
+
+def plain(case: Case, aboard: dict[int, list[Entry | None]], found: Values) -> dict[str, Tensor]:
+    """The same in float64 by autograd."""
+    x = found.x.double().requires_grad_()
+    residual = torch.zeros(()) if found.residual is None else found.residual.double()
+    bias = torch.zeros(()) if found.bias is None else found.bias.double()
+    weight = found.weight.double()
+    leaves: dict[str, Tensor] = {"dx": x}
+    rows = []
+    y = (x @ weight.T + bias).clone()
+    for slot, entries in aboard.items():
+        own = case.rows_of(slot)
+        rows.append(own)
+        for site, (low, high) in enumerate(case.columns):
+            u = x[own] @ weight[low:high].T
+            entry = entries[site]
+            if entry is not None:
+                a = leaves[f"da {slot} {site}"] = entry.a_RK.double().requires_grad_()
+                b = leaves[f"db {slot} {site}"] = entry.b_RN.double().requires_grad_()
+                u = u + scale(slot, site) * x[own] @ a.T @ b
+            here = bias if bias.ndim == 0 else bias[low:high]
+            if slot != 1:
+                g = leaves[f"dg {slot} {site}"] = (
+                    drawn(10 * slot + site, high - low).double().requires_grad_()
+                )
+                if slot == 0:
+                    whole = weight[low:high]
+                    if entry is not None:
+                        whole = whole + scale(slot, site) * (b.T @ a).detach()
+                    g = g / whole.norm(dim=1)
+                u = (u + here) * g if slot == 2 else u * g + here
+            else:
+                u = u + here
+            y[own, low:high] = u
+    y = y + residual
+    y.backward(found.dy.double())
+    return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
+
+
+@pytest.mark.parametrize("order", [Order.wide, Order.fused, Order.fused_beside])
+@pytest.mark.parametrize("name", CASES)
+def test_scaled_outputs_and_their_gradients_equal_plain_autograd(name: str, order: Order) -> None:
+    case = CASES[name]
+    if not case.residual and order is Order.fused_beside and name != "parts":
+        case = replace(case, residual=True)
+    aboard, group, rows, scales, found = made(case)
+    x, anchor = found.x.clone().requires_grad_(), torch.zeros((), requires_grad=True, device=found.x.device)
+    forced = Forced(order)
+    y = woven_linear(
+        x, found.weight, found.bias, found.residual, anchor, group, rows, True, forced  # type: ignore[arg-type]
+    )  # fmt: skip
+    y.backward(found.dy)
+    assert x.grad is not None
+    got = {"y": y.detach(), "dx": x.grad}
+    for slot, entries in aboard.items():
+        for site, entry in enumerate(entries):
+            if entry is not None:
+                got |= {f"da {slot} {site}": entry.da_RK, f"db {slot} {site}": entry.db_RN}
+    got |= {f"dg {slot} {site}": one.total_M for (slot, site), one in scales.items()}
+    want = plain(case, aboard, found)
+    assert got.keys() == want.keys()
+    for one, value in want.items():
+        bound = 5e-6 * value.abs().max().clamp(min=1.0)
+        assert (got[one].double() - value).abs().max() < bound, one

@@ -1,0 +1,206 @@
+"""The adapters that the tiled kernels weave in, of all kinds whose form is LoRA with scales, by slot.
+
+Shapes: T rows, K inputs, N outputs, r ranks of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weftune.adapters.form import WovenPart
+from weftune.adapters.kind import Frozen, Pass
+from weftune.core.shapes import SiteShape
+from weftune.ops.lora.addresses import AddressTable
+from weftune.ops.lora.choice import Contest
+from weftune.ops.lora.factors import factor_table, put_factors
+from weftune.ops.lora.scales import put_scales, scale_table
+from weftune.ops.lora.table import Group, SlotTable, bands_for
+from weftune.ops.lora.tiled import contest_at, woven_linear
+from weftune.ops.lora.weave import DIRECT_RANKS
+
+LEAST_RANK = 16
+"""Kernels multiply at least so many ranks at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    slot: int
+    parts: tuple[WovenPart | None, ...]
+    """One for every site; kept alive here, since the tables have only addresses."""
+
+    @property
+    def rank(self) -> int:
+        return max((part.low_rank.rank for part in self.parts if part and part.low_rank), default=1)
+
+
+@dataclass(slots=True)
+class _Tables:
+    """What the kernels read; each exists from the first job on that needs it."""
+
+    low_rank: SlotTable
+    low_rank_views: tuple[np.ndarray, ...]
+    """The same on the host."""
+    g_out: AddressTable | None
+    g_in: AddressTable | None
+    factors: AddressTable | None
+
+    def put(self, slot: int, parts: Sequence[WovenPart | None]) -> None:
+        """Into the tables on the host: many jobs may come and go before the next pass."""
+        self.low_rank.put(self.low_rank_views, slot, [part.low_rank if part else None for part in parts])
+        if self.g_out is not None:
+            put_scales(self.g_out, slot, [part.g_out if part else None for part in parts])
+        if self.g_in is not None:
+            put_scales(self.g_in, slot, [part.g_in if part else None for part in parts])
+        if self.factors is not None:
+            put_factors(self.factors, slot, [part.factors if part else None for part in parts])
+
+    def send(self) -> None:
+        for table in (self.low_rank, self.g_out, self.g_in, self.factors):
+            if table is not None:
+                table.send()
+
+
+class WovenBank:
+    """At a group of sites that share their input, all adapters aboard that the tiled kernels weave in. They
+    read the owner of each row from `Pass.rows`, so that a captured pass serves any jobs."""
+
+    def __init__(self, sites: Sequence[SiteShape], slots: int) -> None:
+        self.sites = tuple(sites)
+        self._slots = slots
+        self._seats: dict[str, _Seat] = {}
+        self._tables: _Tables | None = None
+        self._unsent = False
+        self._rank, self._large_rank, self._drops = LEAST_RANK, LEAST_RANK, False
+        self._scales_out = self._scales_in = self._lengths = self._factors = False
+        self._large: set[str] = set()
+        """Jobs that have more ranks than a fused product takes by itself."""
+        stops = list(accumulate(site.out_features for site in sites))
+        self._columns = tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+    def attach(self, job: str, slot: int, parts: Sequence[WovenPart | None]) -> None:
+        """Seat a job: one part for every site, None where it has no adapter."""
+        seat = self._seats[job] = _Seat(slot, tuple(parts))
+        self._grow(job, seat)
+        self._put(slot, parts)
+
+    def detach(self, job: str) -> None:
+        seat = self._seats.pop(job)
+        self._large.discard(job)
+        self._put(seat.slot, [None] * len(self.sites))
+
+    def _grow(self, job: str, seat: _Seat) -> None:
+        """Limits only grow, so that who leaves does not change what a captured graph was made for. But large
+        ranks count only while one is aboard: then there are two limits, and graphs of both are kept."""
+        before = self._bands, self._has
+        most = 1 << (seat.rank - 1).bit_length()
+        if most > DIRECT_RANKS:
+            self._large.add(job)
+            self._large_rank = max(self._large_rank, most)
+        else:
+            self._rank = max(self._rank, most)
+        for part in filter(None, seat.parts):
+            self._drops |= part.low_rank is not None and part.low_rank.dropout > 0.0
+            self._scales_out |= part.g_out is not None
+            self._scales_in |= part.g_in is not None
+            self._lengths |= part.g_out is not None and part.g_out.inverse_M is not None
+            self._factors |= part.factors is not None
+        if before != (self._bands, self._has):
+            self._tables = None
+
+    @property
+    def _limit(self) -> int:
+        """No rank aboard is above this."""
+        return max(self._rank, self._large_rank) if self._large else self._rank
+
+    @property
+    def _bands(self) -> int:
+        return bands_for(self._large_rank)
+
+    @property
+    def _has(self) -> tuple[bool, ...]:
+        """Which of the tables there are, besides that of A and B."""
+        return self._scales_out, self._scales_in, self._lengths, self._factors
+
+    def resize(self, slots: int) -> None:
+        """From now on slots may be numbered up to `slots`."""
+        self._slots, self._tables = slots, None
+
+    def settle(self) -> None:
+        """Bring to the device who came and who went since the last pass, as its kernels read it."""
+        if self._tables is not None and self._unsent:
+            self._tables.send()
+            self._unsent = False
+
+    def _put(self, slot: int, parts: Sequence[WovenPart | None]) -> None:
+        if self._tables is not None:
+            self._tables.put(slot, parts)
+            self._unsent = True
+
+    def limits(self) -> tuple[object, ...]:
+        """What kernels are compiled and launched for, besides the jobs aboard: equal limits, equal
+        launches."""
+        return self._limit, self._bands, self._drops, self._has
+
+    def linear(self, x_TK: Tensor, frozen: Frozen, residual_TN: Tensor | None, bound: Pass) -> Tensor:
+        """The frozen product of all sites side by side with every job's part."""
+        assert bound.rows is not None, "the rows were not dealt out"
+        return woven_linear(
+            x_TK,
+            frozen.weight,
+            frozen.bias_N,
+            residual_TN,
+            bound.anchor,
+            self._group(x_TK),
+            bound.rows,
+            bound.training,
+            bound.choices,
+        )
+
+    def contest(self, frozen: Frozen, residual: bool, bound: Pass) -> Contest | None:
+        """What `linear` will have to choose from, so that kernels can be compiled ahead; None if nothing."""
+        weight_NK = frozen.weight
+        if bound.rows is None or not isinstance(weight_NK, Tensor) or weight_NK.dim() != 2:
+            return None
+        return contest_at(weight_NK, residual, self._group(weight_NK), bound.rows, weight_NK.dtype)
+
+    def _group(self, like: Tensor) -> Group:
+        if self._tables is None:
+            self._tables = self._made(like.device)
+        assert not self._unsent, "the pass was bound before who came or went was known"
+        tables = self._tables
+        return Group(
+            self._columns,
+            tables.low_rank,
+            self._limit,
+            self._drops,
+            g_out=tables.g_out,
+            g_in=tables.g_in,
+            lengths=self._lengths,
+            factors=tables.factors,
+        )
+
+    def _made(self, device: torch.device) -> _Tables:
+        # A flat vector holds its parameters end to end: one odd width moves all that come after it.
+        widths = [width for site in self.sites for width in (site.in_features, site.out_features)]
+        names, count = [site.name for site in self.sites], len(self.sites)
+        table = SlotTable.empty(
+            names, self._slots, device, aligned=all(width % 8 == 0 for width in widths), bands=self._bands
+        )
+        made = _Tables(
+            low_rank=table,
+            low_rank_views=table.host_views(),
+            g_out=scale_table(count, self._slots, device) if self._scales_out else None,
+            g_in=scale_table(count, self._slots, device) if self._scales_in else None,
+            factors=factor_table(count, self._slots, device) if self._factors else None,
+        )
+        for seat in self._seats.values():
+            made.put(seat.slot, seat.parts)
+        made.send()
+        self._unsent = False
+        return made

@@ -1,0 +1,88 @@
+"""Jobs whose A and B are computed: A = d ⊙ the rows of one constant, B = e ⊙ the columns of another (VeRA).
+
+The kernels write A and B, where the job's entry in the slot table has them, at every forward and again for
+every backward, so that all layers share the room for them; and from dA and dB they find the gradients of d
+and e.
+
+Shapes: R ranks, K inputs, N outputs of a site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weftune.ops.lora.addresses import AddressTable
+from weftune.ops.lora.scales import Columns
+
+COLUMNS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Factored:
+    """Such a job at one site. The kernels keep only the addresses: the job keeps the tensors alive."""
+
+    d_R: Tensor
+    e_N: Tensor
+    dd_R: Tensor
+    de_N: Tensor
+    """Accumulators of the gradients of d and e."""
+    a_RK: Tensor
+    """At least as wide as the site's inputs."""
+    b_RN: Tensor
+    """At least as wide as its outputs."""
+
+
+def factor_table(sites: int, slots: int, device: torch.device) -> AddressTable:
+    """Addresses of d, e, their accumulators and the constants; the ranks, 0 where a slot has no such job, and
+    how far the next rank is in either constant."""
+    return AddressTable.empty(sites, slots, device, addresses=6, numbers=3)
+
+
+def put_factors(table: AddressTable, slot: int, found: Sequence[Factored | None]) -> None:
+    """One for every site."""
+    table.put(slot, [None if one is None else (_addresses(one), _numbers(one)) for one in found])
+
+
+def _addresses(one: Factored) -> list[int]:
+    return [each.data_ptr() for each in (one.d_R, one.e_N, one.dd_R, one.de_N, one.a_RK, one.b_RN)]
+
+
+def _numbers(one: Factored) -> tuple[int, int, int]:
+    return len(one.d_R), one.a_RK.stride(0), one.b_RN.stride(0)
+
+
+def write_factors(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
+    """A and B of all slots that have them computed, for inputs like these."""
+    from weftune.ops.triton import factors
+
+    _launch(factors.write_factors, like_TK, table, matrices_PS4, columns)
+
+
+def add_factors(like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns) -> None:
+    """From dA and dB, which are zero afterwards, add to the accumulators of d and e."""
+    from weftune.ops.triton import factors
+
+    _launch(factors.add_factors, like_TK, table, matrices_PS4, columns)
+
+
+def _launch(
+    kernel: Any, like_TK: Tensor, table: AddressTable, matrices_PS4: Tensor, columns: Columns
+) -> None:
+    inputs, widths = like_TK.shape[1], tuple(high - low for low, high in columns)
+    kernel[(table.slots, -(-max(inputs, *widths) // COLUMNS))](
+        like_TK,
+        table.address_PSA,
+        table.number_PSn,
+        matrices_PS4,
+        inputs,
+        WIDTHS=widths,
+        S=table.slots,
+        P=len(columns),
+        C=COLUMNS,
+        num_warps=4,
+    )

@@ -1,0 +1,114 @@
+"""Vectors of jobs that scale the outputs or the inputs of a site on the tiled route:
+y = residual + b + g_out ⊙ ((x ⊙ g_in)Wᵀ + sB), every job with its own g.
+
+g is the product of a trained vector and, where the job has one, of a vector that no gradient goes through: of
+DoRA that is 1 / ‖W + scale · BA‖, computed at every forward, when W is at hand. As with matrices, the kernels
+find a slot's vectors by their addresses.
+
+Shapes: T rows, K inputs, N outputs, M columns that are scaled, Q pieces of slots that have several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weftune.ops.lora.addresses import AddressTable
+from weftune.ops.lora.rows import Rows
+
+COLUMNS, ROWS = 128, 32
+"""What a program scales at a time."""
+Columns = tuple[tuple[int, int], ...]
+"""For every site of a group, where its columns begin and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """One job's g at one site. The kernels keep only the addresses: the job keeps the tensors alive."""
+
+    value_M: Tensor
+    total_M: Tensor
+    """The accumulator of its gradient."""
+    inverse_M: Tensor | None = None
+    """float32: what the value is multiplied by. The kernels write it at every forward."""
+    scales_bias: bool = False
+
+
+def scale_table(sites: int, slots: int, device: torch.device) -> AddressTable:
+    """Addresses of values, of their accumulators and of what values are multiplied by, 0 where that is
+    nothing; one number, whether the bias is scaled, too."""
+    return AddressTable.empty(sites, slots, device, addresses=3, numbers=1)
+
+
+def put_scales(table: AddressTable, slot: int, scales: Sequence[Scale | None]) -> None:
+    """One for every site."""
+    table.put(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
+
+
+def _addresses(scale: Scale) -> tuple[int, int, int]:
+    assert scale.value_M.is_contiguous()
+    assert scale.total_M.is_contiguous()
+    assert scale.total_M.dtype == torch.float32
+    inverse = 0 if scale.inverse_M is None else scale.inverse_M.data_ptr()
+    return scale.value_M.data_ptr(), scale.total_M.data_ptr(), inverse
+
+
+def scaled(x_TM: Tensor, table: AddressTable, columns: Columns, rows: Rows) -> Tensor:
+    """x ⊙ g, each row with its own job's g; rows of jobs that have none are copied."""
+    from weftune.ops.triton import scales
+
+    out_TM = torch.empty_like(x_TM)
+    scales.scale[(_blocks(columns), len(rows.tiles_G3))](
+        x_TM,
+        out_TM,
+        rows.tiles_G3,
+        table.address_PSA,
+        x_TM.shape[1],
+        COLUMNS=edges(columns),
+        S=table.slots,
+        P=len(columns),
+        M=rows.tile,
+        C=COLUMNS,
+        num_warps=4,
+    )
+    return out_TM
+
+
+def unscaled(
+    dy_TM: Tensor, u_TM: Tensor, bias_M: Tensor | None, table: AddressTable, columns: Columns, rows: Rows
+) -> Tensor:
+    """The way back from g ⊙ u: g ⊙ dy. What dy · u sums up to over a job's rows is added to its
+    accumulator."""
+    from weftune.ops.triton import scales
+
+    du_TM = torch.empty_like(dy_TM)
+    partial_QM = dy_TM.new_empty(rows.partials, dy_TM.shape[1], dtype=torch.float32)
+    where = {"COLUMNS": edges(columns), "S": table.slots, "P": len(columns), "C": COLUMNS, "num_warps": 4}
+    scales.unscale[(_blocks(columns), len(rows.pieces_Q4))](
+        dy_TM,
+        u_TM,
+        bias_M,
+        du_TM,
+        partial_QM,
+        rows.pieces_Q4,
+        table.address_PSA,
+        table.number_PSn,
+        dy_TM.shape[1],
+        M=ROWS,
+        **where,
+    )
+    scales.add_shares[(_blocks(columns), len(rows.sums_M3))](
+        partial_QM, rows.sums_M3, table.address_PSA, dy_TM.shape[1], **where
+    )
+    return du_TM
+
+
+def edges(columns: Columns) -> tuple[int, ...]:
+    return tuple(edge for part in columns for edge in part)
+
+
+def _blocks(columns: Columns) -> int:
+    return sum(-(-(high - low) // COLUMNS) for low, high in columns)
