@@ -49,7 +49,7 @@ from weftune.ops.lora.experts import ExpertSite, Owners, multiplies_at_once, wov
 from weftune.ops.lora.routes import Route
 from weftune.ops.lora.rows import Rows, Seat
 from weftune.ops.lora.weave import Order
-from weftune.ops.site import scaled_outputs, scaled_rows
+from weftune.ops.site import changed_rows, scaled_outputs, scaled_rows, with_rows, zero_where_changed
 
 SLOTS = 64
 """Jobs that the kernels' tables have room for at first; doubled when more come aboard."""
@@ -530,32 +530,14 @@ class Banks:
         ]
         if any(part.add or part.g_in or part.g_out for own in parts for part in own):
             return None
-        rows = [segment.rows for bank in banks for segment in bank.segments(beside)]
-        y_TN = woven.linear(x_TK, group.frozen, _with_zeros(residual_TN, rows), bound)
-        pieces = [y_TN[:, low:high] for _, low, high in columns]
-        for at, own in enumerate(parts):
-            for part in own:
-                pieces[at] = pieces[at] if part.after is None else part.after(pieces[at])
-        y_TN = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-        return y_TN if residual_TN is None else _with_added(y_TN, residual_TN, rows)
-
-
-def _with_zeros(x_TN: Tensor | None, rows: Sequence[slice]) -> Tensor | None:
-    """x with zeros in these rows."""
-    if x_TN is None:
-        return None
-    x_TN = x_TN.clone()
-    for own in rows:
-        x_TN[own] = 0.0
-    return x_TN
-
-
-def _with_added(y_TN: Tensor, x_TN: Tensor, rows: Sequence[slice]) -> Tensor:
-    """y with these rows of x added."""
-    y_TN = y_TN.clone()
-    for own in rows:
-        y_TN[own] += x_TN[own]
-    return y_TN
+        changes = [
+            (rows, slice(low, high), change)
+            for (_, low, high), own in zip(columns, parts, strict=True)
+            for part in own
+            for rows, change in part.after
+        ]
+        around_TN = None if residual_TN is None else zero_where_changed(residual_TN, changes)
+        return changed_rows(woven.linear(x_TK, group.frozen, around_TN, bound), residual_TN, changes)
 
 
 def _by_module(
@@ -585,10 +567,8 @@ def _site_output(frozen: Frozen, x_TK: Tensor, parts: Sequence[SiteParts]) -> Te
         if part.add is not None:
             y_TN = part.add(x_TK, y_TN)
     y_TN = y_TN if alone else scaled_outputs(y_TN, frozen.bias_N, g_out)
-    for part in parts:
-        if part.after is not None:
-            y_TN = part.after(y_TN)
-    return y_TN
+    behind = [(rows, change(y_TN[rows])) for part in parts for rows, change in part.after]
+    return with_rows(y_TN, behind) if behind else y_TN
 
 
 def _with_rows_before(h: Tensor, rows_ID: Tensor, microbatch: Microbatch, segment: Segment) -> Tensor:

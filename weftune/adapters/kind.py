@@ -87,8 +87,8 @@ class SiteParts:
     """(x_TK, y_TN) → y with every job's part added; x is the site's own input, y may be overwritten."""
     g_in: tuple[RowScale, ...] = ()
     g_out: tuple[RowScale, ...] = ()
-    after: Callable[[Tensor], Tensor] | None = None
-    """y_TN → what the jobs make of the outputs of the linear, its bias in them."""
+    after: tuple[tuple[slice, Callable[[Tensor], Tensor]], ...] = ()
+    """(rows of a job, y_LN → what it makes of the outputs of the linear there, the bias in them)."""
 
 
 class SiteBank(Protocol):

@@ -17,7 +17,7 @@ from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
 from weftune.ops.accumulate import accumulated
 from weftune.ops.dropout import kept_TK, key
-from weftune.ops.site import RowScale
+from weftune.ops.site import RowScale, with_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,28 +112,15 @@ class PlainBank:
             part = self._part(at)
             start, stop = segment.start, segment.stop
             if part.add is not None:
-                added.append((segment, part.add))
+                added.append((segment.rows, part.add))
             if part.after is not None:
-                behind.append((segment, part.after))
+                behind.append((segment.rows, part.after))
             if part.g_in_K is not None:
                 g_in.append(RowScale(start, stop, part.g_in_K))
             if part.g_out_N is not None:
                 g_out.append(RowScale(start, stop, part.g_out_N, part.scales_bias))
 
         def add(x_TK: Tensor, y_TN: Tensor) -> Tensor:
-            sums = [(segment, y_TN[segment.rows] + one(x_TK[segment.rows])) for segment, one in added]
-            return _with_rows(y_TN, sums)
+            return with_rows(y_TN, [(rows, y_TN[rows] + one(x_TK[rows])) for rows, one in added])
 
-        def after(y_TN: Tensor) -> Tensor:
-            return _with_rows(y_TN, [(segment, one(y_TN[segment.rows])) for segment, one in behind])
-
-        return SiteParts(add if added else None, tuple(g_in), tuple(g_out), after if behind else None)
-
-
-def _with_rows(y_TN: Tensor, made: Sequence[tuple[Segment, Tensor]]) -> Tensor:
-    """y with every segment's values in the place of its rows."""
-    parts, row = [], 0
-    for segment, value_LN in sorted(made, key=lambda one: one[0].start):
-        parts += [y_TN[row : segment.start], value_LN]
-        row = segment.stop
-    return torch.cat([*parts, y_TN[row:]])
+        return SiteParts(add if added else None, tuple(g_in), tuple(g_out), tuple(behind))

@@ -43,15 +43,33 @@ class Pack:
 class Prefixes:
     """Keys and values that stand before samples of a pack, in the same number before all of one job."""
 
-    pack: Pack
-    """The samples with them."""
-    rows_T: Tensor
-    """Where the rows of the samples themselves lie in it."""
-    places: tuple[Tensor, ...]
-    """For every job that has any, where they lie in it."""
+    runs: tuple[SampleRun, ...]
+    """All samples, in order."""
     read: Callable[[int], Sequence[tuple[Tensor, Tensor]]]
-    """The number of a layer → for each of `places` the keys and the values, [P, G · D], P before every
+    """The number of a layer → for each job that has any the keys and the values, [P, G · D], P before every
     sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRun:
+    """Consecutive samples of a pack: those of one job with keys before them, or others."""
+
+    rows: int
+    """Of the samples themselves."""
+    pack: Pack
+    """The samples, with the keys."""
+    spread: Spread | None
+    """None where nothing stands before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Where rows and keys lie among one another."""
+
+    job: int
+    """The place of the job among those that have keys."""
+    rows_T: Tensor
+    keys_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +93,31 @@ def with_prefixes(
     jobs: Sequence[slice],
     read: Callable[[int], Sequence[tuple[Tensor, Tensor]]],
 ) -> Pack:
-    """The pack, with so many keys before each of its samples; `jobs` are the samples of those that have
-    any."""
-    lengths = [length + count for length, count in zip(packed.lengths, counts, strict=True)]
-    begins = [stop - length for stop, length in zip(accumulate(lengths), lengths, strict=True)]
-    device = packed.boundaries.device
-    inside = [
-        torch.arange(begin + count, begin + length)
-        for begin, count, length in zip(begins, counts, lengths, strict=True)
-    ]
-    places = [
-        torch.cat([torch.arange(begin, begin + count) for begin, count in own])
-        for own in (zip(begins[job], counts[job], strict=True) for job in jobs)
-    ]
-    prefixes = Prefixes(
-        pack(lengths, device),
-        to_device(torch.cat(inside), device),
-        tuple(to_device(place, device) for place in places),
-        read,
-    )
-    return replace(packed, prefixes=prefixes)
+    """The pack, with so many keys before each of its samples; `jobs` are the samples of those that have any,
+    in order."""
+    device, runs, sample = packed.boundaries.device, list[SampleRun](), 0
+    for number, job in enumerate(jobs):
+        if sample < job.start:
+            runs.append(_plain_run(packed.lengths[sample : job.start], device))
+        runs.append(_prefixed_run(packed.lengths[job], counts[job.start], number, device))
+        sample = job.stop
+    if sample < len(packed.lengths):
+        runs.append(_plain_run(packed.lengths[sample:], device))
+    return replace(packed, prefixes=Prefixes(tuple(runs), read))
+
+
+def _plain_run(lengths: Sequence[int], device: torch.device) -> SampleRun:
+    return SampleRun(sum(lengths), pack(lengths, device), None)
+
+
+def _prefixed_run(lengths: Sequence[int], count: int, job: int, device: torch.device) -> SampleRun:
+    """Samples with `count` keys before each."""
+    whole = [length + count for length in lengths]
+    begins = [stop - length for stop, length in zip(accumulate(whole), whole, strict=True)]
+    keys = [torch.arange(begin, begin + count) for begin in begins]
+    rows = [torch.arange(at + count, at + length) for at, length in zip(begins, whole, strict=True)]
+    spread = Spread(job, to_device(torch.cat(rows), device), to_device(torch.cat(keys), device))
+    return SampleRun(sum(lengths), pack(whole, device), spread)
 
 
 def register() -> None:
@@ -142,30 +165,45 @@ def attend(
 def attend_behind(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule, layer: int | None
 ) -> Tensor:
-    """`attend_packed`, with the keys and values that adapters put before samples.
-
-    These get queries of zeros beside them: so every sample stays square, as all kernels want it, and what the
-    zeros see is dropped.
-    """
+    """`attend_packed`, with the keys and values that adapters put before samples."""
     prefixes = pack.prefixes
     if prefixes is None:
         return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)
     assert layer is not None, "whoever puts keys before samples must know the layer"
-    own = prefixes.read(layer)
-    q_THD = _spread(q_THD, prefixes, ())
-    k_TGD = _spread(k_TGD, prefixes, [keys for keys, _ in own])
-    v_TGD = _spread(v_TGD, prefixes, [values for _, values in own])
-    return attend_packed(q_THD, k_TGD, v_TGD, prefixes.pack, rule)[prefixes.rows_T]
+    before, seen = prefixes.read(layer), list[Tensor]()
+    # `split` and not slices: its backward writes each gradient once.
+    parts = (x.split([run.rows for run in prefixes.runs]) for x in (q_THD, k_TGD, v_TGD))
+    for run, q, k, v in zip(prefixes.runs, *parts, strict=True):
+        if run.spread is None:
+            seen.append(attend_packed(q, k, v, run.pack, rule))
+        else:
+            seen.append(_attend_spread(q, k, v, run.pack, run.spread, before[run.spread.job], rule))
+    return torch.cat(seen)
 
 
-def _spread(x_TGD: Tensor, prefixes: Prefixes, before: Sequence[Tensor]) -> Tensor:
-    """Rows where they lie among what stands before samples; zeros where nothing is given for those."""
-    rows = sum(prefixes.pack.lengths)
-    whole = x_TGD.new_zeros(rows, *x_TGD.shape[1:]).index_copy(0, prefixes.rows_T, x_TGD)
-    for place, value_PN in zip(prefixes.places, before, strict=False):
-        value_PGD = value_PN.view(-1, *x_TGD.shape[1:]).to(x_TGD.dtype)
-        whole = whole.index_copy(0, place, value_PGD.repeat(len(place) // len(value_PGD), 1, 1))
-    return whole
+def _attend_spread(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    pack: Pack,
+    spread: Spread,
+    before: tuple[Tensor, Tensor],
+    rule: Rule,
+) -> Tensor:
+    """Keys before samples get queries of zeros beside them: so every sample stays square, as all kernels want
+    it, and what the zeros see is dropped."""
+    q_THD = _spread(q_THD, pack, spread, None)
+    k_TGD, v_TGD = (_spread(x, pack, spread, own) for x, own in zip((k_TGD, v_TGD), before, strict=True))
+    return attend_packed(q_THD, k_TGD, v_TGD, pack, rule)[spread.rows_T]
+
+
+def _spread(x_TGD: Tensor, pack: Pack, spread: Spread, before_PN: Tensor | None) -> Tensor:
+    """Rows where they lie among what stands before samples; zeros where nothing is given for that."""
+    whole = x_TGD.new_zeros(sum(pack.lengths), *x_TGD.shape[1:]).index_copy(0, spread.rows_T, x_TGD)
+    if before_PN is None:
+        return whole
+    before_PGD = before_PN.view(-1, *x_TGD.shape[1:]).to(x_TGD.dtype)
+    return whole.index_copy(0, spread.keys_T, before_PGD.repeat(len(spread.keys_T) // len(before_PGD), 1, 1))
 
 
 def attend_packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, rule: Rule) -> Tensor:

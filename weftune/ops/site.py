@@ -3,13 +3,14 @@
 Every job scales its own rows only, so that no reduction ever mixes rows of two jobs: a NaN stays with its
 owner. Sums are kept in at least float32 and rounded once, by whoever asks.
 
-Shapes: T rows, K inputs, N outputs, M columns of either.
+Shapes: T rows, L of them that belong to one job, K inputs, N outputs, M columns of either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,60 @@ def _by_rows(
         row = scale.stop
     parts += [make(x_TM[row:], None)] if row < len(x_TM) else []
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def with_rows(y_TN: Tensor, made: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    """y with other values in some of its rows."""
+    parts, row = [], 0
+    for rows, value_LN in sorted(made, key=lambda one: one[0].start):
+        parts += [y_TN[row : rows.start], value_LN]
+        row = rows.stop
+    return torch.cat([*parts, y_TN[row:]])
+
+
+Change = tuple[slice, slice, Callable[[Tensor], Tensor]]
+"""Rows, columns, and what becomes of them."""
+
+
+def zero_where_changed(residual_TN: Tensor, changes: Sequence[Change]) -> Tensor:
+    """The residual as y takes it before `changed_rows`; it gets its gradient there."""
+    residual_TN = residual_TN.detach().clone()
+    for rows, columns, _ in changes:
+        residual_TN[rows, columns] = 0.0
+    return residual_TN
+
+
+def changed_rows(y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change]) -> Tensor:
+    """y, which is overwritten, with f(y) + residual in the place of some of its rows and columns; elsewhere
+    the residual is in y already.
+
+    What a change computes is not kept but recomputed in the backward, and no more than its rows are copied.
+    """
+    changed: Tensor = _Changed.apply(y_TN, residual_TN, changes)
+    return changed
+
+
+class _Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_TN: Tensor, residual_TN: Tensor | None, changes: Sequence[Change]) -> Tensor:
+        before = [y_TN[rows, columns].clone() for rows, columns, _ in changes]
+        for own_LM, (rows, columns, change) in zip(before, changes, strict=True):
+            made_LM = change(own_LM)
+            y_TN[rows, columns] = made_LM if residual_TN is None else made_LM + residual_TN[rows, columns]
+        ctx.mark_dirty(y_TN)
+        ctx.changes = changes
+        ctx.save_for_backward(*before)
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        own_TN = dy_TN.clone()
+        for own_LM, (rows, columns, change) in zip(ctx.saved_tensors, ctx.changes, strict=True):
+            with torch.enable_grad():
+                before_LM = own_LM.detach().requires_grad_()
+                change(before_LM).backward(dy_TN[rows, columns])
+            own_TN[rows, columns] = before_LM.grad
+        return own_TN, dy_TN if ctx.needs_input_grad[1] else None, None
 
 
 def summed_product(x_TK: Tensor, weight: Weight) -> Tensor:
