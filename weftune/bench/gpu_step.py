@@ -8,6 +8,7 @@ over the measured time.
     python -m benchmarks.gpu_step [--shape NAME] [--layers N] [--jobs N] [--batch BxL] [--rank R]
                                   [--baselines a,b] [--profile] [--deterministic] [--offload]
                                   [--ranks 16x7,128] [--dropouts 0x7,0.05] [--leave N] [--order NAME]
+                                  [--quantize nf4,int8]
 
 --ranks, --dropouts: one of each job, with commas, nx for n times the same. --leave: the last N jobs are
 aboard while it warms up, and are not when the clock runs. --order: one order of the tiled route at all sites,
@@ -16,6 +17,9 @@ such as `wide`, which is what GPUs without copy engines take.
 --deterministic: one more row, Weftune with torch's deterministic kernels and its own choices pinned, as
 `deterministic: true` in a jobs file has them.
 --offload: one more row, Weftune with master weights and moments in host memory.
+--quantize: one more row for each of these formats, Weftune on a base whose layers are quantised to it; the
+others' bases are in bfloat16, and so is the rate of every floor. With --profile it is the last of them that
+is profiled.
 """
 
 from __future__ import annotations
@@ -23,8 +27,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import cast, get_args
 
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.base.quant.linear import quantise_linears
+from weftune.base.quant.stored import Quantised
+from weftune.base.spec import Quantize
+from weftune.base.weights import quantised_forms
 from weftune.bench.baselines import EXPERTS, BaselineWork, frozen, peft_one_by_one
 from weftune.bench.liger import peft_with_liger
 from weftune.bench.processes import ProcessTask, peft_at_once
@@ -50,6 +60,7 @@ from weftune.ops.lora.weave import Order
 WEFTUNE, FROZEN = "Weftune, together", "frozen base"
 DETERMINISTIC = "Weftune, deterministic"
 OFFLOADED = "Weftune, optimizer in host memory"
+QUANTISED = {quantize: f"Weftune, base in {quantize}" for quantize in get_args(Quantize)}
 BASELINES = ("frozen", "peft", "peft-bf16", "processes", "liger")
 GB = 1e9
 
@@ -73,12 +84,16 @@ class OwnWay:
     """Jobs that leave before the clock runs."""
     offloaded: bool = False
     """Master weights and moments in host memory."""
+    quantize: Quantize | None = None
+    """What the weights of the layers are stored in."""
 
 
 def aboard(task: ProcessTask, way: OwnWay) -> JobsAboard:
     """Every job aboard one executor."""
-    work = task.work
-    together = resident(build(task.size, task.place), task.place.device, way.offloaded)
+    work, model = task.work, build(task.size, task.place)
+    if way.quantize is not None:
+        quantise_linears(model, quantised_forms(model, Quantised(way.quantize), None))
+    together = resident(model, task.place.device, way.offloaded)
     experts = tuple(EXPERTS) if task.size.experts else ()
     for at, (rank, dropout) in enumerate(zip(work.each_rank, work.each_dropout, strict=True)):
         adapter = LoraSpec(rank=rank, alpha=2.0 * rank, dropout=dropout, target_parameters=experts)
@@ -86,9 +101,8 @@ def aboard(task: ProcessTask, way: OwnWay) -> JobsAboard:
     return together
 
 
-def started(task: ProcessTask, way: OwnWay) -> Block:
+def started(together: JobsAboard, task: ProcessTask, way: OwnWay) -> Block:
     """All jobs have made enough rounds for a captured graph; then some may have left."""
-    together = aboard(task, way)
     if way.order is not None:
         together.executor.banks.force_order(way.order)
     block = together.block(max(way.capacity, task.work.length))
@@ -100,13 +114,15 @@ def started(task: ProcessTask, way: OwnWay) -> Block:
 
 
 def together(task: ProcessTask, way: OwnWay) -> MeasuredStep:
-    return measure(started(task, way), task.place, task.pace)
+    jobs = aboard(task, way)
+    held = sum(value.nbytes for value in jobs.base.model.parameters())
+    return replace(measure(started(jobs, task, way), task.place, task.pace), base_bytes=held)
 
 
 def profiled(task: ProcessTask, way: OwnWay) -> Spent:
     """Where one round goes, after enough others that it replays a captured graph."""
     fresh(task.place.device)
-    block = started(task, way)
+    block = started(aboard(task, way), task, way)
     block(max(2, task.pace.warmup))()
     return spent(traced(lambda: block(1)(), task.place.device))
 
@@ -118,6 +134,7 @@ def rows(
     rate: float,
     deterministic: bool = False,
     offloads: bool = False,
+    quantized: Sequence[Quantize] = (),
 ) -> Iterator[StepRow]:
     """Weftune's row last: it takes the model's attention over, and nothing may run after it by accident."""
     size, work, place, pace = task.size, task.work, task.place, task.pace
@@ -150,6 +167,8 @@ def rows(
         yield made
     if offloads:
         yield row(OFFLOADED, lambda: together(task, replace(way, offloaded=True)))
+    for quantize in quantized:
+        yield row(QUANTISED[quantize], partial(together, task, replace(way, quantize=quantize)))
     yield row(WEFTUNE, lambda: together(task, way))
 
 
@@ -159,7 +178,7 @@ def strongest(made: Sequence[StepRow]) -> StepRow | None:
         row
         for row in made
         if row.adapters
-        and row.name not in (WEFTUNE, DETERMINISTIC, OFFLOADED)
+        and row.name not in (WEFTUNE, DETERMINISTIC, OFFLOADED, *QUANTISED.values())
         and row.measured.seconds is not None
     ]
     return min(others, key=lambda row: row.measured.seconds or 0.0, default=None)
@@ -167,7 +186,7 @@ def strongest(made: Sequence[StepRow]) -> StepRow | None:
 
 def table(made: Sequence[StepRow], tokens: int) -> str:
     seconds = {row.name: row.measured.seconds for row in made}
-    titles = ("", "ms a step", "× frozen", "× Weftune", "tokens/s", "peak GB", "ρ", "")
+    titles = ("", "ms a step", "× frozen", "× Weftune", "tokens/s", "peak GB", "base GB", "ρ", "")
     return aligned(
         titles,
         [
@@ -178,6 +197,7 @@ def table(made: Sequence[StepRow], tokens: int) -> str:
                 number(ratio(row.measured.seconds, seconds.get(WEFTUNE)), ".2f"),
                 number(ratio(tokens, row.measured.seconds), ",.0f"),
                 number(row.measured.peak_bytes, ".1f", 1 / GB),
+                number(row.measured.base_bytes, ".1f", 1 / GB),
                 number(ratio(row.floor, row.measured.seconds), ".2f"),
                 row.measured.note,
             )
@@ -209,16 +229,18 @@ def main() -> None:
         )
     way = OwnWay(asked.capacity, Order(asked.order) if asked.order else None, asked.leave)
     rate = gemm_rate(place)
-    made = list(rows(task, baselines, way, rate, asked.deterministic, asked.offload))
+    made = list(rows(task, baselines, way, rate, asked.deterministic, asked.offload, asked.quantize))
     ranks = ", ".join(map(str, work.ranks or (work.rank,)))
     each = f"rank {ranks}, {work.batch}×{work.length} tokens each"
     print(f"\n{task.size.name}, {task.size.layers} layers: {work.jobs} jobs, {each}")
     print(f"large product: {rate / 1e12:,.3f} TFLOP/s\n")
     print(table(made, work.tokens))
     best = strongest(made)
-    where = profiled(task, way) if asked.profile else None
+    last = asked.quantize[-1] if asked.quantize else None
+    where = profiled(task, replace(way, quantize=last)) if asked.profile else None
     if where is not None:
-        print(f"\nOne round of {WEFTUNE}, under the profiler:\n{drawn(where)}")
+        name = WEFTUNE if last is None else QUANTISED[last]
+        print(f"\nOne round of {name}, under the profiler:\n{drawn(where)}")
     finish(
         {
             "shape": task.size.name,
@@ -244,6 +266,7 @@ def as_json(row: StepRow) -> dict[str, object]:
         "name": row.name,
         "seconds": row.measured.seconds,
         "peak_bytes": row.measured.peak_bytes,
+        "base_bytes": row.measured.base_bytes,
         "rho": ratio(row.floor, row.measured.seconds),
         "note": row.measured.note,
     }
@@ -270,6 +293,9 @@ def step_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="say where the time of Weftune's round goes")
     parser.add_argument("--deterministic", action="store_true", help="also Weftune with the same bits twice")
     parser.add_argument("--offload", action="store_true", help="also with the optimizer in host memory")
+    parser.add_argument(
+        "--quantize", type=formats_of, default=(), help="also on a base in these formats, with commas"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU: does it run at all")
     return parser
 
@@ -303,6 +329,13 @@ def ranks_of(text: str) -> tuple[int, ...]:
 
 def dropouts_of(text: str) -> tuple[float, ...]:
     return tuple(float(word) for word in for_each_job(text))
+
+
+def formats_of(text: str) -> tuple[Quantize, ...]:
+    words = tuple(filter(None, text.split(",")))
+    if unknown := set(words) - set(QUANTISED):
+        raise argparse.ArgumentTypeError(f"{min(unknown)} is none of {', '.join(QUANTISED)}")
+    return cast(tuple[Quantize, ...], words)
 
 
 def for_each_job(text: str) -> list[str]:

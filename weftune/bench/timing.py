@@ -41,6 +41,8 @@ class MeasuredStep:
     seconds: float | None
     peak_bytes: int | None
     note: str = ""
+    base_bytes: int | None = None
+    """Of the base's weights, where they are known."""
 
 
 def here(toy: bool) -> BenchPlace | None:
