@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.factors import Factored
-from weftune.ops.lora.scales import Scale
+from weftune.ops.lora.scales import SiteScale
 from weftune.ops.lora.table import Entry
 
 
@@ -24,8 +24,8 @@ class WovenPart:
     y = g_out ⊙ ((x ⊙ g_in)Wᵀ + scale · drop(x)AᵀB) + b."""
 
     low_rank: Entry | None = None
-    g_out: Scale | None = None
-    g_in: Scale | None = None
+    g_out: SiteScale | None = None
+    g_in: SiteScale | None = None
     factors: Factored | None = None
     """What A and B are computed from, where the job does not train themselves."""
 

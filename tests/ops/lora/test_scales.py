@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.ops.lora.woven import Case, Job, Values, scale, values, woven
 from weftune.ops.lora.rows import Rows
-from weftune.ops.lora.scales import Scale, put_scales, scale_table
+from weftune.ops.lora.scales import SiteScale, put_scales, scale_table
 from weftune.ops.lora.table import Entry, Group
 from weftune.ops.lora.tiled import woven_linear
 from weftune.ops.lora.weave import Order
@@ -45,21 +45,21 @@ def drawn(seed: int, size: int) -> Tensor:
 
 def made(
     case: Case,
-) -> tuple[dict[int, list[Entry | None]], Group, Rows, dict[tuple[int, int], Scale], Values]:
+) -> tuple[dict[int, list[Entry | None]], Group, Rows, dict[tuple[int, int], SiteScale], Values]:
     """As `woven`, with a scale of outputs for all slots but the second: the first divided by the lengths of
     rows, the third with its bias."""
     found = values(case)
     aboard, group, rows = woven(case, found)
     device = torch.device(case.device)
     table = scale_table(len(case.widths), rows.key_S.shape[0], device)
-    scales: dict[tuple[int, int], Scale] = {}
+    scales: dict[tuple[int, int], SiteScale] = {}
     for slot in aboard:
         if slot == 1:
             continue
         for site, width in enumerate(case.widths):
             value = drawn(10 * slot + site, width).to(device)
             inverse = torch.full((width,), torch.nan, device=device) if slot == 0 else None
-            scales[slot, site] = Scale(value, torch.zeros_like(value), inverse, scales_bias=slot == 2)
+            scales[slot, site] = SiteScale(value, torch.zeros_like(value), inverse, scales_bias=slot == 2)
         put_scales(table, slot, [scales[slot, site] for site in range(len(case.widths))])
     table.send()
     return aboard, replace(group, g_out=table, lengths=True), rows, scales, found

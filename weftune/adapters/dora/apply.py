@@ -25,7 +25,7 @@ from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import matrix_of
-from weftune.ops.lora.scales import Scale
+from weftune.ops.lora.scales import SiteScale
 from weftune.ops.lora.weave import DIRECT_RANKS
 
 
@@ -58,7 +58,7 @@ class Dora(PlainKind):
             return None
         value_N = at.weight(MAGNITUDE)
         inverse_N = torch.zeros(len(value_N), dtype=torch.float32, device=value_N.device)
-        g_out = Scale(value_N, at.total(MAGNITUDE), inverse_N)
+        g_out = SiteScale(value_N, at.total(MAGNITUDE), inverse_N)
         return WovenPart(low_rank=low_rank(member.spec, at), g_out=g_out)
 
     def start(

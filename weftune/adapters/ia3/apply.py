@@ -16,7 +16,7 @@ from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.adapters.target import ends_with
 from weftune.core.shapes import SiteShape
-from weftune.ops.lora.scales import Scale
+from weftune.ops.lora.scales import SiteScale
 
 
 class Ia3(PlainKind):
@@ -34,7 +34,7 @@ class Ia3(PlainKind):
     def woven(self, member: Member, at: SiteTensors) -> WovenPart | None:
         if (at.site.name, SCALE) not in at.weights:
             return None
-        scale = Scale(at.weight(SCALE), at.total(SCALE), scales_bias=True)
+        scale = SiteScale(at.weight(SCALE), at.total(SCALE), scales_bias=True)
         feedforward = member.spec.is_feedforward(at.site.name)
         return WovenPart(g_in=scale) if feedforward else WovenPart(g_out=scale)
 

@@ -26,7 +26,7 @@ Columns = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class SiteScale:
     """One job's g at one site. The kernels keep only the addresses: the job keeps the tensors alive."""
 
     value_M: Tensor
@@ -43,12 +43,12 @@ def scale_table(sites: int, slots: int, device: torch.device) -> AddressTable:
     return AddressTable.empty(sites, slots, device, addresses=3, numbers=1)
 
 
-def put_scales(table: AddressTable, slot: int, scales: Sequence[Scale | None]) -> None:
+def put_scales(table: AddressTable, slot: int, scales: Sequence[SiteScale | None]) -> None:
     """One for every site."""
     table.put(slot, [None if one is None else (_addresses(one), (one.scales_bias,)) for one in scales])
 
 
-def _addresses(scale: Scale) -> tuple[int, int, int]:
+def _addresses(scale: SiteScale) -> tuple[int, int, int]:
     assert scale.value_M.is_contiguous()
     assert scale.total_M.is_contiguous()
     assert scale.total_M.dtype == torch.float32
