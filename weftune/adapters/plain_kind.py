@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.folder import read_config
-from weftune.adapters.kind import ExpertBank, Member, Parameters, WeightOf
+from weftune.adapters.kind import ExpertBank, Member, NewAdapter, Parameters
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.own_config import OwnConfig
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
@@ -38,13 +38,7 @@ class PlainKind:
         """What a job does to its rows at a site that it adapts."""
         raise NotImplementedError
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
+    def start(self, new: NewAdapter) -> None:
         """Fill the parameters of a new adapter."""
         raise NotImplementedError
 
@@ -119,19 +113,12 @@ class PlainKind:
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
-    def initialise(
-        self,
-        member: Member,
-        sites: Sequence[SiteShape],
-        parameters: Parameters,
-        drawn_on: torch.device | None = None,
-        frozen: WeightOf | None = None,
-    ) -> None:
-        if member.spec.init_from is None:
-            self.start(member, parameters, drawn_on, frozen)
+    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
+        if new.member.spec.init_from is None:
+            self.start(new)
             return
-        found = self.read_start(member.spec, sites)
-        for place, value in parameters.items():
+        found = self.read_start(new.member.spec, sites)
+        for place, value in new.parameters.items():
             value.copy_(found[place])
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weftune.adapters.diff.spec import ALPHA, GROUP, DiffSpec, W
 from weftune.adapters.files import read_tensors, write_folder
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import Member, NewAdapter, Parameters
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.core.shapes import SiteShape
@@ -56,14 +56,8 @@ class Diff(PlainKind):
         index_L = at.bound.microbatch.token_index_T[at.segment.rows]
         return DrawnGates(own(ALPHA), own(GROUP), at.member.spec.l0_weight, (index_L == 0).any())
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        for (_, name), value in parameters.items():
+    def start(self, new: NewAdapter) -> None:
+        for (_, name), value in new.parameters.items():
             value.fill_(0.0 if name == W else ALPHA_START)
 
     def rate(self, spec: DiffSpec, name: str) -> float:

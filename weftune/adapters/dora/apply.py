@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import NewAdapter
 from weftune.adapters.lora.apply import draw
 from weftune.adapters.lora.config import spec_fields
 from weftune.adapters.lora.files import peft_config
@@ -45,20 +45,12 @@ class Dora(PlainKind):
 
         return JobPart(add=add)
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
+    def start(self, new: NewAdapter) -> None:
         """B is zero at first, so the lengths are those of W itself."""
-        assert frozen is not None, "the lengths of the base's rows are not known"
-        draw(member.seed, parameters, drawn_on)
-        for (site, name), value in parameters.items():
+        draw(new)
+        for (site, name), value in new.parameters.items():
             if name == MAGNITUDE:
-                weight_NK = frozen(site)
-                value.copy_(torch.linalg.vector_norm(weight_NK, dim=1, dtype=value.dtype))
+                value.copy_(torch.linalg.vector_norm(new.weight_at(site), dim=1, dtype=value.dtype))
 
     def rate(self, spec: DoraSpec, name: str) -> float:
         return spec.loraplus_lr_ratio if name == B else 1.0

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from weftune.adapters.files import is_transposed, peft, target_modules
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.adapters.target import ends_with
@@ -26,14 +25,8 @@ class Ia3(PlainKind):
             return JobPart(g_in_K=scale)
         return JobPart(g_out_N=scale, scales_bias=True)
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        for value in parameters.values():
+    def start(self, new: NewAdapter) -> None:
+        for value in new.parameters.values():
             value.fill_(1.0)
 
     def stored_name(self, site: str, name: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.files import is_transposed, layers_to_transform, peft, target_modules
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.adapters.vera.spec import D, E, VeraSpec
@@ -31,15 +31,9 @@ class Vera(PlainKind):
         d_r, e_N = at.trained(D), at.trained(E)
         return JobPart(add=lambda x_LK: e_N * ((at.dropped(x_LK) @ a_rK.T * d_r) @ b_Nr.T))
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        for (_, name), value in parameters.items():
-            value.fill_(member.spec.d_initial if name == D else 0.0)
+    def start(self, new: NewAdapter) -> None:
+        for (_, name), value in new.parameters.items():
+            value.fill_(new.member.spec.d_initial if name == D else 0.0)
 
     def constants_key(self, spec: VeraSpec) -> Hashable:
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
