@@ -41,7 +41,8 @@ for _point in entry_points(group="weftune.kinds"):
 def kind_in(config: Mapping[str, Any]) -> str | None:
     """The kind of the adapter that has this config; None where there is no such."""
     if "weftune_kind" in config:
-        return config["weftune_kind"] if config["weftune_kind"] in KINDS else None
+        own = config["weftune_kind"]
+        return own if isinstance(own, str) and own in KINDS else None
     peft_type = config.get("peft_type")
     if peft_type == LoraSpec.peft_type:
         return "dora" if config.get("use_dora") else "lora"

@@ -95,12 +95,7 @@ class Diff(PlainKind):
         tensors = read_tensors(folder, whole=INDICES)
         adapted = {site.name: site for site in sites if spec.adapts(site)}
         wanted = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}
-        if odd := sorted(tensors.keys() ^ wanted):
-            where = "only in the folder" if odd[0] in tensors else "not in the folder"
-            raise AdapterError(
-                f"{folder} and the job's diff adapter do not have the same weights: {odd[0]} is {where}; set "
-                "adapter.targets and adapter.layers as the folder has them"
-            )
+        self.refuse_others(folder, spec, tensors.keys(), wanted)
         return {
             (name, DELTA): _dense(folder, site, tensors[f"{PREFIX}{name}.{INDICES}"], tensors[stored])
             for name, site in adapted.items()

@@ -9,15 +9,17 @@ Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
+from weftune.adapters.folder import read_config
 from weftune.adapters.kind import NewAdapter
 from weftune.adapters.lora.apply import draw
-from weftune.adapters.lora.config import spec_fields
+from weftune.adapters.lora.config import checked_spec
 from weftune.adapters.lora.files import peft_config
 from weftune.adapters.lora.spec import A, B, weight_names
 from weftune.adapters.plain import JobAt, JobPart
@@ -69,8 +71,8 @@ class Dora(PlainKind):
     def config(self, spec: DoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         return peft_config(spec, targeted, sites, base, use_dora=True)
 
-    def read_spec(self, config: Mapping[str, Any]) -> DoraSpec:
-        return DoraSpec(**spec_fields(config))
+    def spec_of(self, folder: Path) -> DoraSpec:
+        return checked_spec(DoraSpec, folder, read_config(folder))
 
     def merged(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from weftune.adapters.files import is_transposed, peft, target_modules
+from weftune.adapters.folder import target_fields
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
 from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
@@ -54,10 +55,10 @@ class Ia3(PlainKind):
         )
 
     def read_spec(self, config: Mapping[str, Any]) -> Ia3Spec:
-        targets, feedforward = config["target_modules"], config.get("feedforward_modules") or ()
+        feedforward = config.get("feedforward_modules") or ()
         return Ia3Spec(
-            targets=targets if isinstance(targets, str) else tuple(targets),
-            feedforward=(feedforward,) if isinstance(feedforward, str) else tuple(feedforward),
+            **target_fields(config),
+            feedforward=(feedforward,) if isinstance(feedforward, str) else tuple(map(str, feedforward)),
         )
 
     def merged(
