@@ -32,6 +32,7 @@ from weftune.jobs.spec.starts import check_names, check_starts
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
+from weftune.jobs.sweeps.checks import sweep_warnings
 from weftune.jobs.sweeps.record import SweepRecord
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
@@ -302,7 +303,9 @@ class Trainer:
             for job in ready
             for sentence in data_warnings(job.spec, len(job.data.train), job.recipe.steps)
         ]
-        self._tell_of_jobs("warning", told_once(found))
+        steps = {job.name: job.recipe.steps for job in ready}
+        found_of_sweeps = sweep_warnings((sweep for sweep, _ in self.sweeps.values()), self.jobs, steps)
+        self._tell_of_jobs("warning", [*told_once(found), *found_of_sweeps])
         self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
 
     def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:
