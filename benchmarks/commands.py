@@ -46,11 +46,21 @@ class Run:
         return self.seconds - sum(self.phases.values())
 
 
+KERNELS = "triton"
+"""The folder of the caches that Triton keeps its kernels in."""
+
+
 def kept(caches: Path) -> dict[str, str]:
     """What a user's machine keeps from one run to the next, in a place of its own: Python's compiled modules,
     Triton's kernels, our caches."""
-    places = {"WEFTUNE_CACHE": "cache", "TRITON_CACHE_DIR": "triton", "PYTHONPYCACHEPREFIX": "modules"}
+    places = {"WEFTUNE_CACHE": "cache", "TRITON_CACHE_DIR": KERNELS, "PYTHONPYCACHEPREFIX": "modules"}
     return {"PYTHONDONTWRITEBYTECODE": "", **{name: str(caches / place) for name, place in places.items()}}
+
+
+def has_kernels(caches: Path) -> bool:
+    """Whether an earlier run has kept compiled kernels there."""
+    folder = caches / KERNELS
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def compile_modules(caches: Path) -> None:

@@ -30,7 +30,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.commands import COLD, WARM, Run, compile_modules, output_of, room, split_table, timed, train
+from benchmarks.commands import (
+    COLD,
+    WARM,
+    Run,
+    compile_modules,
+    has_kernels,
+    output_of,
+    room,
+    split_table,
+    timed,
+    train,
+)
 from benchmarks.folder import write_base, write_jobs, write_lengths
 from benchmarks.peft_sweep import PeftTrial, SweepTask, dealt
 from weftune.bench.gpu_lengths import draw_rounds
@@ -395,7 +406,7 @@ def main() -> None:
     if place is None:
         parser.error("no CUDA device that torch can use; --toy runs on the CPU")
     case = _case(asked)
-    names = [WARM] if asked.caches is not None and asked.caches.exists() else [COLD, WARM][: asked.runs]
+    names = weftune_runs(asked.caches, asked.runs)
     with tempfile.TemporaryDirectory() as name:
         work = write_work(Path(name), case, place, asked.caches)
         if not asked.toy:
@@ -403,6 +414,11 @@ def main() -> None:
         found = measure(work, sides, names)
     tell(case, found, asked.json)
     sys.exit(max(side.run.exit_code for side in found))
+
+
+def weftune_runs(caches: Path | None, count: int) -> list[str]:
+    """What Weftune's runs are called: where kernels are kept already, none has empty caches."""
+    return [WARM] if caches is not None and has_kernels(caches) else [COLD, WARM][:count]
 
 
 def told(side: Side) -> Side:

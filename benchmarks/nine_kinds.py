@@ -32,6 +32,7 @@ from weftune.adapters.registry import kind_named
 from weftune.base.load import load_base, load_plain, load_tokenizer
 from weftune.base.model import Base
 from weftune.base.spec import DEMO, BaseSpec
+from weftune.bench.recorder import Recorder
 from weftune.bench.result import arguments, finish
 from weftune.bench.table import aligned
 from weftune.core.paths import cache_folder
@@ -40,8 +41,6 @@ from weftune.plan.program.program import Program
 from weftune.run.training.schedule import learning_rate
 from weftune.run.training.state import new_training
 from weftune.trainer.job import Ready, make_ready
-from weftune.trainer.loop import Loop
-from weftune.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 ROWS = QUICKSTART.parent / "openbookqa.jsonl"
@@ -70,25 +69,12 @@ class Compared:
     """And from PEFT; None where it has no such kind."""
 
 
-class Recorded(Trainer):
-    """A trainer that keeps every Program that it has run."""
-
-    def __init__(self, *args: Any, **keys: Any) -> None:
-        super().__init__(*args, **keys)
-        self.programs: list[Program] = []
-
-    def _loop(self, *args: Any) -> Loop:
-        loop = super()._loop(*args)
-        loop.programs_run = self.programs
-        return loop
-
-
 def train(
     base: Base, tokenizer: Any, jobs: Sequence[JobSpec]
 ) -> tuple[dict[str, list[float]], list[Program]]:
     """The losses of every job, and what was run."""
     with tempfile.TemporaryDirectory() as name:
-        trainer = Recorded(base, output=Path(name) / "out", tokenizer=tokenizer)
+        trainer = Recorder(base, output=Path(name) / "out", tokenizer=tokenizer)
         for job in jobs:
             trainer.add(job)
         ended = trainer.run()

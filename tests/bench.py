@@ -16,16 +16,15 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.families import VOCABULARY, tiny
 from tests.oracle import Sample, Trained
-from weftune import JobSpec, Options, Result, Trainer
+from weftune import JobSpec, Options, Result
 from weftune.adapters.kind import Member
 from weftune.adapters.lora.spec import A, weight_names
 from weftune.base.model import Base
 from weftune.base.spec import BaseSpec
+from weftune.bench.recorder import Recorder
 from weftune.data.order import SampleOrder
-from weftune.plan.program.program import Program
 from weftune.run.training.schedule import Recipe
 from weftune.run.training.state import new_training
-from weftune.trainer.loop import Loop
 
 CPU = torch.device("cpu")
 SHARED = Path(__file__).parents[2] / "shared"
@@ -74,19 +73,6 @@ def rows(made: Sequence[Sample]) -> list[dict[str, Any]]:
 def batches(made: Sequence[Sample], batch_size: int, seed: int, steps: int) -> list[list[Sample]]:
     order = SampleOrder(len(made), batch_size, seed)
     return [[made[i] for i in order.batch(step)] for step in range(1, steps + 1)]
-
-
-class Recorder(Trainer):
-    """A trainer that keeps every executed Program."""
-
-    def __init__(self, *args: Any, **keys: Any) -> None:
-        super().__init__(*args, **keys)
-        self.programs: list[Program] = []
-
-    def _loop(self, *args: Any) -> Loop:
-        loop = super()._loop(*args)
-        loop.programs_run = self.programs
-        return loop
 
 
 def trainer(model: Base, output: Path, jobs: Sequence[JobSpec], **keys: Any) -> Recorder:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests import bench
 from weftune import JobSpec
 from weftune.cli.preview import prepare_all, warned
+from weftune.jobs.sweeps.spec import Halving, Sweep, SweepSpec, Trial
 
 
 class Heard:
@@ -16,6 +17,9 @@ class Heard:
         self.notes: list[str] = []
 
     def update(self, row: object) -> None:
+        pass
+
+    def sweep(self, record: object) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -36,3 +40,20 @@ def test_training_says_once_what_preview_warns_of(tmp_path: Path) -> None:
 
     bench.trainer(base, tmp_path / "out", jobs, view=heard).run()
     assert [note for note in heard.notes if note.startswith(("warning", "note"))] == expected
+
+
+def test_training_and_preview_warn_of_a_sweeps_rung_within_the_warm_up(tmp_path: Path) -> None:
+    keys = dict(data=bench.rows(bench.samples(40)), steps=4, warmup=2, eval={"fraction": 0.5})
+    jobs = [JobSpec(name=f"s-{rank}", adapter={"rank": rank}, **keys) for rank in (2, 3)]
+    spec = SweepSpec(over={"adapter.rank": (2, 3)}, halving=Halving((0.5,), 0.5))
+    sweep = Sweep("s", spec, tuple(Trial(job.name, {}) for job in jobs))
+    base, heard = bench.base(), Heard()
+    shown = prepare_all(jobs, bench.tokenizer(), base.shape.context)
+    found = [
+        sentence for sentence in warned(jobs, shown, base.shape, [sweep]) if "max_length" not in sentence
+    ]
+    assert len(found) == 1
+    assert found[0].startswith("s: sweep.halving.at: the first rung is at step 2, and trials warm up until")
+
+    bench.trainer(base, tmp_path / "out", jobs, view=heard).add_sweep(sweep).run()
+    assert [note for note in heard.notes if note.startswith("warning: s: ")] == [f"warning: {found[0]}"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.base.packs import packed
 from weftune.adapters.banks import Banks
-from weftune.adapters.kind import Member
+from weftune.adapters.kind import Member, NewAdapter
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.registry import kind_named
 from weftune.base.model import Base
@@ -28,7 +28,7 @@ def weights_of(base: Base, job: str, spec: LoraSpec, seed: int = 0) -> Tensor:
     kind = kind_named(spec.kind)
     layout = kind.layout(spec, base.shape.sites)
     flat = torch.zeros(layout.size, dtype=base.dtype)
-    kind.initialise(Member(job, spec, seed), base.shape.sites, layout.views(flat))
+    kind.initialise(NewAdapter(Member(job, spec, seed), layout.views(flat)), base.shape.sites)
     return flat
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.families import tiny
 from weftune.adapters import registry
-from weftune.adapters.kind import Member, Parameters
+from weftune.adapters.kind import Member, NewAdapter
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
 from weftune.adapters.target import ROWS
@@ -42,9 +42,9 @@ class ToyKind:
     def adapts(self, spec: Any, site: str) -> bool:
         return site.endswith(spec.targets)
 
-    def initialise(self, member: Member, sites: Any, parameters: Parameters, *_: Any) -> None:
-        for value in parameters.values():
-            value.normal_(generator=torch.Generator().manual_seed(member.seed))
+    def initialise(self, new: NewAdapter, sites: Any) -> None:
+        for value in new.parameters.values():
+            value.normal_(generator=torch.Generator().manual_seed(new.member.seed))
 
     def before_step(self, *_: Any) -> None: ...
 

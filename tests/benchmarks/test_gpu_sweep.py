@@ -27,6 +27,7 @@ from benchmarks.gpu_sweep import (
     sentences,
     steps_made,
     table,
+    weftune_runs,
     with_training,
     write_work,
 )
@@ -269,3 +270,14 @@ def test_pefts_sides_are_extrapolated_to_weftunes_steps(
 def test_a_trial_that_left_made_the_steps_up_to_there() -> None:
     record = sweep_record()
     assert {steps_made(trial) for trial in record.trials} == {4, 20, 60, 200}
+
+
+def test_a_folder_without_kernels_is_no_cache_of_an_earlier_run(tmp_path: Path) -> None:
+    assert weftune_runs(None, 2) == [COLD, WARM]
+    assert weftune_runs(tmp_path / "nowhere", 2) == [COLD, WARM]
+    assert weftune_runs(tmp_path, 1) == [COLD]
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "triton").mkdir()
+    assert weftune_runs(tmp_path, 2) == [COLD, WARM]
+    (tmp_path / "triton" / "kernel").mkdir()
+    assert weftune_runs(tmp_path, 2) == [WARM]

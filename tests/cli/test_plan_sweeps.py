@@ -73,6 +73,16 @@ def test_a_plan_lists_the_trials_and_says_what_halving_saves(plan):
     assert numbers["expected_seconds"] < 0.4 * numbers["run"]["seconds"]
 
 
+def test_a_plan_warns_of_a_rung_within_the_warm_up(plan):
+    job = {"name": "sql", "sweep": {"over": OVER, "halving": HALVING}}
+    out, _ = plan(job | {"warmup": 25})
+    assert (
+        "warning: sql: sweep.halving.at: the first rung is at step 20, and trials warm up until step 25"
+        in out
+    )
+    assert "warning" not in plan(job | {"warmup": 19})[0]
+
+
 def test_a_plan_without_a_sweep_has_no_keys_for_one(plan):
     out, numbers = plan({"name": "other"})
     assert not {"sweeps", "expected_seconds"} & numbers.keys()

@@ -89,6 +89,7 @@ def test_the_command_lists_a_sweeps_trials_in_a_table_and_its_data_once(tmp_path
 defaults: {{data: rows.jsonl, steps: 100, batch_size: 4}}
 jobs:
   - name: sql
+    warmup: 10
     eval: {{fraction: 0.5}}
     sweep:
       over: {{adapter.rank: [2, 4, 8], learning_rate: [1e-4, 3e-4]}}
@@ -109,6 +110,10 @@ jobs:
     words = " ".join(shown.output.split())
     assert "6 trials; 3 after step 10 go on. That takes 1,320 samples instead of 2,400, 55%." in words
     assert "Times are estimated from the data sheet" in words
+    assert (
+        words.count("warning: sql: sweep.halving.at: the first rung is at step 10, and trials warm up until")
+        == 1
+    )
     only = CliRunner().invoke(app, [str(tmp_path / "jobs.yaml"), "--job", "sql-r4-lr1e-4", "--rows", "1"])
     assert "─ sql-r4-lr1e-4 ─" in only.output
     assert "Sweep" not in only.output

@@ -61,6 +61,7 @@ ONE_KEY = [
     ("adapter: {use_dora: true}", "adapter.use_dora", "for true write kind: dora in adapter"),
     ("adapter: {init_lora_weights: pissa}", "adapter.init_lora_weights", "for pissa write kind: pissa"),
     ("adapter: {layers: 3-1}", "adapter.layers", "'3-1' ends before it begins; write numbers"),
+    ("adapter: {layers: 0-99999999999}", "adapter.layers", "goes beyond the layers of any base"),
     ("adapter: {layers: some}", "adapter.layers", "'some' is neither a number nor a range; write numbers"),
     ("adapter: {layers: []}", "adapter.layers", "must name at least one layer; for all of them leave it out"),
     ("adapter: {layers: [-1]}", "adapter.layers", "layers are counted from 0, got a list"),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from weftune.adapters.target import TargetSpec
+from weftune.core.patterns import slow_sentence
 from weftune.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,6 +45,39 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise AdapterError(f"{path} is not a JSON object")
     return config
+
+
+@contextmanager
+def damage_told(folder: Path) -> Iterator[None]:
+    """Whatever is raised inside, where values of a config are not what its keys stand for, as a sentence."""
+    try:
+        yield
+    except KeyError as error:
+        raise AdapterError(f"{folder / CONFIG} is damaged: it has no key {error}") from error
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError, re.error) as error:
+        raise AdapterError(f"{folder / CONFIG} is damaged: {type(error).__name__}: {error}") from error
+
+
+def refuse_slow(folder: Path, spec: TargetSpec, names: Sequence[str] | None = None) -> None:
+    """Raise if an expression of a stranger's folder is none, or would take too long on the names of these
+    modules; without names, on those that bases have."""
+    for (*_, key), expression in spec.expressions().items():
+        if slow := slow_sentence([expression], *(() if names is None else (names,))):
+            shown = expression if key == "targets" else key
+            raise AdapterError(f"{folder / CONFIG}: {shown[:80]!r} {slow}")
+        with damage_told(folder):
+            re.compile(expression)
+
+
+def target_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The targets of a spec, and its layers, as the configs of PEFT have them."""
+    targets, layers = config["target_modules"] or (), config.get("layers_to_transform")
+    if not isinstance(layers, list | int | None):
+        raise TypeError(f"layers_to_transform is {type(layers).__name__}")
+    return {
+        "targets": targets if isinstance(targets, str) else tuple(str(target) for target in targets),
+        "layers": tuple(sorted(map(int, layers))) if isinstance(layers, list) else layers,
+    }
 
 
 def refuse_no_adapter(folder: Path) -> None:

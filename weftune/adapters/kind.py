@@ -15,6 +15,7 @@ from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Microbatch, Segment
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import Weight, frozen_product, part_of
+from weftune.ops.draw import parameter_key
 from weftune.ops.experts import ExpertPart
 from weftune.ops.lora.choice import Choices
 from weftune.ops.lora.routes import Route
@@ -38,6 +39,32 @@ class Member:
     seed: int
     steps: int = 0
     """Of the whole run, for kinds that have phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewAdapter:
+    """An adapter about to begin: the parameters to fill, and what a kind may fill them from."""
+
+    member: Member
+    parameters: Parameters
+    """Of all its sites, or of those that one stage has; on any device."""
+    drawn_on: torch.device | None = None
+    """Where random numbers are drawn; None: where the parameters are."""
+    frozen: WeightOf | None = None
+    """The base's weights at those sites, for kinds that start from them."""
+
+    @property
+    def sites(self) -> list[str]:
+        return list(dict.fromkeys(site for site, _ in self.parameters))
+
+    def key(self, site: str, name: str) -> int:
+        """What the random numbers of a parameter are drawn from: the job's seed and the parameter's place."""
+        return parameter_key(self.member.seed, site, name)
+
+    def weight_at(self, site: str) -> Tensor:
+        """The base's own weight [N, K]."""
+        assert self.frozen is not None, "the weights of the base are not known"
+        return self.frozen(site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +181,10 @@ class Kind(Protocol):
         """Raise AdapterError where the folder in the spec's `init_from` cannot start an adapter at these
         sites."""
 
-    def initialise(
-        self,
-        member: Member,
-        sites: Sequence[SiteShape],
-        parameters: Parameters,
-        drawn_on: torch.device | None = None,
-        frozen: WeightOf | None = None,
-    ) -> None:
-        """Fill parameters of a new adapter, from the member's seed or from its `init_from`.
+    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
+        """Fill the parameters of a new adapter, from its job's seed or from its `init_from`.
 
-        `sites` are those of the whole base; `parameters` may be those of some of them only, on any device;
-        random numbers are drawn there, or on the device `drawn_on`. `frozen` gives the weights of the base at
-        those sites, for kinds that start from them.
-        """
+        `sites` are those of the whole base."""
 
     def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
         """Change the master weights, if need be, before a step of the job is made with the gradients that are

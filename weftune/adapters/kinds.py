@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
-from typing import Any
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, get_type_hints
 
 from weftune.adapters.bottleneck.spec import BottleneckSpec
 from weftune.adapters.diff.spec import DiffSpec
@@ -33,15 +34,60 @@ KINDS: dict[str, type[AdapterSpec]] = {
 }
 
 
-for _point in entry_points(group="weftune.kinds"):
-    # Kinds of other packages, each the spec of its jobs; ours keep their names.
-    KINDS.setdefault(_point.name, _point.load())
+@dataclass(frozen=True, slots=True)
+class BrokenKind:
+    """A kind of another package whose code fails when it is imported."""
+
+    name: str
+    package: str
+    error: Exception
+
+    @property
+    def finding(self) -> str:
+        reason = (str(self.error).strip().splitlines() or [""])[0]
+        return f"the package {self.package} cannot be used: {type(self.error).__name__}: {reason}"
+
+    @property
+    def mend(self) -> str:
+        return f"pip install --upgrade {self.package}"
+
+    def __str__(self) -> str:
+        return f"{self.name} is no kind that works: {self.finding}; mend it, or try {self.mend}"
+
+
+BROKEN: dict[str, BrokenKind] = {}
+"""By name, those that were met when all kinds were gathered."""
+
+
+def _gather_others() -> None:
+    """Kinds of other packages, each the spec of its jobs. Ours keep their names, and a package that fails
+    takes no other with it."""
+    for point in entry_points(group="weftune.kinds"):
+        if point.name in KINDS:
+            continue
+        try:
+            KINDS[point.name] = _loaded(point)
+        except Exception as error:  # whatever the code of others raises
+            package = point.dist.name if point.dist is not None else point.module
+            BROKEN[point.name] = BrokenKind(point.name, package, error)
+
+
+def _loaded(point: EntryPoint) -> type[AdapterSpec]:
+    spec = point.load()
+    if not (isinstance(spec, type) and issubclass(spec, TargetSpec)):
+        raise TypeError(f"{point.value} is no class that extends TargetSpec")
+    get_type_hints(spec)  # jobs files and messages are checked by them
+    return spec
+
+
+_gather_others()
 
 
 def kind_in(config: Mapping[str, Any]) -> str | None:
     """The kind of the adapter that has this config; None where there is no such."""
     if "weftune_kind" in config:
-        return config["weftune_kind"] if config["weftune_kind"] in KINDS else None
+        own = config["weftune_kind"]
+        return own if isinstance(own, str) and own in KINDS else None
     peft_type = config.get("peft_type")
     if peft_type == LoraSpec.peft_type:
         return "dora" if config.get("use_dora") else "lora"

@@ -6,7 +6,7 @@ K inputs, N outputs of a site.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.files import read_tensors, write_folder
-from weftune.adapters.folder import read_config
+from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow
 from weftune.adapters.form import SiteTensors, WovenPart
-from weftune.adapters.kind import ExpertBank, Member, Parameters, WeightOf
+from weftune.adapters.kind import ExpertBank, Member, NewAdapter, Parameters
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.own_config import OwnConfig
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
@@ -39,13 +39,7 @@ class PlainKind:
         """What a job does to its rows at a site that it adapts."""
         raise NotImplementedError
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
+    def start(self, new: NewAdapter) -> None:
         """Fill the parameters of a new adapter."""
         raise NotImplementedError
 
@@ -75,6 +69,9 @@ class PlainKind:
 
     def from_stored(self, spec: Any, site: str, name: str, value: Tensor) -> Tensor:
         return value
+
+    names_beside: tuple[str, ...] = ()
+    """The names of `beside`."""
 
     def beside(self, spec: Any, sites: Sequence[SiteShape]) -> Mapping[str, Tensor]:
         """Tensors that its files hold besides its parameters."""
@@ -126,19 +123,12 @@ class PlainKind:
     def expert_bank(self, sites: Sequence[SiteShape]) -> ExpertBank:
         raise AssertionError(f"a {self.name} adapter has no parameters at experts")
 
-    def initialise(
-        self,
-        member: Member,
-        sites: Sequence[SiteShape],
-        parameters: Parameters,
-        drawn_on: torch.device | None = None,
-        frozen: WeightOf | None = None,
-    ) -> None:
-        if member.spec.init_from is None:
-            self.start(member, parameters, drawn_on, frozen)
+    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
+        if new.member.spec.init_from is None:
+            self.start(new)
             return
-        found = self.read_start(member.spec, sites)
-        for place, value in parameters.items():
+        found = self.read_start(new.member.spec, sites)
+        for place, value in new.parameters.items():
             value.copy_(found[place])
 
     def check_start(self, spec: Any, sites: Sequence[SiteShape]) -> None:
@@ -154,14 +144,7 @@ class PlainKind:
         """The parameters of an adapter folder, as a bank has them."""
         tensors = read_tensors(folder)
         wanted = {self.stored_name(one.site, one.name): one for one in self.layout(spec, sites).parameters}
-        own = tensors.keys() - self.beside(spec, sites).keys()
-        if odd := sorted(own ^ wanted.keys()):
-            where = "only in the folder" if odd[0] in tensors else "not in the folder"
-            more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
-            raise AdapterError(
-                f"{folder} and the job's {self.name} adapter do not have the same weights: {odd[0]} is "
-                f"{where}{more}; set adapter.kind, adapter.targets and adapter.layers as the folder has them"
-            )
+        self.refuse_others(folder, spec, tensors.keys() - set(self.names_beside), wanted.keys())
         found = {}
         for stored, one in wanted.items():
             value = self.from_stored(spec, one.site, one.name, tensors[stored])
@@ -172,6 +155,22 @@ class PlainKind:
                 )
             found[one.site, one.name] = value
         return found
+
+    def refuse_others(self, folder: Path, spec: Any, found: Set[str], wanted: Set[str]) -> None:
+        """Raise if the folder does not have the weights that `spec` has on this base."""
+        if not (odd := sorted(found ^ wanted)):
+            return
+        where = "only in the folder" if odd[0] in found else "not in the folder"
+        more = f", and {len(odd) - 1} more differ" if len(odd) > 1 else ""
+        if spec.init_from is None:
+            raise AdapterError(
+                f"{folder} is for another base, or its {CONFIG} is of another adapter: on this base {odd[0]} "
+                f"is {where}{more}"
+            )
+        raise AdapterError(
+            f"{folder} and the job's {self.name} adapter do not have the same weights: {odd[0]} is "
+            f"{where}{more}; set adapter.kind, adapter.targets and adapter.layers as the folder has them"
+        )
 
     def save(
         self, folder: Path, spec: Any, parameters: Parameters, sites: Sequence[SiteShape], base: str
@@ -192,13 +191,24 @@ class PlainKind:
     def merge(self, folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteShape]) -> None:
         if not KINDS[self.name].merges:
             raise self._not_merged()
-        spec = self.read_spec(read_config(folder))
+        spec = self.spec_of(folder)
+        refuse_slow(folder, spec, [site.name for site in sites])
+        with damage_told(folder):
+            adapted = self.layout(spec, sites).parameters
+        if not adapted:
+            raise AdapterError(f"{folder} is for another base: it adapts no module of this one")
         parameters = self.read(folder, spec, sites)
         constants = self.constants(spec, sites, torch.zeros((), dtype=torch.float64))
         for site in sites:
             own = {name: value.double() for (where, name), value in parameters.items() if where == site.name}
             if own:
                 self._merge_at(spec, site, modules[site.name], {**constants, **own})
+
+    def spec_of(self, folder: Path) -> Any:
+        """The spec that the folder's config stands for, which a stranger may have written."""
+        config = read_config(folder)
+        with damage_told(folder):
+            return self.read_spec(config)
 
     def _not_merged(self) -> AdapterError:
         return AdapterError(f"a {self.name} adapter cannot be merged into the weights of a base")

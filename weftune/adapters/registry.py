@@ -11,11 +11,12 @@ from typing import Any
 
 from weftune.adapters.folder import read_config
 from weftune.adapters.kind import Kind
-from weftune.adapters.kinds import KINDS, kind_in
+from weftune.adapters.kinds import BROKEN, KINDS, BrokenKind, kind_in
 from weftune.adapters.vector import VectorLayout
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError, SpecError
 
+OURS = __name__.partition(".")[0]
 BY_NAME: dict[str, Kind] = {}
 """Those that have been asked for."""
 
@@ -23,10 +24,23 @@ BY_NAME: dict[str, Kind] = {}
 def kind_named(name: str) -> Kind:
     if name in BY_NAME:
         return BY_NAME[name]
+    if name in BROKEN:
+        raise SpecError(f"adapter.kind: {BROKEN[name]}")
     if name not in KINDS:
         raise SpecError(f"adapter.kind: there is no kind {name!r}; known: {', '.join(KINDS)}")
+    return BY_NAME.setdefault(name, _made(name))
+
+
+def _made(name: str) -> Kind:
     module, _, kind = KINDS[name].implementation.partition(":")
-    return BY_NAME.setdefault(name, getattr(import_module(module), kind)())
+    package = module.partition(".")[0]
+    try:
+        made: Kind = getattr(import_module(module), kind)()
+    except Exception as error:
+        if package == OURS:
+            raise
+        raise SpecError(f"adapter.kind: {BrokenKind(name, package, error)}") from error
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,4 +70,6 @@ def kind_of(folder: Path) -> Kind:
     if (name := kind_in(config)) is not None:
         return kind_named(name)
     named = config.get("weftune_kind") or config.get("peft_type")
+    if isinstance(named, str) and named in BROKEN:
+        raise AdapterError(f"{folder} cannot be read: {BROKEN[named]}")
     raise AdapterError(f"{folder} holds a {named} adapter, a kind that Weftune does not know")

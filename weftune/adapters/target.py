@@ -17,6 +17,7 @@ FEEDFORWARD = ("down_proj", "fc2", "mlp.c_proj", "dense_4h_to_h")
 """The last linear of the feed-forward, as families call it."""
 Layers = str | int | tuple[int, ...]
 """The number of a layer, several, or ranges such as `16-31`."""
+MOST_LAYERS = 10_000
 ROWS = "rows"
 """The parameter of adapters that put rows before a sample: [rows, hidden width]."""
 KEYS, VALUES = "prefix_keys", "prefix_values"
@@ -57,6 +58,11 @@ class TargetSpec:
         if isinstance(self.targets, str):
             return self.targets.lower() == ALL_LINEAR or re.fullmatch(self.targets, name) is not None
         return any(ends_with(name, target) for target in self.targets)
+
+    def expressions(self) -> dict[tuple[str, ...], str]:
+        """The regular expressions that module paths are matched against as a whole, by the key of each."""
+        is_one = isinstance(self.targets, str) and self.targets.lower() != ALL_LINEAR
+        return {("targets",): str(self.targets)} if is_one else {}
 
     def adapts(self, site: SiteShape) -> bool:
         """Whether the adapter has parameters there; at experts only where a kind says so."""
@@ -119,5 +125,7 @@ def layer_numbers(layers: Layers) -> frozenset[int]:
         low, high = int(bounds[1]), int(bounds[2] or bounds[1])
         if high < low:
             raise ValueError(f"{part.strip()!r} ends before it begins")
+        if high >= MOST_LAYERS:
+            raise ValueError(f"{part.strip()!r} goes beyond the layers of any base")
         found |= set(range(low, high + 1))
     return frozenset(found)

@@ -67,6 +67,7 @@ def doctor(
 def all_checks() -> Iterator[Check]:
     yield python_check()
     yield from package_checks()
+    yield from kind_checks()
     yield from device_checks()
     yield processor_check()
     yield memory_check()
@@ -132,6 +133,14 @@ def package_check(wanted: Requirement, optional: bool = False) -> Check:
     if not wanted.specifier.contains(found, prereleases=True):
         return Check(wanted.name, lacking, f"{found}, but {wanted.specifier} is needed", mend)
     return Check(wanted.name, Verdict.OK, found)
+
+
+def kind_checks() -> Iterator[Check]:
+    """Kinds of adapters from other packages that cannot be used."""
+    from weftune.adapters.kinds import BROKEN
+
+    for name, broken in BROKEN.items():
+        yield Check(f"kind {name}", Verdict.ABSENT, broken.finding, broken.mend)
 
 
 def device_checks() -> Iterator[Check]:

@@ -41,6 +41,8 @@ def show_run(console: Console, run: WholeRun, wanted: Wanted, source: str) -> No
     if others := [name for name in run.ends if name not in trials]:
         console.print(run_table(run, {name: totals[name] for name in totals if name in others}))
     show_sweeps(console, run, wanted.sweeps, totals)
+    for sentence in (sentence for one in wanted.sweeps for sentence in one.warnings):
+        console.print(f"warning: {sentence}", highlight=False, markup=False, soft_wrap=True)
 
 
 def show_sweeps(

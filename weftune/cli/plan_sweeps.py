@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weftune.jobs.sweeps.checks import sweep_warnings
 from weftune.jobs.sweeps.rungs import rung_steps
 from weftune.jobs.sweeps.saving import Saving, TrialWork, expected_saving, trial_count
 from weftune.jobs.sweeps.spec import Sweep
@@ -23,6 +24,7 @@ class SweepOutlook:
     samples: Saving
     tokens: Saving
     """In what takes time: evaluations count as well."""
+    warnings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -61,16 +63,18 @@ class SweepOutlook:
 def sweep_outlooks(
     sweeps: Iterable[Sweep], jobs: Iterable[JobSpec], totals: Mapping[str, JobTotal]
 ) -> tuple[SweepOutlook, ...]:
-    batch_sizes = {job.name: job.batch_size for job in jobs}
+    specs = {job.name: job for job in jobs}
+    all_steps = {name: total.steps for name, total in totals.items()}
 
     def one(sweep: Sweep) -> SweepOutlook:
         spec, names = sweep.spec, [trial.name for trial in sweep.trials]
-        steps = totals[names[0]].steps
+        steps = all_steps[names[0]]
         return SweepOutlook(
             sweep,
             (*rung_steps(spec.halving, steps), steps),
-            expected_saving(spec, [TrialWork(totals[name].steps, batch_sizes[name]) for name in names]),
-            expected_saving(spec, [TrialWork(totals[name].steps, totals[name].tokens) for name in names]),
+            expected_saving(spec, [TrialWork(all_steps[name], specs[name].batch_size) for name in names]),
+            expected_saving(spec, [TrialWork(all_steps[name], totals[name].tokens) for name in names]),
+            tuple(sweep_warnings([sweep], specs, all_steps)),
         )
 
     return tuple(one(sweep) for sweep in sweeps)

@@ -66,7 +66,7 @@ def preview(
             show_trials(console, file, {sweep.name for sweep in sweeps})
         except UserError as error:
             list_trials(console, sweeps, error)
-    for sentence in warned(chosen, found, shape):
+    for sentence in warned(chosen, found, shape, sweeps):
         console.print(Text(f"warning: {sentence}"), soft_wrap=True)
 
 
@@ -110,20 +110,23 @@ def prepare_all(jobs: Sequence[JobSpec], tokenizer: Any, context: int) -> list[S
     return list(found.values())
 
 
-def warned(jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape) -> list[str]:
+def warned(
+    jobs: Sequence[JobSpec], found: Sequence[Shown], shape: ModelShape, sweeps: Sequence[Sweep] = ()
+) -> list[str]:
     """What `weftune train` will warn of."""
     from weftune.data.order import SampleOrder
     from weftune.jobs.spec.checks import data_warnings, told_once, warnings
+    from weftune.jobs.sweeps.checks import sweep_warnings
 
     trains = {name: shown.prepared.train for shown in found for name in shown.jobs}
-    sentences = []
+    sentences, steps = [], {}
     for job in jobs:
         train = trains[job.name]
-        steps = job.total_steps(
-            SampleOrder(len(train), job.batch_size, job.seed, train.weights).steps_per_epoch
-        )
-        sentences += [(job.name, sentence) for sentence in data_warnings(job, len(train), steps)]
-    return [*warnings(jobs, shape), *told_once(sentences)]
+        order = SampleOrder(len(train), job.batch_size, job.seed, train.weights)
+        steps[job.name] = job.total_steps(order.steps_per_epoch)
+        sentences += [(job.name, one) for one in data_warnings(job, len(train), steps[job.name])]
+    of_sweeps = sweep_warnings(sweeps, {job.name: job for job in jobs}, steps)
+    return [*warnings(jobs, shape), *told_once(sentences), *of_sweeps]
 
 
 def show_trials(console: Console, file: Path, names: Collection[str]) -> None:

@@ -179,14 +179,17 @@ def _check_early(asked: TrainAsked, gpus: str | None) -> None:
     from weftune.errors import SpecError
     from weftune.jobs.store.store import refuse_output
     from weftune.jobs.sweeps.expand import refuse_shares
+    from weftune.jobs.sweeps.record import proposed_trials
 
     run = read_early(asked.jobs)
-    names = [job.name for job in run.jobs]
+    output = Path(asked.output or run.output)
+    proposed = proposed_trials(output, [sweep.name for sweep in run.sweeps])
+    names = [*(job.name for job in run.jobs), *proposed]
     if unknown := [name for name in asked.restart if name not in names]:
         raise SpecError(f"--restart {unknown[0]}: there is no such job; known: {', '.join(names)}")
     if gpus not in (None, "1", "all"):
         refuse_shares(run.sweeps)
-    refuse_output(asked.output or run.output, asked.resume)
+    refuse_output(output, asked.resume)
     with phase(Phase.TOKENISING):
         refuse_rows(one_of_each(run), named=True)
 

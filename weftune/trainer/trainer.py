@@ -32,7 +32,8 @@ from weftune.jobs.spec.starts import check_names, check_starts
 from weftune.jobs.store.job_file import DamagedJobFile, read_job_file
 from weftune.jobs.store.states import State
 from weftune.jobs.store.store import Store, open_share, open_store
-from weftune.jobs.sweeps.record import SweepRecord
+from weftune.jobs.sweeps.checks import sweep_warnings
+from weftune.jobs.sweeps.record import SweepRecord, proposed_trials
 from weftune.jobs.sweeps.spec import Sweep
 from weftune.report.compare import first_loss, first_validation, kept_validation, last_loss
 from weftune.report.loggers import open_loggers
@@ -240,9 +241,10 @@ class Trainer:
         if mistakes := [*self._start_mistakes(jobs, shape), *check_targets(jobs, shape, self._place)]:
             raise SpecError(mistakes)
         self._tell_of_jobs("warning", warnings(jobs, shape))
+        known = [*self.jobs, *proposed_trials(self.output, self.sweeps)]
         for option, names in (("--restart", self.options.restart), ("--retry", self.options.retry)):
-            if unknown := [name for name in names if name not in self.jobs]:
-                raise SpecError(f"{option} {unknown[0]}: there is no such job; known: {', '.join(self.jobs)}")
+            if unknown := [name for name in names if name not in known]:
+                raise SpecError(f"{option} {unknown[0]}: there is no such job; known: {', '.join(known)}")
         if both := [name for name in self.options.retry if name in self.options.restart]:
             raise SpecError(
                 f"--retry {both[0]} goes on from its last checkpoint, --restart begins anew; choose one"
@@ -302,7 +304,9 @@ class Trainer:
             for job in ready
             for sentence in data_warnings(job.spec, len(job.data.train), job.recipe.steps)
         ]
-        self._tell_of_jobs("warning", told_once(found))
+        steps = {job.name: job.recipe.steps for job in ready}
+        found_of_sweeps = sweep_warnings((sweep for sweep, _ in self.sweeps.values()), self.jobs, steps)
+        self._tell_of_jobs("warning", [*told_once(found), *found_of_sweeps])
         self._tell_of_jobs("note", told_once((job.name, note) for job in ready for note in job.data.notes))
 
     def _tell_of_jobs(self, kind: str, sentences: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ class BitFit(PlainKind):
         u_N = at.trained("u")
         return JobPart(add=lambda x_LK: u_N.expand(len(x_LK), -1))
 
-    def start(self, member, parameters, drawn_on, frozen):
-        for value in parameters.values():
+    def start(self, new):
+        for value in new.parameters.values():
             value.zero_()
 
     def merged(self, spec, site, weight_NK, bias_N, own):

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,19 +36,19 @@ def installed(tmp_path_factory) -> Path:
     return folder
 
 
-def weftune(installed, place, *words) -> str:
+def weftune(installed, place, *words, code=0) -> str:
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, "-m", "weftune", *words],
         cwd=place,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "500"},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr if code else ended.stdout
 
 
 def test_it_trains_beside_lora_and_is_merged(installed, tmp_path):
@@ -69,6 +70,67 @@ def _assert_added(before: Path, after: Path, found: dict[str, torch.Tensor]) -> 
     for name, u_N in found.items():
         bias = name.removeprefix("base_model.model.").removesuffix(".u") + ".bias"
         torch.testing.assert_close(new[bias], old[bias] + u_N)
+
+
+@pytest.fixture
+def broken(installed, tmp_path) -> Callable[[str, str], Path]:
+    """A copy of what was installed in which a file of the package has other contents."""
+
+    def copied(file: str, text: str) -> Path:
+        folder = shutil.copytree(installed, tmp_path / "broken")
+        (folder / "weftune_bitfit" / file).write_text(text)
+        return folder
+
+    return copied
+
+
+UNDEFINED = """
+from dataclasses import dataclass
+from weftune.adapters.target import TargetSpec
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BitFitSpec(TargetSpec):
+    size: "Undefined" = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'; mend it"),
+        ("raise RuntimeError('one line\\nanother')", "RuntimeError: one line; mend it"),
+        ("BitFitSpec = 3", "TypeError: weftune_bitfit.spec:BitFitSpec is no class that extends TargetSpec"),
+        (UNDEFINED, "NameError: name 'Undefined' is not defined"),
+    ],
+)
+def test_a_package_that_fails_breaks_no_other_kind_and_is_told_when_it_is_asked_for(
+    broken, tmp_path, text, reason
+):
+    folder, place = broken("spec.py", text), deep_folder(tmp_path, JOBS)
+    told = " ".join(weftune(folder, place, "plan", "jobs.yaml", code=2).split())
+    assert "Traceback" not in told
+    assert f"bitfit is no kind that works: the package weftune-bitfit cannot be used: {reason}" in told
+    (place / "jobs.yaml").write_text((place / "jobs.yaml").read_text().replace("bitfit", "ia3"))
+    assert "bits" in weftune(folder, place, "plan", "jobs.yaml")
+
+
+def test_a_kind_whose_code_fails_is_told_when_it_is_trained(broken, tmp_path):
+    folder, place = broken("apply.py", "import nowhere_to_be_found"), deep_folder(tmp_path, JOBS)
+    told = " ".join(weftune(folder, place, "train", "jobs.yaml", code=2).split())
+    assert "Traceback" not in told
+    assert "adapter.kind: bitfit is no kind that works: the package weftune_bitfit cannot be used" in told
+
+
+def test_the_doctor_and_an_export_tell_of_a_package_that_fails(broken, tmp_path):
+    folder, place = broken("spec.py", "import nowhere_to_be_found"), deep_folder(tmp_path, JOBS)
+    told = " ".join(weftune(folder, place, "doctor").split())
+    assert "kind bitfit" in told
+    assert "pip install --upgrade weftune-bitfit" in told
+    (place / "adapter").mkdir()
+    (place / "adapter" / "adapter_config.json").write_text('{"weftune_kind": "bitfit"}')
+    (place / "adapter" / "adapter_model.safetensors").touch()
+    told = " ".join(weftune(folder, place, "export", "adapter", "--portable", code=2).split())
+    assert "adapter cannot be read: bitfit is no kind that works: the package weftune-bitfit" in told
 
 
 def test_the_guide_shows_the_very_files_and_they_are_short():

@@ -11,6 +11,7 @@ from weftune.jobs.sweeps.record import (
     SampleCount,
     SweepRecord,
     TrialRecord,
+    proposed_trials,
     read_record,
     write_record,
 )
@@ -77,3 +78,13 @@ def test_a_record_of_a_later_format_is_refused(tmp_path):
     (tmp_path / "sweep.json").write_text('{"format": 7, "name": "sql"}')
     with pytest.raises(UnknownFormat, match="has the format 7"):
         read_record(tmp_path)
+
+
+def test_trials_that_were_proposed_are_found_in_the_records_of_a_runs_own_sweeps(tmp_path):
+    later = [TrialRecord(name=f"sql-r{rank}", values={}, generation=1) for rank in (3, 5)]
+    write_record(tmp_path / "sql", replace(RECORD, trials=(*RECORD.trials, *later)))
+    write_record(tmp_path / "other", replace(RECORD, name="other", trials=tuple(later)))
+    assert proposed_trials(tmp_path, ["sql"]) == ["sql-r3", "sql-r5"]
+    (tmp_path / "sql" / "sweep.json").write_text("{")
+    assert proposed_trials(tmp_path, ["sql"]) == []
+    assert proposed_trials(tmp_path / "nowhere", ["sql"]) == []

@@ -388,6 +388,15 @@ def test_later_generations_are_asked_when_the_one_before_has_ended_and_survive_a
     assert decided(tmp_path / "out") == decided(tmp_path / "want")
     assert record(tmp_path / "out")["best"] == found["best"]
 
+    before, steps = bench.adapter(tmp_path / "out" / last), len(bench.losses(tmp_path / "out", last))
+    shutil.rmtree(tmp_path / "out" / last)
+    assert run(tmp_path / "out", resume=True, restart=(last,))[last].state == "succeeded"
+    assert oracle.distance(bench.adapter(tmp_path / "out" / last), before) == 0
+    assert len(bench.losses(tmp_path / "out", last)) == steps == 6
+    assert record(tmp_path / "out")["best"] == found["best"]
+    with pytest.raises(SpecError, match=f"--restart nobody: there is no such job; known: .*{last}"):
+        run(tmp_path / "out", resume=True, restart=("nobody",))
+
 
 def test_a_resting_trial_can_be_cancelled(base, jobs, tmp_path, monkeypatch):
     Crowd(monkeypatch, 2)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
 from weftune.adapters.bottleneck.spec import DOWN, DOWN_BIAS, UP, UP_BIAS, Activation
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PlainKind
-from weftune.ops.draw import fill_uniform_alike, parameter_key
+from weftune.ops.draw import fill_uniform
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "gelu": gelu, "silu": silu}
 
@@ -35,17 +35,10 @@ class Bottleneck(PlainKind):
 
         return JobPart(after=after)
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
+    def start(self, new: NewAdapter) -> None:
         """D uniform within ±1/√N, as linears of torch begin."""
-        for (site, name), value in parameters.items():
+        for (site, name), value in new.parameters.items():
             if name == DOWN:
-                key = parameter_key(member.seed, site, name)
-                fill_uniform_alike([value], [key], bound=value.shape[1] ** -0.5, drawn_on=drawn_on)
+                fill_uniform(value, new.key(site, name), value.shape[1] ** -0.5, drawn_on=new.drawn_on)
             else:
                 value.zero_()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weftune.adapters.diff.spec import ALPHA, GROUP, DiffSpec, W
 from weftune.adapters.files import read_tensors, write_folder
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import Member, NewAdapter, Parameters
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.core.shapes import SiteShape
@@ -56,14 +56,8 @@ class Diff(PlainKind):
         index_L = at.bound.microbatch.token_index_T[at.segment.rows]
         return DrawnGates(own(ALPHA), own(GROUP), at.member.spec.l0_weight, (index_L == 0).any())
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        for (_, name), value in parameters.items():
+    def start(self, new: NewAdapter) -> None:
+        for (_, name), value in new.parameters.items():
             value.fill_(0.0 if name == W else ALPHA_START)
 
     def rate(self, spec: DiffSpec, name: str) -> float:
@@ -101,12 +95,7 @@ class Diff(PlainKind):
         tensors = read_tensors(folder, whole=INDICES)
         adapted = {site.name: site for site in sites if spec.adapts(site)}
         wanted = {f"{PREFIX}{name}.{part}" for name in adapted for part in (INDICES, VALUES)}
-        if odd := sorted(tensors.keys() ^ wanted):
-            where = "only in the folder" if odd[0] in tensors else "not in the folder"
-            raise AdapterError(
-                f"{folder} and the job's diff adapter do not have the same weights: {odd[0]} is {where}; set "
-                "adapter.targets and adapter.layers as the folder has them"
-            )
+        self.refuse_others(folder, spec, tensors.keys(), wanted)
         return {
             (name, DELTA): _dense(folder, site, tensors[f"{PREFIX}{name}.{INDICES}"], tensors[stored])
             for name, site in adapted.items()

@@ -9,16 +9,18 @@ Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
+from weftune.adapters.folder import read_config
 from weftune.adapters.form import SiteTensors, WovenPart
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import Member, NewAdapter
 from weftune.adapters.lora.apply import draw, low_rank
-from weftune.adapters.lora.config import spec_fields
+from weftune.adapters.lora.config import checked_spec
 from weftune.adapters.lora.files import peft_config
 from weftune.adapters.lora.spec import A, B, weight_names
 from weftune.adapters.plain import JobAt, JobPart
@@ -61,20 +63,12 @@ class Dora(PlainKind):
         g_out = SiteScale(value_N, at.total(MAGNITUDE), inverse_N)
         return WovenPart(low_rank=low_rank(member.spec, at), g_out=g_out)
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
+    def start(self, new: NewAdapter) -> None:
         """B is zero at first, so the lengths are those of W itself."""
-        assert frozen is not None, "the lengths of the base's rows are not known"
-        draw(member.seed, parameters, drawn_on)
-        for (site, name), value in parameters.items():
+        draw(new)
+        for (site, name), value in new.parameters.items():
             if name == MAGNITUDE:
-                weight_NK = frozen(site)
-                value.copy_(torch.linalg.vector_norm(weight_NK, dim=1, dtype=value.dtype))
+                value.copy_(torch.linalg.vector_norm(new.weight_at(site), dim=1, dtype=value.dtype))
 
     def rate(self, spec: DoraSpec, name: str) -> float:
         return spec.loraplus_lr_ratio if name == B else 1.0
@@ -93,8 +87,8 @@ class Dora(PlainKind):
     def config(self, spec: DoraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         return peft_config(spec, targeted, sites, base, use_dora=True)
 
-    def read_spec(self, config: Mapping[str, Any]) -> DoraSpec:
-        return DoraSpec(**spec_fields(config))
+    def spec_of(self, folder: Path) -> DoraSpec:
+        return checked_spec(DoraSpec, folder, read_config(folder))
 
     def merged(
         self,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from weftune.adapters.files import is_transposed, peft, target_modules
+from weftune.adapters.folder import target_fields
 from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import Member, NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.adapters.target import ends_with
@@ -38,14 +38,8 @@ class Ia3(PlainKind):
         feedforward = member.spec.is_feedforward(at.site.name)
         return WovenPart(g_in=scale) if feedforward else WovenPart(g_out=scale)
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        for value in parameters.values():
+    def start(self, new: NewAdapter) -> None:
+        for value in new.parameters.values():
             value.fill_(1.0)
 
     def stored_name(self, site: str, name: str) -> str:
@@ -73,10 +67,10 @@ class Ia3(PlainKind):
         )
 
     def read_spec(self, config: Mapping[str, Any]) -> Ia3Spec:
-        targets, feedforward = config["target_modules"], config.get("feedforward_modules") or ()
+        feedforward = config.get("feedforward_modules") or ()
         return Ia3Spec(
-            targets=targets if isinstance(targets, str) else tuple(targets),
-            feedforward=(feedforward,) if isinstance(feedforward, str) else tuple(feedforward),
+            **target_fields(config),
+            feedforward=(feedforward,) if isinstance(feedforward, str) else tuple(map(str, feedforward)),
         )
 
     def merged(

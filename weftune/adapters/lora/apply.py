@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weftune.adapters.form import SiteTensors, WovenPart
-from weftune.adapters.kind import Frozen, Member, Parameters, Pass, SiteParts, WeightOf
+from weftune.adapters.kind import Frozen, Member, NewAdapter, Parameters, Pass, SiteParts
 from weftune.adapters.lora.experts import LoraExperts, flattened, stacked
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, write_adapter
@@ -22,7 +22,7 @@ from weftune.adapters.lora.spec import A, B, LoraSpec
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
-from weftune.ops.draw import fill_uniform_alike, parameter_key
+from weftune.ops.draw import fill_uniform_alike
 from weftune.ops.dropout import key
 from weftune.ops.lora.routes import Block, Blocks, Factors, add_lora
 from weftune.ops.lora.table import Entry
@@ -92,18 +92,18 @@ def _as_stored(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return flattened(a, b) if a.ndim == 3 else (a, b.T)
 
 
-def draw(seed: int, parameters: Parameters, drawn_on: torch.device | None) -> None:
+def draw(new: NewAdapter) -> None:
     """A uniform within ±1/√K as PEFT draws it, B zero; other parameters are left alone."""
-    if zeros := [value for (_, name), value in parameters.items() if name == B]:
+    if zeros := [value for (_, name), value in new.parameters.items() if name == B]:
         torch._foreach_zero_(zeros)
     alike: dict[tuple[int, ...], list[str]] = {}
-    for (site, name), value in parameters.items():
+    for (site, name), value in new.parameters.items():
         if name == A:
             alike.setdefault(tuple(value.shape), []).append(site)
     for shape, names in alike.items():
-        values = [parameters[site, A] for site in names]
-        keys = [parameter_key(seed, site, A) for site in names]
-        fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, drawn_on=drawn_on)
+        values = [new.parameters[site, A] for site in names]
+        keys = [new.key(site, A) for site in names]
+        fill_uniform_alike(values, keys, bound=shape[-1] ** -0.5, drawn_on=new.drawn_on)
 
 
 class Lora:
@@ -140,22 +140,15 @@ class Lora:
         if isinstance(spec.init_from, str):
             read_start(spec, sites)
 
-    def initialise(
-        self,
-        member: Member,
-        sites: Sequence[SiteShape],
-        parameters: Parameters,
-        drawn_on: torch.device | None = None,
-        frozen: WeightOf | None = None,
-    ) -> None:
+    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
         """As PEFT draws them, or from the member's `init_from` folder."""
-        if member.spec.init_from is not None:
-            start = read_start(member.spec, sites)
-            for (site, name), value in parameters.items():
+        if new.member.spec.init_from is not None:
+            start = read_start(new.member.spec, sites)
+            for (site, name), value in new.parameters.items():
                 a_rK, b_rN = _as_held(*start[site], value)
                 value.copy_(a_rK if name == A else b_rN)
             return
-        draw(member.seed, parameters, drawn_on)
+        draw(new)
 
     def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
         """Nothing changes but by the step itself."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from weftune.adapters.folder import CONFIG, read_config
+from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow, target_fields
 from weftune.adapters.lora.spec import LoraSpec
-from weftune.core.patterns import ending, slow_sentence
 from weftune.errors import AdapterError
+
+Spec = TypeVar("Spec", bound=LoraSpec)
 
 BEYOND = (
     "modules_to_save",
@@ -36,6 +37,12 @@ def read_spec(folder: Path) -> LoraSpec:
         raise AdapterError(f"{folder} holds a {config.get('peft_type')} adapter, not LoRA")
     if config.get("use_dora"):
         raise AdapterError(f"{folder} is a DoRA adapter; only plain LoRA can be used")
+    return checked_spec(LoraSpec, folder, config)
+
+
+def checked_spec(record: type[Spec], folder: Path, config: Mapping[str, Any]) -> Spec:
+    """The spec of LoRA, or of a kind with its keys; refused is what changes more than the linears it names,
+    or the base itself."""
     if (start := str(config.get("init_lora_weights", True))).startswith(CHANGES_BASE):
         raise AdapterError(
             f"{folder} belongs to a base that PEFT has changed ({start}); save it in PEFT with "
@@ -46,50 +53,25 @@ def read_spec(folder: Path) -> LoraSpec:
         beyond.append("bias")
     if beyond:
         raise AdapterError(f"{folder} is more than plain LoRA: its {CONFIG} sets {beyond[0]}")
-    try:
-        return _spec(config)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        re.error,
-    ) as error:
-        raise AdapterError(f"{folder / CONFIG} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _spec(config: Mapping[str, Any]) -> LoraSpec:
-    spec = LoraSpec(**spec_fields(config))
-    if min((spec.rank, *spec.rank_pattern.values())) < 1:
-        raise ValueError("a rank is below 1")
-    for pattern in (*spec.rank_pattern, *spec.alpha_pattern):
-        if slow := slow_sentence([ending(pattern)]):
-            raise ValueError(f"{pattern[:80]!r} {slow}")
-        re.compile(pattern)
+    with damage_told(folder):
+        spec = record(**_fields(config))
+        if min((spec.rank, *spec.rank_pattern.values())) < 1:
+            raise ValueError("a rank is below 1")
+        if not all(map(math.isfinite, (spec.alpha, *spec.alpha_pattern.values()))):
+            raise ValueError("an alpha is no finite number")
+    refuse_slow(folder, spec)
     return spec
 
 
-def spec_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a spec that PEFT's config stands for."""
-    targets, parameters = config["target_modules"] or (), config.get("target_parameters") or ()
-    layers = config.get("layers_to_transform")
     return {
         "rank": int(config["r"]),
         "alpha": float(config["lora_alpha"]),
         "dropout": float(config.get("lora_dropout", 0.0)),
-        "targets": targets if isinstance(targets, str) else tuple(str(target) for target in targets),
-        "layers": tuple(sorted(map(int, layers))) if isinstance(layers, list) else layers,
-        "target_parameters": tuple(sorted(map(str, parameters))),
+        **target_fields(config),
+        "target_parameters": tuple(sorted(map(str, config.get("target_parameters") or ()))),
         "rslora": bool(config.get("use_rslora")),
         "rank_pattern": {key: int(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
         "alpha_pattern": {key: float(one) for key, one in (config.get("alpha_pattern") or {}).items()},
     }
-
-
-def refuse_slow(folder: Path, spec: LoraSpec, names: Sequence[str]) -> None:
-    """Raise if a pattern of a stranger's folder would take too long on the names of these modules."""
-    for pattern in (*spec.rank_pattern, *spec.alpha_pattern):
-        if slow := slow_sentence([ending(pattern)], names):
-            raise AdapterError(f"{folder / CONFIG}: {pattern[:80]!r} {slow}")

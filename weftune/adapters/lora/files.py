@@ -19,8 +19,8 @@ from weftune.adapters.files import (
     target_modules,
     write_folder,
 )
-from weftune.adapters.folder import WEIGHTS
-from weftune.adapters.lora.config import read_spec, refuse_slow
+from weftune.adapters.folder import WEIGHTS, refuse_slow
+from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import (
     EXPERTS,
     LoraSpec,

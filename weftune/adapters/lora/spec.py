@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from weftune.adapters.target import TargetSpec, ends_with
+from weftune.core.patterns import ending
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 
 A, B = "a_rK", "b_rN"
@@ -43,6 +44,11 @@ class LoraSpec(TargetSpec):
     def targets_parameter(self, name: str) -> bool:
         """Whether PEFT would put an adapter on the experts' parameter `name`."""
         return any(ends_with(name, target) for target in self.target_parameters)
+
+    def expressions(self) -> dict[tuple[str, ...], str]:
+        keyed = (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern))
+        own = {(key, pattern): ending(pattern) for key, patterns in keyed for pattern in patterns}
+        return TargetSpec.expressions(self) | own
 
     def rank_at(self, name: str) -> int:
         return self.rank_pattern.get(pattern_for(self.rank_pattern, name), self.rank)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import NewAdapter, Parameters
 from weftune.adapters.lora.export import merge, write_portable
 from weftune.adapters.lora.files import read_start, write_adapter
 from weftune.adapters.lora.spec import A, B
@@ -42,21 +42,13 @@ class Pissa(PlainKind):
 
         return JobPart(add=add)
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        assert frozen is not None, "the weights of the base are not known"
-        for site in dict.fromkeys(site for site, _ in parameters):
-            like_rK = parameters[site, FIRST_A]
-            weight_NK = frozen(site).to(device=drawn_on or like_rK.device, dtype=like_rK.dtype)
-            scale = member.spec.scale_at(site)
-            a_rK, b_rN = principal(site, weight_NK, len(like_rK), scale)
+    def start(self, new: NewAdapter) -> None:
+        for site in new.sites:
+            like_rK = new.parameters[site, FIRST_A]
+            weight_NK = new.weight_at(site).to(device=new.drawn_on or like_rK.device, dtype=like_rK.dtype)
+            a_rK, b_rN = principal(site, weight_NK, len(like_rK), new.member.spec.scale_at(site))
             for name, value in ((A, a_rK), (FIRST_A, a_rK), (B, b_rN), (FIRST_B, b_rN)):
-                parameters[site, name].copy_(value)
+                new.parameters[site, name].copy_(value)
 
     def rate(self, spec: PissaSpec, name: str) -> float:
         return {A: 1.0, B: spec.loraplus_lr_ratio}.get(name, 0.0)

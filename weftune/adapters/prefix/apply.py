@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.files import peft, read_tensors, write_folder
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import NewAdapter, Parameters
 from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.prefix.spec import PrefixSpec
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
-from weftune.ops.draw import fill_normal, parameter_key
+from weftune.ops.draw import fill_normal
 
 STORED = "prompt_embeddings"
 """All of them side by side: the keys of the first layer, its values, those of the next."""
@@ -28,15 +28,9 @@ STORED = "prompt_embeddings"
 class PrefixTuning(PlainKind):
     name = "prefix"
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        for (site, name), value in parameters.items():
-            fill_normal(value, parameter_key(member.seed, site, name))
+    def start(self, new: NewAdapter) -> None:
+        for place, value in new.parameters.items():
+            fill_normal(value, new.key(*place))
 
     def config(self, spec: PrefixSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         """PEFT takes the number of layers and the width of heads from the base."""

@@ -8,28 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from weftune.adapters.files import peft
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.prompt.spec import PromptSpec
 from weftune.core.shapes import SiteShape
-from weftune.ops.draw import fill_normal, parameter_key
+from weftune.ops.draw import fill_normal
 
 
 class Prompt(PlainKind):
     name = "prompt"
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        for (site, name), value in parameters.items():
-            fill_normal(value, parameter_key(member.seed, site, name))
+    def start(self, new: NewAdapter) -> None:
+        for place, value in new.parameters.items():
+            fill_normal(value, new.key(*place))
 
     def stored_name(self, site: str, name: str) -> str:
         return "prompt_embeddings"

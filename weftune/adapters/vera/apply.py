@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from weftune.adapters.files import is_transposed, layers_to_transform, peft, target_modules
+from weftune.adapters.folder import target_fields
 from weftune.adapters.form import SiteTensors, WovenPart
-from weftune.adapters.kind import Member, Parameters, WeightOf
+from weftune.adapters.kind import Member, NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
 from weftune.adapters.vector import SHARED
@@ -55,15 +56,9 @@ class Vera(PlainKind):
             factors=Factored(d_r, e_N, at.total(D), at.total(E), *constants),
         )
 
-    def start(
-        self,
-        member: Member,
-        parameters: Parameters,
-        drawn_on: torch.device | None,
-        frozen: WeightOf | None,
-    ) -> None:
-        for (_, name), value in parameters.items():
-            value.fill_(member.spec.d_initial if name == D else 0.0)
+    def start(self, new: NewAdapter) -> None:
+        for (_, name), value in new.parameters.items():
+            value.fill_(new.member.spec.d_initial if name == D else 0.0)
 
     def constants_key(self, spec: VeraSpec) -> Hashable:
         return spec.rank, spec.projection_prng_key, spec.targets, spec.layers
@@ -83,8 +78,10 @@ class Vera(PlainKind):
     def stored_name(self, site: str, name: str) -> str:
         return f"{PREFIX}{site}.vera_{name}"
 
+    names_beside = f"base_model.{A}", f"base_model.{B}"
+
     def beside(self, spec: VeraSpec, sites: Sequence[SiteShape]) -> dict[str, Tensor]:
-        return {f"base_model.{name}": value for name, value in self._drawn(spec, sites).items()}
+        return dict(zip(self.names_beside, self._drawn(spec, sites).values(), strict=True))
 
     def config(self, spec: VeraSpec, targeted: Sequence[str], sites: Sequence[SiteShape], base: str) -> Any:
         modules = target_modules(spec, targeted, sites)
@@ -103,14 +100,15 @@ class Vera(PlainKind):
         )
 
     def read_spec(self, config: Mapping[str, Any]) -> VeraSpec:
-        targets, layers = config["target_modules"], config.get("layers_to_transform")
+        seed = int(config["projection_prng_key"])
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"projection_prng_key is no seed of torch: {seed}")
         return VeraSpec(
             rank=int(config["r"]),
             dropout=float(config.get("vera_dropout", 0.0)),
             d_initial=float(config.get("d_initial", 0.1)),
-            projection_prng_key=int(config["projection_prng_key"]),
-            targets=targets if isinstance(targets, str) else tuple(targets),
-            layers=tuple(sorted(layers)) if isinstance(layers, list) else layers,
+            projection_prng_key=seed,
+            **target_fields(config),
         )
 
     def merged(

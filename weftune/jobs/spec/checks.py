@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from weftune.adapters.lora.config import read_spec, refuse_slow
+from weftune.adapters.folder import refuse_slow
+from weftune.adapters.lora.config import read_spec
 from weftune.adapters.lora.spec import LoraSpec, pattern_for
 from weftune.adapters.start import source_of
 from weftune.adapters.target import TargetSpec, layer_numbers
-from weftune.core.patterns import ending, slow_sentence
+from weftune.core.patterns import slow_sentence
 from weftune.core.shapes import ModelShape, SiteShape, layer_of
 from weftune.errors import AdapterError, Mistake
 from weftune.jobs.spec.near import nearest
@@ -43,15 +44,9 @@ def check_targets(
 
 def _slow_patterns(job: JobSpec, names: Sequence[str], place: Callable[..., str]) -> Iterator[Mistake]:
     """Expressions that would take too long on the names of this base."""
-    adapter = job.adapter
-    if isinstance(adapter.targets, str) and (slow := slow_sentence([adapter.targets], names)):
-        yield Mistake(place(job.name, "adapter", "targets"), slow)
-    if not isinstance(adapter, LoraSpec):
-        return
-    for key, patterns in (("rank_pattern", adapter.rank_pattern), ("alpha_pattern", adapter.alpha_pattern)):
-        for pattern in patterns:
-            if slow := slow_sentence([ending(pattern)], names):
-                yield Mistake(place(job.name, "adapter", key, pattern), slow)
+    for key, expression in job.adapter.expressions().items():
+        if slow := slow_sentence([expression], names):
+            yield Mistake(place(job.name, "adapter", *key), slow)
 
 
 def _layer_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weftune.adapters.kinds import KINDS
+from weftune.adapters.kinds import BROKEN, KINDS
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import ALL_LINEAR, layer_numbers
 from weftune.core.patterns import ending, slow_sentence
@@ -78,6 +78,8 @@ def _built_adapter(keys: Any) -> tuple[Any, list[Fault]]:
     if not isinstance(keys, Mapping):
         return keys, []
     kind = keys.get("kind", "lora")
+    if isinstance(kind, str) and kind in BROKEN:
+        return LoraSpec(), [Fault(("adapter", "kind"), str(BROKEN[kind]))]
     if not isinstance(kind, str) or kind not in KINDS:
         return LoraSpec(), [Fault(("adapter", "kind"), choice_sentence(list(KINDS), kind))]
     own = {item.name: item.default for item in fields(KINDS[kind])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -135,6 +135,12 @@ def records_in(output: Path) -> list[SweepRecord]:
             if (record := read_record(path.parent)) is not None:
                 found.append(record)
     return found
+
+
+def proposed_trials(output: Path, sweeps: Collection[str]) -> list[str]:
+    """Trials of later generations that earlier runs into `output` have proposed: no jobs file names them."""
+    mine = [record for record in records_in(output) if record.name in sweeps]
+    return [trial.name for record in mine for trial in record.trials if trial.generation > 0]
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weftune.adapters.kind import Member, WeightOf
+from weftune.adapters.kind import Member, NewAdapter, WeightOf
 from weftune.adapters.registry import kind_named, layout_of
 from weftune.adapters.vector import VectorLayout
 from weftune.core.batch import Segment
@@ -160,7 +160,7 @@ def new_training(
     layout = layout_of(member.spec, sites)
     master = torch.zeros(layout.size, dtype=master_dtype(dtype), device=device)
     if not is_restored:
-        kind.initialise(member, whole_sites or sites, layout.views(master), drawn_on, frozen)
+        kind.initialise(NewAdapter(member, layout.views(master), drawn_on, frozen), whole_sites or sites)
     state = AdamState(
         master=master,
         exp_avg=torch.zeros_like(master),
