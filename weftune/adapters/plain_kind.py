@@ -19,6 +19,8 @@ from weftune.adapters.kind import ExpertBank, Member, Parameters, WeightOf
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.own_config import OwnConfig
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
+from weftune.adapters.token_rows import merge_tokens
+from weftune.adapters.tokens import TOKENS
 from weftune.adapters.vector import SHARED, ParameterShape, VectorLayout
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
@@ -83,10 +85,11 @@ class PlainKind:
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
         own = [(site.name, spec.shapes_at(site)) for site in sites if spec.adapts(site)]
+        embedded = spec.shapes_in_embedding(sites).items()
         return VectorLayout(
             tuple(
                 ParameterShape(site, name, shape, rate=self.rate(spec, name))
-                for site, shapes in [(SHARED, spec.shapes_outside(sites)), *own]
+                for site, shapes in [(SHARED, spec.shapes_outside(sites)), *embedded, *own]
                 for name, shape in shapes.items()
             )
         )
@@ -192,6 +195,9 @@ class PlainKind:
             own = {name: value.double() for (where, name), value in parameters.items() if where == site.name}
             if own:
                 self._merge_at(spec, site, modules[site.name], {**constants, **own})
+        for (path, name), value in parameters.items():
+            if name == TOKENS:
+                merge_tokens(folder, path, spec.trained_tokens, value, modules)
 
     def _not_merged(self) -> AdapterError:
         return AdapterError(f"a {self.name} adapter cannot be merged into the weights of a base")

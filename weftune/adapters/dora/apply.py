@@ -9,19 +9,23 @@ Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weftune.adapters.dora.spec import MAGNITUDE, DoraSpec
+from weftune.adapters.folder import read_config
 from weftune.adapters.kind import Member, Parameters, WeightOf
 from weftune.adapters.lora.apply import draw
 from weftune.adapters.lora.config import spec_fields
 from weftune.adapters.lora.files import peft_config
-from weftune.adapters.lora.spec import A, B, weight_names
+from weftune.adapters.lora.spec import A, B, stored_tokens, weight_names
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
+from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import matrix_of
 
@@ -55,6 +59,7 @@ class Dora(PlainKind):
         """B is zero at first, so the lengths are those of W itself."""
         assert frozen is not None, "the lengths of the base's rows are not known"
         draw(member.seed, parameters, drawn_on)
+        fill_tokens(member.spec.trained_tokens, parameters, frozen)
         for (site, name), value in parameters.items():
             if name == MAGNITUDE:
                 weight_NK = frozen(site)
@@ -63,7 +68,15 @@ class Dora(PlainKind):
     def rate(self, spec: DoraSpec, name: str) -> float:
         return spec.loraplus_lr_ratio if name == B else 1.0
 
+    def read_start(self, spec: DoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+        found = PlainKind.read_start(self, spec, sites)
+        folder = Path(str(spec.init_from))
+        refuse_other_tokens(folder, self.read_spec(read_config(folder)), spec)
+        return found
+
     def stored_name(self, site: str, name: str) -> str:
+        if name == TOKENS:
+            return stored_tokens(site)
         if name == MAGNITUDE:
             return f"{PREFIX}{site}.lora_magnitude_vector"
         return weight_names(site)[0 if name == A else 1]

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from weftune.adapters.kind import Member, Parameters, WeightOf
 from weftune.adapters.lora.export import merge, write_portable
-from weftune.adapters.lora.files import read_start, write_adapter
+from weftune.adapters.lora.files import read_start, read_tokens, write_adapter
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B, PissaSpec
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.token_rows import fill_tokens
+from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 
@@ -50,7 +52,8 @@ class Pissa(PlainKind):
         frozen: WeightOf | None,
     ) -> None:
         assert frozen is not None, "the weights of the base are not known"
-        for site in dict.fromkeys(site for site, _ in parameters):
+        fill_tokens(member.spec.trained_tokens, parameters, frozen)
+        for site in [site for site, name in parameters if name == FIRST_A]:
             like_rK = parameters[site, FIRST_A]
             weight_NK = frozen(site).to(device=drawn_on or like_rK.device, dtype=like_rK.dtype)
             scale = member.spec.scale_at(site)
@@ -59,7 +62,7 @@ class Pissa(PlainKind):
                 parameters[site, name].copy_(value)
 
     def rate(self, spec: PissaSpec, name: str) -> float:
-        return {A: 1.0, B: spec.loraplus_lr_ratio}.get(name, 0.0)
+        return {B: spec.loraplus_lr_ratio, FIRST_A: 0.0, FIRST_B: 0.0}.get(name, 1.0)
 
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """From what a PiSSA job was saved as."""
@@ -68,6 +71,9 @@ class Pissa(PlainKind):
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
             found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
             found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
+        if spec.trained_tokens:
+            stored = read_tokens(Path(str(spec.init_from)), spec)
+            found[stored.path, TOKENS] = stored.rows_nD
         return found
 
     def save(
@@ -82,7 +88,8 @@ class Pissa(PlainKind):
             for (site, name), value in parameters.items()
             if name == A
         }
-        write_adapter(folder, replace(spec.converted(), init_from=None), weights, sites, base)
+        tokens = {site: value for (site, name), value in parameters.items() if name == TOKENS}
+        write_adapter(folder, replace(spec.converted(), init_from=None), weights, sites, base, tokens)
 
     def portable(self, folder: Path, target: Path) -> int:
         return write_portable(folder, target)

@@ -19,7 +19,7 @@ ADAPTER_KEYS = (
     "kind", "rank", "alpha", "dropout", "targets", "layers", "target_parameters", "rslora",
     "loraplus_lr_ratio", "rank_pattern", "alpha_pattern", "init_from", "feedforward", "d_initial",
     "projection_prng_key", "placement", "size", "activation", "sparsity", "l0_weight", "structured",
-    "relaxed", "mask_lr_ratio", "num_virtual_tokens",
+    "relaxed", "mask_lr_ratio", "num_virtual_tokens", "trainable_token_indices",
 )  # fmt: skip
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
@@ -65,6 +65,7 @@ RENAMED: Mapping[str, str] = {
     "feedforward_modules": "adapter.feedforward",
     "vera_dropout": "adapter.dropout",
     "peft_type": "adapter.kind",
+    "token_indices": "adapter.trainable_token_indices",
     # TRL and transformers
     "lora_r": "adapter.rank",
     "lora_target_modules": "adapter.targets",
@@ -186,6 +187,15 @@ ADVICE: Mapping[str, str] = {
 }
 """What to say beside the name of our key."""
 
+MODULES_TO_SAVE = (
+    "leave it out, only the adapter is trained; for embeddings of some tokens write "
+    "adapter.trainable_token_indices, a list of their ids"
+)
+NEW_TOKENS = (
+    "leave it out, the tokenizer stays as it is; give tokens of it that the base has not learned a meaning, "
+    "and train their embeddings with adapter.trainable_token_indices"
+)
+
 ANSWERED: Mapping[str, str] = {
     "gradient_accumulation_steps": "multiply it into batch_size, which is the whole global batch",
     "per_device_eval_batch_size": "leave it out, evaluation shares the microbatches of training",
@@ -217,8 +227,12 @@ ANSWERED: Mapping[str, str] = {
     "do_eval": "leave it out and write eval: {fraction: ...} or eval: {path: ...}",
     "bias": "leave it out, biases are not trained",
     "task_type": "leave it out, the base is a causal language model",
-    "modules_to_save": "leave it out, only the adapter is trained",
-    "lora_modules_to_save": "leave it out, only the adapter is trained",
+    "modules_to_save": MODULES_TO_SAVE,
+    "lora_modules_to_save": MODULES_TO_SAVE,
+    "tokens": NEW_TOKENS,
+    "add_tokens": NEW_TOKENS,
+    "new_special_tokens": NEW_TOKENS,
+    "resize_vocab": NEW_TOKENS,
     "prompt_tuning_init": "leave it out, virtual tokens start at random or from init_from",
     "prompt_tuning_init_text": "leave it out, virtual tokens start at random or from init_from",
     "prefix_projection": "leave it out, keys and values are trained themselves",
