@@ -87,6 +87,11 @@ class TargetSpec:
         return self.rows_before + self.keys_before
 
     @property
+    def start_text(self) -> str:
+        """The text whose embeddings its virtual tokens start from; empty: it has none."""
+        return ""
+
+    @property
     def trained_tokens(self) -> tuple[int, ...]:
         """The tokens whose embeddings it trains; where they are tied, the rows of the output layer with
         them."""

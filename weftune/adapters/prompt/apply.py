@@ -1,4 +1,5 @@
-"""Prompt tuning: rows before every sample, drawn from a normal distribution as PEFT draws them.
+"""Prompt tuning: rows before every sample. They start as PEFT has it: drawn from a normal distribution, or at
+embeddings of the base, those of tokens drawn from its vocabulary or of a text.
 
 What puts them there is `Banks`; samples are laid out with room for them (`Samples.behind`).
 """
@@ -9,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weftune.adapters.files import peft
 from weftune.adapters.kind import Member, Parameters, WeightOf
 from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.prompt.spec import PromptSpec
-from weftune.core.shapes import SiteShape
-from weftune.ops.draw import fill_normal, parameter_key
+from weftune.adapters.tokens import embedding_path
+from weftune.core.shapes import EMBED_SCALE, SiteShape
+from weftune.ops.draw import draw_integers, fill_normal, parameter_key
 
 
 class Prompt(PlainKind):
@@ -30,6 +33,27 @@ class Prompt(PlainKind):
     ) -> None:
         for (site, name), value in parameters.items():
             fill_normal(value, parameter_key(member.seed, site, name))
+
+    def initialise(
+        self,
+        member: Member,
+        sites: Sequence[SiteShape],
+        parameters: Parameters,
+        drawn_on: torch.device | None = None,
+        frozen: WeightOf | None = None,
+    ) -> None:
+        spec: PromptSpec = member.spec
+        if spec.init == "random" or spec.init_from is not None:
+            PlainKind.initialise(self, member, sites, parameters, drawn_on, frozen)
+            return
+        assert frozen is not None, "the embeddings of the base are not known"
+        path = embedding_path(sites)
+        for (site, name), value in parameters.items():
+            weight_VD, scale = frozen(f"{path}"), frozen(f"{path}.{EMBED_SCALE}")
+            ids = _repeated(member.start_tokens, len(value))
+            if spec.init == "vocabulary":
+                ids = draw_integers(len(value), len(weight_VD), parameter_key(member.seed, site, name))
+            value.copy_(weight_VD[ids.to(weight_VD.device)] * scale.to(weight_VD))
 
     def stored_name(self, site: str, name: str) -> str:
         return "prompt_embeddings"
@@ -47,3 +71,8 @@ class Prompt(PlainKind):
 
     def read_spec(self, config: Mapping[str, Any]) -> PromptSpec:
         return PromptSpec(num_virtual_tokens=int(config["num_virtual_tokens"]))
+
+
+def _repeated(tokens: Sequence[int], count: int) -> Tensor:
+    """So many tokens: the text again and again, cut where there are enough."""
+    return torch.tensor([tokens[at % len(tokens)] for at in range(count if tokens else 0)], dtype=torch.int64)

@@ -19,7 +19,8 @@ ADAPTER_KEYS = (
     "kind", "rank", "alpha", "dropout", "targets", "layers", "target_parameters", "rslora",
     "loraplus_lr_ratio", "rank_pattern", "alpha_pattern", "init_from", "feedforward", "d_initial",
     "projection_prng_key", "placement", "size", "activation", "sparsity", "l0_weight", "structured",
-    "relaxed", "mask_lr_ratio", "num_virtual_tokens", "trainable_token_indices",
+    "relaxed", "mask_lr_ratio", "num_virtual_tokens", "init", "init_text",
+    "trainable_token_indices",
 )  # fmt: skip
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
@@ -65,6 +66,8 @@ RENAMED: Mapping[str, str] = {
     "feedforward_modules": "adapter.feedforward",
     "vera_dropout": "adapter.dropout",
     "peft_type": "adapter.kind",
+    "prompt_tuning_init": "adapter.init",
+    "prompt_tuning_init_text": "adapter.init_text",
     "token_indices": "adapter.trainable_token_indices",
     # TRL and transformers
     "lora_r": "adapter.rank",
@@ -161,6 +164,8 @@ RENAMED: Mapping[str, str] = {
 ADVICE: Mapping[str, str] = {
     "lora_target_linear": "for true write all-linear",
     "lora_target": "for all write all-linear",
+    "prompt_tuning_init": "random, vocabulary for SAMPLE_VOCAB, or text",
+    "prompt_tuning_init_text": "beside init: text",
     "per_device_train_batch_size": "the whole global batch, gradient accumulation multiplied in",
     "micro_batch_size": "the whole global batch, gradient accumulation multiplied in",
     "quantization": "nf4 or int8",
@@ -233,8 +238,6 @@ ANSWERED: Mapping[str, str] = {
     "add_tokens": NEW_TOKENS,
     "new_special_tokens": NEW_TOKENS,
     "resize_vocab": NEW_TOKENS,
-    "prompt_tuning_init": "leave it out, virtual tokens start at random or from init_from",
-    "prompt_tuning_init_text": "leave it out, virtual tokens start at random or from init_from",
     "prefix_projection": "leave it out, keys and values are trained themselves",
     "encoder_hidden_size": "leave it out, keys and values are trained themselves",
     "token_dim": "leave it out, it is the base's",

@@ -193,6 +193,7 @@ def _adapter_faults(adapter: Any) -> Iterator[Fault]:
     yield from _parameter_faults(adapter, parameters)
     yield from _layer_faults(adapter.get("layers"))
     yield from _token_faults(adapter.get("trainable_token_indices"))
+    yield from _init_faults(adapter)
     if isinstance(targets, list | tuple):
         if not targets and not parameters:
             yield Fault(
@@ -233,6 +234,17 @@ def _token_faults(tokens: Any) -> Iterator[Fault]:
             yield Fault(where, f"names the token {token} twice; leave it out")
         else:
             seen.add(token)
+
+
+def _init_faults(adapter: Mapping[str, Any]) -> Iterator[Fault]:
+    """What virtual tokens start from is said once."""
+    init, text = adapter.get("init", "random"), adapter.get("init_text", "")
+    if init == "text" and not text:
+        yield Fault(("adapter", "init"), "text needs init_text: the text that virtual tokens start from")
+    if init != "text" and text:
+        yield Fault(("adapter", "init_text"), "is what init: text starts from; write that, or leave it out")
+    if init != "random" and adapter.get("init_from") is not None:
+        yield Fault(("adapter", "init"), "leave it out beside init_from, which virtual tokens start from")
 
 
 def _layer_faults(layers: Any) -> Iterator[Fault]:

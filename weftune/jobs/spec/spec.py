@@ -188,6 +188,8 @@ ADDED_TO_ADAPTERS: Mapping[str, Any] = {
     "layers": None,
     "loraplus_lr_ratio": 1.0,
     "trainable_token_indices": [],
+    "init": "random",
+    "init_text": "",
 }
 
 
