@@ -56,6 +56,7 @@ def keys_of(kind: str, family: str) -> st.SearchStrategy[dict[str, Any]]:
     """What a job of the kind may say on that base."""
     where = {"targets": some(TARGETS[family]), "layers": layers}
     low_rank = {**where, "rank": ranks, "alpha": st.sampled_from([1.0, 6.0]), "dropout": dropouts}
+    low_rank |= {"trainable_token_indices": st.lists(st.integers(0, 96), max_size=3, unique=True)}
     low_rank |= {"rslora": st.booleans(), "loraplus_lr_ratio": st.sampled_from([1.0, 4.0])}
     gates = {"sparsity": st.sampled_from([0.02, 0.5]), "structured": st.booleans()}
     keys = {
@@ -71,7 +72,10 @@ def keys_of(kind: str, family: str) -> st.SearchStrategy[dict[str, Any]]:
             "activation": st.sampled_from(["relu", "gelu", "silu"]),
         },
         "diff": {**where, **gates, "relaxed": st.sampled_from([0.5, 1, 2])},
-        "prompt": {"num_virtual_tokens": st.integers(1, 4)},
+        "prompt": {
+            "num_virtual_tokens": st.integers(1, 4),
+            "init": st.sampled_from(["random", "vocabulary"]),
+        },
         "prefix": {"num_virtual_tokens": st.integers(1, 4)},
     }[kind]
     return st.fixed_dictionaries({"kind": st.just(kind), **keys})
