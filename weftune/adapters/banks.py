@@ -34,9 +34,12 @@ from weftune.adapters.kind import (
 )
 from weftune.adapters.registry import kind_named
 from weftune.adapters.target import KEYS, ROWS, VALUES
+from weftune.adapters.token_rows import TrainedTokens, trained_tokens
+from weftune.adapters.tokens import TOKENS
 from weftune.adapters.vector import SHARED, VectorLayout
 from weftune.adapters.woven import WovenBank
 from weftune.core.batch import Microbatch, Segment, to_device
+from weftune.core.head import HeadRows
 from weftune.core.shapes import SiteShape, layer_of
 from weftune.core.weight import FrozenWeight, HoldsWeight, StackedWeight, Weight
 from weftune.errors import AdapterError
@@ -75,6 +78,8 @@ class Aboard:
     """Rows that it puts before every sample, [rows, D]."""
     prefixes: Mapping[int, LayerPrefix]
     """By layer, the keys and values that it puts before every sample."""
+    tokens: TrainedTokens | None
+    """Its own rows of the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +149,11 @@ class Banks:
         groups: Sequence[Sequence[str]] = (),
         whole_sites: Sequence[SiteShape] | None = None,
         embedding: nn.Module | None = None,
+        tied: bool = False,
     ) -> None:
         """`sites` are those that are here; `whole_sites` those of the whole base, where that has more.
-        `embedding` is where rows before a sample go in; None where it is elsewhere, or nobody has any."""
+        `embedding` is where rows before a sample go in, and rows of a job's own; None where it is elsewhere,
+        or nobody has any. Where it is `tied` to the head, they are in that, too."""
         self.aboard: dict[str, Aboard] = {}
         self.slots = SLOTS
         self._free: list[int] = []
@@ -182,7 +189,7 @@ class Banks:
         """By the path of their module."""
         for experts in self._experts.values():
             experts.module.forward = partial(self._mix, experts, experts.module.forward)
-        self._embedding = embedding
+        self._embedding, self._tied = embedding, tied
         if embedding is not None:
             embedding.forward = partial(self._embed, embedding.forward)
 
@@ -223,6 +230,8 @@ class Banks:
         prefixes = _prefixes(layout, views)
         woven = self._woven_parts(kind, member, groups, views, totals)
         at_experts = [group for group in groups if isinstance(group, ExpertGroup)]
+        tokens = trained_tokens(spec, views, totals)
+        assert tokens is None or self._embedding is not None, "rows of a job's own go in at the embedding"
         if self._free:
             heappop(self._free)
         self.aboard[member.job] = Aboard(
@@ -233,13 +242,14 @@ class Banks:
             gradient=gradient,
             totals=totals,
             groups=groups,
-            tiled=before is None
+            tiled=before is tokens is None
             and not prefixes
             and woven is not None
             and all(group.banks[kind.name].tiled for group in at_experts),
             woven=woven is not None,
             rows_before=before,
             prefixes=prefixes,
+            tokens=tokens,
         )
         for group in groups:
             if isinstance(group, ExpertGroup):
@@ -290,9 +300,11 @@ class Banks:
 
     def _refuse_shared(self, member: Member, layout: VectorLayout, travels: bool) -> None:
         """Refuse parameters shared by all sites where not all sites are here: their gradient is a sum over
-        all of them. Rows before a sample get theirs at the embedding alone."""
-        shared = (parameter.name for parameter in layout.parameters if parameter.site == SHARED)
-        if all(name == ROWS for name in shared):
+        all of them. Rows before a sample get theirs at the embedding alone, and so do rows of the embedding
+        unless the head has them, too."""
+        shared = [parameter.name for parameter in layout.parameters if parameter.site == SHARED]
+        in_both = self._tied and any(parameter.name == TOKENS for parameter in layout.parameters)
+        if not in_both and all(name == ROWS for name in shared):
             return
         where = None
         if self._divided:
@@ -300,9 +312,11 @@ class Banks:
         elif travels:
             where = "where adapters are kept in host memory; train fewer jobs at once"
         if where:
+            what = "parameters that all layers share"
+            if in_both:
+                what = "trainable_token_indices, whose rows the embedding of this base shares with its head"
             raise AdapterError(
-                f"job {member.job}: a {member.spec.kind} adapter has parameters that all layers share, which "
-                f"cannot be trained {where}"
+                f"job {member.job}: a {member.spec.kind} adapter has {what}, which cannot be trained {where}"
             )
 
     def detach(self, job: str) -> None:
@@ -465,15 +479,26 @@ class Banks:
         return experts_output(x_TD, chosen_Tk, weights_Tk, gate_up, down, activation)
 
     def _embed(self, plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-        """The embedding, with the rows that adapters put before their samples."""
+        """The embedding, with the rows that adapters put before their samples and those of their tokens."""
         h, bound = plain(tokens), self._pass
         for segment in () if bound is None else bound.microbatch.segments:
             aboard = self._through(segment)
-            if bound is not None and aboard is not None and aboard.rows_before is not None:
+            if bound is None or aboard is None:
+                continue
+            if aboard.rows_before is not None:
                 total = bound.totals[aboard.member.job][SHARED, ROWS]
                 rows_ID = accumulated(aboard.rows_before, total, bound.anchor)
                 h = _with_rows_before(h, rows_ID, bound.microbatch, segment)
+            if aboard.tokens is not None and self._embedding is not None:
+                h = aboard.tokens.embedded(h, bound.microbatch, segment, self._embedding, bound.anchor)
         return h
+
+    def rows_in_head(self, segment: Segment) -> HeadRows | None:
+        """What the adapter of a segment has in the place of rows of the head, outside of any pass."""
+        aboard = self._through(segment)
+        if not self._tied or aboard is None or aboard.tokens is None:
+            return None
+        return aboard.tokens.in_head(self._anchor)
 
     def keys_before(self, microbatch: Microbatch) -> list[tuple[Segment, int]]:
         """The segments whose jobs put keys and values before their samples, and how many."""

@@ -39,6 +39,8 @@ class Member:
     seed: int
     steps: int = 0
     """Of the whole run, for kinds that have phases."""
+    start_tokens: tuple[int, ...] = ()
+    """Those of the text that its virtual tokens start from, where its spec has one."""
 
 
 @dataclass(frozen=True, slots=True)

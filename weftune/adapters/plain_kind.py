@@ -20,6 +20,8 @@ from weftune.adapters.kind import ExpertBank, Member, NewAdapter, Parameters
 from weftune.adapters.kinds import KINDS
 from weftune.adapters.own_config import OwnConfig
 from weftune.adapters.plain import JobAt, JobPart, PlainBank
+from weftune.adapters.token_rows import merge_tokens
+from weftune.adapters.tokens import TOKENS
 from weftune.adapters.vector import SHARED, ParameterShape, VectorLayout
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
@@ -81,10 +83,11 @@ class PlainKind:
 
     def layout(self, spec: Any, sites: Sequence[SiteShape]) -> VectorLayout:
         own = [(site.name, spec.shapes_at(site)) for site in sites if spec.adapts(site)]
+        embedded = spec.shapes_in_embedding(sites).items()
         return VectorLayout(
             tuple(
                 ParameterShape(site, name, shape, rate=self.rate(spec, name))
-                for site, shapes in [(SHARED, spec.shapes_outside(sites)), *own]
+                for site, shapes in [(SHARED, spec.shapes_outside(sites)), *embedded, *own]
                 for name, shape in shapes.items()
             )
         )
@@ -203,6 +206,9 @@ class PlainKind:
             own = {name: value.double() for (where, name), value in parameters.items() if where == site.name}
             if own:
                 self._merge_at(spec, site, modules[site.name], {**constants, **own})
+        for (path, name), value in parameters.items():
+            if name == TOKENS:
+                merge_tokens(folder, path, spec.trained_tokens, value, modules)
 
     def spec_of(self, folder: Path) -> Any:
         """The spec that the folder's config stands for, which a stranger may have written."""

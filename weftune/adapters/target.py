@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from weftune.adapters.start import FromJob
+from weftune.adapters.tokens import token_shapes
 from weftune.core.shapes import SiteShape, layer_of
 
 ALL_LINEAR = "all-linear"
@@ -91,13 +92,30 @@ class TargetSpec:
         """How many positions of the base's context it takes before every sample."""
         return self.rows_before + self.keys_before
 
+    @property
+    def start_text(self) -> str:
+        """The text whose embeddings its virtual tokens start from; empty: it has none."""
+        return ""
+
+    @property
+    def trained_tokens(self) -> tuple[int, ...]:
+        """The tokens whose embeddings it trains; where they are tied, the rows of the output layer with
+        them."""
+        return ()
+
     def shapes_outside(self, sites: Sequence[SiteShape]) -> Mapping[str, tuple[int, ...]]:
         """Its parameters that belong to no site of a base, or of the stage of a base, with these sites."""
         return {}
 
+    def shapes_in_embedding(self, sites: Sequence[SiteShape]) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        """Its parameters in the place of rows of the embedding: path of that → name → shape."""
+        return token_shapes(self.trained_tokens, sites)
+
     def counts(self, sites: Sequence[SiteShape]) -> Iterator[tuple[str, int]]:
         """How many values it trains at each site that it adapts, and under no name outside of them."""
         yield "", sum(map(math.prod, self.shapes_outside(sites).values()))
+        for path, shapes in self.shapes_in_embedding(sites).items():
+            yield path, sum(map(math.prod, shapes.values()))
         yield from ((site.name, self.parameters_at(site)) for site in sites if self.adapts(site))
 
     def rank_at(self, name: str) -> int:

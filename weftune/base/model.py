@@ -20,11 +20,11 @@ from weftune.base.decoders.mixtures import MIXTURES
 from weftune.base.delta_net import separate_samples
 from weftune.base.families import refuse_config, refuse_modules
 from weftune.base.quant.linear import QuantLinear, matrix_dtype
-from weftune.base.shape import model_shape, site_modules, site_shape
+from weftune.base.shape import embedding_module, model_shape, site_modules, site_shape
 from weftune.base.spec import BaseSpec
 from weftune.core.batch import Microbatch
 from weftune.core.head import Head
-from weftune.core.shapes import LayerRange, ModelShape, SiteShape
+from weftune.core.shapes import EMBED_SCALE, LayerRange, ModelShape, SiteShape
 from weftune.core.weight import HoldsWeight
 from weftune.errors import BaseModelError
 
@@ -58,6 +58,11 @@ class Base:
         return self.held is None or self.held.last
 
     @property
+    def tied(self) -> bool:
+        """Whether the head multiplies by the embedding."""
+        return bool(getattr(self.model.config, "tie_word_embeddings", False))
+
+    @property
     def whole_sites(self) -> tuple[SiteShape, ...]:
         return self.shape.sites if self.held is None else self.all_sites
 
@@ -84,12 +89,16 @@ class Base:
         return site_modules(self.model)
 
     def weight_reader(self) -> Callable[[str], Tensor]:
-        """A function that gives the weight [N, K] of a site by its name, wherever that is kept."""
+        """A function that gives the weight [N, K] of a site, or that of the embedding, by its module path,
+        wherever it is kept; by that and `.embed_scale` what the embedding's rows are multiplied by."""
         modules: dict[str, nn.Module] = {}
 
         def read(site: str) -> Tensor:
             if not modules:
-                modules.update(self.sites())
+                modules.update(self.sites() | embedding_module(self.model))
+            if site.endswith(f".{EMBED_SCALE}"):
+                scale = getattr(modules[site.removesuffix(f".{EMBED_SCALE}")], EMBED_SCALE, 1.0)
+                return torch.as_tensor(scale)
             module = modules[site]
             if isinstance(module, QuantLinear):
                 return module.matrix_of(
@@ -98,7 +107,8 @@ class Base:
             if isinstance(module, HoldsWeight):
                 return module.frozen_weight().matrix()
             weight = self._kept(site, "weight", cast(Tensor, module.weight))
-            return weight.T if site_shape(site, module).fan_in_fan_out else weight
+            embeds = module is self.model.get_input_embeddings()
+            return weight.T if not embeds and site_shape(site, module).fan_in_fan_out else weight
 
         return read
 

@@ -42,6 +42,12 @@ def site_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     return linears(model) | mixed
 
 
+def embedding_module(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The embedding by its module path."""
+    embedding = model.get_input_embeddings()
+    return {name: module for name, module in model.named_modules() if module is embedding}
+
+
 def model_sites(model: PreTrainedModel) -> Iterator[SiteShape]:
     """Every place for an adapter, in the model's own order."""
     found, mixed = linears(model), experts(model)

@@ -1,6 +1,6 @@
 """The frozen output layer of a base, as a record that `base` fills and `ops` uses.
 
-Shapes: S rows, D hidden width, V vocabulary.
+Shapes: S rows, D hidden width, V vocabulary, n tokens with rows of a job's own.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ class Head:
     softcap: float | None = None
     multiplier: float = 1.0
 
-    def logits(self, h_SD: Tensor) -> Tensor:
-        """In at least float32."""
+    def logits(self, h_SD: Tensor, own: HeadRows | None = None) -> Tensor:
+        """In at least float32; with the rows that are somebody's `own` in the place of the head's."""
         logits_SV = torch.nn.functional.linear(h_SD, self.weight_VD, self.bias_V)
+        if own is not None:
+            logits_SV[:, own.ids_n] = torch.nn.functional.linear(h_SD, own.rows_nD, self._bias_of(own))
         if logits_SV.dtype in (torch.bfloat16, torch.float16):
             logits_SV = logits_SV.float()
         if self.multiplier != 1.0:
@@ -30,3 +32,14 @@ class Head:
         if self.softcap is not None:
             logits_SV = torch.tanh(logits_SV / self.softcap) * self.softcap
         return logits_SV
+
+    def _bias_of(self, own: HeadRows) -> Tensor | None:
+        return None if self.bias_V is None else self.bias_V[own.ids_n]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows that one job has in the place of some of the head's."""
+
+    ids_n: Tensor
+    rows_nD: Tensor

@@ -11,6 +11,8 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """What the linears of a layer's experts are called, in the order of their module: each is one parameter."""
 TEXT_TOWER = "model.language_model"
 """The module path of the text tower in a model that sees images too."""
+EMBED_SCALE = "embed_scale"
+"""Behind the path of an embedding: what its rows are multiplied by when they are read, 1 in most families."""
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Size of the logits that the head holds at a time: in a CPU's reach of caches, or enough rows to fill a
 GPU."""

@@ -66,6 +66,11 @@ def fill_normal(value: Tensor, key: int) -> None:
     value.copy_(torch.randn(value.shape, generator=generator, dtype=torch.float64))
 
 
+def draw_integers(count: int, below: int, key: int) -> Tensor:
+    """So many whole numbers from 0 up to `below`, drawn by torch on the host."""
+    return torch.randint(below, (count,), generator=torch.Generator().manual_seed(key))
+
+
 def _chunk(device: torch.device) -> int:
     return CPU_CHUNK if device.type == "cpu" else CHUNK
 

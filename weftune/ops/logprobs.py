@@ -3,7 +3,10 @@
 Rows are independent and the head is frozen, so the gradient of each row's log-probability with respect to
 its hidden state is made in the forward pass, chunk by chunk; the backward only scales it row by row.
 
-Shapes: S supervised rows, D hidden width, V vocabulary.
+Where a job has rows of its own in the place of some of the head's, their gradient is a product with the
+gradients of their own logits alone, which are kept.
+
+Shapes: S supervised rows, D hidden width, V vocabulary, n tokens with rows of a job's own.
 """
 
 from __future__ import annotations
@@ -14,13 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from weftune.core.head import Head
+from weftune.core.head import Head, HeadRows
 from weftune.core.shapes import logit_rows
 from weftune.ops.triton.at_hand import kernels_at_hand
 
 
-def target_logprobs(h_SD: Tensor, targets_S: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+def target_logprobs(
+    h_SD: Tensor, targets_S: Tensor, head: Head, own: HeadRows | None = None
+) -> tuple[Tensor, Tensor]:
     """(log-probability of each row's target, whether no token is more probable)."""
+    if own is not None:
+        return _OwnTargetLogprobs.apply(h_SD, own.rows_nD, own.ids_n, targets_S, head)
     return _TargetLogprobs.apply(h_SD, targets_S, head)
 
 
@@ -48,6 +55,37 @@ class _TargetLogprobs(torch.autograd.Function):
         return (gradient_SD * d_S[:, None]).to(gradient_SD.dtype), None, None
 
 
+class _OwnTargetLogprobs(torch.autograd.Function):
+    """The same with rows of the job's own, in plain torch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h_SD: Tensor, rows_nD: Tensor, ids_n: Tensor, targets_S: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor]:
+        own, size = HeadRows(ids_n, rows_nD), logit_rows(h_SD.device.type, head.weight_VD.shape[0])
+        logprobs, correct, dh, dlogits = [], [], [], []
+        for h, targets in zip(h_SD.split(size), targets_S.split(size), strict=True):
+            logits = head.logits(h, own)
+            normalised = torch.log_softmax(logits, dim=-1)
+            logprobs.append(normalised.gather(1, targets[:, None]).squeeze(1))
+            correct.append(logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=-1))
+            gradient = _product_gradient(normalised, logits, targets, head)
+            dlogits.append(gradient[:, ids_n])
+            gradient[:, ids_n] = 0.0
+            through_own = dlogits[-1].to(h.dtype) @ rows_nD
+            dh.append((gradient.to(h.dtype) @ head.weight_VD + through_own).to(h.dtype))
+        ctx.save_for_backward(h_SD, torch.cat(dh), torch.cat(dlogits))
+        correct_S = torch.cat(correct)
+        ctx.mark_non_differentiable(correct_S)
+        return torch.cat(logprobs), correct_S
+
+    @staticmethod
+    def backward(ctx: Any, d_S: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        h_SD, dh_SD, dlogits_Sn = ctx.saved_tensors
+        drows_nD = (dlogits_Sn * d_S[:, None]).T @ h_SD.to(dlogits_Sn.dtype)
+        return (dh_SD * d_S[:, None]).to(h_SD.dtype), drows_nD.to(h_SD.dtype), None, None, None
+
+
 def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
     logits = head.logits(h)
     normalised = torch.log_softmax(logits, dim=-1)
@@ -55,18 +93,20 @@ def _by_torch(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> t
     correct = logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=-1)
     if not wants_gradient:
         return logprobs, correct, h
-    return logprobs, correct, _hidden_gradient(normalised, logits, targets, head).to(h.dtype)
+    gradient = _product_gradient(normalised, logits, targets, head)
+    return logprobs, correct, (gradient.to(head.weight_VD.dtype) @ head.weight_VD).to(h.dtype)
 
 
-def _hidden_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """d log p(target) / d h = (onehot − softmax) through soft-cap and multiplier, times W."""
+def _product_gradient(normalised: Tensor, logits: Tensor, targets: Tensor, head: Head) -> Tensor:
+    """d log p(target) / d hWᵀ = (onehot − softmax) through soft-cap and multiplier; in the place of
+    `normalised`."""
     gradient = normalised.exp_().neg_()
     gradient[torch.arange(len(targets), device=targets.device), targets] += 1.0
     if head.softcap is not None:
         gradient *= 1.0 - (logits / head.softcap) ** 2
     if head.multiplier != 1.0:
         gradient *= head.multiplier
-    return gradient.to(head.weight_VD.dtype) @ head.weight_VD
+    return gradient
 
 
 def _by_kernel(h: Tensor, targets: Tensor, head: Head, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,7 +59,7 @@ def resident_executor(
         passes=CapturedPasses(plain, at_once) if graphs and adapted.capturable else plain,
         adapters=adapters,
         agreement=_agreement(adapted, roster, adapters, timer, agrees),
-        scorer=_scorer(base),
+        scorer=_scorer(adapted),
         timer=timer,
     )
     return Executor(adapted, part, stages, roster, parts, worker)
@@ -99,7 +99,7 @@ def streamed_executor(
         passes=_visits(PlainPasses(adapted, stages), graphs, pool),
         adapters=adapters,
         agreement=_agreement(adapted, roster, adapters, timer, agrees),
-        scorer=_scorer(base),
+        scorer=_scorer(adapted),
         timer=timer,
     )
     return Executor(adapted, part, stages, roster, parts, worker)
@@ -123,5 +123,6 @@ def _agreement(
     return Alone(roster, adapters, runs_behind=adapted.stream is not None)
 
 
-def _scorer(base: Base) -> Scorer:
-    return Scorer(base.head() if base.last else None)
+def _scorer(adapted: AdaptedBase) -> Scorer:
+    base = adapted.base
+    return Scorer(base.head() if base.last else None, adapted.banks.rows_in_head)

@@ -18,7 +18,7 @@ from weftune.adapters.registry import kind_of
 from weftune.base.load import load_plain, load_tokenizer, own_dtype, quantised_as
 from weftune.base.quant.linear import dequantise_linears
 from weftune.base.rewrite import is_tower, write_wrapper
-from weftune.base.shape import model_shape, site_modules
+from weftune.base.shape import embedding_module, model_shape, site_modules
 from weftune.base.spec import BaseSpec, Dtype
 from weftune.core.disk import disk_errors, ordinary_modes
 from weftune.core.files import refuse_full_folder
@@ -76,7 +76,8 @@ def merged_model(folder: Path, base: BaseSpec, dtype: Dtype | None, into: Into) 
     model = load_plain(source, torch.device("cpu"))
     dequantise_linears(model)
     kind = finished_kind(folder)
-    kind.merge(folder, site_modules(model), model_shape(model, model.dtype).sites)
+    modules = site_modules(model) | embedding_module(model)
+    kind.merge(folder, modules, model_shape(model, model.dtype).sites)
     return model
 
 

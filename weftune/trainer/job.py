@@ -33,6 +33,8 @@ class Ready:
     save_at: frozenset[int]
     limit: int | None = None
     """The step up to which a trial of a sweep may train for now; None: to its last."""
+    start_tokens: tuple[int, ...] = ()
+    """Those of the text that its virtual tokens start from."""
     own_evaluations: frozenset[int] | None = None
     """Of `evaluate_at`, the steps that the job itself asks for, where a sweep adds others; None: all."""
 
@@ -114,7 +116,19 @@ def make_ready(
         ),
         evaluate_at=planned.evaluate_at,
         save_at=planned.save_at,
+        start_tokens=_start_tokens(spec, tokenizer, shape),
     )
+
+
+def _start_tokens(spec: JobSpec, tokenizer: Any, shape: ModelShape) -> tuple[int, ...]:
+    """As PEFT has them: with whatever the tokenizer puts around a text."""
+    if not (text := spec.adapter.start_text):
+        return ()
+    tokens = tuple(map(int, tokenizer(text)["input_ids"]))
+    if not tokens or max(tokens) >= shape.vocabulary:
+        sentence = "the tokenizer makes no tokens of it that the base has; write another text"
+        raise AdapterError(_named(spec.name, Mistake("adapter.init_text", sentence)))
+    return tokens
 
 
 def lay_out(plan: MicrobatchPlan, held_out: bool, jobs: Mapping[str, Ready]) -> Microbatch:

@@ -233,7 +233,8 @@ class Loop:
         spec = job.spec
         found = checkpoint.survey(self.deliveries.checkpoints(spec.name))
         has_begun = found.progress is not None
-        member = Member(spec.name, self._adapter_to_start(spec, has_begun), spec.seed, job.recipe.steps)
+        adapter = self._adapter_to_start(spec, has_begun)
+        member = Member(spec.name, adapter, spec.seed, job.recipe.steps, job.start_tokens)
         try:
             training = self._new_training(job, member, is_restored=has_begun)
             restored = checkpoint.restore(self.deliveries.checkpoints(spec.name), training)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 
 from tests import bench, oracle
 from tests.adapters.kinds.cases import by_peft, case, job, samples, write_start
@@ -17,6 +18,7 @@ from tests.run.models import LAYERS, deep
 from tests.run.test_streamed import take_aboard, windows
 from tests.run.workers.test_agreed import CAPACITY, whole_base
 from weftune import JobSpec
+from weftune.adapters.kind import Member
 from weftune.adapters.registry import kind_named
 from weftune.base.host.streamed import stream_model
 from weftune.base.spec import BaseSpec
@@ -30,6 +32,7 @@ from weftune.plan.program.layout import Layout, StageLayers, one_device
 from weftune.plan.program.program import MicrobatchPlan, SegmentPlan
 from weftune.plan.window.window import plan_window
 from weftune.run.assemble import resident_executor, streamed_executor
+from weftune.run.training.state import new_training
 from weftune.trainer.export import write_portable
 from weftune.trainer.job import lay_out
 
@@ -137,7 +140,11 @@ def test_a_base_without_keys_in_every_layer_has_no_prefix(base):
         ({"kind": "prompt", "layers": "0-1"}, "adapter.layers: is not a key of prompt adapters"),
         ({"kind": "prompt", "rank": 4}, "adapter.rank: is not a key of prompt adapters"),
         ({"num_virtual_tokens": 4}, "adapter.num_virtual_tokens: is not a key of lora adapters"),
-        ({"kind": "prompt", "prompt_tuning_init": "TEXT"}, "start at random or from init_from"),
+        ({"kind": "prompt", "prompt_tuning_init": "TEXT"}, "write init (random, vocabulary for SAMPLE_VOCAB"),
+        ({"kind": "prompt", "init": "text"}, "adapter.init: text needs init_text"),
+        ({"kind": "prompt", "init_text": "Sort it."}, "adapter.init_text: is what init: text starts from"),
+        ({"kind": "prompt", "init": "words"}, "must be random, vocabulary or text"),
+        ({"kind": "prefix", "init": "text"}, "adapter.init: is not a key of prefix adapters"),
         ({"kind": "prompt", "num_virtual_tokens": 0}, "must be at least 1"),
         ({"kind": "prefix", "targets": ["q_proj"]}, "adapter.targets: is not a key of prefix adapters"),
         ({"kind": "prefix", "prefix_projection": True}, "keys and values are trained themselves"),
@@ -148,6 +155,65 @@ def test_a_key_that_it_has_not_is_answered_with_one_sentence(adapter, sentence):
         JobSpec(name="a", data=bench.rows(samples("prompt")), adapter=adapter)
     (mistake,) = caught.value.mistakes
     assert sentence in str(mistake)
+
+
+TEXT = "w5 w11 w90"
+
+
+def started(base, **keys):
+    """The virtual tokens of a job that has not made a step."""
+    adapter = {"kind": "prompt", "num_virtual_tokens": 7, **keys}
+    made = ready(base, "prompt", adapter=adapter, data=bench.rows(samples("prompt")))
+    member = Member("prompt", made.spec.adapter, made.spec.seed, start_tokens=made.start_tokens)
+    training = new_training(
+        member, made.recipe, base.shape.sites, base.dtype, base.device, frozen=base.weight_reader()
+    )
+    return training.master.view(7, -1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("text", [TEXT, " ".join(f"w{n}" for n in range(10, 30))])
+def test_from_a_text_they_start_as_in_peft(family, text, tmp_path):
+    """A shorter text is repeated, a longer one cut; Gemma scales embeddings as it reads them."""
+    bench.tokenizer().save_pretrained(tmp_path)
+    model = tiny(family)
+    config = PromptTuningConfig(
+        num_virtual_tokens=7,
+        task_type="CAUSAL_LM",
+        prompt_tuning_init="TEXT",
+        prompt_tuning_init_text=text,
+        tokenizer_name_or_path=str(tmp_path),
+    )
+    want = get_peft_model(model, config).prompt_encoder["default"].embedding.weight
+    found = started(bench.base(family), init="text", init_text=text)
+    torch.testing.assert_close(found.float(), want.detach().float(), rtol=1e-6, atol=0.0)
+
+
+def test_from_the_vocabulary_they_start_at_embeddings_that_the_seed_draws():
+    base = bench.base("gemma3")
+    embedding = base.model.get_input_embeddings()
+    known = embedding(torch.arange(97)).detach()
+    found = started(base, init="vocabulary")
+    ids = [(known == row).all(1).nonzero().flatten().tolist() for row in found]
+    assert all(len(one) == 1 for one in ids)
+    assert len({one[0] for one in ids}) > 3
+    assert torch.equal(found, started(base, init="vocabulary"))
+
+
+def test_a_text_is_the_start_of_a_job_in_a_run_and_on_resumption(base, tmp_path):
+    adapter = {"kind": "prompt", "num_virtual_tokens": 3, "init": "text", "init_text": TEXT}
+    spec = JobSpec(
+        name="a", data=bench.rows(samples("prompt")), adapter=adapter, steps=1, learning_rate=1e-30
+    )
+    bench.train(base, tmp_path / "out", [spec])
+    (rows,) = bench.adapter(tmp_path / "out" / "a").values()
+    assert torch.equal(rows, base.model.get_input_embeddings().weight[torch.tensor([5, 11, 90])])
+
+
+def test_a_text_without_tokens_is_refused(base):
+    adapter = {"kind": "prompt", "init": "text", "init_text": " "}
+    with pytest.raises(AdapterError, match=r"adapter.init_text: the tokenizer makes no tokens of it"):
+        ready(base, "a", adapter=adapter)
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_whatever_a_job_does_not_say_is_as_the_guide_says() -> None:
         "adapter": {
             "kind": "lora", "rank": 16, "alpha": 32.0, "dropout": 0.0, "targets": "all-linear",
             "layers": None, "target_parameters": [], "rslora": False, "loraplus_lr_ratio": 1.0,
-            "rank_pattern": {}, "alpha_pattern": {}, "init_from": None,
+            "rank_pattern": {}, "alpha_pattern": {}, "trainable_token_indices": [], "init_from": None,
         },
         "objective": "sft", "eval": None, "epochs": 1.0, "steps": None, "batch_size": 16,
         "learning_rate": 2e-4, "schedule": "linear", "warmup": 0.0, "weight_decay": 0.0,

@@ -22,9 +22,11 @@ from weftune.adapters.kind import Member, NewAdapter
 from weftune.adapters.lora.apply import draw, low_rank
 from weftune.adapters.lora.config import checked_spec
 from weftune.adapters.lora.files import peft_config
-from weftune.adapters.lora.spec import A, B, weight_names
+from weftune.adapters.lora.spec import A, B, stored_tokens, weight_names
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
+from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
 from weftune.core.weight import matrix_of
 from weftune.ops.lora.scales import SiteScale
@@ -66,6 +68,7 @@ class Dora(PlainKind):
     def start(self, new: NewAdapter) -> None:
         """B is zero at first, so the lengths are those of W itself."""
         draw(new)
+        fill_tokens(new)
         for (site, name), value in new.parameters.items():
             if name == MAGNITUDE:
                 value.copy_(torch.linalg.vector_norm(new.weight_at(site), dim=1, dtype=value.dtype))
@@ -73,7 +76,15 @@ class Dora(PlainKind):
     def rate(self, spec: DoraSpec, name: str) -> float:
         return spec.loraplus_lr_ratio if name == B else 1.0
 
+    def read_start(self, spec: DoraSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
+        found = PlainKind.read_start(self, spec, sites)
+        folder = Path(str(spec.init_from))
+        refuse_other_tokens(folder, self.spec_of(folder), spec)
+        return found
+
     def stored_name(self, site: str, name: str) -> str:
+        if name == TOKENS:
+            return stored_tokens(site)
         if name == MAGNITUDE:
             return f"{PREFIX}{site}.lora_magnitude_vector"
         return weight_names(site)[0 if name == A else 1]

@@ -17,8 +17,10 @@ from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.kind import Frozen, Member, NewAdapter, Parameters, Pass, SiteParts
 from weftune.adapters.lora.experts import LoraExperts, flattened, stacked
 from weftune.adapters.lora.export import merge, write_portable
-from weftune.adapters.lora.files import read_start, write_adapter
+from weftune.adapters.lora.files import read_start, read_tokens, write_adapter
 from weftune.adapters.lora.spec import A, B, LoraSpec
+from weftune.adapters.token_rows import fill_tokens
+from weftune.adapters.tokens import TOKENS
 from weftune.adapters.vector import ParameterShape, VectorLayout
 from weftune.core.batch import Segment
 from weftune.core.shapes import SiteShape
@@ -110,6 +112,11 @@ class Lora:
     name = "lora"
 
     def layout(self, spec: LoraSpec, sites: Sequence[SiteShape]) -> VectorLayout:
+        embedded = [
+            ParameterShape(path, name, shape)
+            for path, shapes in spec.shapes_in_embedding(sites).items()
+            for name, shape in shapes.items()
+        ]
         shapes = [
             ParameterShape(
                 site.name,
@@ -122,7 +129,7 @@ class Lora:
             if spec.adapts(site)
             for name, shape in spec.shapes_at(site).items()
         ]
-        return VectorLayout(tuple(shapes))
+        return VectorLayout((*embedded, *shapes))
 
     def adapts(self, spec: LoraSpec, site: str) -> bool:
         return spec.targets_site(site)
@@ -142,13 +149,18 @@ class Lora:
 
     def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
         """As PEFT draws them, or from the member's `init_from` folder."""
-        if new.member.spec.init_from is not None:
-            start = read_start(new.member.spec, sites)
+        spec = new.member.spec
+        if spec.init_from is not None:
+            start = read_start(spec, sites)
             for (site, name), value in new.parameters.items():
+                if name == TOKENS:
+                    value.copy_(read_tokens(Path(spec.init_from), spec).rows_nD)
+                    continue
                 a_rK, b_rN = _as_held(*start[site], value)
                 value.copy_(a_rK if name == A else b_rN)
             return
         draw(new)
+        fill_tokens(new)
 
     def before_step(self, member: Member, step: int, masters: Callable[[], Parameters]) -> None:
         """Nothing changes but by the step itself."""
@@ -175,7 +187,8 @@ class Lora:
             for (site, name), value in parameters.items()
             if name == A
         }
-        write_adapter(folder, spec, weights, sites, base)
+        tokens = {site: value for (site, name), value in parameters.items() if name == TOKENS}
+        write_adapter(folder, spec, weights, sites, base, tokens)
 
     def portable(self, folder: Path, target: Path) -> int:
         return write_portable(folder, target)

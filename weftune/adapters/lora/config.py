@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from weftune.adapters.folder import CONFIG, damage_told, read_config, refuse_slow, target_fields
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.tokens import EMBEDDINGS
 from weftune.errors import AdapterError
 
 Spec = TypeVar("Spec", bound=LoraSpec)
@@ -17,7 +18,6 @@ BEYOND = (
     "modules_to_save",
     "lora_bias",
     "layer_replication",
-    "trainable_token_indices",
     "alora_invocation_tokens",
     "use_qalora",
     "use_bdlora",
@@ -74,4 +74,19 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "rslora": bool(config.get("use_rslora")),
         "rank_pattern": {key: int(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
         "alpha_pattern": {key: float(one) for key, one in (config.get("alpha_pattern") or {}).items()},
+        "trainable_token_indices": _token_indices(config.get("trainable_token_indices") or ()),
     }
+
+
+def _token_indices(found: Any) -> tuple[int, ...]:
+    """PEFT has a list for the embedding, or a mapping from module to list; of those, the embedding alone."""
+    if isinstance(found, Mapping):
+        if len(found) != 1 or not next(iter(found)).endswith(tuple(EMBEDDINGS.values())):
+            raise ValueError(
+                f"trainable_token_indices names {', '.join(found)}, and only those of the embedding are known"
+            )
+        (found,) = found.values()
+    ids = tuple(map(int, found))
+    if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
+        raise ValueError("trainable_token_indices must be different tokens, each at least 0")
+    return ids

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from weftune.adapters.folder import read_config
 from weftune.adapters.lora.experts import stacked
-from weftune.adapters.lora.files import read_adapter, refuse_misfit, write_adapter
+from weftune.adapters.lora.files import read_adapter, read_tokens, refuse_misfit, write_adapter
 from weftune.adapters.lora.spec import LoraSpec
+from weftune.adapters.token_rows import merge_tokens
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 
@@ -28,6 +29,11 @@ def write_portable(folder: Path, target: Path) -> int:
         raise AdapterError(
             f"{folder} has adapters on experts, which servers do not load as PEFT stores them; for a model "
             "that they do load, run weftune export --merged"
+        )
+    if spec.trainable_token_indices:
+        raise AdapterError(
+            f"{folder} has embeddings of its own (trainable_token_indices), which servers do not load; for a "
+            "model that they do load, run weftune export --merged"
         )
     rank = max(a_rK.shape[0] for a_rK, _ in weights.values())
     folded = {
@@ -56,6 +62,9 @@ def merge(folder: Path, modules: Mapping[str, nn.Module], sites: Sequence[SiteSh
     """Add the adapter of `folder` to the weights of the base's linears, rounding once."""
     spec, weights = read_adapter(folder)
     shapes = {site.name: site for site in sites}
+    if spec.trainable_token_indices:
+        stored = read_tokens(folder, spec)
+        merge_tokens(folder, stored.path, spec.trainable_token_indices, stored.rows_nD, modules)
     for site, (a_rK, b_Nr) in weights.items():
         if site not in shapes:
             raise AdapterError(f"{folder} is for another base: this one has no linear {site}")

@@ -1,11 +1,12 @@
 """PEFT adapter folders of LoRA: `adapter_config.json` and `adapter_model.safetensors`, read and written.
 
-Shapes: r rank, K inputs, N outputs of a site.
+Shapes: r rank, K inputs, N outputs of a site; n trained tokens, D hidden width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from weftune.adapters.lora.spec import (
     site_of,
     site_stored_at,
     stored_path,
+    stored_tokens,
+    tokens_stored_at,
     weight_names,
 )
+from weftune.adapters.token_rows import refuse_other_tokens
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 
@@ -37,10 +41,16 @@ Weights = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def write_adapter(
-    folder: Path, spec: LoraSpec, weights: Weights, sites: Sequence[SiteShape], base: str | None
+    folder: Path,
+    spec: LoraSpec,
+    weights: Weights,
+    sites: Sequence[SiteShape],
+    base: str | None,
+    tokens: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the folder so that PEFT and vLLM load it as it is."""
-    tensors = {}
+    """Write the folder so that PEFT and vLLM load it as it is. `tokens` are its own rows of the embedding, by
+    the path of that; vLLM does not load those."""
+    tensors = {stored_tokens(path): rows_nD for path, rows_nD in (tokens or {}).items()}
     mixed = {site.name for site in sites if site.experts}
     for site, (a_rK, b_Nr) in weights.items():
         a_name, b_name = weight_names(stored_path(site, weights) if site in mixed else site)
@@ -63,6 +73,7 @@ def peft_config(
         use_rslora=spec.rslora,
         rank_pattern=dict(spec.rank_pattern),
         alpha_pattern={pattern: _whole(alpha) for pattern, alpha in spec.alpha_pattern.items()},
+        trainable_token_indices=list(spec.trainable_token_indices) or None,
         fan_in_fan_out=is_transposed(targeted, sites),
         bias="none",
         task_type="CAUSAL_LM",
@@ -93,8 +104,32 @@ def read_adapter(folder: Path) -> tuple[LoraSpec, dict[str, tuple[Tensor, Tensor
     return spec, weights
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """A folder's rows of the embedding at that path."""
+
+    path: str
+    rows_nD: Tensor
+
+
+def read_tokens(folder: Path, spec: LoraSpec) -> StoredTokens:
+    """The embeddings of the tokens that an adapter with this spec trains."""
+    tensors = read_tensors(folder)
+    named = {path: value for name, value in tensors.items() if (path := tokens_stored_at(name)) is not None}
+    if len(named) != 1:
+        raise AdapterError(f"{folder} is damaged: it has the tokens of {len(named)} embeddings, not of one")
+    ((path, rows_nD),) = named.items()
+    if rows_nD.ndim != 2 or len(rows_nD) != len(spec.trainable_token_indices):
+        raise AdapterError(
+            f"{folder} is damaged: its rows of {path} are {list(rows_nD.shape)}, but its config has "
+            f"{len(spec.trainable_token_indices)} tokens"
+        )
+    return StoredTokens(path, rows_nD)
+
+
 def read_weights(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    path, tensors = folder / WEIGHTS, read_tensors(folder)
+    path, found = folder / WEIGHTS, read_tensors(folder)
+    tensors = {name: value for name, value in found.items() if tokens_stored_at(name) is None}
     sites = list(dict.fromkeys(site for name in tensors if (site := site_of(name)) is not None))
     wanted = {name for site in sites for name in weight_names(site)}
     if odd := sorted(tensors.keys() ^ wanted):
@@ -109,7 +144,8 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
     """The weights of the folder that a job starts from: exactly its sites, each with its rank."""
     assert isinstance(spec.init_from, str), "the adapter of a job has a folder when it is read"
     folder = Path(spec.init_from)
-    _, weights = read_adapter(folder)
+    before, weights = read_adapter(folder)
+    _refuse_tokens(folder, before, spec, sites)
     targeted = {site.name: site for site in sites if spec.adapts(site)}
     if odd := sorted(weights.keys() ^ targeted.keys()):
         where = "only in the folder" if odd[0] in weights else "not in the folder"
@@ -129,6 +165,15 @@ def read_start(spec: LoraSpec, sites: Sequence[SiteShape]) -> Weights:
             )
         refuse_misfit(folder, site, a_rK, b_Nr)
     return weights
+
+
+def _refuse_tokens(folder: Path, before: LoraSpec, spec: LoraSpec, sites: Sequence[SiteShape]) -> None:
+    refuse_other_tokens(folder, before, spec)
+    for shapes in spec.shapes_in_embedding(sites).values():
+        (shape,), stored = shapes.values(), read_tokens(folder, spec)
+        if stored.rows_nD.shape != shape:
+            has = f"embeddings {stored.rows_nD.shape[1]} wide"
+            raise AdapterError(f"{folder} is for another base: it has {has}, the base {shape[1]}")
 
 
 def _and_parameters(spec: LoraSpec, weights: Weights) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from weftune.adapters.target import TargetSpec, ends_with
+from weftune.adapters.tokens import STORED
 from weftune.core.patterns import ending
 from weftune.core.shapes import EXPERT_PARAMETERS, SiteShape
 
@@ -36,6 +37,12 @@ class LoraSpec(TargetSpec):
     """B learns at so many times the job's learning rate: LoRA+."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    trainable_token_indices: tuple[int, ...] = ()
+    """Ids of tokens whose embeddings are trained, too."""
+
+    @property
+    def trained_tokens(self) -> tuple[int, ...]:
+        return self.trainable_token_indices
 
     def adapts(self, site: SiteShape) -> bool:
         """Experts have no adapter unless the job asks for one."""
@@ -95,6 +102,18 @@ def weight_names(path: str) -> tuple[str, str]:
     """The names of A [rank, in] and B [out, rank] in a PEFT adapter file."""
     stem = f"base_model.model.{path}"
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def stored_tokens(embedding: str) -> str:
+    """The name of trained rows of the embedding in a PEFT adapter file."""
+    return f"base_model.model.{embedding}.{STORED}"
+
+
+def tokens_stored_at(name: str) -> str | None:
+    """The path of the embedding whose trained rows are called so in a PEFT adapter file; None for any other
+    name."""
+    found = re.fullmatch(rf"base_model\.model\.(.+)\.{re.escape(STORED)}", name)
+    return None if found is None else found[1]
 
 
 def site_of(weight_name: str) -> str | None:

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from weftune.adapters.kind import NewAdapter, Parameters
 from weftune.adapters.lora.export import merge, write_portable
-from weftune.adapters.lora.files import read_start, write_adapter
+from weftune.adapters.lora.files import read_start, read_tokens, write_adapter
 from weftune.adapters.lora.spec import A, B
 from weftune.adapters.pissa.spec import FIRST_A, FIRST_B, PissaSpec
 from weftune.adapters.plain import JobAt, JobPart
 from weftune.adapters.plain_kind import PlainKind
+from weftune.adapters.token_rows import fill_tokens
+from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 
@@ -43,7 +45,8 @@ class Pissa(PlainKind):
         return JobPart(add=add)
 
     def start(self, new: NewAdapter) -> None:
-        for site in new.sites:
+        fill_tokens(new)
+        for site in [site for site, name in new.parameters if name == FIRST_A]:
             like_rK = new.parameters[site, FIRST_A]
             weight_NK = new.weight_at(site).to(device=new.drawn_on or like_rK.device, dtype=like_rK.dtype)
             a_rK, b_rN = principal(site, weight_NK, len(like_rK), new.member.spec.scale_at(site))
@@ -51,7 +54,7 @@ class Pissa(PlainKind):
                 new.parameters[site, name].copy_(value)
 
     def rate(self, spec: PissaSpec, name: str) -> float:
-        return {A: 1.0, B: spec.loraplus_lr_ratio}.get(name, 0.0)
+        return {B: spec.loraplus_lr_ratio, FIRST_A: 0.0, FIRST_B: 0.0}.get(name, 1.0)
 
     def read_start(self, spec: PissaSpec, sites: Sequence[SiteShape]) -> dict[tuple[str, str], Tensor]:
         """From what a PiSSA job was saved as."""
@@ -60,6 +63,9 @@ class Pissa(PlainKind):
             (a_rK, first_a_rK), (b_Nr, first_b_Nr) = both_RK.chunk(2), both_NR.chunk(2, dim=1)
             found |= {(site, A): a_rK, (site, FIRST_A): first_a_rK}
             found |= {(site, B): b_Nr.T, (site, FIRST_B): -first_b_Nr.T}
+        if spec.trained_tokens:
+            stored = read_tokens(Path(str(spec.init_from)), spec)
+            found[stored.path, TOKENS] = stored.rows_nD
         return found
 
     def save(
@@ -74,7 +80,8 @@ class Pissa(PlainKind):
             for (site, name), value in parameters.items()
             if name == A
         }
-        write_adapter(folder, replace(spec.converted(), init_from=None), weights, sites, base)
+        tokens = {site: value for (site, name), value in parameters.items() if name == TOKENS}
+        write_adapter(folder, replace(spec.converted(), init_from=None), weights, sites, base, tokens)
 
     def portable(self, folder: Path, target: Path) -> int:
         return write_portable(folder, target)

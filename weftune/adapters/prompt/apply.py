@@ -1,4 +1,5 @@
-"""Prompt tuning: rows before every sample, drawn from a normal distribution as PEFT draws them.
+"""Prompt tuning: rows before every sample. They start as PEFT has it: drawn from a normal distribution, or at
+embeddings of the base, those of tokens drawn from its vocabulary or of a text.
 
 What puts them there is `Banks`; samples are laid out with room for them (`Samples.behind`).
 """
@@ -8,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from weftune.adapters.files import peft
 from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain_kind import PlainKind
 from weftune.adapters.prompt.spec import PromptSpec
-from weftune.core.shapes import SiteShape
-from weftune.ops.draw import fill_normal
+from weftune.adapters.tokens import embedding_path
+from weftune.core.shapes import EMBED_SCALE, SiteShape
+from weftune.ops.draw import draw_integers, fill_normal
 
 
 class Prompt(PlainKind):
@@ -22,6 +27,20 @@ class Prompt(PlainKind):
     def start(self, new: NewAdapter) -> None:
         for place, value in new.parameters.items():
             fill_normal(value, new.key(*place))
+
+    def initialise(self, new: NewAdapter, sites: Sequence[SiteShape]) -> None:
+        spec: PromptSpec = new.member.spec
+        if spec.init == "random" or spec.init_from is not None:
+            PlainKind.initialise(self, new, sites)
+            return
+        path = embedding_path(sites)
+        assert path is not None, "the first layer is among the sites of a whole base"
+        for place, value in new.parameters.items():
+            weight_VD, scale = new.weight_at(path), new.weight_at(f"{path}.{EMBED_SCALE}")
+            ids = _repeated(new.member.start_tokens, len(value))
+            if spec.init == "vocabulary":
+                ids = draw_integers(len(value), len(weight_VD), new.key(*place))
+            value.copy_(weight_VD[ids.to(weight_VD.device)] * scale.to(weight_VD))
 
     def stored_name(self, site: str, name: str) -> str:
         return "prompt_embeddings"
@@ -39,3 +58,8 @@ class Prompt(PlainKind):
 
     def read_spec(self, config: Mapping[str, Any]) -> PromptSpec:
         return PromptSpec(num_virtual_tokens=int(config["num_virtual_tokens"]))
+
+
+def _repeated(tokens: Sequence[int], count: int) -> Tensor:
+    """So many tokens: the text again and again, cut where there are enough."""
+    return torch.tensor([tokens[at % len(tokens)] for at in range(count if tokens else 0)], dtype=torch.int64)

@@ -21,9 +21,17 @@ class PromptSpec(TargetSpec):
 
     kind: Literal["prompt"] = "prompt"
     num_virtual_tokens: int = 16
+    init: Literal["random", "vocabulary", "text"] = "random"
+    """What virtual tokens start from: a normal distribution, embeddings of tokens drawn from the vocabulary,
+    or those of `init_text`, repeated or cut to their number."""
+    init_text: str = ""
 
     def targets_site(self, name: str) -> bool:
         return False
+
+    @property
+    def start_text(self) -> str:
+        return self.init_text if self.init == "text" else ""
 
     @property
     def rows_before(self) -> int:

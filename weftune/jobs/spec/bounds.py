@@ -70,6 +70,9 @@ MOST = 10**12
 MAX_TRIALS = 1000
 """Of one sweep: far more than anyone trains, and all of them are checked before the first starts."""
 
+TOKEN = Bound(whole=True, least=0, most=2**31 - 1)
+"""The id of one."""
+
 BOUNDS: Mapping[Loc, Bound] = {
     ("adapter", "rank"): Bound(whole=True, least=1, most=65536),
     ("adapter", "alpha"): Bound(above=0),

@@ -39,6 +39,7 @@ def check_targets(
         mistakes += wrong or _target_mistakes(job, shape, place)
         mistakes += _room_mistakes(job, shape, place)
         mistakes += _parameter_mistakes(job, shape, place)
+        mistakes += _token_mistakes(job, shape, place)
     return mistakes
 
 
@@ -131,6 +132,23 @@ def _parameter_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., st
         elif not any(alone.adapts(site) for site in _experts(shape)):
             hint = f"write {_expert_parameters(shape)}, or one of both"
             yield Mistake(where, f"{show(target)} matches no parameter of the base's experts; {hint}")
+
+
+def _token_mistakes(job: JobSpec, shape: ModelShape, place: Callable[..., str]) -> Iterator[Mistake]:
+    """What stands in the way of embeddings that are trained."""
+    key = "trainable_token_indices"
+    for index, token in enumerate(job.adapter.trained_tokens):
+        if token >= shape.vocabulary:
+            where = place(job.name, "adapter", key, index)
+            yield Mistake(
+                where, f"there is no token {token}: the base has tokens 0 to {shape.vocabulary - 1}"
+            )
+    outside = next((site.name for site in shape.sites if layer_of(site.name) is None), None)
+    if job.adapter.trained_tokens and outside:
+        sentence = "needs embeddings that go into the first layer as they are, and the base has"
+        yield Mistake(
+            place(job.name, "adapter", key), f"{sentence} {outside} around its layers; leave it out"
+        )
 
 
 def _linears(shape: ModelShape) -> list[SiteShape]:
@@ -226,6 +244,8 @@ def _lora_warnings(
             "vLLM does not load adapters on experts as PEFT stores them; to serve it there, run weftune "
             "export --merged"
         )
+    if adapter.served and adapter.trained_tokens:
+        yield "vLLM does not load trainable_token_indices; to serve it there, run weftune export --merged"
     if (before := _started_from(adapter, aboard, adapters)) is not None:
         yield from _start_warnings(adapter, before, aboard)
 

@@ -19,7 +19,8 @@ ADAPTER_KEYS = (
     "kind", "rank", "alpha", "dropout", "targets", "layers", "target_parameters", "rslora",
     "loraplus_lr_ratio", "rank_pattern", "alpha_pattern", "init_from", "feedforward", "d_initial",
     "projection_prng_key", "placement", "size", "activation", "sparsity", "l0_weight", "structured",
-    "relaxed", "mask_lr_ratio", "num_virtual_tokens",
+    "relaxed", "mask_lr_ratio", "num_virtual_tokens", "init", "init_text",
+    "trainable_token_indices",
 )  # fmt: skip
 JOB_KEYS = (
     "name", "adapter", "data", "objective", "eval", "epochs", "steps", "batch_size", "learning_rate",
@@ -65,6 +66,9 @@ RENAMED: Mapping[str, str] = {
     "feedforward_modules": "adapter.feedforward",
     "vera_dropout": "adapter.dropout",
     "peft_type": "adapter.kind",
+    "prompt_tuning_init": "adapter.init",
+    "prompt_tuning_init_text": "adapter.init_text",
+    "token_indices": "adapter.trainable_token_indices",
     # TRL and transformers
     "lora_r": "adapter.rank",
     "lora_target_modules": "adapter.targets",
@@ -160,6 +164,8 @@ RENAMED: Mapping[str, str] = {
 ADVICE: Mapping[str, str] = {
     "lora_target_linear": "for true write all-linear",
     "lora_target": "for all write all-linear",
+    "prompt_tuning_init": "random, vocabulary for SAMPLE_VOCAB, or text",
+    "prompt_tuning_init_text": "beside init: text",
     "per_device_train_batch_size": "the whole global batch, gradient accumulation multiplied in",
     "micro_batch_size": "the whole global batch, gradient accumulation multiplied in",
     "quantization": "nf4 or int8",
@@ -185,6 +191,15 @@ ADVICE: Mapping[str, str] = {
     "saves_per_epoch": "below 1 a share of the run, otherwise steps",
 }
 """What to say beside the name of our key."""
+
+MODULES_TO_SAVE = (
+    "leave it out, only the adapter is trained; for embeddings of some tokens write "
+    "adapter.trainable_token_indices, a list of their ids"
+)
+NEW_TOKENS = (
+    "leave it out, the tokenizer stays as it is; give tokens of it that the base has not learned a meaning, "
+    "and train their embeddings with adapter.trainable_token_indices"
+)
 
 ANSWERED: Mapping[str, str] = {
     "gradient_accumulation_steps": "multiply it into batch_size, which is the whole global batch",
@@ -217,10 +232,12 @@ ANSWERED: Mapping[str, str] = {
     "do_eval": "leave it out and write eval: {fraction: ...} or eval: {path: ...}",
     "bias": "leave it out, biases are not trained",
     "task_type": "leave it out, the base is a causal language model",
-    "modules_to_save": "leave it out, only the adapter is trained",
-    "lora_modules_to_save": "leave it out, only the adapter is trained",
-    "prompt_tuning_init": "leave it out, virtual tokens start at random or from init_from",
-    "prompt_tuning_init_text": "leave it out, virtual tokens start at random or from init_from",
+    "modules_to_save": MODULES_TO_SAVE,
+    "lora_modules_to_save": MODULES_TO_SAVE,
+    "tokens": NEW_TOKENS,
+    "add_tokens": NEW_TOKENS,
+    "new_special_tokens": NEW_TOKENS,
+    "resize_vocab": NEW_TOKENS,
     "prefix_projection": "leave it out, keys and values are trained themselves",
     "encoder_hidden_size": "leave it out, keys and values are trained themselves",
     "token_dim": "leave it out, it is the base's",

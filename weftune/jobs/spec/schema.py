@@ -20,6 +20,7 @@ EXPECTED: Mapping[Loc, str] = {
     ("adapter", "targets"): "all-linear, a regular expression, or a list of the endings of module paths",
     ("adapter", "layers"): "numbers such as [0, 5], or a range such as 16-31",
     ("adapter", "target_parameters"): "a list such as [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
+    ("adapter", "trainable_token_indices"): "a list of the ids of tokens such as [32000, 32001]",
     ("adapter", "init_from"): "an adapter folder, or {job: NAME} for the adapter of another job",
     ("adapter", "rank_pattern"): "a mapping from a module path's ending to a rank",
     ("adapter", "alpha_pattern"): "a mapping from a module path's ending to an alpha",

@@ -12,7 +12,7 @@ from weftune.adapters.kinds import BROKEN, KINDS
 from weftune.adapters.lora.spec import LoraSpec
 from weftune.adapters.target import ALL_LINEAR, layer_numbers
 from weftune.core.patterns import ending, slow_sentence
-from weftune.jobs.spec.bounds import bound_at, number_faults
+from weftune.jobs.spec.bounds import TOKEN, bound_at, number_faults
 from weftune.jobs.spec.keys import ADAPTER_KEYS, SAME_FOR_ALL
 from weftune.jobs.spec.layer import Layer
 from weftune.jobs.spec.names import name_fault
@@ -194,6 +194,8 @@ def _adapter_faults(adapter: Any) -> Iterator[Fault]:
     targets, parameters = adapter.get("targets"), adapter.get("target_parameters")
     yield from _parameter_faults(adapter, parameters)
     yield from _layer_faults(adapter.get("layers"))
+    yield from _token_faults(adapter.get("trainable_token_indices"))
+    yield from _init_faults(adapter)
     if isinstance(targets, list | tuple):
         if not targets and not parameters:
             yield Fault(
@@ -222,6 +224,29 @@ def _parameter_faults(adapter: Mapping[str, Any], parameters: Any) -> Iterator[F
         yield Fault(("adapter", "target_parameters"), "names experts, which only lora adapts; leave it out")
     if parameters and adapter.get("layers") is not None:
         yield Fault(("adapter", "layers"), "chooses linears only; leave it out where experts are adapted")
+
+
+def _token_faults(tokens: Any) -> Iterator[Fault]:
+    seen: set[int] = set()
+    for index, token in enumerate(tokens if isinstance(tokens, list | tuple) else ()):
+        where = ("adapter", "trainable_token_indices", index)
+        if (sentence := TOKEN.fault(token)) is not None:
+            yield Fault(where, sentence)
+        elif token in seen:
+            yield Fault(where, f"names the token {token} twice; leave it out")
+        else:
+            seen.add(token)
+
+
+def _init_faults(adapter: Mapping[str, Any]) -> Iterator[Fault]:
+    """What virtual tokens start from is said once."""
+    init, text = adapter.get("init", "random"), adapter.get("init_text", "")
+    if init == "text" and not text:
+        yield Fault(("adapter", "init"), "text needs init_text: the text that virtual tokens start from")
+    if init != "text" and text:
+        yield Fault(("adapter", "init_text"), "is what init: text starts from; write that, or leave it out")
+    if init != "random" and adapter.get("init_from") is not None:
+        yield Fault(("adapter", "init"), "leave it out beside init_from, which virtual tokens start from")
 
 
 def _layer_faults(layers: Any) -> Iterator[Fault]:

@@ -183,7 +183,14 @@ def _plain(record: Any) -> dict[str, Any]:
 
 ADDED: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
 """Keys that resolved jobs of earlier versions lack, with what those trained by."""
-ADDED_TO_ADAPTERS: Mapping[str, Any] = {"target_parameters": [], "layers": None, "loraplus_lr_ratio": 1.0}
+ADDED_TO_ADAPTERS: Mapping[str, Any] = {
+    "target_parameters": [],
+    "layers": None,
+    "loraplus_lr_ratio": 1.0,
+    "trainable_token_indices": [],
+    "init": "random",
+    "init_text": "",
+}
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -104,6 +104,8 @@ def _misfit(source: str, before: TargetSpec, own: TargetSpec, shape: ModelShape)
         )
     if before.shapes_outside(shape.sites) != own.shapes_outside(shape.sites):
         return f"{source} has weights of other shapes; write adapter as {source} has it"
+    if before.trained_tokens != own.trained_tokens:
+        return f"{source} trains other tokens; set adapter.trainable_token_indices as {source} has it"
     for site in shape.sites:
         if own.adapts(site) and before.rank_at(site.name) != own.rank_at(site.name):
             return (

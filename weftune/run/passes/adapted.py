@@ -34,7 +34,9 @@ class AdaptedBase:
             like = torch.empty(0, dtype=base.dtype, device=base.device)
             groups = self.layers.groups if self.layers else ()
             embedding = base.model.get_input_embeddings()
-            self.banks = Banks(base.sites(), base.shape.sites, like, groups, base.whole_sites, embedding)
+            self.banks = Banks(
+                base.sites(), base.shape.sites, like, groups, base.whole_sites, embedding, base.tied
+            )
             if self.layers is not None:
                 self.layers.fuse(self.banks)
 

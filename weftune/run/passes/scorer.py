@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weftune.core.batch import Segment, to_device
-from weftune.core.head import Head
+from weftune.core.head import Head, HeadRows
 from weftune.objectives.objective import BatchFacts, Objective, SampleScores, ScalarHead
 from weftune.objectives.sft import SFT
 from weftune.ops.logprobs import target_logprobs
@@ -68,8 +68,11 @@ class _Sample:
 class Scorer:
     """The scorer of the worker that has the last stage; other workers have no head and score nothing."""
 
-    def __init__(self, head: Head | None) -> None:
-        self._head = head
+    def __init__(
+        self, head: Head | None, own_rows: Callable[[Segment], HeadRows | None] = lambda segment: None
+    ) -> None:
+        """`own_rows` tells what the adapter of a segment has in the place of rows of the head."""
+        self._head, self._own_rows = head, own_rows
         self.objectives: dict[str, Objective] = {}
         """Job → objective, where it is not supervised fine-tuning."""
         self.scalar_heads: dict[str, ScalarHead] = {}
@@ -186,7 +189,16 @@ class Scorer:
         assert self._head is not None, "only the last stage has a head"
         h_SD = h_TD.index_select(0, laid.rows_S)
         targets_S = laid.microbatch.targets_T.index_select(0, laid.rows_S)
-        return target_logprobs(h_SD, targets_S, self._head)
+        own = [self._own_rows(segment) for segment in laid.microbatch.segments]
+        if not any(own):
+            return target_logprobs(h_SD, targets_S, self._head)
+        parts = h_SD.tensor_split(laid.sections), targets_S.tensor_split(laid.sections)
+        found = [
+            target_logprobs(h, targets, self._head, rows)
+            for h, targets, rows in zip(*parts, own, strict=True)
+        ]
+        logprobs, correct = zip(*found, strict=True)
+        return torch.cat(logprobs), torch.cat(correct)
 
     def _samples_of(self, segment: Segment, laid: LaidMicrobatch) -> tuple[_Sample, ...]:
         """The samples of a segment, if its objective needs them; supervised fine-tuning does not."""

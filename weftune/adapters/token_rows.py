@@ -1,0 +1,93 @@
+"""Embeddings of some tokens that a job trains: where they go in, what they start from, how they are merged.
+
+Shapes: T rows of a microbatch, L of them the job's, D hidden width, n trained tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weftune.adapters.kind import NewAdapter, Parameters
+from weftune.adapters.tokens import TOKENS
+from weftune.core.batch import Microbatch, Segment
+from weftune.core.head import HeadRows
+from weftune.core.shapes import EMBED_SCALE
+from weftune.errors import AdapterError
+from weftune.ops.accumulate import accumulated
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """A job's own rows of the embedding, and the accumulator of their gradient."""
+
+    ids_n: Tensor
+    rows_nD: Tensor
+    total_nD: Tensor
+
+    def in_head(self, anchor: Tensor) -> HeadRows:
+        """The rows as the head has them where it is tied to the embedding."""
+        return HeadRows(self.ids_n, accumulated(self.rows_nD, self.total_nD, anchor))
+
+    def embedded(
+        self, h: Tensor, microbatch: Microbatch, segment: Segment, embedding: nn.Module, anchor: Tensor
+    ) -> Tensor:
+        """h with the job's rows wherever one of its tokens stands; as in the embedding itself, what stands
+        for padding gets no gradient."""
+        tokens_L = microbatch.tokens_T[segment.rows]
+        places, which = (tokens_L[:, None] == self.ids_n).nonzero(as_tuple=True)
+        rows_nD = accumulated(self.rows_nD, self.total_nD, anchor)
+        if (padding := getattr(embedding, "padding_idx", None)) is not None:
+            rows_nD = torch.where((self.ids_n != padding)[:, None], rows_nD, self.rows_nD)
+        values = rows_nD[which] * _scale(embedding, rows_nD)
+        flat_TD = h.flatten(0, -2).index_copy(0, places + segment.start, values.to(h.dtype))
+        return flat_TD.view(h.shape)
+
+
+def _scale(embedding: nn.Module, like: Tensor) -> Tensor | float:
+    """Some families multiply embeddings by a number as they read them."""
+    scale = getattr(embedding, EMBED_SCALE, 1.0)
+    return scale.to(like.dtype) if isinstance(scale, Tensor) else float(scale)
+
+
+def trained_tokens(spec: Any, weights: Parameters, totals: Parameters) -> TrainedTokens | None:
+    """Those of a job with these parameters; None where it has none, or where they are on another stage."""
+    place = next((place for place in weights if place[1] == TOKENS), None)
+    if place is None:
+        return None
+    rows_nD = weights[place]
+    return TrainedTokens(torch.tensor(spec.trained_tokens, device=rows_nD.device), rows_nD, totals[place])
+
+
+def fill_tokens(new: NewAdapter) -> None:
+    """Let them start at what the base has."""
+    ids = new.member.spec.trained_tokens
+    for (site, name), value in new.parameters.items():
+        if name == TOKENS:
+            weight_VD = new.weight_at(site)
+            value.copy_(weight_VD[torch.tensor(ids, device=weight_VD.device)])
+
+
+def merge_tokens(
+    folder: object, path: str, ids: Sequence[int], rows_nD: Tensor, modules: Mapping[str, nn.Module]
+) -> None:
+    """Write them into the embedding, and so into whatever is tied to it."""
+    weight_VD = modules[path].weight if path in modules else None
+    if not isinstance(weight_VD, Tensor) or weight_VD.shape[1:] != rows_nD.shape[1:]:
+        raise AdapterError(f"{folder} is for another base: this one has no embedding {path} of that width")
+    if max(ids) >= len(weight_VD):
+        raise AdapterError(f"{folder} is for another base: this one has no token {max(ids)}")
+    weight_VD.data[torch.tensor(ids)] = rows_nD.to(weight_VD)
+
+
+def refuse_other_tokens(folder: object, before: Any, spec: Any) -> None:
+    """Raise where the adapter of a folder and that of the job which starts from it have other tokens."""
+    if before.trained_tokens != spec.trained_tokens:
+        raise AdapterError(
+            f"{folder} trains the embeddings of the tokens {list(before.trained_tokens)}, the job those of "
+            f"{list(spec.trained_tokens)}; set adapter.trainable_token_indices as the folder has it"
+        )
