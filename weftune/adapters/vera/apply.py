@@ -16,7 +16,7 @@ from weftune.adapters.files import is_transposed, layers_to_transform, peft, tar
 from weftune.adapters.folder import target_fields
 from weftune.adapters.kind import NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.adapters.vera.spec import D, E, VeraSpec
 from weftune.core.shapes import SiteShape
 
@@ -85,16 +85,9 @@ class Vera(PlainKind):
             **target_fields(config),
         )
 
-    def merged(
-        self,
-        spec: VeraSpec,
-        site: SiteShape,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        own: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        a_rK, b_Nr = own[A][:, : site.in_features], own[B][: site.out_features]
-        return weight_NK + own[E][:, None] * ((b_Nr * own[D]) @ a_rK), bias_N
+    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
+        a_rK, b_Nr = at.own[A][:, : at.site.in_features], at.own[B][: at.site.out_features]
+        return at.weight_NK + at.own[E][:, None] * ((b_Nr * at.own[D]) @ a_rK), at.bias_N
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
