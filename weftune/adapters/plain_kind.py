@@ -7,6 +7,7 @@ K inputs, N outputs of a site.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ from weftune.errors import AdapterError
 PREFIX = "base_model.model."
 
 
+@dataclass(frozen=True, slots=True)
+class MergeAt:
+    """A site of the base that a finished adapter is merged into; all in float64."""
+
+    spec: Any
+    site: SiteShape
+    weight_NK: Tensor
+    bias_N: Tensor | None
+    own: Mapping[str, Tensor]
+    """The adapter's parameters there, and the kind's constants."""
+
+
 class PlainKind:
     """A kind that computes in plain torch; what is named first is what a new one has to say."""
 
@@ -45,11 +58,8 @@ class PlainKind:
         """Fill the parameters of a new adapter."""
         raise NotImplementedError
 
-    def merged(
-        self, spec: Any, site: SiteShape, weight_NK: Tensor, bias_N: Tensor | None, own: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The weight and the bias of a site with the adapter in them; `own` are its parameters and the kind's
-        constants; all in float64."""
+    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias of a site with the adapter in them."""
         raise self._not_merged()
 
     # -- how it is stored: as PEFT does, where that has the kind -----------------------------------------
@@ -224,7 +234,7 @@ class PlainKind:
         assert isinstance(weight, Tensor)
         weight_NK = (weight.T if site.fan_in_fan_out else weight).double()
         bias_N = bias.double() if isinstance(bias, Tensor) else None
-        merged_NK, merged_N = self.merged(spec, site, weight_NK, bias_N, own)
+        merged_NK, merged_N = self.merged(MergeAt(spec, site, weight_NK, bias_N, own))
         if bias_N is None and merged_N is not None:
             raise AdapterError(
                 f"the base has no bias at {site.name} that a {self.name} adapter can be merged into"

@@ -15,5 +15,6 @@ class BitFit(PlainKind):
         for value in new.parameters.values():
             value.zero_()
 
-    def merged(self, spec, site, weight_NK, bias_N, own):
-        return weight_NK, own["u"] if bias_N is None else bias_N + own["u"]
+    def merged(self, at):
+        u_N = at.own["u"]
+        return at.weight_NK, u_N if at.bias_N is None else at.bias_N + u_N

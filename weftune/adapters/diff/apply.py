@@ -13,7 +13,7 @@ what would be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from weftune.adapters.diff.spec import ALPHA, GROUP, DiffSpec, W
 from weftune.adapters.files import read_tensors, write_folder
 from weftune.adapters.kind import Member, NewAdapter, Parameters
 from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.core.shapes import SiteShape
 from weftune.errors import AdapterError
 from weftune.ops.dropout import key
@@ -111,15 +111,8 @@ class Diff(PlainKind):
             found[site, GROUP] = delta_NK.new_full((1,), ALPHA_START)
         return found
 
-    def merged(
-        self,
-        spec: DiffSpec,
-        site: SiteShape,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        own: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        return weight_NK + own[DELTA], bias_N
+    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
+        return at.weight_NK + at.own[DELTA], at.bias_N
 
 
 def _gated(parameters: Parameters, site: str) -> Gated:

@@ -8,7 +8,7 @@ Shapes: K inputs, N outputs of a site, r ranks; L rows of one job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from weftune.adapters.lora.config import checked_spec
 from weftune.adapters.lora.files import peft_config
 from weftune.adapters.lora.spec import A, B, stored_tokens, weight_names
 from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.adapters.token_rows import fill_tokens, refuse_other_tokens
 from weftune.adapters.tokens import TOKENS
 from weftune.core.shapes import SiteShape
@@ -101,16 +101,9 @@ class Dora(PlainKind):
     def spec_of(self, folder: Path) -> DoraSpec:
         return checked_spec(DoraSpec, folder, read_config(folder))
 
-    def merged(
-        self,
-        spec: DoraSpec,
-        site: SiteShape,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        own: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        whole_NK = weight_NK + spec.scale_at(site.name) * own[B].T @ own[A]
-        return (own[MAGNITUDE] / whole_NK.norm(dim=1))[:, None] * whole_NK, bias_N
+    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
+        whole_NK = at.weight_NK + at.spec.scale_at(at.site.name) * at.own[B].T @ at.own[A]
+        return (at.own[MAGNITUDE] / whole_NK.norm(dim=1))[:, None] * whole_NK, at.bias_N
 
 
 def _row_lengths(at: JobAt, scale: float, a_rK: Tensor, b_rN: Tensor) -> Tensor:

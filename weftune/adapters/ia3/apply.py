@@ -13,7 +13,7 @@ from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.ia3.spec import SCALE, Ia3Spec
 from weftune.adapters.kind import Member, NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.adapters.target import ends_with
 from weftune.core.shapes import SiteShape
 from weftune.ops.lora.scales import SiteScale
@@ -73,17 +73,11 @@ class Ia3(PlainKind):
             feedforward=(feedforward,) if isinstance(feedforward, str) else tuple(map(str, feedforward)),
         )
 
-    def merged(
-        self,
-        spec: Ia3Spec,
-        site: SiteShape,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        own: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        if spec.is_feedforward(site.name):
-            return weight_NK * own[SCALE], bias_N
-        return weight_NK * own[SCALE][:, None], None if bias_N is None else bias_N * own[SCALE]
+    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
+        scale = at.own[SCALE]
+        if at.spec.is_feedforward(at.site.name):
+            return at.weight_NK * scale, at.bias_N
+        return at.weight_NK * scale[:, None], None if at.bias_N is None else at.bias_N * scale
 
 
 def _used(modules: Sequence[str], sites: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from weftune.adapters.folder import target_fields
 from weftune.adapters.form import SiteTensors, WovenPart
 from weftune.adapters.kind import Member, NewAdapter
 from weftune.adapters.plain import JobAt, JobPart
-from weftune.adapters.plain_kind import PREFIX, PlainKind
+from weftune.adapters.plain_kind import PREFIX, MergeAt, PlainKind
 from weftune.adapters.vector import SHARED
 from weftune.adapters.vera.spec import D, E, VeraSpec
 from weftune.core.shapes import SiteShape
@@ -111,16 +111,9 @@ class Vera(PlainKind):
             **target_fields(config),
         )
 
-    def merged(
-        self,
-        spec: VeraSpec,
-        site: SiteShape,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        own: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        a_rK, b_rN = own[A][:, : site.in_features], own[B][:, : site.out_features]
-        return weight_NK + own[E][:, None] * ((b_rN.T * own[D]) @ a_rK), bias_N
+    def merged(self, at: MergeAt) -> tuple[Tensor, Tensor | None]:
+        a_rK, b_rN = at.own[A][:, : at.site.in_features], at.own[B][:, : at.site.out_features]
+        return at.weight_NK + at.own[E][:, None] * ((b_rN.T * at.own[D]) @ a_rK), at.bias_N
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
