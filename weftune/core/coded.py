@@ -10,6 +10,7 @@ Shapes: T rows, M columns that are summed over, L rows of the frozen operand, K 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -47,6 +48,33 @@ class CodedWeight(Protocol):
 
     @property
     def multiply(self) -> MultiplyCodes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMatrix:
+    """Such a weight as its three tensors."""
+
+    codes_NK: Tensor
+    turned_KN: Tensor
+    scale_N: Tensor
+
+    @classmethod
+    def of(cls, weight_NK: Tensor) -> CodedMatrix:
+        codes_NK, scale_N = row_codes(weight_NK.float())
+        return cls(codes_NK, codes_NK.T.contiguous(), scale_N)
+
+    def codes(self) -> Tensor:
+        return self.codes_NK
+
+    def turned(self) -> Tensor:
+        return self.turned_KN
+
+    def scale(self) -> Tensor:
+        return self.scale_N
+
+    @property
+    def multiply(self) -> MultiplyCodes:
+        return multiply_codes
 
 
 def is_coded(weight: object) -> TypeGuard[CodedWeight]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weftune.core.coded import is_coded, wide
 from weftune.core.weight import Weight, coded_product, frozen_product, frozen_product_by
-from weftune.ops.lora.wide import in_float32
+from weftune.ops.lora.operands import in_float32
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -214,7 +214,7 @@ def told(mapping: object, folder: Path, **keys: Path) -> list[str]:
         ({"model": "owner/x", "load_in_8bit": True}, "base.load_in_8bit: write quantize (int8)"),
         (
             {"model": "owner/x", "quantization_config": {}},
-            "quantization_config: write quantize (nf4, int8 or",
+            "base.quantization_config: write quantize (nf4, ",
         ),
         ({"model": "owner/x", "llm_int8_threshold": 6}, "base.llm_int8_threshold: leave it out"),
         (None, "base: must be a Hub id"),
