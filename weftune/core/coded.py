@@ -108,6 +108,17 @@ def multiply_codes(
     return sum_TL.to(dtype)
 
 
+def multiply_unrounded(
+    left_TM: Tensor, codes_LM: Tensor, scale_M: Tensor | None, scale_L: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The same, but the left operand is not rounded. Rounding to few digits turns a difference in the last
+    digit of many into one in the last of few: of no use to whoever compares two ways to the same result."""
+    left_TM = left_TM.to(wide(left_TM.dtype))
+    left_TM = left_TM if scale_M is None else left_TM * scale_M
+    sum_TL = left_TM @ codes_LM.to(left_TM.dtype).T
+    return (sum_TL if scale_L is None else sum_TL * scale_L).to(dtype)
+
+
 def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
     """Parts that lie in memory as those of one contiguous tensor, joined along a dimension; None if not."""
     first, shape = parts[0], list(parts[0].shape)

@@ -59,6 +59,8 @@ def multiply(
     if left_TM.dtype is torch.float64 or not multiplied_by_library(codes_LM):
         return multiply_codes(left_TM, codes_LM, scale_M, scale_L, dtype)
     left_TM, scale_T = row_codes(left_TM, scale_M)
+    # Of sites that share their input the codes lie in one tensor, and some of its columns not side by side.
+    codes_LM = codes_LM.contiguous()
     if dtype is torch.bfloat16:
         scale_L = torch.ones(len(codes_LM), device=codes_LM.device) if scale_L is None else scale_L
         return torch._scaled_mm(

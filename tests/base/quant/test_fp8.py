@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.base.folders import word_tokenizer
-from tests.base.quant.bases import plain_folder, quantised_model
+from tests.base.quant.bases import plain_folder, quantised_base, quantised_model
 from tests.base.quant.test_nf4 import dequantised, matrix
 from tests.families import tiny
 from weftune import JobSpec, Trainer
@@ -14,8 +14,10 @@ from weftune.base.architecture import spec_shape
 from weftune.base.config import read_config
 from weftune.base.load import inspect, load_plain
 from weftune.base.quant.fp8 import Fp8, multiplies_fp8, refuse_without_fp8
+from weftune.base.quant.linear import QuantLinear, unrounded
 from weftune.base.quant.sizes import stored_bytes
 from weftune.base.spec import BaseSpec
+from weftune.core.coded import multiply_codes, multiply_unrounded
 from weftune.errors import BaseModelError
 from weftune.plan.cost.memory import MemoryModel
 
@@ -65,6 +67,24 @@ def test_no_matrix_is_counted_for_a_product_but_the_codes_of_its_rows_are(tmp_pa
         plain = inspect(BaseSpec(model=spec.model), CPU)
         more = [MemoryModel(one, budget=1 << 30).need([], 100).activations for one in (shape, plain)]
         assert more[0] - more[1] == 100 * shape.code_bytes
+
+
+def test_packing_is_checked_by_the_matrices_and_passes_are_made_of_codes_afterwards(monkeypatch):
+    used = []
+
+    def watched(base, plain):
+        used.extend(module.multiply for module in base.model.modules() if isinstance(module, QuantLinear))
+
+    monkeypatch.setattr("weftune.base.model.check_packing", watched)
+    base = quantised_base(tiny("llama", torch.float32), "fp8")
+    assert set(used) == {multiply_unrounded}
+    linears = [module for module in base.model.modules() if isinstance(module, QuantLinear)]
+    assert {module.multiply for module in linears} == {multiply_codes}
+    module, x_TK = linears[0], torch.randn(5, linears[0].in_features)
+    exact_TN = x_TK @ module.frozen_weight().matrix().T
+    with unrounded(base.model):
+        torch.testing.assert_close(module(x_TK), exact_TN, rtol=1e-5, atol=1e-5)
+    assert (module(x_TK) - exact_TN).abs().max() > 1e-3
 
 
 # -- without the hardware --------------------------------------------------------------------------------

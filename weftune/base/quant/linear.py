@@ -5,7 +5,8 @@ Shapes: T rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,7 +20,7 @@ from weftune.base.quant.fp8 import Fp8
 from weftune.base.quant.int8 import Int8
 from weftune.base.quant.nf4 import Nf4
 from weftune.base.spec import Quantize
-from weftune.core.coded import MultiplyCodes, multiply_codes
+from weftune.core.coded import MultiplyCodes, multiply_codes, multiply_unrounded
 from weftune.core.weight import FrozenWeight, frozen_product
 
 FORMATS: Mapping[Quantize, WeightFormat] = {"nf4": Nf4(), "int8": Int8(), "fp8": Fp8()}
@@ -170,6 +171,16 @@ def compute_by(
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module.dequantise, module.multiply = dequantise, multiply
+
+
+@contextmanager
+def unrounded(model: PreTrainedModel) -> Iterator[None]:
+    """Multiply by the matrices that fp8 weights stand for, activations as they are."""
+    compute_by(model, multiply=multiply_unrounded)
+    try:
+        yield
+    finally:
+        compute_by(model)
 
 
 def quant_paths(model: PreTrainedModel) -> list[str]:
